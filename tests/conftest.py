@@ -1,5 +1,6 @@
 """What the tests of several folders share."""
 
+import signal
 from collections.abc import Iterator
 from subprocess import CompletedProcess
 
@@ -19,6 +20,15 @@ settings.load_profile("untimed")
 def _one_thread() -> None:
     """The number of threads changes the last bits of a sum."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signals_of_a_terminal() -> None:
+    """Jobs in the background of a shell, and those under nohup, begin with these signals ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])

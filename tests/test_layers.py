@@ -13,7 +13,7 @@ import penstock
 
 ROOT = Path(penstock.__file__).parent
 DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
-TORCH_FREE = ("errors", "checks", "schedule", "timeline", "idle_time", "simulate")
+TORCH_FREE = ("errors", "checks", "schedule", "timeline", "idle_time", "simulate", "plan")
 
 
 def floors():
@@ -106,8 +106,8 @@ def test_no_class_name_stands_twice():
 
 
 def test_the_first_rooms_name_torch_nowhere():
-    """Nor numpy, but for the compiled simulator, which is made of arrays."""
-    arrays = "penstock.simulate.compiled", "penstock.simulate.predict"
+    """Nor numpy, but for the compiled simulator and the planners, which are made of arrays."""
+    arrays = "penstock.simulate.compiled", "penstock.simulate.predict", "penstock.plan"
     named = [
         f"{name} imports {target}"
         for name, path in modules()

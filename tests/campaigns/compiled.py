@@ -14,6 +14,7 @@ from penstock.schedule.methods.table import METHODS
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.compiled.joint import NotCompiledError
 from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.network import Network
 from penstock.simulate.predict import CompiledSpan
 from penstock.simulate.simulate import play
 
@@ -36,11 +37,29 @@ def random_schedule(random):
         reduces=random.random() < 0.3,
         recomputes=random.random() < 0.2,
         averages=random.randint(1, 3) if random.random() < 0.1 else None,
+        sharding=random_sharding(random) if random.random() < 0.3 else "none",
     )
 
 
-def random_costs(random, stages):
-    """Times of which sums are rounded, some of them zero."""
+def random_sharding(random):
+    """Few places, so that passes wait for gathers and for the room of gradients."""
+    level, cache = (
+        random.choice(["optimizer", "gradients", "full", "full", "full"]),
+        random.choice(["optimal", "direct"]),
+    )
+    weights, gradients = random.randint(1, 3), random.randint(1, 3)
+    return (
+        level
+        + {
+            "optimizer": "",
+            "gradients": random.choice(["", f":gradients={gradients}"]),
+            "full": random.choice(["", f":weights={weights}:gradients={gradients}:cache={cache}"]),
+        }[level]
+    )
+
+
+def random_costs(random, stages, schedule=None):
+    """Times of which sums are rounded, some of them zero; where the schedule is given it may have a network."""
 
     def time():
         return random.choice([0.0, 1.0, 1 / 3, random.uniform(0.01, 10.0)])
@@ -51,6 +70,7 @@ def random_costs(random, stages):
         transfer=random.choice([0.0, 0.0, time()]),
         collective=time(),
         fused=random.choice([1.0, 0.7]),
+        network=None if schedule is None or random.random() < 0.3 else Network(schedule, 3, random.uniform(0.1, 10.0)),
     )
 
 
@@ -64,7 +84,7 @@ def compare(random):
     window = random.choice([None, 1, 2, 3, 4, 8, 100])
     lowered = lower(schedule, random.choice([None, None, 0, 2]), window)
     batches = random.randint(1, 5)
-    costs = [random_costs(random, schedule.num_stages) for _ in range(random.randint(1, 3))]
+    costs = [random_costs(random, schedule.num_stages, schedule) for _ in range(random.randint(1, 3))]
     transfers = any(each.transfer for each in costs)
     try:
         span = CompiledSpan(lowered, batches, transfers)

@@ -32,9 +32,9 @@ from penstock.schedule.text import parse_schedule
 from penstock.schedule.torch_csv import from_torch_csv
 from penstock.train.config.load import validate_config, with_method_options
 from penstock.train.config.schema import TrainConfig
-from penstock.train.config.yaml_file import parse_yaml
 from penstock.train.export.sample import load_model
 from penstock.train.setup.run_folder import as_yaml
+from penstock.yaml_file import parse_yaml
 from support.time_limit import TooLongError, time_limit
 
 LIMIT = 10.0  # seconds an input may take
@@ -92,6 +92,7 @@ def commands() -> tuple[str, ...]:
         "train --resume nowhere --set stages=2", "train 1f1b --data nowhere --set lr=1",
         "show --file nowhere.py --text",
         "simulate 1f1b --per-stage nowhere --batches 2",
+        "plan --profile nowhere --devices 4x2 --bandwidth 12GB,1GB --memory 1GiB", "profile --from piper nowhere",
         "launch --print slurm 2bw --stages 4 --machines 2 --cpus 2 --set out=x", "show 2bw --stages 2 --svg nowhere",
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from penstock.checkpoint.format import Checkpoint, checkpoints
 from penstock.errors import CheckpointError
 from penstock.files import fingerprint
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.rank.snapshot import Saving, Snapshot
 
 FILE = "frozen-0.safetensors"
 WEIGHT = "fixed/0.0.weight"
@@ -200,3 +201,62 @@ def test_loading_opens_each_file_once(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(indexes, "safe_open", counted)
     penstock.Checkpoints(make(), tmp_path).load()
     assert sorted(opened) == [FILE, "stage-0.safetensors", "stage-1.safetensors"]
+
+
+def test_snapshots_for_checkpoints_copy_frozen_parameters_once(tmp_path: Path) -> None:
+    layer, shared, sizes = frozen_layer(), list[bool](), list[int]()
+    pipeline = make(layer=layer)
+    found = penstock.Checkpoints(pipeline, tmp_path, keep=3)
+    saving = found.every(1)
+
+    def sink(snapshot: Snapshot) -> None:
+        if not snapshot.stage:
+            shared.append(snapshot.tensors[WEIGHT].data_ptr() == layer.weight.data_ptr())
+            sizes.append(snapshot.nbytes)
+        saving.sink(snapshot)
+
+    for k in range(4):
+        for _ in pipeline.run(batches()[k : k + 1], save=saving._replace(sink=sink)):
+            pass
+        if k == 2:
+            layer.weight.data.mul_(2)
+    assert found.wait() is None
+    assert shared == [False, True, True, False]
+    copies = sum(parameter.nbytes for parameter in layer.parameters())
+    assert [size - min(sizes) for size in sizes] == [copies, 0, 0, copies]
+
+
+def test_other_snapshots_have_copies_of_their_own() -> None:
+    layer, kept = frozen_layer(), list[Snapshot]()
+    pipeline = make(layer=layer)
+    before = layer.weight.clone()
+    list(pipeline.run(batches()[:3], save=Saving(1, kept.append)))
+    kept += pipeline.snapshots()
+    layer.weight.data.mul_(2)
+    assert [s.tensors[WEIGHT].equal(before) for s in kept if not s.stage] == [True] * 4
+
+
+def test_frozen_parameters_that_change_while_they_are_written_cost_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the file of the checkpoint before is gone, and the parameters are written once more."""
+    layer = frozen_layer()
+    pipeline = make(layer=layer)
+    found = penstock.Checkpoints(pipeline, tmp_path, keep=3)
+    list(pipeline.run(batches()[:1], save=found.every(1)))
+    assert found.wait() is None
+    (checkpoints(tmp_path)[-1] / FILE).unlink()
+    write = disk.write_tensors
+
+    def late(path: Path, tensors: Any) -> Any:
+        if path.name == FILE:
+            layer.weight.data.mul_(2)
+        return write(path, tensors)
+
+    monkeypatch.setattr(disk, "write_tensors", late)
+    list(pipeline.run(batches()[1:2], save=found.every(1)))
+    assert found.wait() == f"{FILE}: frozen parameters were changed while they were being written"
+    monkeypatch.undo()
+    list(pipeline.run(batches()[2:3], save=found.every(1)))
+    assert found.wait() is None
+    assert Checkpoint(checkpoints(tmp_path)[-1]).tensor(WEIGHT).equal(layer.weight)

@@ -16,7 +16,7 @@ from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import GlooTransports, LocalTransports, NcclTransports, choose_transports
 from penstock.errors import CapabilityError
 from penstock.schedule.build import make_schedule
-from penstock.schedule.machine.lower import lower
+from penstock.schedule.machine.lower import in_one_order, lower
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -61,8 +61,11 @@ def test_groups_are_made_once_for_the_same_lanes(monkeypatch: pytest.MonkeyPatch
     made: list[Any] = []
     monkeypatch.setattr(transports, "lane_groups", lambda lanes, *_: made.append(lanes) or [dict.fromkeys(lanes)])  # type: ignore[func-returns-value]
     nccl = NcclTransports(grid(), grid(), GPU, "gloo")
-    lanes = [lower(make_schedule(name, 4, 8)).lanes for name in ("1f1b", "gpipe", "bpipe")]
-    for each in lanes:
+    monkeypatch.setattr(transports, "hand_out", lambda make, *_: (make().common, None))
+    lowered = [lower(make_schedule(name, 4, 8)) for name in ("1f1b", "gpipe", "bpipe")]
+    for each in lowered:
         nccl.prepare(Channel.TRAINING, each)
-    nccl.prepare(Channel.EVALUATION, lanes[2])
-    assert made == [lanes[0], lanes[2]]  # evaluations travel over gloo
+    nccl.prepare(Channel.EVALUATION, lowered[0])
+    assert made == [lowered[0].lanes, lowered[2].lanes]  # evaluations travel over gloo
+    assert nccl.placed(lowered[2]) == in_one_order(lowered[2])
+    assert nccl.placed(lowered[0]) is lowered[0]

@@ -16,6 +16,7 @@ import penstock
 from penstock.cli import main
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.methods.corrections import CORRECTIONS
+from support.plain_training import MICROBATCHES, PlainTraining, assert_close_weights, make_data, make_model, sgd
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "own-orders.md"
@@ -80,6 +81,23 @@ def test_the_python_runs(files: Path, capsys: Any) -> None:
     fours = [[(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(4)]]
     assert [report.batch for report in names["pipeline"].run(fours)] == [0]
     assert str(penstock.load_schedule("mine.txt")) == str(names["schedule"])
+
+
+@pytest.mark.parametrize(("file", "rule", "delay"), [("my_order.py", "flush", 0), ("endless.py", "double-buffer", 1)])
+def test_its_orders_train_as_plain_torch_does(files: Path, file: str, rule: str, delay: int) -> None:
+    """Once mended: broken, they are refused in Python, too."""
+    with pytest.raises(penstock.ScheduleError, match="deadlock: 3 ranks would wait for ever"):
+        penstock.load_schedule("broken.py", stages=3, microbatches=4)
+    names: dict[str, Any] = {}
+    exec(Path(file).read_text(), names)
+    schedule = penstock.make_schedule(names["order"], 2, MICROBATCHES, rule=rule)
+    pipeline = penstock.Pipeline(
+        make_model(), schedule, loss=nn.functional.mse_loss, optimizer=lambda named: sgd([p for _, p in named])
+    )
+    list(pipeline.run(make_data()))
+    plain = PlainTraining(make_model(), delay=delay)
+    plain.run(make_data())
+    assert_close_weights(pipeline.state_dict(), dict(plain.model.state_dict()))
 
 
 @pytest.mark.processes

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import penstock
 from penstock.errors import DataError
 from support.plain_training import PlainTraining, assert_close_weights, make_data, make_model, pipeline_of_model
+from support.pool import Pool
 
 
 def refilled() -> Iterator[Any]:
@@ -47,6 +49,18 @@ def refilled_microbatches() -> Iterator[Any]:
         yield parts
 
 
+def refilled_in_turns(count: int, by_numpy: bool) -> Iterator[Any]:
+    """Several batches of memory, as loaders that copy ahead have them."""
+    buffers = [[torch.empty_like(part) for part in make_data()[0]] for _ in range(count)]
+    for number, batch in enumerate(make_data(12)):
+        for buffer, part in zip(buffers[number % count], batch, strict=True):
+            if by_numpy:
+                buffer.numpy()[...] = part.numpy()
+            else:
+                buffer.copy_(part)
+        yield tuple(buffers[number % count])
+
+
 def take_x(value: Any) -> Any:
     return value["x"] if isinstance(value, dict) else value
 
@@ -76,6 +90,42 @@ def test_a_late_write_into_fresh_tensors_is_refused(method: str) -> None:
 
     with pytest.raises(DataError, match="batch 5 was written into"):
         list(pipeline_of_model(make_model(), method=method).run(rewritten()))
+
+
+def train_on_buffers(group: Any, method: str, count: int, by_numpy: bool) -> tuple[str, dict[str, Tensor]]:
+    """What is said, and the weights of the stages here."""
+    pipeline = pipeline_of_model(make_model(), method=method, group=group, timeout=2.0)
+    try:
+        list(pipeline.run(refilled_in_turns(count, by_numpy)))
+    except (penstock.PenstockError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}", {}
+    return "", {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
+
+
+ENDLESS = ["2bw", "stash", "newest", "stash:in_flight=7/1"]
+
+
+@pytest.mark.parametrize(
+    ("method", "count", "ranks"),
+    [(method, count, 0) for method in ("1f1b", *ENDLESS) for count in (2, 3, 4)]
+    + [("1f1b", 2, 2), ("2bw", 3, 2), ("newest", 5, 2), ("stash:in_flight=7/1", 4, 2)],
+)
+def test_several_buffers_in_turns_are_refused_or_do_no_harm(pool: Pool, method: str, count: int, ranks: int) -> None:
+    """Never silently: by numpy, so that autograd notices nothing; where batches overlap their memory is read longer."""
+    if ranks:
+        found = pool.submit(train_on_buffers, method, count, True, ranks=ranks, fresh=True)
+    else:
+        found = [train_on_buffers(None, method, count, True)]
+    said = [text for text, _ in found]
+    if count == 2:
+        assert any(text.startswith("DataError: batch 0 was written into") for text in said), said
+    if any(said):
+        assert any("was written into by the loader" in text for text in said), said
+        return
+    whole = pipeline_of_model(make_model(), method=method)
+    list(whole.run(make_data(12)))
+    weights = {name: tensor for _, state in found for name, tensor in state.items()}
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in whole.state_dict().items())
 
 
 def test_an_evaluation_refuses_one_too() -> None:

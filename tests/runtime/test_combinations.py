@@ -82,6 +82,7 @@ from support.meetings import (
     states_of,
     uneven_batches,
 )
+from support.offered_methods import OFFERED
 from support.rest_of_a_run import rest_of
 from support.snapshots import Kept
 
@@ -400,7 +401,7 @@ def page() -> Stated:
 
 
 @pytest.mark.parametrize("features", CHECKS, ids=", ".join)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", OFFERED)
 def test_it_runs_as_the_reference_says_or_is_refused(method: str, features: tuple[str, ...], page: Stated) -> None:
     """And the page says so."""
     for feature in features:
@@ -431,7 +432,7 @@ def test_pipemare_without_t2(features: tuple[str, ...]) -> None:
 
 
 def test_the_page_has_every_method_and_every_feature(page: Stated) -> None:
-    assert page.keys() == METHODS.keys()
+    assert page.keys() == OFFERED.keys()
     checked = {feature for features in CHECKS for feature in features}
     assert all(stated.keys() == BUILDS.keys() == checked for stated in page.values())
 

@@ -21,6 +21,7 @@ from penstock.comm.collective import gather, hand_out
 from penstock.runtime.rank.snapshot import Snapshot
 from penstock.schedule.build import prove
 from penstock.schedule.rank_proof import common_part, own_part
+from penstock.schedule.rank_schedule import schedule_facts
 from support.many_ranks import Network
 
 RANKS = (64, 256)
@@ -71,10 +72,30 @@ def test_messages_of_a_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     assert most == {64: 2 * 2 * 6, 256: 2 * 2 * 8}
 
 
+def test_bytes_of_what_ranks_agree_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Votes, comparisons, what rank 0 alone says: messages are as short for many ranks."""
+    most = {}
+    for ranks in RANKS:
+        ends = Ends(monkeypatch, ranks)
+        said = [["the same" * 20, None]] * 5 + [["the same" * 20, 1]] + [["the same" * 20, None]] * (ranks - 6)
+        assert ends.play(lambda rank, said=said: gather.gather_json(said[rank], "agreeing", None)) == [said] * ranks
+        most[ranks] = max(ends.network.bytes.values()) / (2 * (ranks - 1).bit_length())  # per value sent or received
+    assert most[256] < 1.1 * most[64]
+
+
+def test_values_that_are_only_equal_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = [1, 1.0, True, 0.0, -0.0, False, [1], [True]]
+    for found in Ends(monkeypatch, len(said)).play(lambda rank: gather.gather_json(said[rank], "agreeing", None)):
+        assert list(map(repr, found)) == list(map(repr, said))
+    first, second = Ends(monkeypatch, 2).play(lambda _: gather.gather_json([], "agreeing", None))[0]
+    assert first is not second
+
+
 def share(monkeypatch: pytest.MonkeyPatch, ranks: int) -> tuple[int, int]:
     """Hand out a proof: what a rank receives beside what is common, in bytes; and the most messages but of rank 0."""
     proof, ends = prove("1f1b", ranks, 8), Ends(monkeypatch, ranks)
-    common, parts = common_part(proof), [own_part(proof, rank) for rank in range(ranks)]
+    common = [schedule_facts(proof.schedule), common_part(proof)]
+    parts = [own_part(proof.lowered, rank) for rank in range(ranks)]
 
     def make() -> hand_out.HandedOut:
         return hand_out.HandedOut(common, lambda rank: parts[rank])

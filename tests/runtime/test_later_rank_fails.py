@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import Evaluating, Pipeline, make_schedule
-from penstock.runtime.plan.read_ahead import batches_ahead
+from penstock.schedule.proof.read_ahead import batches_ahead
 from support.pool import Pool
 
 M, MANY = 4, 30
@@ -50,17 +50,17 @@ def data(start: int, fails: int | None = None) -> Iterator[tuple[Tensor, Tensor]
 
 
 def fails_late(
-    group: dist.ProcessGroup, method: str, at: int, every: int, options: dict[str, Any]
+    group: dist.ProcessGroup, method: str, at: int, every: int, who: int, options: dict[str, Any]
 ) -> tuple[list[int], str, int, Any, list[str]]:
-    """What is reported, raised and trained where only the last rank fails; the state after three batches more."""
-    depth, rank, said = dist.get_world_size(group), dist.get_rank(group), []
+    """What is reported, raised and trained where only one rank fails; the state after three batches more."""
+    depth, rank, said = dist.get_world_size(group) // options.get("data_parallel", 1), dist.get_rank(group), []
     pipeline, reports, raised = make_pipeline(method, depth, group, **options), [], ""
     handler, logger = logging.Handler(logging.WARNING), logging.getLogger("penstock")
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     evaluate = Evaluating(every, lambda: list(data(MANY - 2))) if every else None
     try:
-        for report in pipeline.run(data(0, at if rank == depth - 1 else None), evaluate=evaluate):
+        for report in pipeline.run(data(0, at if rank == who else None), evaluate=evaluate):
             reports.append(report.batch)
     except UserError as error:
         raised = str(error)
@@ -71,20 +71,22 @@ def fails_late(
     return reports, raised, trained, {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}, said
 
 
-def check(pool: Pool, method: str, depth: int, at: int, every: int = 0, **options: Any) -> None:
-    found = pool.submit(fails_late, method, at, every, options, ranks=depth)
+def check(pool: Pool, method: str, depth: int, at: int, every: int = 0, who: int | None = None, **options: Any) -> None:
+    ranks = depth * options.get("data_parallel", 1)
+    who = ranks - 1 if who is None else who
+    found = pool.submit(fails_late, method, at, every, who, options, ranks=ranks)
     weights: dict[str, Tensor] = {}
     for rank, (reports, raised, trained, state, said) in enumerate(found):
         assert trained == at
         assert reports == list(range(at))
-        assert raised == (f"at {at}" if rank == depth - 1 else "")
+        assert raised == (f"at {at}" if rank == who else "")
         assert [
             text.startswith(
-                f"rank {depth - 1} could not read its next batch (UserError: at {at}), so the run ends "
+                f"rank {who} could not read its next batch (UserError: at {at}), so the run ends "
                 f"after batch {at - 1} on all ranks"
             )
             for text in said
-        ] == [True] * (rank == 0)
+        ] == [True] * (rank == (0 if who else 1))
         weights |= state
     wanted = make_pipeline(method, depth, None, **options)
     evaluate = Evaluating(every, lambda: list(data(MANY - 2))) if every else None
@@ -110,6 +112,30 @@ def test_it_does_so_with_evaluations_in_the_stream(pool: Pool, method: str) -> N
 @pytest.mark.parametrize("method", ["1f1b", "2bw"])
 def test_it_does_so_where_all_stages_decide_about_updates(pool: Pool, method: str) -> None:
     check(pool, method, 3, 5, max_grad_norm=0.1)
+
+
+@pytest.mark.parametrize(
+    ("method", "at", "who"),
+    [
+        ("1f1b", 3, 0),
+        ("1f1b", 5, 3),
+        ("2bw", 1, 2),
+        ("2bw", 6, 0),
+        ("2bw", 6, 1),
+        ("stash", 5, 3),
+        ("interleaved", 4, 2),
+    ],
+)
+def test_it_does_so_in_parallel_pipelines(pool: Pool, method: str, at: int, who: int) -> None:
+    """All stages decide together there, so whichever rank cannot read is heard in time, a first one too."""
+    check(pool, method, 2, at, who=who, data_parallel=2)
+
+
+@pytest.mark.parametrize(
+    ("method", "at", "who"), [("chimera", 1, 0), ("chimera", 5, 1), ("dualpipe", 4, 1), ("bitpipe", 3, 0)]
+)
+def test_it_does_so_where_both_ends_read(pool: Pool, method: str, at: int, who: int) -> None:
+    check(pool, method, 2, at, who=who)
 
 
 def stopped_twice(group: dist.ProcessGroup, method: str) -> tuple[list[int], Any]:
@@ -146,7 +172,7 @@ def test_what_was_read_ahead_is_not_lost_to_a_second_run_over_the_iterator(pool:
         ("1f1b", 4, 8, 2),
         ("2bw", 4, 8, 3),
         ("stash:in_flight=9/5/3/1", 4, 4, 4),
-        ("chimera", 2, 4, 0),
+        ("chimera", 2, 4, 2),
     ],
 )
 def test_how_far_ranks_read_ahead(method: str, depth: int, m: int, ahead: int) -> None:

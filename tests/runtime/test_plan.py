@@ -31,6 +31,7 @@ from penstock.schedule.methods.table import METHODS
 from penstock.weights.corrections.pipemare import PipeMare
 from penstock.weights.corrections.registry import correction_of
 from support.cases import Case, make_pipeline
+from support.offered_methods import OFFERED
 
 CHECKS = (
     "check_enough", "cut_blocks", "find_ties", "check_slices", "resolve_both", "with_all_actions",
@@ -244,7 +245,7 @@ def test_options_change_by_name() -> None:
         PipelineOptions().changed(wdith=3)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", OFFERED)
 def test_a_request_gives_the_plan_of_its_proof(method: str) -> None:
     """Also where the proof finds that more messages must be outstanding than the order asks for."""
     row = METHODS[method]

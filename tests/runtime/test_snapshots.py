@@ -324,6 +324,8 @@ def test_a_device_copies_snapshots_beside_its_work(monkeypatch: pytest.MonkeyPat
     assert not any(stream.waits for stream in streams)
     drained = case.method == "stash"  # its snapshots are taken where nothing else is done
     for one, other in zip(late, plain, strict=True):
-        assert_equal_tensors(one.on_cpu(), other.on_cpu(), f"stage {one.stage} before {one.batch}")
+        assert_equal_tensors(
+            one.on_cpu(one.tensors), other.on_cpu(other.tensors), f"stage {one.stage} before {one.batch}"
+        )
     assert any(stream.waits for stream in streams) != drained
     assert all((stream.waited > 0) != drained for stream in streams[: case.depth])

@@ -89,7 +89,9 @@ def test_more_microbatches_bring_the_time_towards_the_ideal(method: str) -> None
     assert bubbles[1] < bubbles[0]
 
 
-@pytest.mark.parametrize("method", [name for name in FLUSHED if name not in ("gpipe", "breadth-first", "terapipe")])
+@pytest.mark.parametrize(
+    "method", [name for name in FLUSHED if name not in ("gpipe", "breadth-first", "layered", "terapipe")]
+)
 def test_activations_do_not_grow_with_the_microbatches(method: str) -> None:
     few, many = (prove(method, 4, m).activations for m in (16, 32))
     assert few == many

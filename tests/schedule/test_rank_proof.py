@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from penstock.schedule.build import extend, prove, prove_evaluation
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import Proof, check
+from penstock.schedule.proof.stage_spec import stage_specs
 from penstock.schedule.rank_proof import common_part, own_part, rank_proof
+from penstock.schedule.rank_schedule import rank_schedule, schedule_facts
 from penstock.schedule.text import parse_schedule
 from support.smallest_batch import least
 
@@ -24,9 +27,12 @@ def sent(value):
 
 
 def assert_same(proof: Proof) -> None:
-    common = sent(common_part(proof))
+    common, facts = sent(common_part(proof)), sent(schedule_facts(proof.schedule))
     for rank in range(proof.schedule.ranks):
-        found = rank_proof(proof.schedule, rank, common, sent(own_part(proof, rank)))
+        received = rank_schedule(facts, unbuilt)
+        found = rank_proof(received, rank, common, sent(own_part(proof.lowered, rank)))
+        assert_alike(found.schedule, proof.schedule, rank)
+        found = rank_proof(proof.schedule, rank, common, sent(own_part(proof.lowered, rank)))
         assert found.lowered.programs[rank] == proof.lowered.programs[rank]
         assert (found.lowered.routes, found.lowered.window) == (proof.lowered.routes, proof.lowered.window)
         assert (found.lowered.lanes, found.schedule) == (proof.lowered.lanes, proof.schedule)
@@ -34,7 +40,37 @@ def assert_same(proof: Proof) -> None:
         assert found.activations == proof.activations
         assert found.steady_from == proof.steady_from
         assert found.border_fault() == proof.border_fault()
+        assert found.reading() == proof.reading()
         assert not any(any(program) for other, program in enumerate(found.lowered.programs) if other != rank)
+
+
+def unbuilt() -> Schedule:
+    raise AssertionError("a rank has built a schedule")
+
+
+FACTS = """
+    name microbatches stages edges rule frozen segments window sharding ranks num_stages predecessors successors
+    stage_at recomputed slices directions chunks operations deciding first_trained actions_hash
+""".split()  # noqa: SIM905 - a list of words
+
+
+def assert_alike(received: Schedule, built: Schedule, rank: int) -> None:
+    """A rank knows everything of its own program, and the facts of the whole schedule, without building it."""
+    assert {name: getattr(received, name) for name in FACTS} == {name: getattr(built, name) for name in FACTS}
+    assert received.program(rank) == built.program(rank)
+    assert stage_specs(received, 0, {rank}) == [one for one in stage_specs(built, 0) if one.stage.rank == rank]
+    assert list(received.actions(rank, 3, -1)) == list(built.actions(rank, 3, -1))
+
+
+def test_the_programs_of_other_ranks_are_built_when_somebody_looks() -> None:
+    schedule = prove("interleaved", 4, 8).schedule
+    received = rank_schedule(sent(schedule_facts(schedule)), lambda: schedule).held_by(1, schedule.program(1))
+    assert "programs" not in received.__dict__
+    assert received.program(2) == schedule.program(2)
+    assert (received, str(received), hash(received)) == (schedule, str(schedule), hash(schedule))
+    assert schedule == received != prove("1f1b", 4, 8).schedule
+    assert replace(received, window=5) == replace(schedule, window=5)
+    assert check(received).stages == check(schedule).stages
 
 
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.stem)
@@ -65,6 +101,6 @@ def extended_or_none(schedule: Schedule, options: dict) -> Proof | None:
 def test_a_rank_gets_no_more_than_its_own_program(ranks: int) -> None:
     """Its size follows the microbatches, not the ranks; what all have in common follows the stages alone."""
     proof = prove("1f1b", ranks, 64)
-    sizes = [len(json.dumps(own_part(proof, rank))) for rank in range(ranks)]
+    sizes = [len(json.dumps(own_part(proof.lowered, rank))) for rank in range(ranks)]
     assert max(sizes) < 64 * 260
     assert len(json.dumps(common_part(proof))) < 200 * ranks

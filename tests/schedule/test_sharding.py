@@ -1,5 +1,6 @@
 """Sharded state: where stages are gathered, reduced and released, and what the proof derives and refuses."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from random import Random
@@ -154,6 +155,14 @@ def test_an_optimizer_sharded_gradient_is_not_summed_twice():
             "sharding optimizer goes with the rules flush and double-buffer so far, not with 'stash'",
         ),
         ("zb-h2-post", "full", "not with 'provisional'"),
+        ("2bw-ahead", "full", "take optimizer or gradients, or a method that flushes, such as layered"),
+        (
+            "error-feedback",
+            "gradients",
+            "does not go with correction 'error-feedback', which is not known to work on a",
+        ),
+        ("error-feedback", "optimizer", "take 2bw or 2bw-ahead, or set sharding to none"),
+        ("chimera", "full:gradients=1", "stages have several copies in the pipeline, whose gradients stay whole"),
         ("spectrain", "gradients", "not with 'predicted'"),
         ("1f1b", "zero-3", "unknown sharding 'zero-3'. Known: none, optimizer, gradients, full"),
         ("1f1b", "optimizer:gradients=2", "sharding 'optimizer' has no options; got 'gradients=2'"),
@@ -195,6 +204,33 @@ def test_recomputed_forwards_read_gathered_weights():
         extend(proof, sharding="full")
 
 
-def test_the_runtime_refuses_a_sharded_schedule_by_name():
-    with pytest.raises(CapabilityError, match="1f1b: sharding gradients is computed and simulated"):
-        check_offered(prove("1f1b", 2, 2, sharding="gradients").schedule)
+@pytest.mark.parametrize(
+    ("name", "order"), [("layered", "breadth-first"), ("lga", "breadth-first"), ("modular", "breadth-first"),
+                        ("depth-first-full", "interleaved")]
+)  # fmt: skip
+def test_a_method_may_be_sharded_by_itself_and_a_user_may_say_otherwise(name, order):
+    row = METHODS[prove(name, 2, 4).schedule.name]
+    assert row.needs_sharded_state
+    assert (row.order, row.sharding) == (order, "full")
+    own, other, none = (prove(name, 2, 4, sharding=given).schedule for given in (None, "gradients", "none"))
+    assert [str(s.sharding).split(":")[0] for s in (own, other, none)] == ["full", "gradients", "none"]
+    assert replace(own, name=order) == prove(order, 2, 4, sharding="full").schedule
+    assert replace(none, name=order) == prove(order, 2, 4).schedule
+
+
+def test_methods_know_the_levels_that_they_take():
+    both, every = (Level.OPTIMIZER, Level.GRADIENTS), (Level.OPTIMIZER, Level.GRADIENTS, Level.FULL)
+    levels = {name: row.shardings for name, row in METHODS.items()}
+    assert {name for name, found in levels.items() if found == every} == set(FLUSHED)
+    assert {name for name, found in levels.items() if found == both} == {"2bw", "2bw-eager", "2bw-ahead"}
+    assert {len(found) for found in levels.values()} == {0, 2, 3}
+    for name, found in levels.items():
+        for level in every:
+            if level not in found:
+                with pytest.raises(ConfigError, match="; take .*|set sharding to none"):
+                    prove(name, 4, 8, sharding=level)
+
+
+def test_the_runtime_refuses_level_full_by_name():
+    with pytest.raises(CapabilityError, match="1f1b: sharding full is computed and simulated"):
+        check_offered(prove("1f1b", 2, 2, sharding="full").schedule)

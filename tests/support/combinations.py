@@ -23,6 +23,7 @@ from penstock.schedule.methods.table import METHODS
 from penstock.verify.reference import Scaling
 from penstock.weights.corrections.registry import correction_of
 from support.cases import BALANCE, Case, make_pipeline
+from support.offered_methods import OFFERED
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
 REFUSALS = (ConfigError, CapabilityError, ScheduleError)
@@ -146,7 +147,7 @@ def reason(method: str, feature: str) -> str | None:
 
 def table() -> str:
     """What every method says, methods with equal answers in one row."""
-    stated = {method: {feature: reason(method, feature) for feature in BUILDS} for method in METHODS}
+    stated = {method: {feature: reason(method, feature) for feature in BUILDS} for method in OFFERED}
     always = [f for f in BUILDS if not any(reasons[f] for reasons in stated.values())]
     others = [f for f in BUILDS if f not in always]
     notes = list(dict.fromkeys(r for f in others for reasons in stated.values() if (r := reasons[f])))

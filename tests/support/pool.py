@@ -54,8 +54,12 @@ class Pool:
         busy = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
         members = list(range(ranks)) if isinstance(ranks, int) else list(ranks)
         job = pickle.dumps((function, args, members, fresh or not isinstance(ranks, int)))
-        for connection in busy:
-            connection.send_bytes(job)
+        try:
+            for connection in busy:
+                connection.send_bytes(job)
+        except OSError:  # one has died since the last job
+            self.close()
+            raise
         results: list[Any] = [None] * self.size
         failure: BaseException | None = None
         deadline = time.monotonic() + timeout

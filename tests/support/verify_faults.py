@@ -17,6 +17,7 @@ from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.train.setup import build_pipeline, prepare
 from penstock.weights.memory.buffers import Buffer, Handle
+from penstock.weights.memory.squared_norm import squared_norm
 from penstock.weights.mixed_store import MixedStore
 from penstock.weights.optim.rates import Rates
 from penstock.weights.optim.updater import Updater
@@ -109,7 +110,9 @@ def doubled_norm_share(patch: Patch) -> None:
 
 def ties_count_twice(patch: Patch) -> None:
     """A shared parameter counts in the norm with every stage that holds it."""
-    patch.setattr(TrainedWeights, "gradient_squares", lambda self, batch: self.store.gradient(batch).squares())
+    patch.setattr(
+        TrainedWeights, "gradient_squares", lambda self, batch: squared_norm(self.store.gradient(batch).views.values())
+    )
 
 
 def no_ties(patch: Patch) -> None:

@@ -21,6 +21,7 @@ from penstock.train.config.load import load_config, validate_config
 from penstock.train.config.schema import TrainConfig
 from penstock.train.setup.prepare import prepare
 from penstock.verify.verify import verify
+from support.offered_methods import OFFERED
 
 
 def test_the_defaults_are_a_2_stage_2bw_pipeline():
@@ -232,7 +233,7 @@ def test_the_commented_reference_is_a_configuration_that_changes_nothing(tmp_pat
         assert lines[place].startswith("  ") == ("." in key)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", OFFERED)
 def test_every_method_starts_by_its_name_alone(method: str) -> None:
     text = Path(__file__).parents[2] / "LICENSE"
     prepare(load_config(None, [f"method={method}", f"data={text}", "model.context=16"]))
@@ -280,7 +281,10 @@ def test_options_of_methods_are_listed_under_their_sections():
             said, meaning = found[f"correction.{option}"]
             assert said == default
             assert method.name in re.split(", |: ", meaning)
-    assert found["options.chunks"] == (2, "interleaved, breadth-first, zb-interleaved (docs/orders.md)")
+    assert found["options.chunks"] == (
+        2,
+        "interleaved, depth-first-full, breadth-first, layered, zb-interleaved (docs/orders.md)",
+    )
     assert found["options.ahead"][0] == 2
     assert "\n#   correction.beta: of i-timeprest: the share " in commented_reference()
 

@@ -25,6 +25,7 @@ from penstock.verify.report import Verification
 from penstock.verify.verify import TOLERANCE, verify
 from penstock.weights.decision import LossScale
 from support import verify_faults
+from support.offered_methods import OFFERED
 
 TINY = (
     "microbatches=3", "microbatch_size=1", "model.layers=2", "model.width=16", "model.heads=2", "model.context=8",
@@ -80,7 +81,7 @@ def place(found: Verification, kind: str) -> str:
 # --- nothing is wrong -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", sorted(METHODS.keys() - set(LATER)))
+@pytest.mark.parametrize("method", sorted(OFFERED.keys() - set(LATER)))
 def test_every_method_passes_verification(text: str, method: str) -> None:
     both = 2 if method in ("chimera", "dualpipe", "bitpipe") else 1  # directions, each with a copy of the model
     needs = NEEDS.get(method, [])
@@ -137,6 +138,8 @@ def test_slices_in_low_precision_are_refused(text: str) -> None:
     ("method", "changes"),
     [
         ("2bw", ["width=2"]),
+        ("2bw", ["width=3", "sharding=gradients"]),
+        ("1f1b", ["width=2", "sharding=optimizer", "model.tied=true"]),
         ("stash", ["width=2"]),
         ("1f1b", ["precision=bf16"]),
         ("2bw", ["precision=fp16"]),

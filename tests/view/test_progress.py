@@ -223,3 +223,26 @@ def test_microbatches_in_flight_that_were_found_are_a_line():
     assert console.file.getvalue() == (
         "in flight: 3/1 instead of 2/1: messages take 41 ms, a forward and backward 150 ms\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "said"),
+    [
+        ("stash", "5/1", "in flight: 5/1; the weights that rank 0 reads are 1 instead of 0.25 updates late"),
+        ("newest", "4", "in flight: 4; the weights that rank 0 reads are "),
+        ("2bw", "3/1", None),
+        ("1f1b", "3", None),
+        ("stash", "auto", None),
+    ],
+)
+def test_a_run_that_reads_weights_later_says_so_at_its_beginning(tmp_path, method, given, said):
+    text = tmp_path / "text.txt"
+    text.write_text("a quick brown fox " * 300)
+    model = ["model.layers=2", "model.width=32", "model.context=16", f"data={text}", f"method={method}"]
+    prepared = prepare(load_config(None, [*model, f"options.in_flight={given}"]))
+    console = Console(file=StringIO(), width=100)
+    TerminalObserver(console).started(prepared, prepared.plan.parts, 0)
+    lines = [line for line in console.file.getvalue().splitlines() if line.startswith("in flight")]
+    assert len(lines) == (said is not None)
+    if said is not None:
+        assert lines[0].startswith(said)

@@ -1,25 +1,24 @@
 """The file of a stage's frozen parameters, which the checkpoints of a run share while these stay the same.
 
 Every checkpoint has the file in its own folder, as a hard link, so each is whole by itself, and the content goes with
-the last of them. Whether parameters have stayed the same is asked of their bytes: a user, or a block, may set them in
-ways that leave no other trace.
+the last of them. Snapshots say whether parameters have stayed the same, by sums over their bits.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from penstock.checkpoint import format as disk
+from penstock.errors import CheckpointError
 from penstock.files import open_regular
+from penstock.runtime.rank.snapshot import Snapshot
+from penstock.stage.checks.tensor_sums import tensor_sums
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 """Of a file that is not there."""
@@ -36,27 +35,31 @@ class FrozenFile:
 
     def __init__(self, run: Path, batch: int = -1, written: Mapping[str, Any] = NOTHING) -> None:
         self._run = run
-        self._digest = b""  # not known of a file that this object has not written
+        self._sums: Mapping[str, int] | None = None  # not known of a file that this object has not written
         self._batch = batch  # of the last checkpoint that has the file
         self._written = dict(written)
 
-    def put(self, batch: int, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    def put(self, batch: int, name: str, snapshot: Snapshot) -> dict[str, Any]:
         """Put the file into the checkpoint of `batch` that is being written; return its size and SHA-256.
 
         Args:
             batch: of the checkpoint.
             name: of the file.
-            tensors: on the CPU and contiguous.
+            snapshot: of which the frozen parameters are.
 
         Raises:
             OSError: it cannot be written.
+            CheckpointError: parameters that the snapshot shares with the stage were changed before they were written.
         """
-        path, digest = disk.part_of(disk.place_of(self._run, batch)) / name, _digest(tensors.items())
-        if self._written and not self._digest:
-            self._digest = _digest_of(disk.place_of(self._run, self._batch) / name)
-        if digest != self._digest or not self._link(path):
-            self._written = disk.write_tensors(path, tensors)
-        self._digest, self._batch = digest, batch
+        path = disk.part_of(disk.place_of(self._run, batch)) / name
+        if self._written and self._sums is None:
+            self._sums = _sums_of(disk.place_of(self._run, self._batch) / name)
+        if snapshot.frozen != self._sums or not self._link(path):
+            tensors = snapshot.on_cpu(sorted(snapshot.frozen))
+            self._written, self._sums = disk.write_tensors(path, tensors), None
+            if snapshot.shared and tensor_sums(tensors) != snapshot.frozen:
+                raise CheckpointError("frozen parameters were changed while they were being written")
+        self._sums, self._batch = snapshot.frozen, batch
         return self._written
 
     def _link(self, path: Path) -> bool:
@@ -73,19 +76,10 @@ class FrozenFile:
         return False
 
 
-def _digest_of(path: Path) -> bytes:
-    """Return the digest of the tensors in a file; an empty one if it cannot be read."""
+def _sums_of(path: Path) -> dict[str, int]:
+    """Return the sums of the tensors in a file; none if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
-            return _digest((name, file.get_tensor(name)) for name in sorted(file.keys()))
+            return {name: tensor_sums({name: file.get_tensor(name)})[name] for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError):
-        return b""
-
-
-def _digest(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
-    """Return the SHA-256 of tensors, with their names, types and shapes, in the order of the names."""
-    found = hashlib.sha256()
-    for name, tensor in tensors:
-        found.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.digest()
+        return {}

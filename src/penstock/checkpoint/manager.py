@@ -25,7 +25,7 @@ from penstock.checkpoint.owner import Owner
 from penstock.checkpoint.writer import LocalPosts, Posts, StorePosts, Writer
 from penstock.comm.collective.gather import gather_json
 from penstock.errors import CheckpointError, ConfigError, PenstockError
-from penstock.runtime.pipeline import Pipeline, check_idle
+from penstock.runtime.pipeline import Pipeline, check_idle, save_between_runs
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.ir.schedule import Stage
 
@@ -136,7 +136,7 @@ class Checkpoints:
         own = [place for pipeline in grid.pipelines for place in places(pipeline, self._pipeline.stages)]
         posts: Posts = LocalPosts()
         if grid.group is not None:
-            name = self._gather(uuid.uuid4().hex, "preparing for checkpoints")[0]
+            name = self._of_first(uuid.uuid4().hex, "preparing for checkpoints")
             posts = StorePosts(self._store or _get_default_store(), name)
         parts = [place for pipeline in range(grid.width) for place in places(pipeline, schedule.stages)]
         return Writer(
@@ -145,7 +145,7 @@ class Checkpoints:
 
     def every(self, batches: int) -> Saving:
         """Return the `save` argument of `Pipeline.run` that writes a checkpoint every so many batches."""
-        return Saving(batches, self._sink, self._make_room)
+        return Saving(batches, self._sink, self._make_room, shares=True)
 
     def load(
         self, *, limit: int | None = None, ready: Callable[[int, Mapping[str, Any]], None] = lambda *_: None
@@ -179,7 +179,7 @@ class Checkpoints:
                 failure = f"cannot resume in {str(self._folder)!r}: {error}"
             except CheckpointError as error:
                 failure = str(error)
-        found, failure = self._gather([found, failure], "looking for checkpoints")[0]
+        found, failure = self._of_first([found, failure], "looking for checkpoints")
         if failure is not None:
             raise CheckpointError(failure)
         newest, self.damaged = open_newest(self._folder, list(map(Path, found)), self._open)
@@ -192,7 +192,7 @@ class Checkpoints:
                 set_aside(self._folder, newest.folder)
         except CheckpointError as error:
             failure = str(error)
-        failure = self._gather(failure, "setting damaged checkpoints aside")[0]
+        failure = self._of_first(failure, "setting damaged checkpoints aside")
         if failure is not None:
             raise CheckpointError(failure)
         try:
@@ -227,8 +227,7 @@ class Checkpoints:
         if batch == self._written:
             self._writer = self._make_writer()
         if self._writer.make_room(batch):
-            for snapshot in self._pipeline.snapshots():
-                self._writer.sink(snapshot)
+            save_between_runs(self._pipeline, self.every(1))
         self._written = -1
         failure = self.wait()
         if failure is not None:
@@ -258,6 +257,10 @@ class Checkpoints:
         if faults or checkpoint is None:
             raise CheckpointError(faults[0])
         return checkpoint
+
+    def _of_first(self, value: Any, what: str) -> Any:
+        """Return the value of rank 0 on all ranks."""
+        return self._gather(None if self._rank else value, what)[0]
 
     def _gather(self, value: Any, what: str) -> list[Any]:
         return [value] if self._grid.group is None else gather_json(value, what, self._grid.control)

@@ -208,18 +208,17 @@ class Writer:
             folder.mkdir(parents=True, exist_ok=True)
             for each in (place.parent, folder):
                 check_own_folder(each)
-            tensors = snapshot.on_cpu()
-            frozen = {key: tensors.pop(key) for key in sorted(snapshot.frozen)}
+            tensors = snapshot.on_cpu(snapshot.tensors.keys() - snapshot.frozen.keys())
             if tensors:
                 part["files"][name] = disk.write_tensors(folder / name, tensors)
                 part["tensors"] = dict.fromkeys(tensors, name)
-            if frozen:
+            if snapshot.frozen:
                 name = _file_name("frozen", snapshot)
                 begun = FrozenFile(self._run, self._begun, self._files.get(name, NOTHING))
                 shared = self._frozen.setdefault((snapshot.stage, snapshot.place), begun)
-                part["files"][name] = shared.put(snapshot.batch, name, frozen)
-                part["tensors"] |= dict.fromkeys(frozen, name)
-            del tensors, frozen
+                part["files"][name] = shared.put(snapshot.batch, name, snapshot)
+                part["tensors"] |= dict.fromkeys(snapshot.frozen, name)
+            del tensors
         except Exception as error:  # any error costs only this checkpoint
             part["failure"] = f"{name}: {error}"
         snapshot.tensors.clear()

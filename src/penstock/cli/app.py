@@ -12,6 +12,7 @@ from penstock.cli.compare import compare
 from penstock.cli.failures import fail, said_of_usage
 from penstock.cli.launch import launch
 from penstock.cli.options import FLAG
+from penstock.cli.planning import plan, profile
 from penstock.cli.schedules import methods, show, simulate
 from penstock.cli.train import config, sample, train
 from penstock.cli.verify import verify
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (methods, show, simulate, train, launch, sample, config, verify, compare):
+for command in (methods, show, simulate, train, launch, sample, config, verify, compare, profile, plan):
     app.command(help=_in_paragraphs(command.__doc__ or ""))(command)
 
 

@@ -77,8 +77,8 @@ def compare(
     """
     from penstock.compare.config import ComparisonConfig, comparison_config
     from penstock.train.config.key_reference import described_keys
-    from penstock.train.config.yaml_file import read_yaml
     from penstock.view.tables import keys_table
+    from penstock.yaml_file import read_yaml
 
     if keys:
         Console().print(keys_table(described_keys(ComparisonConfig)))

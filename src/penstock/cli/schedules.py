@@ -80,11 +80,11 @@ def _prove(
         sizes: stages and microbatches.
         changes, segments, order: as given.
         costs: of so many ranks together: an order that is searched for given times gets them as options.
-        sharding: as given; added behind recomputes.
+        sharding: as given, in place of the method's; added behind recomputes.
     """
-    from penstock.schedule.build import ScheduleRequest, extend
+    from penstock.schedule.build import ScheduleRequest
     from penstock.schedule.ir.in_flight import read_in_flight
-    from penstock.schedule.methods.table import find_method
+    from penstock.schedule.methods.table import find_method, sharding_of
     from penstock.schedule.methods.written import written_method
     from penstock.simulate.auto_in_flight import choose_in_flight
     from penstock.simulate.costs import of_every_rank
@@ -100,6 +100,7 @@ def _prove(
         options["in_flight"] = read_in_flight(in_flight)
     if file is not None:
         proof = _prove_own(file, rule, correction, stages, microbatches, options)
+        whole, added = segments is None and sharding is None, sharding or "none"
     else:
         chosen = written_method(method or "")
         row = find_method(chosen.name)
@@ -107,16 +108,30 @@ def _prove(
             if value is not None:
                 raise ConfigError(f"{what}: method {row.name!r} has its own, {its}; --{what} goes with --file")
         options = with_search_options(chosen.name, order, {**chosen.options, **options}, *costs)
+        whole, added = segments is None, str(sharding_of(row, sharding))
         request = ScheduleRequest(chosen.name, stages or 4, microbatches or 8, order=order, options=options)
+        request = replace(request, sharding=added if whole else "none")
         request, choice = choose_in_flight(request, of_every_rank(costs[0], request.stages))
         proof = request.prove()
+    if whole:
+        return proof, choice
+    return _extended(proof, segments, added), choice
+
+
+def _extended(proof: Proof, segments: str | None, sharding: str) -> Proof:
+    """Add recomputes and sharding to a schedule.
+
+    Raises:
+        ConfigError: the segments are no number.
+    """
+    from penstock.schedule.build import extend
+
     if segments is None:
-        return (proof if sharding is None else extend(proof, sharding=sharding)), choice
+        return extend(proof, sharding=sharding)
     if segments != "auto" and not (segments.isascii() and segments.isdigit() and len(segments) < 10):
         raise ConfigError(f"--segments takes a number of stages, or auto; got {segments!r:.80}")
-    return extend(
-        proof, recomputes=True, segments="auto" if segments == "auto" else int(segments), sharding=sharding or "none"
-    ), choice
+    number: int | Literal["auto"] = "auto" if segments == "auto" else int(segments)
+    return extend(proof, recomputes=True, segments=number, sharding=sharding)
 
 
 def _prove_own(
@@ -228,6 +243,9 @@ def show(
     rule: OrderRule = None,
     correction: OrderCorrection = None,
     sharding: ShardingLevel = None,
+    gather: Annotated[
+        float, typer.Option(help="Time to gather, or to sum, a rank's whole share, if state is sharded.", min=0)
+    ] = 1.0,
     text: Annotated[bool, typer.Option("--text", help="Print the text form, which --file reads, instead.")] = False,
     as_json: AsJson = False,
     svg: Annotated[Path | None, typer.Option(help="Also write the drawing to this SVG file.")] = None,
@@ -239,6 +257,7 @@ def show(
 ) -> None:
     """Draw a schedule: what every rank does when, and the version of the weights that each pass reads."""
     from penstock.simulate.costs import Costs, StageCost
+    from penstock.simulate.network import Network
     from penstock.simulate.simulate import simulate_schedule
     from penstock.view.schedule_drawing import print_drawing, schedule_json, write_svg
     from penstock.view.text import wrap_schedule
@@ -249,7 +268,10 @@ def show(
     proof, choice = _prove(method, own, sizes, changes, segments, order, in_flight, share, sharding)
     schedule = proof.schedule
     span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
-    simulation = simulate_schedule(proof, Costs.uniform(schedule, *times, latency=latency), span)
+    costs = Costs.uniform(schedule, *times, latency=latency)
+    if proof.shards and gather:
+        costs = replace(costs, network=Network.of_time(schedule, gather))
+    simulation = simulate_schedule(proof, costs, span)
     if svg is not None:
         write_svg(svg, simulation, span)
     console = Console() if width is None else Console(width=width)
@@ -347,7 +369,7 @@ def simulate(
     from penstock.simulate.costs import Costs, StageCost, read_stage_costs
     from penstock.simulate.long_run import steady_bubble
     from penstock.simulate.simulate import simulate_schedule
-    from penstock.view.tables import simulation_table, time_table
+    from penstock.view.tables import sharding_table, simulation_table, time_table
 
     if per_stage is not None:
         share = read_stage_costs(per_stage, None, latency, transfer), stages or 4
@@ -369,5 +391,6 @@ def simulate(
         print_json(simulation.figures() | {"bubble_in_a_long_run": in_a_long_run} | chosen)
     else:
         table = simulation_table(simulation, batches, in_a_long_run)
-        Console().print(table, time_table(split_time(simulation.timeline), unit=""))
+        sharded = sharding_table(simulation)
+        Console().print(table, *([] if sharded is None else [sharded]), time_table(split_time(simulation.timeline), ""))
         _say(Console(), choice)

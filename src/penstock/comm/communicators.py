@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from penstock.comm.collective.all_reduce import GlooReducer, LocalReducer, Reducer
 from penstock.comm.collective.control_reduce import Add, ControlReduce, GlooControlReduce, LocalControlReduce
+from penstock.comm.collective.shard_exchange import GlooShards, LocalShards, ShardExchange
 from penstock.comm.collective.wave_exchange import WAVE_TIMEOUT, Exchange, GlooExchange, LocalExchange
 from penstock.comm.core.rank_grid import Holder, RankGrid, RankKey
 from penstock.comm.core.right_of_way import RightOfWay
@@ -14,10 +15,10 @@ from penstock.comm.core.tagged_group import Tag
 from penstock.comm.mesh import Groups
 from penstock.comm.p2p.transport import Channel, Transport
 from penstock.comm.transports import Transports
-from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.ir.schedule import Schedule, Stage
+from penstock.schedule.ir.sharding import Level
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.methods.combine import REDUCE, Combine
-from penstock.schedule.proof.stage_spec import StageSpec
 
 
 class Communicators(NamedTuple):
@@ -32,6 +33,7 @@ class Communicators(NamedTuple):
         global_control: adds the control scalars of all pipelines, where each pipeline decides on its own updates; else
             None.
         waves: exchanges updates between parallel pipelines wave by wave; None where they do not.
+        shards: adds and gathers what pipelines have sharded; None where they have not.
     """
 
     transport: Transport
@@ -41,6 +43,7 @@ class Communicators(NamedTuple):
     averages: Reducer | None = None
     global_control: ControlReduce | None = None
     waves: Exchange | None = None
+    shards: ShardExchange | None = None
 
     def close(self) -> None:
         """Stop all background threads."""
@@ -51,16 +54,15 @@ class Communicators(NamedTuple):
 
 def holders_of(schedule: Schedule, width: int) -> dict[int, tuple[Holder, ...]]:
     """Map each stage index to the copies of that stage in all parallel pipelines and directions."""
-    return {
-        index: tuple(Holder(r, stage) for r in range(width) for stage in schedule.stages if stage.index == index)
-        for index in range(schedule.num_stages)
-    }
+    copies: dict[int, list[Stage]] = {index: [] for index in range(schedule.num_stages)}
+    for stage in schedule.stages:
+        copies[stage.index].append(stage)
+    return {index: tuple(Holder(r, stage) for r in range(width) for stage in here) for index, here in copies.items()}
 
 
 def connect(
     grid: RankGrid,
     lowered: Lowered,
-    specs: Sequence[StageSpec],
     add: Add,
     channel: Channel,
     transports: Transports,
@@ -72,7 +74,6 @@ def connect(
     Args:
         grid: all ranks.
         lowered: the schedule of the span, with its messages.
-        specs: of its stages.
         add: adds control scalars.
         channel: training or evaluation.
         transports: makes those of the ranks.
@@ -80,19 +81,19 @@ def connect(
         combine: how parallel pipelines are synchronized; where they have weights of their own, each decides on its own
             updates.
     """
-    deciding = [Holder(r, spec.stage) for r in range(grid.width) for spec in specs if spec.decides]
-    way = RightOfWay()
+    deciding = [Holder(r, stage) for r in range(grid.width) for stage in lowered.schedule.deciding]
+    way, sharded = RightOfWay(), lowered.schedule.sharding.level is not Level.NONE
     made = transports.make(lowered, channel, way)
     if grid.group is None:
-        return _connect_locally(grid, made, deciding, add, combine)
+        return _connect_locally(grid, made, deciding, add, combine, LocalShards() if sharded else None)
     ((key, transport),) = made.items()
     reducer = GlooReducer(grid.process, grid.control, holder_groups, way=way)
     # Separate, because these sums come in another order.
     ties = GlooReducer(grid.process, grid.control, {}, Tag.TIED_GRADIENTS, way)
     if not combine.apart:
-        return {
-            key: Communicators(transport, reducer, ties, GlooControlReduce(deciding, grid.process, grid.control, add))
-        }
+        control = GlooControlReduce(deciding, grid.process, grid.control, add)
+        shards = GlooShards(grid.process, grid.control, way) if sharded else None
+        return {key: Communicators(transport, reducer, ties, control, shards=shards)}
     own = [holder for holder in deciding if holder.pipeline == key.pipeline]
     control = GlooControlReduce(own, grid.process, grid.control, add)
     waves = combine.kind == "wsp"  # pipelines may then be several waves apart, so the thread must not time out
@@ -104,12 +105,18 @@ def connect(
 
 
 def _connect_locally(
-    grid: RankGrid, transports: Mapping[RankKey, Transport], deciding: Sequence[Holder], add: Add, combine: Combine
+    grid: RankGrid,
+    transports: Mapping[RankKey, Transport],
+    deciding: Sequence[Holder],
+    add: Add,
+    combine: Combine,
+    shards: ShardExchange | None,
 ) -> Mapping[RankKey, Communicators]:
     """Make the communicators of ranks that are all in this process."""
     everywhere, reducer = LocalControlReduce(deciding, add), LocalReducer()
     if not combine.apart:
-        return {key: Communicators(transports[key], reducer, reducer, everywhere) for key in grid.local}
+        common = reducer, reducer, everywhere
+        return {key: Communicators(transports[key], *common, shards=shards) for key in grid.local}
     own = {
         pipeline: LocalControlReduce([h for h in deciding if h.pipeline == pipeline], add)
         for pipeline in grid.pipelines

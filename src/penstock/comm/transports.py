@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from penstock.comm.collective.hand_out import HandedOut, hand_out
 from penstock.comm.core.rank_grid import RankGrid, RankKey, backends
 from penstock.comm.core.right_of_way import RightOfWay
 from penstock.comm.p2p.gloo import GlooTransport
@@ -15,9 +17,10 @@ from penstock.comm.p2p.local import LocalTransport
 from penstock.comm.p2p.nccl import LaneGroups, NcclTransport, lane_groups
 from penstock.comm.p2p.transport import Channel, Transport
 from penstock.errors import CapabilityError
-from penstock.schedule.machine.instructions import LaneKey, Lowered
+from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.issue_order import issued, one_order
 from penstock.schedule.machine.lower import in_one_order
+from penstock.schedule.rank_proof import own_part, own_program
 
 _BATCHES = 5  # of the span whose order is proven: filled, in its steady state, and drained
 
@@ -25,8 +28,13 @@ _BATCHES = 5  # of the span whose order is proven: filled, in its steady state, 
 class Transports(Protocol):
     """Makes the transports of the ranks of this process."""
 
-    def prepare(self, channel: Channel, lanes: Sequence[LaneKey]) -> None:
-        """Make what all ranks must make together for the lanes of a schedule; all call this, between runs."""
+    def prepare(self, channel: Channel, lowered: Lowered) -> None:
+        """Make what all ranks must make together for a schedule; all call this, between runs.
+
+        Args:
+            channel: training or evaluation.
+            lowered: the schedule; on rank 0 with the programs of all ranks.
+        """
         ...
 
     def placed(self, lowered: Lowered) -> Lowered:
@@ -76,7 +84,7 @@ class LocalTransports:
     def __init__(self, grid: RankGrid) -> None:
         self._grid = grid
 
-    def prepare(self, channel: Channel, lanes: Sequence[LaneKey]) -> None:
+    def prepare(self, channel: Channel, lowered: Lowered) -> None:
         """Do nothing."""
 
     def placed(self, lowered: Lowered) -> Lowered:
@@ -100,7 +108,7 @@ class GlooTransports:
     def __init__(self, grid: RankGrid, device: torch.device) -> None:
         self._grid, self._device = grid, device
 
-    def prepare(self, channel: Channel, lanes: Sequence[LaneKey]) -> None:
+    def prepare(self, channel: Channel, lowered: Lowered) -> None:
         """Do nothing: lanes are told apart by tags."""
 
     def placed(self, lowered: Lowered) -> Lowered:
@@ -129,32 +137,38 @@ class NcclTransports:
     def __init__(self, grid: RankGrid, control: dist.ProcessGroup, device: torch.device, backend: str = "nccl") -> None:
         self._grid, self._control, self._device, self._backend = grid, control, device, backend
         self._groups: dict[Channel, list[LaneGroups]] = {}
-        self._placed: dict[int, tuple[Lowered, Lowered]] = {}  # by identity, as the first of a pair lives as long
+        self._placed: tuple[Lowered, Lowered] | None = None  # of the training, and what was made of it
 
-    def prepare(self, channel: Channel, lanes: Sequence[LaneKey]) -> None:
-        """Make the groups, unless there are such for these lanes.
+    def prepare(self, channel: Channel, lowered: Lowered) -> None:
+        """Make the groups, unless there are such for these lanes; place the RECVs, and prove that there is one order.
 
         Raises:
             CapabilityError: the pipelines do not span the whole job.
+            ScheduleError: there is no order of messages that all ranks can keep; the message names a cycle.
+            TransportError: a peer is dead.
         """
-        present = self._groups.get(channel)
         if channel is Channel.EVALUATION:
             return
-        self._placed.clear()
-        if present is None or tuple(present[0]) != tuple(lanes):
-            self._groups[channel] = lane_groups(lanes, self._control, self._backend, self._grid.width)
+        present = self._groups.get(channel)
+        if present is None or tuple(present[0]) != lowered.lanes:
+            self._groups[channel] = lane_groups(lowered.lanes, self._control, self._backend, self._grid.width)
+        self._placed = lowered, self._in_one_order(lowered)
+
+    def _in_one_order(self, lowered: Lowered) -> Lowered:
+        """Place the RECVs on rank 0, which has all programs, and hand each rank its own."""
+        made = list[Lowered]()
+
+        def make() -> HandedOut:
+            made.append(in_one_order(lowered))
+            one_order(issued(made[0], _BATCHES))
+            return HandedOut(made[0].window, lambda other: own_part(made[0], other % lowered.schedule.ranks))
+
+        window, own = hand_out(make, "ordering messages", self._control)
+        return made[0] if made else own_program(replace(lowered, window=window), self._grid.local[0].rank, own)
 
     def placed(self, lowered: Lowered) -> Lowered:
-        """Place the RECVs so that all ranks issue their messages in one order, and prove that there is one.
-
-        Raises:
-            ScheduleError: there is none; the message names a cycle.
-        """
-        if id(lowered) not in self._placed:
-            found = in_one_order(lowered)
-            one_order(issued(found, _BATCHES))
-            self._placed[id(lowered)] = lowered, found
-        return self._placed[id(lowered)][1]
+        """Return what `prepare` has made of a schedule of the training."""
+        return self._placed[1] if self._placed is not None and self._placed[0] is lowered else lowered
 
     def make(self, lowered: Lowered, channel: Channel, way: RightOfWay) -> Mapping[RankKey, Transport]:
         """Make that of the only rank of this process."""

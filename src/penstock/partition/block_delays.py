@@ -138,7 +138,7 @@ def check_backward_delays(schedule: Schedule, backward: BlockDelays | None, reco
     """
     if backward is None:
         return
-    operations = {p.op for p in schedule.passes()}
+    operations = schedule.operations
     if recompute != "none" or Op.R in operations:
         raise ConfigError(
             "backward_delays cannot be combined with recompute: it is undefined which weights the recomputed forward "

@@ -13,21 +13,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError
+from penstock.partition.whole_model import CONTAINERS, WRAPPERS, in_place_of, own_part
 from penstock.schedule.ir.schedule import Stage
 from penstock.short_repr import ShortRepr
 
 Blocks = Mapping[str, Any] | Sequence[Any]
 """Modules, plain functions or `LazyBlock`s, by name or in sequence (with the names "0", "1", ...)."""
-
-
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_CALL = nn.Module.__call__
-_PLAIN = "pass the parts of the model itself"
-_WRAPPERS = {
-    "DistributedDataParallel": f"{_PLAIN} (model.module), and data_parallel=2 for two parallel pipelines",
-    "DataParallel": f"{_PLAIN} (model.module), and data_parallel=2 for two parallel pipelines",
-    "FullyShardedDataParallel": f"{_PLAIN}: its stages are sharded over the ranks already",
-}  # what wraps modules for other kinds of parallelism, with what to do instead
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,8 +52,8 @@ def named_blocks(blocks: Any) -> dict[str, Any]:
             is one module, which does more than to call its children in turn.
     """
     if isinstance(blocks, nn.Module):
-        if not isinstance(blocks, _CONTAINERS) or own_part(blocks) is not None:
-            raise ConfigError(_one_module(blocks))
+        if not isinstance(blocks, CONTAINERS) or own_part(blocks) is not None:
+            raise ConfigError(in_place_of(blocks))
         named = dict(blocks._modules)  # also a module that is there twice, which named_children leaves out
     elif isinstance(blocks, Mapping):
         named = dict(blocks)
@@ -130,58 +121,11 @@ def _check_block(name: str, block: Any) -> None:
     check_shapes(name, block)
     if not callable(block) and not isinstance(block, LazyBlock):
         raise ConfigError(f"{what}, neither a module nor a function")
-    if type(block).__name__ in _WRAPPERS:
-        raise ConfigError(f"{what}; {_WRAPPERS[type(block).__name__]}")
+    if type(block).__name__ in WRAPPERS:
+        raise ConfigError(f"{what}; {WRAPPERS[type(block).__name__]}")
     lacks = isinstance(block, nn.Module) and getattr(block.forward, "__func__", None) is nn.Module.forward
     if lacks and not hasattr(block, "forward_slice"):
         raise ConfigError(f"{what}, which has no forward; pass what it holds, one after the other: [..., *block, ...]")
-
-
-def own_part(container: nn.Module) -> str | None:
-    """Return what a container has that would be lost if its children were called in turn; None if nothing.
-
-    Args:
-        container: an nn.Sequential, nn.ModuleList or nn.ModuleDict, or of a class made from one.
-    """
-    base = nn.Sequential if isinstance(container, nn.Sequential) else nn.Module
-    if getattr(container.forward, "__func__", None) is not base.forward or type(container).__call__ is not _CALL:
-        return "a forward of its own"
-    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    if any(getattr(container, kind) for kind in hooks):
-        return "hooks"
-    state = next(iter({**container._parameters, **container._buffers}), None)
-    return None if state is None else f"a parameter or buffer of its own, {state}"
-
-
-def _spread(name: str, child: nn.Module) -> str:
-    """How to write a child as blocks: the parts of a container, or itself."""
-    if not isinstance(child, nn.Sequential | nn.ModuleList) or own_part(child) is not None:
-        return f"{name!r}: model.{name}"
-    if list(child._modules) == [str(i) for i in range(len(child))]:
-        return f"**{{f'{name}.{{i}}': block for i, block in enumerate(model.{name})}}"
-    return f"**{{f'{name}.{{part}}': block for part, block in model.{name}.named_children()}}"
-
-
-def _one_module(model: nn.Module) -> str:
-    """What to write in place of a whole model."""
-    kind = type(model).__name__
-    if kind in _WRAPPERS:
-        return f"the model is of type {kind}; {_WRAPPERS[kind]}"
-    if kind == "OptimizedModule":  # of torch.compile
-        return f"the model is compiled as a whole; {_PLAIN}, and compile each: for block in blocks: block.compile()"
-    if isinstance(model, _CONTAINERS):
-        return (
-            f"{kind} has {own_part(model)}, so it is one module, which cannot be cut; pass the parts that its forward "
-            "calls one after the other, each with one value in and one out. If these are its children, and nothing "
-            "else:\n    blocks = dict(model.named_children())\n    pipeline = penstock.Pipeline(blocks, ...)"
-        )
-    parts = [_spread(name, child) for name, child in model.named_children()]
-    return (
-        f"{kind} is one module, which cannot be cut; pass the parts that its forward calls one after the other, each "
-        "with one value in and one out (or an nn.Sequential of them). If these are all its parts, in this order:\n"
-        f"    blocks = {{{', '.join(parts) or '...'}}}\n"
-        "    pipeline = penstock.Pipeline(blocks, ...)"
-    )
 
 
 def _check_nested(named: Mapping[str, Any]) -> None:

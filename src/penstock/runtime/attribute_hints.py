@@ -33,7 +33,6 @@ HABITS = {
     **dict.fromkeys(("save", "save_checkpoint", "load_checkpoint", "save_pretrained"), _SAVE),
     **dict.fromkeys(("optimizer", "lr_scheduler", "scheduler", "clip_grad_norm_"), _OPTIMIZERS),
     **dict.fromkeys(("forward", "model", "module", "generate", "predict", "eval_batch"), _MODEL),
-    "load_state_dict": f"load weights into the blocks before the pipeline is made; to resume training: {_SAVE}",
     "compile": "compile the blocks before the pipeline is made: for block in blocks: block.compile()",
     "summary": "print(penstock.summary(pipeline)) has the time and the memory of every rank",
     "draw": "penstock.check(pipeline.schedule).draw(), and penstock.draw_timeline(pipeline.timeline()) of what ran",

@@ -29,7 +29,6 @@ from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
 from penstock.runtime.execute.span_borders import SpanBorders
 from penstock.runtime.options.kernels import Kernels
-from penstock.runtime.plan.read_ahead import batches_ahead
 from penstock.runtime.rank.batch_source import Batches, BatchSource, Portions
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.scheduled_batches import Schedules
@@ -385,10 +384,19 @@ class Engine:
         m, width, shared = schedule.microbatches, self._grid.width, self._grid.group is None
         if evaluates:  # counts its own batches
             return BatchSource(batches, m, width, reads, pipelines, fills=True, shared=shared)
-        first, ranks = self.batches, {key.rank for key in self._grid.local}
-        later = not shared and width == 1 and schedule.stage_at[0, 0].rank not in ranks and any(reads)
-        ahead = batches_ahead(schedule) if later else 0
-        return BatchSource(batches, m, width, reads, pipelines, self._stop, shared=shared, first=first, ahead=ahead)
+        ahead = 0 if shared or not any(reads) else self._ahead()
+        return BatchSource(
+            batches, m, width, reads, pipelines, self._stop,
+            shared=shared, first=self.batches, ahead=ahead, overlap=self._proof.reading().overlap,
+        )  # fmt: skip
+
+    def _ahead(self) -> int:
+        """How far this rank reads ahead: not where it alone announces batches, or pipelines meet now and then."""
+        entrance = self.schedule.stage_at[0, 0].rank in {key.rank for key in self._grid.local}
+        if self._combine.apart or (entrance and self._stop.alone):
+            return 0
+        found = self._proof.reading()
+        return found.alone if self._grid.width == 1 else found.together
 
     def _begin(self, source: BatchSource, *, trains: bool) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree."""
@@ -405,10 +413,11 @@ class Engine:
             raise
 
     def _executors(self, proof: Proof, channel: Channel = Channel.TRAINING) -> list[Executor]:
-        specs = stage_specs(proof.schedule, older=0)
+        ranks = {key.rank for key in self._grid.local}
+        specs = stage_specs(proof.schedule, 0, ranks)
         combine = self._combine if channel is Channel.TRAINING and proof is self._proof else REDUCE
         lowered = self._transports.placed(proof.lowered)
-        links = connect(self._grid, lowered, specs, add_shares, channel, self._transports, self._holder_groups, combine)
+        links = connect(self._grid, lowered, add_shares, channel, self._transports, self._holder_groups, combine)
         holders = holders_of(proof.schedule, self._grid.width)
         return [
             Executor(

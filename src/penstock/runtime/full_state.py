@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.comm.collective.gather import collective, gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.tagged_group import Tag, TaggedGroup
+from penstock.errors import ConfigError
+from penstock.partition.blocks import block_of
 from penstock.stage.stage_runtime import StageRuntime
 
 _WHAT = "gathering the weights"
@@ -23,25 +26,125 @@ def with_all_names(state: Mapping[str, Tensor], stages: Iterable[StageRuntime]) 
     return whole
 
 
-def gather_state(own: dict[str, Tensor], grid: RankGrid) -> dict[str, Tensor]:
+def names_in(model: nn.Module, stages: Iterable[StageRuntime]) -> dict[str, list[str]]:
+    """Return, by the names that tensors have in the pipeline, those that they have in the model they were taken from.
+
+    Raises:
+        ConfigError: the model does not hold a parameter of a stage.
+    """
+    names: dict[int, list[str]] = {}
+    for name, tensor in _tensors_of(model).items():
+        names.setdefault(id(tensor), []).append(name)
+    found = {}
+    for stage in stages:
+        for prefix, block in stage.module.named_modules():
+            for path, tensor in _tensors_of(block).items():
+                if id(tensor) not in names:
+                    raise ConfigError(
+                        f"full_state_dict(model): {prefix}.{path} of block {prefix!r} is not a parameter or buffer of "
+                        f"this {type(model).__name__}; pass the model itself that the blocks were taken from, not a "
+                        "copy. Without it names are those of the blocks"
+                    )
+                found[f"{prefix}.{path}"] = names[id(tensor)]
+    return found
+
+
+def with_the_rest(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return a state in the order of a model, with copies of what the model has beside its blocks."""
+    rest = {name: tensor for name, tensor in _tensors_of(model).items() if name not in state}
+    whole = {**state, **{name: tensor.detach().to("cpu", copy=True) for name, tensor in rest.items()}}
+    return {name: whole[name] for name in _tensors_of(model)}
+
+
+def shares_of(
+    state: Mapping[str, Tensor], blocks: Sequence[str], own: Mapping[str, nn.Module]
+) -> dict[str, dict[str, Tensor]]:
+    """Return, by block, what a state of the whole model holds of it, by the names within the block.
+
+    Args:
+        state: by the names of `Pipeline.full_state_dict`.
+        blocks: the names of all blocks.
+        own: those that have to be there as a whole.
+
+    Raises:
+        ConfigError: something is unknown, missing, or of another shape.
+    """
+    _check_tensors(state)
+    shares: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in state.items():
+        block = block_of(name, blocks)
+        if block is None:
+            raise ConfigError(
+                f"load_state_dict: {name} belongs to no block; they are named {', '.join(blocks[:3])}"
+                f"{', ...' if len(blocks) > 3 else ''}. If these are the names of the unsplit model, load them into "
+                "that, on every rank; the pipeline takes its values over:\n    model.load_state_dict(state)"
+            )
+        shares.setdefault(block, {})[name.removeprefix(f"{block}.")] = tensor
+    wanted = {f"{block}.{path}": t for block, module in own.items() for path, t in _tensors_of(module).items()}
+    found = {id(t) for name, t in wanted.items() if name in state}  # under one of its names
+    missing = [name for name, tensor in wanted.items() if id(tensor) not in found]
+    if missing:
+        raise ConfigError(
+            f"load_state_dict: {missing[0]} is missing{f', and {len(missing) - 1} more' if missing[1:] else ''}; every "
+            "rank loads the state of the whole model, as full_state_dict() has returned it on rank 0"
+        )
+    for name, tensor in wanted.items():
+        if name in state and state[name].shape != tensor.shape:
+            raise ConfigError(
+                f"load_state_dict: {name} has the shape {list(state[name].shape)}, in the pipeline {list(tensor.shape)}"
+            )
+    return shares
+
+
+def _check_tensors(state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"load_state_dict takes what full_state_dict() returned, not {state!r:.80}")
+    other = next((name for name, tensor in state.items() if not isinstance(tensor, Tensor)), None)
+    if other is not None:
+        raise ConfigError(
+            f"load_state_dict takes tensors by name, as full_state_dict() returns them; {other!r} is of type "
+            f"{type(state[other]).__name__}. To save and load weights, optimizers and the number of batches:\n"
+            "    checkpoints = penstock.Checkpoints(pipeline, folder)\n"
+            "    checkpoints.load()  # before the run; pipeline.run(..., save=checkpoints.every(100)) saves"
+        )
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers under each of their names, which need not be what a state_dict would have."""
+    found: dict[str, Tensor] = {}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        kept = {key: t for key, t in part._buffers.items() if key not in part._non_persistent_buffers_set}
+        own = {key: t for key, t in {**part._parameters, **kept}.items() if t is not None}
+        found |= {f"{prefix}.{key}".removeprefix("."): tensor for key, tensor in own.items()}
+    return found
+
+
+def gather_state(own: dict[str, Tensor], grid: RankGrid, fault: str | None = None) -> dict[str, Tensor]:
     """Gather tensors by name on rank 0 of the group, one at a time; all ranks call this together.
 
     Args:
         own: of this rank, on the CPU; ranks of other pipelines than the first have nothing to add.
         grid: all ranks.
+        fault: why this rank has none.
 
     Returns:
         Those of all ranks, in the order of ranks, on rank 0; nothing on the others.
 
     Raises:
+        ConfigError: a rank has a fault.
         TransportError: a peer is dead, or did not call this within the group's time-out.
     """
     if grid.group is None:
+        if fault is not None:
+            raise ConfigError(fault)
         return own
     (key,) = grid.local
     mine = {name: tensor.contiguous() for name, tensor in own.items()} if key.pipeline == 0 else {}
     listed = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in mine.items()]
-    everything = gather_json(listed, _WHAT, grid.control)
+    everything = gather_json(fault or listed, _WHAT, grid.control)
+    fault = next((one for one in everything if isinstance(one, str)), None)
+    if fault is not None:
+        raise ConfigError(fault)
     messages = TaggedGroup(grid.control, Tag.STATE)
     with collective(_WHAT, grid.control):
         if grid.global_rank(key) != 0:

@@ -1,47 +1,27 @@
-"""What can be read off a pipeline: its stages and weights, events, memory and times."""
+"""What can be read off a pipeline: its events, memory and times."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.core.devices import allocator_peaks
-from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.recorder import merge_recordings
-from penstock.runtime.engine import Engine
-from penstock.runtime.full_state import gather_state, with_all_names
+from penstock.runtime.model_weights import ModelWeights
 from penstock.runtime.rank.timeline_files import write_recording
-from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.update.divergence import Trouble
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.schedule import Stage
-from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.timeline import Timeline
 from penstock.weights.decision import Decision
 from penstock.weights.waves import WaveWeights
 
 
-class Inspection:
-    """The part of `Pipeline` that changes nothing.
-
-    Attributes:
-        grid: all ranks, and which of them are in this process.
-    """
-
-    grid: RankGrid
-    _engine: Engine
-    _ranks: list[RankState]
-
-    @property
-    def stages(self) -> dict[Stage, StageRuntime]:
-        """The stages in this process; of the first pipeline, where it holds several."""
-        first = self._ranks[0].key.pipeline
-        return {n: stage for state in self._ranks if state.key.pipeline == first for n, stage in state.stages.items()}
+class Inspection(ModelWeights):
+    """The part of `Pipeline` that changes nothing."""
 
     @property
     def batches(self) -> int:
@@ -59,57 +39,6 @@ class Inspection:
     def is_finite(self) -> bool:
         """Return whether the newest weights and the optimizer states in this process are free of infinities and NaN."""
         return all(stage.weights.is_finite() for state in self._ranks for stage in state.stages.values())
-
-    # --- weights ----------------------------------------------------------------------------------------------------
-
-    def full_state_dict(self, *, averaged: bool = False) -> dict[str, Tensor]:
-        """Return parameters and buffers of the whole model, which the model that was not divided can load.
-
-        Call it between two runs. Between processes all ranks call it together; rank 0 gets the tensors, on the CPU, and
-        the others an empty dict. Names are those of the blocks and of what is in them: of blocks ``{"transformer.h.0":
-        ..., "lm_head": ...}`` those of a model that has them there. Shared parameters come under each of their names.
-        Of several pipelines it is the first one's state, or that of the model that they have in common.
-
-        Args:
-            averaged: the averaged weights (`ema_decay`).
-
-        Raises:
-            PenstockError: a run is under way.
-            TransportError: a peer is dead, or did not call this in time.
-        """
-        self._engine.check_idle()
-        stages = [stage for key, stage in self.stages.items() if key.direction == 0]  # others hold copies of them
-        return gather_state(with_all_names(self._state_of(stages, averaged), stages), self.grid)
-
-    def state_dict(self, *, averaged: bool = False) -> dict[str, Tensor]:
-        """Return parameters and buffers of the stages in this process, newest or averaged; shared ones under one name.
-
-        The tensors share the pipeline's memory, in which the next updates write other versions and gradients: clone
-        what is to outlive the next batch. What is written into them between two runs is where the next one begins. In
-        one process other copies of the same stage take it over; between processes write the same into all of them.
-
-        Where parallel pipelines have a model in common beside their own weights (`Combine`), parameters are those of
-        that model, which begins anew from what has been written into the weights of all pipelines between two runs. Of
-        two directions of a stage, the buffers are those of the first, where both are here, as evaluations read them.
-
-        Args:
-            averaged: the averaged weights (`ema_decay`).
-        """
-        return self._state_of(self._by_place(), averaged)
-
-    def _by_place(self) -> list[StageRuntime]:
-        """The stages in this process, of several copies of one the first last."""
-        return sorted(self.stages.values(), key=lambda stage: -stage.place)
-
-    def _state_of(self, stages: Iterable[StageRuntime], averaged: bool) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = {}
-        for stage in stages:
-            if self._engine.at_rest:
-                (stage.adopt if stage.weights.agreement is None else stage.refresh)()
-            state.update(stage.module.state())
-            state.update(stage.weights.newest_tensors())  # in the middle of a run another version may be bound
-            state.update(stage.weights.presented(averaged))
-        return state
 
     def lags(self) -> dict[str, dict[int, list[int]]]:
         """Return after how many waves the stages here have added the updates of others, where `Combine` left that open.
@@ -140,6 +69,8 @@ class Inspection:
 
     def optimizers(self) -> dict[Stage, torch.optim.Optimizer]:
         """The optimizers of the stages in this process; of the first pipeline, where it holds several.
+
+        With sharding, their parameters are the rows of one pipeline.
 
         Rates and other settings of their parameter groups may be set between two runs, by hand or by a scheduler that
         is stepped there; checkpoints hold them. In one process other copies of the same stage take them over; between

@@ -32,14 +32,16 @@ from penstock.runtime.options.division import DataParallel, InFlight, Partition
 from penstock.runtime.options.options import PipelineOptions, RunOptions
 from penstock.runtime.options.passes import Precision, Recompute, Staleness
 from penstock.runtime.options.updates import UpdateOptions
+from penstock.runtime.plan.known_schedule import ranks_of
 from penstock.runtime.plan.method_choice import default_stages, request_for, with_options
-from penstock.runtime.plan.plan import UnprovenPlan
-from penstock.runtime.plan.requirements import schedule_of
+from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.rank.batch_source import Batches
 from penstock.runtime.rank.restore import SavedState, check_names, check_pipelines, has_older, restore
 from penstock.runtime.rank.snapshot import Saving, Snapshot, check_saving
-from penstock.runtime.setup.assemble import make_ranks
-from penstock.runtime.setup.shared_proof import prove_evaluation_once, prove_plan
+from penstock.runtime.setup.assemble import blocks_here, make_ranks
+from penstock.runtime.setup.given import blocks_of
+from penstock.runtime.setup.same_plan import check_same_plans
+from penstock.runtime.setup.shared_plan import share_evaluation, shared_plan
 from penstock.runtime.switching import Switching
 from penstock.runtime.training_run import TrainingRun
 from penstock.runtime.update.divergence import Divergence
@@ -48,6 +50,7 @@ from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.check import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
+from penstock.stage.checks.held_elsewhere import HeldElsewhere
 from penstock.stage.loss import LossFunction, check_loss
 from penstock.stage.precision import PrecisionName
 from penstock.stage.stage_weights import TrainedWeights
@@ -161,7 +164,7 @@ class Pipeline(Switching):
         device: str | torch.device | None = None,
         waits: Waits = "auto",
     ) -> None:
-        named = named_blocks(blocks)
+        named = blocks_of(blocks, optimizer, lr_scheduler)
         options = PipelineOptions(
             data_parallel if isinstance(data_parallel, DataParallel) else DataParallel(data_parallel),
             precision if isinstance(precision, Precision) else Precision(precision),
@@ -180,41 +183,44 @@ class Pipeline(Switching):
         depth = partial(default_stages, width, group, mesh) if stages is None else stages
         request, correction = request_for(schedule, method, correction, depth, microbatches)
         request = with_options(request, options.in_flight.in_flight)
-        width, group = from_mesh(mesh, width, schedule_of(request).ranks, group)
+        ranks = ranks_of(request)
+        width, group = from_mesh(mesh, width, ranks, group)
         if group is None:
             warn_if_alone()
-        plan = UnprovenPlan.of(named, request, options.changed(width=width, correction=correction))
-        self._build(plan, blocks, named, loss, optimizer, group)
+        check_loss(loss)  # on all ranks alike, so that none waits for one that has refused it
+        options = options.changed(width=width, correction=correction)
+        grid = RankGrid(width, ranks, group, timeout)
+        plan = shared_plan(lambda known: UnprovenPlan.of(named, request, options, known), grid.control)
+        self._build(plan, grid, blocks, named, loss, optimizer)
 
     def _build(
         self,
-        draft: UnprovenPlan,
+        plan: PipelinePlan,
+        grid: RankGrid,
         blocks: Blocks,
         named: Mapping[str, Any],
         loss: LossFunction | Mapping[int, LossFunction],
         optimizer: OptimizerFactory,
-        group: dist.ProcessGroup | None,
     ) -> None:
         """Build the ranks of this process and their communicators."""
-        self._given = blocks, named
-        check_loss(loss)  # on all ranks alike, so that none waits for one that has refused it
-        parallel, timeout = draft.options.data_parallel, draft.options.run.timeout
-        self.grid = RankGrid(parallel.width, draft.schedule.ranks, group, timeout)
-        plan = prove_plan(draft, self.grid.control)
+        self._given, self.grid = (blocks, named), grid
+        parallel, timeout = plan.options.data_parallel, plan.options.run.timeout
         self._plan, self.proof, self.schedule, self.parts = plan, plan.proof, plan.schedule, plan.parts
         self.timeout, self.combine = timeout, parallel.combine
         self.delays, self.backward_delays = plan.delays.by_block, (plan.backward_delays or plan.delays).by_block
         holders = holders_of(self.schedule, parallel.width).values()
         alike = groups_of_holders(self.grid, holders, parallel.mesh) if parallel.fast else {}
+        self._held = HeldElsewhere(named, blocks_here(plan, self.grid))
         self._ranks, self._adaptations = make_ranks(named, plan, self.grid, loss, optimizer), Adaptations()
+        self._held.built()
         self._hooks = UpdateHooks()
         for stage in {stage.key.index: stage for stage in self._by_place()}.values():
             if isinstance(stage.weights, TrainedWeights):
                 stage.weights.hooks = self._hooks
-        evaluation = prove_evaluation_once(self.schedule, self.grid.control)
+        evaluation = share_evaluation(self.schedule, self.grid.control)
         self._transports = self._choose_transports()
-        self._transports.prepare(Channel.TRAINING, self.proof.lowered.lanes)
-        self._transports.prepare(Channel.EVALUATION, evaluation.lowered.lanes)
+        self._transports.prepare(Channel.TRAINING, self.proof.lowered)
+        self._transports.prepare(Channel.EVALUATION, evaluation.lowered)
         polling = choose_polling(plan.options.run.waits, self.grid.control)
         self._engine = Engine(
             self.grid,
@@ -317,7 +323,8 @@ class Pipeline(Switching):
                     "in between each has weights of its own; evaluate every multiple of it"
                 )
         if save is not None:
-            save = save._replace(sink=partial(self._sink, save.sink))
+            save = save._replace(sink=partial(self._sink, save.sink, shares=save.shares))
+        self._held.begin()
         return TrainingRun(self._engine.train(batches, save, evaluate, partial(self._halts, evaluate)), self.stop)
 
     def evaluate(self, batches: Batches, *, averaged: bool = False) -> tuple[float, float] | None:
@@ -391,8 +398,10 @@ class Pipeline(Switching):
             self._sink(found.append, snapshot)
         return found
 
-    def _sink(self, sink: Callable[[Snapshot], None], snapshot: Snapshot) -> None:
-        """Hand on a snapshot, with the microbatches in flight that have been found."""
+    def _sink(self, sink: Callable[[Snapshot], None], snapshot: Snapshot, *, shares: bool = False) -> None:
+        """Hand on a snapshot, with the microbatches in flight that have been found; see `Saving` for `shares`."""
+        if not shares:
+            snapshot.own()
         known = self._adaptations.state()
         snapshot.facts.update({IN_FLIGHT: known} if known else {})
         sink(snapshot)
@@ -411,13 +420,14 @@ class Pipeline(Switching):
         if not isinstance(saved, SavedState):
             raise ConfigError(
                 f"load takes a state that was saved with its facts, not {saved!r:.80}; to load a checkpoint: "
-                "penstock.Checkpoints(pipeline, folder).load(); to begin with other weights, load them into the blocks "
-                "before the pipeline is made"
+                "penstock.Checkpoints(pipeline, folder).load(); to begin with other weights: "
+                "pipeline.load_state_dict(weights)"
             )
         check_names(saved, [n for part in self.parts for n in part])
         check_pipelines(saved, self.combine, self.grid.width)
         self._adaptations.load(saved.facts.get(IN_FLIGHT, {}))
         self._adopt(None)
+        self._held.loaded()
         older = RULES[self.schedule.rule].bases == 2 and has_older(saved, self._plan.options.staleness.correction_name)
         try:
             for state in self._ranks:
@@ -437,7 +447,7 @@ Pipeline.__signature__ = signature(partial(Pipeline.__init__, None))  # type: ig
 
 
 def pipeline_of(
-    plan: UnprovenPlan,
+    plan: PipelinePlan,
     blocks: Blocks,
     loss: LossFunction | Mapping[int, LossFunction],
     optimizer: OptimizerFactory,
@@ -446,16 +456,27 @@ def pipeline_of(
     """The pipeline of a plan, of which nothing is checked again.
 
     Args:
-        plan: made of the same blocks; proven here if it has not been.
+        plan: made of the same blocks; between processes by `shared_plan`, or the like.
         blocks, loss, optimizer, group: as of `Pipeline`.
 
     Raises:
-        ConfigError: the group has another size, or blocks are not what the plan takes them for.
+        ConfigError: the group has another size, or blocks are not what the plan takes them for; or ranks were given
+            different plans.
         CapabilityError: the optimizer cannot step a stage.
     """
-    pipeline = Pipeline.__new__(Pipeline)
-    pipeline._build(plan, blocks, named_blocks(blocks), loss, optimizer, group)
+    check_loss(loss)
+    options, pipeline = plan.options, Pipeline.__new__(Pipeline)
+    grid = RankGrid(options.data_parallel.width, plan.schedule.ranks, group, options.run.timeout)
+    if grid.control is not None:
+        check_same_plans({"": plan}, None, grid.control)
+    pipeline._build(plan, grid, blocks, named_blocks(blocks), loss, optimizer)
     return pipeline
+
+
+def save_between_runs(pipeline: Pipeline, saving: Saving) -> None:
+    """Hand a snapshot of every stage in this process to the sink of `saving`, between two runs."""
+    for snapshot in pipeline._engine.snapshots():
+        pipeline._sink(saving.sink, snapshot, shares=saving.shares)
 
 
 def check_idle(pipeline: Pipeline, instead: str = "") -> None:
@@ -471,16 +492,19 @@ def check_idle(pipeline: Pipeline, instead: str = "") -> None:
     pipeline._engine.check_idle(instead)
 
 
-def continue_under(pipeline: Pipeline, plan: UnprovenPlan, evaluate: Evaluating | None = None) -> None:
+def continue_under(pipeline: Pipeline, plan: PipelinePlan, evaluate: Evaluating | None = None) -> None:
     """Let a pipeline go on under another plan of it, as `Pipeline.switch` does, without checking the plan again.
 
     Args:
         pipeline: whose run is over.
-        plan: of the same blocks; its present one follows it, or is followed by it. Proven here if it has not been.
+        plan: of the same blocks; its present one follows it, or is followed by it.
         evaluate: as of `Pipeline.switch`.
 
     Raises:
         ConfigError: ranks were given different plans.
         CapabilityError: the optimizer cannot step under it.
     """
+    pipeline._engine.check_idle()
+    if pipeline.grid.control is not None:
+        check_same_plans({"": plan}, None, pipeline.grid.control)
     pipeline._continue(plan, evaluate)

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import partial
 
 import torch.distributed as dist
 
-from penstock.comm.collective.gather import gather_json
+from penstock.comm.collective.hand_out import from_first
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports
-from penstock.errors import ConfigError
 from penstock.runtime.engine import Halt
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
 from penstock.runtime.in_flight.adapted import MEASURED, Adaptations, AdaptedInFlight, adapt
 from penstock.runtime.in_flight.agree import measured_by_all
 from penstock.runtime.inspection import Inspection
 from penstock.runtime.plan.method_choice import request_for
-from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
-from penstock.runtime.setup.shared_proof import prove_plan
+from penstock.runtime.plan.plan import PipelinePlan
+from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.check import Proof
+from penstock.schedule.rank_schedule import Json
 from penstock.weights.corrections.base import Correction
 
 _LOG = logging.getLogger(__name__)
@@ -76,26 +75,20 @@ class Switching(Inspection):
             check_evaluating(evaluate)
         depth, microbatches = self.schedule.ranks, self.schedule.microbatches
         request, correction = request_for(schedule, method, correction, depth, microbatches)
-        self._continue(self._plan.followed_by(request, correction), evaluate)
+        present = self._plan
+        plan = shared_plan(lambda known: present.followed_by(request, correction, known), self.grid.control)
+        self._continue(plan, evaluate)
 
-    def _continue(self, draft: UnprovenPlan, evaluate: Evaluating | None) -> None:
+    def _continue(self, plan: PipelinePlan, evaluate: Evaluating | None) -> None:
         """Continue under a plan that may follow the present one."""
-        self._engine.check_idle()
-        schedule, correction = draft.schedule, draft.options.staleness.correction
-        if self.grid.group is not None:
-            name = f"{schedule.name} ({schedule.rule})" + ("" if correction is None else f", {correction}")
-            told = gather_json(name, "agreeing on another method", self.grid.control)
-            if len(set(told)) > 1:
-                raise ConfigError(f"ranks were given different schedules to go on with: {', '.join(told)}")
-        plan = prove_plan(draft, self.grid.control)
         for state in self._ranks:
-            state.check_switch(plan.proof, correction)
+            state.check_switch(plan.proof, plan.options.staleness.correction)
         self._take(plan, evaluate)
         self._adopt(evaluate)
 
     def _take(self, plan: PipelinePlan, evaluate: Evaluating | None) -> None:
         proof = plan.proof
-        self._transports.prepare(Channel.TRAINING, proof.lowered.lanes)
+        self._transports.prepare(Channel.TRAINING, proof.lowered)
         # It may evaluate first, under the schedule of before.
         self._engine.switch(proof, plan.options.staleness.correction, evaluate)
         self._note(plan)
@@ -127,9 +120,14 @@ class Switching(Inspection):
         plan, batch = self._plan, self.batches
         assert plan.auto is not None
         measured = measured_by_all(self._ranks[0].recorder, self.grid, range(batch - MEASURED, batch))
-        if measured is None:
+
+        def choose() -> Json:
+            return None if measured is None else adapt(plan, measured, batch).state()
+
+        state = from_first(choose, "choosing the microbatches in flight", self.grid.control)
+        if state is None:  # a rank has measured nothing
             return
-        found = adapt(plan, measured, batch)
+        found = AdaptedInFlight.of_state(state)
         self._adaptations.settle(plan.auto, found)
         if not dist.get_rank(self.grid.group):
             _LOG.info("in flight: %s", found)
@@ -140,9 +138,10 @@ class Switching(Inspection):
         found = self.in_flight
         if found is None:
             return
-        draft = self._plan.adapted(found.numbers, found.window)
-        plan = prove_plan(draft, self.grid.control)
-        if plan.schedule == replace(self.schedule, window=plan.schedule.window):
+        present = self._plan
+        plan = shared_plan(lambda known: present.adapted(found.numbers, found.window, known), self.grid.control)
+        if plan.schedule.actions_hash == self.schedule.actions_hash:
+            self._transports.prepare(Channel.TRAINING, plan.proof.lowered)
             self._engine.widen(plan.proof)
             self._note(plan)
         else:

@@ -13,7 +13,7 @@ from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.ir.sharding import Level, Sharding, read_sharding
-from penstock.schedule.methods.table import METHODS, compatible, find_method
+from penstock.schedule.methods.table import METHODS, compatible, find_method, sharding_of
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.orders.forward_only import forward_through
 from penstock.schedule.own_order import call_order
@@ -336,7 +336,7 @@ def _build(asked: ScheduleRequest) -> Schedule:
         name, function, rule_name = row.name, order or row.order, rule or row.rule
         choices = row.correction, row.combine
         limit = row.limit if order is None else None
-        sharding = row.sharding if sharding is None else sharding
+        sharding = sharding_of(row, sharding, rule)
     if isinstance(function, str):
         if function not in ORDERS:
             raise ConfigError(f"unknown order {function!r}; known: {', '.join(ORDERS)}")

@@ -7,18 +7,19 @@ window) and the lowered program of its own, whose actions are in the text form o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
 
-from penstock.schedule.ir.schedule import Payload, Schedule, format_action
+from penstock.schedule.ir.schedule import Op, Payload, Program, Schedule, format_action
 from penstock.schedule.machine.instructions import Instruction, Lowered, LoweredProgram, Message, Route
 from penstock.schedule.proof.check import Proof, StageFacts
+from penstock.schedule.proof.read_ahead import Reading
 from penstock.schedule.proof.stage_state import Delay
+from penstock.schedule.rank_schedule import Json, RankSchedule
 from penstock.schedule.text import parse_action
 
-Json = Any
-"""A value of numbers, texts, lists and None, as `json.loads` returns it."""
+_ADDED = (Op.SEND, Op.RECV, Op.REDO)
+"""What lowering adds to a program."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,13 +28,19 @@ class RankProof(Proof):
 
     Attributes:
         border: why nothing may be run between two batches; None if it may.
+        read: how far ranks read ahead.
     """
 
     border: str | None = None
+    read: Reading = field(default_factory=Reading)
 
     def border_fault(self) -> str | None:
         """Say why nothing may be run at the borders of batches; None if it may."""
         return self.border
+
+    def reading(self) -> Reading:
+        """Return how far ranks read ahead."""
+        return self.read
 
 
 def common_part(proof: Proof) -> Json:
@@ -42,6 +49,7 @@ def common_part(proof: Proof) -> Json:
         "window": proof.lowered.window,
         "steady": proof.steady_from,
         "border": proof.border_fault(),
+        "reading": list(proof.reading()),
         "activations": [[each.numerator, each.denominator] for each in proof.activations],
         "facts": [_facts(proof.stages[stage]) for stage in proof.schedule.stages],
         "routes": [
@@ -51,16 +59,23 @@ def common_part(proof: Proof) -> Json:
     }
 
 
-def own_part(proof: Proof, rank: int) -> Json:
+def own_part(lowered: Lowered, rank: int) -> Json:
     """Return the lowered program of one rank: its period, its epilogue, and the period with a rejected version."""
-    return [[_written(instruction) for instruction in part] for part in proof.lowered.programs[rank]]
+    return [[_written(instruction) for instruction in part] for part in lowered.programs[rank]]
+
+
+def own_program(lowered: Lowered, rank: int, own: Json) -> Lowered:
+    """Return a lowered schedule with the program of one rank, for which `own_part` returned `own`, and no others."""
+    schedule, nothing = lowered.schedule, LoweredProgram((), ())
+    mine = LoweredProgram(*(tuple([_read(each, schedule, rank) for each in part]) for part in own))
+    return replace(lowered, programs=tuple(mine if r == rank else nothing for r in range(schedule.ranks)))
 
 
 def rank_proof(schedule: Schedule, rank: int, common: Json, own: Json) -> RankProof:
     """Put the proof of a schedule together on one rank.
 
     Args:
-        schedule: equal to the one that has been proven.
+        schedule: the one that has been proven, as this rank has it.
         rank: of whom `own` is.
         common: what `common_part` returned.
         own: what `own_part` returned.
@@ -70,20 +85,27 @@ def rank_proof(schedule: Schedule, rank: int, common: Json, own: Json) -> RankPr
         Route(Payload(payload), at[source, a], at[target, b], count, tuple(piece) if piece else None)
         for payload, source, a, target, b, count, piece in common["routes"]
     )
-    mine = LoweredProgram(*(tuple([_read(each, schedule, rank) for each in part]) for part in own))
-    nothing = LoweredProgram((), ())
-    programs = tuple(mine if other == rank else nothing for other in range(schedule.ranks))
+    lowered = own_program(Lowered(schedule, routes, (), common["window"]), rank, own)
+    if isinstance(schedule, RankSchedule):
+        lowered = replace(lowered, schedule=schedule.held_by(rank, _plain(lowered.programs[rank])))
     facts = [
         StageFacts(versions, copies, gradients, buffers, Delay(*delay), recompute)
         for versions, copies, gradients, buffers, delay, recompute in common["facts"]
     ]
     return RankProof(
-        Lowered(schedule, routes, programs, common["window"]),
+        lowered,
         dict(zip(schedule.stages, facts, strict=True)),
         tuple(Fraction(*each) for each in common["activations"]),
         common["steady"],
         border=common["border"],
+        read=Reading(*common["reading"]),
     )
+
+
+def _plain(program: LoweredProgram) -> Program:
+    """The actions of a lowered program, without messages."""
+    period, epilogue = (tuple([i.action for i in part if i.action.op not in _ADDED]) for part in program[:2])
+    return Program(period, epilogue)
 
 
 def _facts(facts: StageFacts) -> Json:

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import ScheduleRequest, smallest_microbatches
-from penstock.schedule.ir.in_flight import AUTO, AUTO_DELAYED, in_flight_on, write_in_flight
+from penstock.schedule.ir.in_flight import AUTO, AUTO_DELAYED, check_in_flight, in_flight_on, write_in_flight
 from penstock.schedule.ir.order import check_options
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.methods.table import find_method
@@ -141,6 +141,24 @@ def as_allowed(
             reasons.append(f"{later.format('would be')} (in_flight={AUTO_DELAYED} accepts that)")
             taken, later = plain, ""
     return InFlightChoice(taken, asked, plain, tuple(reasons), later.format("are"))
+
+
+def later_with(request: ScheduleRequest) -> str:
+    """Say by how much weights are read later with the microbatches in flight that a request gives in numbers.
+
+    Empty where they are not, and where the request leaves them to the order, or to what links ask for.
+    """
+    given = request.options.get("in_flight")
+    if not isinstance(request.method, str) or not isinstance(given, int | Sequence) or isinstance(given, str):
+        return ""
+    flushed = RULES[request.rule or find_method(request.method).rule].forward is Source.BATCH
+    if flushed or ORDERS[_order_of(request)] not in CHAINS:
+        return ""
+    plain, taken = (
+        tuple(in_flight_on(request.stages, n))
+        for n in (request.stages, check_in_flight("in_flight", given, request.stages))
+    )
+    return _longer_delay(request, plain, taken).format("are")
 
 
 def _order_of(request: ScheduleRequest) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.ops import OPS, Lane
@@ -14,9 +15,26 @@ from penstock.schedule.machine.play import Machine
 from penstock.simulate.costs import Costs
 
 
-@no_collection
+class SteadyBatch(NamedTuple):
+    """One more batch in a long span.
+
+    Attributes:
+        time: by which it lengthens the span.
+        bubble: idle / total of what it adds.
+    """
+
+    time: float
+    bubble: float
+
+
 def steady_bubble(lowered: Lowered, costs: Costs, batches: int) -> float:
-    """The bubble of one more batch in a long span: idle / total of what it adds to a span of `batches` batches.
+    """The bubble of one more batch in a long span; arguments as of `steady_batch`."""
+    return steady_batch(lowered, costs, batches).bubble
+
+
+@no_collection
+def steady_batch(lowered: Lowered, costs: Costs, batches: int) -> SteadyBatch:
+    """One more batch in a long span: what it adds to a span of `batches` batches.
 
     One span is played batch by batch. As soon as a batch leaves the same things under way as the batch before, all of
     them later by one and the same time, every batch from there on adds that time, and nothing more has to be played:
@@ -40,13 +58,14 @@ def steady_bubble(lowered: Lowered, costs: Costs, batches: int) -> float:
         machine.play_period(t, more=True)
         border, later = (machine.state(t + 1), machine.times()), max(machine.clock) - began
         if t >= repeats_from and border[0] == before[0] and _is_shifted(before[1], border[1], later):
-            return _idle_share(work.busy - done.busy, ranks * later)
+            return SteadyBatch(later, _idle_share(work.busy - done.busy, ranks * later))
     shorter.observer = done.observe
     shorter.play_period(batches - 1, more=False)
     shorter.play_epilogue(batches)
     machine.play_period(batches, more=False)
     machine.play_epilogue(batches + 1)
-    return _idle_share(work.busy - done.busy, ranks * (work.makespan - done.makespan))
+    later = work.makespan - done.makespan
+    return SteadyBatch(later, _idle_share(work.busy - done.busy, ranks * later))
 
 
 @dataclass

@@ -31,6 +31,8 @@ class MethodFacts:
     Attributes:
         weight_copies: per rank, weights alive at once, all versions and predicted copies, in units of the rank's whole
             share of the model.
+        sharding: what of the state of a stage the method splits over parallel pipelines by itself.
+        shardings: the levels that may be asked for.
         buffers: further buffers of the correction, in the same units; stages without a delay may need none.
         delay: per rank, updates between the version read by a forward and the version updated, mean over a batch.
         activations: per rank, microbatches in flight at once, in units of the rank's whole share.
@@ -44,6 +46,8 @@ class MethodFacts:
     order: str
     rule: str
     correction: str
+    sharding: str
+    shardings: list[str]
     buffers: int
     weight_copies: list[float] | None = None
     delay: list[float] | None = None
@@ -99,8 +103,9 @@ def _options(method: Method, costs: Costs, links: Links) -> Options:
 
 def _without_figures(method: Method) -> MethodFacts:
     """Return what a row has from the table of methods itself."""
-    buffers = CORRECTIONS[method.correction].buffers
-    return MethodFacts(method.name, method.title, method.source, method.order, method.rule, method.correction, buffers)
+    named = method.name, method.title, method.source, method.order, method.rule, method.correction
+    levels = [level.value for level in method.shardings]
+    return MethodFacts(*named, method.sharding, levels, CORRECTIONS[method.correction].buffers)
 
 
 def _figures(proof: Proof, latency: float) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.errors import ConfigError
-from penstock.schedule.ir.schedule import Action, Op, Schedule
+from penstock.schedule.ir.schedule import Action, Op, Schedule, Stage
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,28 @@ class Network:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be greater than 0, got {getattr(self, name)}")
 
+    @classmethod
+    def of_time(cls, schedule: Schedule, time: float) -> Network:
+        """Return a network of two pipelines on which gathers of all stages of a rank take some time together."""
+        parameters = schedule.ranks / schedule.num_stages
+        network = cls(schedule, 2, parameters=parameters)
+        return replace(network, bandwidth=network.weight_bytes / 2 / time)
+
     def sent(self, action: Action) -> float:
-        """Return the bytes that a rank sends for a GATHER or REDUCE; 0 for anything else.
+        """Return the bytes that a rank sends for a GATHER or REDUCE; 0 for anything else."""
+        return self.sent_for(action.op, action.stage)
+
+    def sent_for(self, op: Op, stage: Stage) -> float:
+        """Return the bytes that a rank sends for a GATHER or REDUCE of a stage.
 
         Of w shards a gather sends the own one to w - 1 pipelines. A reduce-scatter over n holders sends each of them
         its part of a gradient; a whole sum sends the sums back, too.
         """
-        if action.op is Op.GATHER:
+        if op is Op.GATHER:
             return (self.width - 1) / self.width * self.parameters * self.weight_bytes
-        if action.op is not Op.REDUCE:
+        if op is not Op.REDUCE:
             return 0.0
-        holders = self.width * sum(stage.index == action.stage.index for stage in self.schedule.stages)
+        holders = self.width * sum(other.index == stage.index for other in self.schedule.stages)
         gradient = self.parameters * self.gradient_bytes
         if self.schedule.sharding.level.splits_gradients:
             return (holders - 1) / self.width * gradient

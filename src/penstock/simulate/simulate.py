@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
-from types import MappingProxyType
 from typing import Literal
 
 from penstock.errors import ConfigError, ScheduleError
@@ -19,44 +17,14 @@ from penstock.schedule.machine.play import Machine
 from penstock.schedule.machine.window_search import lower_freely, unlimited
 from penstock.schedule.proof.activations import Activations, most_held
 from penstock.schedule.proof.check import Proof, check, too_narrow
-from penstock.schedule.proof.shard_facts import RankShards
 from penstock.schedule.rank_proof import RankProof
 from penstock.simulate.costs import Costs
 from penstock.simulate.messages import count_messages, receive_buffers
+from penstock.simulate.shard_figures import ShardFigures, shard_figures
 from penstock.timeline import Bubble, Interval, Timeline
 
 Window = int | Literal["unlimited"]
 """Messages that may be outstanding on a lane."""
-
-
-@dataclass(frozen=True)
-class ShardFigures:
-    """What a sharded schedule gathers and reduces, and the time that it takes.
-
-    Attributes:
-        ranks: what the proof derived of each rank.
-        sent: per rank, the bytes sent for each batch, in gathers and in reductions; as many are received.
-        busy: per rank, the time that gathers and reductions take in this span.
-        exposed: by how much they lengthen this span: its makespan less the one on a network without a limit.
-    """
-
-    ranks: tuple[RankShards, ...]
-    sent: tuple[Mapping[str, float], ...]
-    busy: tuple[float, ...]
-    exposed: float
-
-    def per_rank(self) -> dict[str, Sequence[float]]:
-        """Return the figures by name, those of each rank in a row; `exposed` is one of all ranks."""
-        return {
-            "gathers": [r.gathers for r in self.ranks],
-            "reductions": [r.reductions for r in self.ranks],
-            "gathered_at_once": [r.gathered for r in self.ranks],
-            "gradients_at_once": [r.gradients for r in self.ranks],
-            "bytes_gathered": [each["gathers"] for each in self.sent],
-            "bytes_reduced": [each["reductions"] for each in self.sent],
-            "network_time": self.busy,
-            "exposed": [self.exposed],
-        }
 
 
 @dataclass(frozen=True)
@@ -171,24 +139,8 @@ def simulate_schedule(
         "unlimited" if asked == "unlimited" else lowered.window,
         receive_buffers(lowered, batches),
         count_messages(lowered, batches, (Payload.PARKED,))[0],
-        _shard_figures(proof, lowered, costs, batches, timeline),
+        shard_figures(proof, lowered, costs, batches, timeline, lambda *span: play(*span)[0]),
     )
-
-
-def _shard_figures(
-    proof: Proof, lowered: Lowered, costs: Costs, batches: int, timeline: Timeline
-) -> ShardFigures | None:
-    """What a sharded schedule sends, and what of it is not hidden behind passes."""
-    if costs.network is None:
-        return None
-    free, _ = play(lowered, replace(costs, network=replace(costs.network, bandwidth=math.inf)), batches)
-    busy = [0.0] * timeline.ranks
-    for interval in timeline.intervals:
-        if interval.what in (Op.GATHER, Op.REDUCE):
-            busy[interval.rank] += interval.end - interval.start
-    sent = [costs.network.per_batch(rank) for rank in range(timeline.ranks)]
-    exposed = timeline.makespan - free.makespan
-    return ShardFigures(proof.shards, tuple(map(MappingProxyType, sent)), tuple(busy), exposed)
 
 
 def _lower(proof: Proof, costs: Costs, batches: int, window: Window | None) -> Lowered:

@@ -46,6 +46,7 @@ class StageRuntime:
         carry_gradients: the gradients that come back for it.
         averaged: what evaluations read instead of the newest weights, while they do.
         evaluated: the version that they read instead.
+        frozen_sums: of its frozen parameters, when a snapshot was last taken (`penstock.stage.checks.tensor_sums`).
     """
 
     key: Stage
@@ -60,6 +61,7 @@ class StageRuntime:
     carry_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
     averaged: Mapping[str, Tensor] | None = None
     evaluated: int | None = None
+    frozen_sums: Mapping[str, int] | None = None
 
     def __repr__(self) -> str:
         """Return where it is, and what it holds."""

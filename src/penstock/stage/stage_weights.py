@@ -18,8 +18,10 @@ from penstock.weights.decision import Decision
 from penstock.weights.memory.buffers import Buffer, Handle
 from penstock.weights.memory.older_versions import OlderVersions
 from penstock.weights.memory.parameter_hooks import ParameterHooks
+from penstock.weights.memory.squared_norm import squared_norm
 from penstock.weights.optim.updater import Updater
 from penstock.weights.provisional import Provisional
+from penstock.weights.sharded_store import ShardedStore
 from penstock.weights.store import VersionStore
 from penstock.weights.update_hooks import UpdateHooks, call_hooks
 from penstock.weights.waves import WaveWeights
@@ -77,16 +79,23 @@ class StageWeights:
         return []
 
     def gradients_of(self, batch: int, names: Sequence[str]) -> list[Tensor]:
-        """Return the accumulated gradients of some parameters."""
+        """Return the gradients of some parameters, as far as their sums over pipelines are here."""
         return []
 
     def gradient_squares(self, batch: int) -> tuple[float, float]:
-        """Return the squared gradient norm, without parameters that count with another stage, and its rounding."""
+        """Return the squared norm of the gradient that is here, and its rounding error.
+
+        Without parameters that count with another stage.
+        """
         return 0.0, 0.0
 
     def all_squares(self, batch: int) -> float:
         """Return the squared norm of the whole gradient."""
         return 0.0
+
+    def gradient_shards(self, batch: int) -> list[list[Tensor]]:
+        """Return the gradient of a batch, by the pipeline that owns a shard of its sum."""
+        return []
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
@@ -98,6 +107,13 @@ class StageWeights:
             factor: what the accumulated gradient is multiplied by first; zero skips the update.
             keeps_old: version `batch` stays readable, so the new one is written over the gradient.
         """
+
+    def version_shards(self, version: int) -> list[list[Tensor]]:
+        """Return the memory of a version of which only the own shard has been written, by owner."""
+        return []
+
+    def complete(self, version: int) -> None:
+        """Go on with a version whose other shards have come."""
 
     def try_step(self, batch: int, factor: float) -> None:
         """Create version batch + 1 as `step` does, but so that it can be made again."""
@@ -148,6 +164,7 @@ class TrainedWeights(StageWeights):
         corrector: what is done about staleness; None for nothing.
         apart: where updates are provisional, copies are kept to undo them.
         provisional: the update that is not decided on yet.
+        pending: where updates are sharded, the factor of the last one, until the rest of its version has come.
         mean: c / N by the last batch that an update was made with and that had a loss weight.
         hooks: of the user, called after every update that is made.
         watch: detects writes into the newest weights between two runs, where the next one would read older ones, too.
@@ -163,6 +180,7 @@ class TrainedWeights(StageWeights):
     corrector: Corrector | None = None
     apart: bool = False
     provisional: Provisional | None = None
+    pending: float = 0.0
     mean: float = 1.0
     watch: WrittenCheck | None = None
     hooks: UpdateHooks = field(default_factory=UpdateHooks)
@@ -219,16 +237,22 @@ class TrainedWeights(StageWeights):
 
     def gradients_of(self, batch: int, names: Sequence[str]) -> list[Tensor]:
         """Return the accumulated gradients of some parameters."""
-        views = self.store.gradient(batch).views
+        views = self.store.summed(batch)
         return [views[name] for name in names]
 
     def gradient_squares(self, batch: int) -> tuple[float, float]:
-        """Return the squared gradient norm, without parameters that count with another stage, and its rounding."""
-        return self.store.gradient(batch).squares(without=self.counted_elsewhere)
+        """Return the squared norm of the gradient that is here, and its rounding error."""
+        found = self.store.summed(batch)
+        return squared_norm(view for name, view in found.items() if name not in self.counted_elsewhere)
 
     def all_squares(self, batch: int) -> float:
         """Return the squared norm of the whole gradient."""
-        return self.store.gradient(batch).squares()[0]
+        return squared_norm(self.store.summed(batch).values())[0]
+
+    def gradient_shards(self, batch: int) -> list[list[Tensor]]:
+        """Return the gradient of a batch, by the pipeline that owns a shard of its sum."""
+        assert isinstance(self.store, ShardedStore)
+        return self.store.gradient_shards(batch)
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
@@ -242,7 +266,21 @@ class TrainedWeights(StageWeights):
             self.corrector.before_step(self.store.gradient(batch), self.store.master, factor)
         ahead = self.corrector.ahead if self.corrector is not None and self.corrector.reads_ahead else None
         self.store.update(batch, self.updater, factor, keeps_old, stepped, ahead)
-        self._updated(factor)
+        if isinstance(self.store, ShardedStore):
+            self.pending = factor  # the rest of the version comes later
+        else:
+            self._updated(factor)
+
+    def version_shards(self, version: int) -> list[list[Tensor]]:
+        """Return the memory of a version of which only the own shard has been written, by owner."""
+        assert isinstance(self.store, ShardedStore)
+        return self.store.version_shards(version)
+
+    def complete(self, version: int) -> None:
+        """Go on with a version whose other shards have come."""
+        assert isinstance(self.store, ShardedStore)
+        self.store.complete(version)
+        self._updated(self.pending)
 
     def try_step(self, batch: int, factor: float) -> None:
         """Create version batch + 1 as `step` does, but so that it can be made again."""

@@ -36,7 +36,7 @@ from penstock.train.process_group import first_of_the_job, process_group, shared
 from penstock.train.reporter import Reporter
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.early_stopping import Patience, known_in_run
-from penstock.train.setup.prepare import Prepared, prepare_unproven
+from penstock.train.setup.prepare import Prepared, prepare
 from penstock.train.setup.recorded import recorded
 from penstock.train.setup.run_folder import check_is_saved, note_changes, set_aside_run
 from penstock.train.troubles import Troubles
@@ -65,14 +65,14 @@ def train(
     Raises:
         UnsavedRunError: so it is, and `must_save` is set.
         ConfigError: the number of processes of the job is not that of the pipelines' ranks.
-        PenstockError: see `prepare_unproven`, `Prepared.proven` and `Pipeline`.
+        PenstockError: see `prepare` and `Pipeline`.
     """
     request = DrainRequest(drain)
     with request.handle_signals():
         keep_freed_memory()
         with process_group(config) as store:
             once = partial(from_first, what="looking for the largest token", group=dist.group.WORLD)
-            prepared = prepare_unproven(config, once=once).proven(dist.group.WORLD)  # before there is a folder
+            prepared = prepare(config, control=dist.group.WORLD, once=once)  # before there is a folder
             place = folder or shared_folder(config, store)
             if restart and dist.get_rank() == 0 and first_of_the_job(store, "restart"):
                 set_aside_run(place)

@@ -126,7 +126,8 @@ def _store_of_this_call() -> Store:
     Raises:
         TransportError: a peer is dead or stalled.
     """
-    name, *_ = gather_json(uuid.uuid4().hex, "joining the job", dist.group.WORLD)
+    mine = None if dist.get_rank() else uuid.uuid4().hex
+    name, *_ = gather_json(mine, "joining the job", dist.group.WORLD)
     return PrefixStore(f"penstock/{name}", _get_default_store())
 
 

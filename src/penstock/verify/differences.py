@@ -80,10 +80,14 @@ class Comparison:
         wanted: the numbers of the other run, by batch and name.
         tolerance: the relative difference that is allowed.
         pipelines: how many pipelines must produce each number.
+        divided: each of them produces its rows only, as torch.chunk divides them.
     """
 
-    def __init__(self, wanted: Mapping[tuple[int, str], Value], tolerance: float, pipelines: int = 1) -> None:
+    def __init__(
+        self, wanted: Mapping[tuple[int, str], Value], tolerance: float, pipelines: int = 1, divided: bool = False
+    ) -> None:
         self._wanted, self._tolerance = wanted, tolerance
+        self._parts = pipelines if divided else 1
         self._missing = {(*key, pipeline) for key in wanted for pipeline in range(pipelines)}
         self._compared = self._differing = self._odd = 0
         self._worst: TensorPlace | None = None
@@ -94,6 +98,8 @@ class Comparison:
         self._compared += 1
         self._missing.discard((batch, name, pipeline))
         wanted = self._wanted.get((batch, name))
+        if self._parts > 1 and isinstance(wanted, Tensor):
+            wanted = _rows(wanted, self._parts, pipeline, whole=not torch.as_tensor(value).dim())
         self._odd += wanted is not None and bool(torch.as_tensor(wanted).isnan().any())
         self._note(batch, name, pipeline, *((math.inf, math.inf) if wanted is None else apart(value, wanted)))
 
@@ -123,12 +129,16 @@ class Comparisons:
     Args:
         others: the runs, each with its tolerance.
         width: the number of parallel pipelines, each of which produces gradients, weights and optimizer state.
+        divided: of these, each produces some rows.
     """
 
-    def __init__(self, others: Sequence[tuple[Record, float]], width: int) -> None:
+    def __init__(self, others: Sequence[tuple[Record, float]], width: int, divided: bool = False) -> None:
         pipelines = dict.fromkeys(KINDS, 1) | dict.fromkeys(("gradients", "weights", "optimizer state"), width)
         self._kinds = {
-            kind: [Comparison(record.get(kind, {}), tolerance, pipelines[kind]) for record, tolerance in others]
+            kind: [
+                Comparison(record.get(kind, {}), tolerance, pipelines[kind], divided and pipelines[kind] > 1)
+                for record, tolerance in others
+            ]
             for kind in KINDS
         }
 
@@ -140,6 +150,14 @@ class Comparisons:
     def results(self, complete: bool) -> dict[str, list[Difference]]:
         """Return, for every kind, the difference from each of the other runs."""
         return {kind: [c.result(complete) for c in comparisons] for kind, comparisons in self._kinds.items()}
+
+
+def _rows(wanted: Tensor, parts: int, place: int, whole: bool) -> Tensor:
+    """Return the rows of a tensor that one of several pipelines has; all of what has no rows, if it has that."""
+    if not wanted.dim():
+        return wanted if whole else wanted.reshape(1)[:0]
+    chunks = wanted.chunk(parts)
+    return chunks[place] if place < len(chunks) else wanted[:0]
 
 
 def apart(found: Value, wanted: Value) -> tuple[float, float]:

@@ -28,6 +28,7 @@ from penstock.job.cpus import Cpus
 from penstock.models.gpt import TIED_EMBEDDINGS, gpt_blocks, language_loss
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
+from penstock.schedule.ir.sharding import Level
 from penstock.stage.precision import boundary_format, low_precision
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.windows import batches
@@ -102,7 +103,8 @@ def verify(config: TrainConfig, count: int) -> Verification:
         others = [(_record(reference, updated, watch, _decides(prepared)), _allowed(prepared))]
         if left_out is None:
             others.append((_run_plain(prepared, count, reference.versions), TOLERANCE))
-        comparisons = Comparisons(others, config.width)
+        divided = prepared.plan.schedule.sharding.level is not Level.NONE
+        comparisons = Comparisons(others, config.width, divided)
         error = _ComparedRun(prepared, count, updated, comparisons).run()
     found = comparisons.results(complete=error is None)
     rows = tuple(ReportRow(kind, first, others[0] if others else None) for kind, (first, *others) in found.items())

@@ -17,6 +17,7 @@ from rich.text import Text
 from penstock.idle_time import split_time
 from penstock.runtime.in_flight.adapted import AdaptedInFlight
 from penstock.runtime.update.events import Evaluated
+from penstock.schedule.ir.in_flight import write_in_flight
 from penstock.timeline import Timeline
 from penstock.train.observer import Progress, RunSummary, Switched
 from penstock.train.setup.prepare import Prepared
@@ -61,6 +62,8 @@ class TerminalObserver:
         if config.delayed:
             late = "" if config.backward_delays is None else f", backward_delays {config.backward_delays}"
             self.console.print(f"weights are read with chosen delays: delays {config.delays}{late}", markup=False)
+        if later := prepared.later():
+            self.console.print(f"in flight: {write_in_flight(config.options['in_flight'])}; {later}", markup=False)
         if batch:
             self.console.print(f"resuming from the checkpoint after {batch} batches")
         if self.console.is_terminal:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.idle_time import TimeSplit
+from penstock.schedule.ir.sharding import Level
 from penstock.schedule.methods.combine import COMBINES
 from penstock.schedule.methods.table import METHODS
 from penstock.simulate.method_facts import NO_LINKS, Links, MethodFacts, facts_of_methods
@@ -50,7 +51,7 @@ def methods_table(stages: int, microbatches: int, width: int | None = None, link
     return Group(table, *([reasons] if problems else []))
 
 
-_LEAST_NEEDED = ("order", "correction", "version rule", "activations\nin flight", "weight\ncopies")
+_LEAST_NEEDED = ("order", "sharding", "correction", "version rule", "activations\nin flight", "weight\ncopies")
 
 
 def _methods(title: str, facts: list[MethodFacts], problems: Sequence[str | None], left_out: Sequence[str]) -> Table:
@@ -60,6 +61,7 @@ def _methods(title: str, facts: list[MethodFacts], problems: Sequence[str | None
         "order": [f.order for f in facts],
         "version rule": [f.rule for f in facts],
         "correction": ["" if f.correction == "none" else f.correction for f in facts],
+        "sharding": [_shardings(f) for f in facts],
         "weight\ncopies": [
             briefly(f.weight_copies) + (f" + {f.buffers}" if f.buffers and f.weight_copies else "") for f in facts
         ],
@@ -72,20 +74,27 @@ def _methods(title: str, facts: list[MethodFacts], problems: Sequence[str | None
     table = Table(title=title, title_justify="left", box=None)
     shown = {heading: cells for heading, cells in columns.items() if heading not in left_out}
     for heading in shown:
-        words = heading in ("method", "order", "version rule", "correction")
+        words = heading in ("method", "order", "version rule", "correction", "sharding")
         least = max(len(f.name) for f in facts) if heading == "method" else None
         table.add_column(heading, justify="left" if words else "right", no_wrap=True, min_width=least)
     for row in zip(*shown.values(), strict=True):
         table.add_row(*row)
     table.caption = (
         f"Per rank where the ranks differ; {RANGES}; + n: and n buffers of the correction. {DELAY} Bubble: idle / "
-        "total of one more batch in a long run, F = 1, B = 2."
+        "total of one more batch in a long run, F = 1, B = 2. Sharding: levels that --sharding takes (optimizer, "
+        "gradients, full); = full: the method's own."
     )
     if left_out:
         names = ", ".join(heading.replace("\n", " ") for heading in left_out)
         table.caption += f" Left out at this width: {names} (--json has all)."
     table.caption_justify = "left"
     return table
+
+
+def _shardings(facts: MethodFacts) -> str:
+    """Return the levels of sharding that a method takes, and the one that it has by itself."""
+    levels = "all" if len(facts.shardings) == len(Level) - 1 else ", ".join(facts.shardings)
+    return levels if facts.sharding == Level.NONE else f"{levels}; = {facts.sharding}"
 
 
 def _natural_width(table: Table) -> int:
@@ -134,7 +143,11 @@ def _per_rank(values: list[int] | list[float] | None) -> str:
     """Format one number if all ranks agree, otherwise all of them."""
     if values is None:
         return "-"
-    texts = [f"{value:.3g}" for value in values]
+    return _each_once([f"{value:.3g}" for value in values])
+
+
+def _each_once(texts: Sequence[str]) -> str:
+    """Return one text if all are the same, otherwise all."""
     return texts[0] if len(set(texts)) == 1 else " ".join(texts)
 
 
@@ -185,29 +198,54 @@ def simulation_table(simulation: Simulation, batches: int, in_a_long_run: float)
             if simulation.parked
             else []
         ),
-        *_sharding_rows(simulation),
     )
     for row in rows:
         table.add_row(*row)
     return table
 
 
-def _sharding_rows(simulation: Simulation) -> list[tuple[str, str, str]]:
-    """Return the rows of a sharded schedule."""
-    if simulation.shards is None:
-        return []
-    figures = simulation.shards.per_rank()
-    explained = {
-        "gathers": "of stages, per rank and batch",
-        "reductions": "of gradients, per rank and batch",
-        "gathered_at_once": "stages whose weights are gathered, at most, per rank",
-        "gradients_at_once": "full-size gradients, at most, per rank",
-        "bytes_gathered": "sent (and received) in gathers, per rank and batch",
-        "bytes_reduced": "sent (and received) in sums of gradients, per rank and batch",
-        "network_time": "of gathers and sums, in this span, per rank",
-        "exposed": "of that not hidden: what the network adds to the makespan",
-    }
-    return [(name.replace("_", " "), _per_rank(list(figures[name])), said) for name, said in explained.items()]
+def sharding_table(simulation: Simulation) -> Table | None:
+    """Return a table of what a sharded schedule gathers and sums, and of what that costs; None where none is."""
+    shards = simulation.shards
+    if shards is None:
+        return None
+    network, figures = shards.network, shards.per_rank()
+    sharding = network.schedule.sharding
+    table = Table(title=f"sharded state: {sharding}, {counted(network.width, 'pipeline')}", title_justify="left")
+    table.title_style, table.box, table.show_header, table.pad_edge = "dim", None, False, False
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    for name, said in _SHARDED.items():
+        values = list(figures[name])
+        large = "bytes" in name and max(values, default=0) >= _KILO
+        text = _each_once([human_bytes(round(value)) for value in values]) if large else _per_rank(values)
+        table.add_row(name.replace("_", " "), text, said)
+    ratios = [sent / least for sent, least in zip(figures["bytes_sent"], shards.layered, strict=True) if least]
+    if ratios and max(ratios) > 1:
+        said = (
+            "what a breadth-first order with as many places sends (method layered), whose traffic does not grow with m"
+        )
+        table.add_row("times layered", _per_rank(ratios), said)
+    return table
+
+
+_KILO = 1000
+_SHARDED = {
+    "gathers": "of stages, per rank and batch",
+    "reductions": "of gradients, per rank and batch",
+    "bytes_gathered": "sent (and received) in gathers, per rank and batch",
+    "bytes_reduced": "sent (and received) in sums of gradients, per rank and batch",
+    "bytes_sent": "both together",
+    "gathered_at_once": "stages whose weights are gathered, at most, per rank",
+    "gathered_bytes": "what they take",
+    "gradients_at_once": "full-size gradients, at most, per rank",
+    "gradient_bytes": "what they take",
+    "network_time": "of gathers and sums in this span, per rank",
+    "hidden": "the part of it while the rank runs passes",
+    "exposed": "what the network adds to the makespan of this span",
+    "exposed_per_batch": "what it adds to each batch of a long run",
+}
 
 
 _DELAY = "updates between the weights read and the weights updated, per rank"

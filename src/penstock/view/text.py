@@ -20,8 +20,10 @@ from rich.text import Text
 
 from penstock.timeline import Interval, Timeline
 from penstock.view.drawing.passes import (
+    NETWORK,
     OPERATIONS,
     Places,
+    network_of,
     operations,
     parts_of,
     round_step,
@@ -108,15 +110,17 @@ def _operations_explained(work: Sequence[Interval]) -> Iterator[str]:
 
 @dataclass
 class _Row:
-    """The cells of a rank.
+    """The cells of a rank, or of its network.
 
     Attributes:
+        head: its name.
         characters, styles: of every column.
         cells: first columns of the cells.
         labels: first column of every label, and the one after it; passes that run together have one each.
         updates: columns of updates.
     """
 
+    head: str
     characters: list[str]
     styles: list[str]
     cells: list[int] = field(default_factory=list)
@@ -129,21 +133,22 @@ class _TextDrawing:
 
     def __init__(self, timeline: Timeline, width: int) -> None:
         work = [i for i in timeline.work() if i.end > i.start and i.what != "STEP"]
-        self._timeline, self._places = timeline, Places(timeline)
+        self._timeline, self._places, self._network = timeline, Places(timeline), network_of(timeline)
         self._versioned = len(versions_read(work)) > 1
-        self._origin, self._makespan = timeline.start, timeline.makespan
+        self._origin = min([timeline.start, *(i.start for i in self._network)])
+        self._makespan = max([timeline.start + timeline.makespan, *(i.end for i in self._network)]) - self._origin
         needed = ((len("+".join(self._labels(i, self._versioned))) + 1) / (i.end - i.start) for i in work)
         widest = max(needed, default=math.inf)
         self._scale = min(widest, _LONGEST / self._makespan)
         self._columns = round(self._makespan * self._scale) + 1
-        self._rows = [self._row(rank) for rank in range(timeline.ranks)]
+        self._rows = [row for rank in range(timeline.ranks) for row in self._rows_of(rank)]
         self._head = len(f"rank {timeline.ranks - 1} ")
         self._width = max(width - self._head, _LEAST)
 
     def blocks(self, lines: int | None) -> tuple[list[_Span], list[_Span]]:
         """Return the columns of all blocks; or, if they take more lines, those of the first and of the last ones."""
         blocks = list(self._blocks())
-        fitting = len(blocks) if lines is None else max(2, lines // (self._timeline.ranks + 2))
+        fitting = len(blocks) if lines is None else max(2, lines // (len(self._rows) + 2))
         if len(blocks) <= fitting + 1:
             return blocks, []
         return blocks[: (fitting + 1) // 2], blocks[-(fitting // 2) :]
@@ -168,6 +173,7 @@ class _TextDrawing:
             said.append("superscript: version of the weights that is read")
         elif versions:
             said.append(f"all read version {versions[0]} of the weights")
+        said += [f"net: network; G{_JOINED}gather, S{_JOINED}sum of gradients"] if self._network else []
         said += [f"{_UPDATE}{_JOINED}update"] if any(i.what == "STEP" for i in work) else []
         idle = any(_IDLE in row.characters[start:end] for row in self._rows for start, end in blocks)
         return "; ".join([*said, f"{_IDLE}{_JOINED}idle"] if idle else said)
@@ -204,8 +210,8 @@ class _TextDrawing:
 
     def _block(self, start: int, end: int) -> Text:
         block = Text()
-        for rank, row in enumerate(self._rows):
-            block.append(f"rank {rank}".ljust(self._head), style="bold")
+        for row in self._rows:
+            block.append(row.head.ljust(self._head), style="bold")
             for text, style in _runs(row.characters[start:end], row.styles[start:end]):
                 block.append(text, style=style)
             block.append("\n")
@@ -214,18 +220,22 @@ class _TextDrawing:
 
     def _left_out(self, start: int, end: int) -> Text:
         """Say what is left out between two columns: all that would begin there."""
-        passes = sum(start <= first < end for row in self._rows for first in row.cells)
+        passes = sum(start <= first < end for row in self._rows if row.head.startswith("rank") for first in row.cells)
         updates = sum(start <= column < end for row in self._rows for column in row.updates)
         times = f"time {start / self._scale:.4g} to {end / self._scale:.4g}"
         said = f"{counted(passes, 'pass')} and {counted(updates, 'update')}" if updates else counted(passes, "pass")
         return Text(f"{'':{self._head}}{_LEFT_OUT} left out, {times}: {said} {_LEFT_OUT}\n", style="bold")
 
-    def _row(self, rank: int) -> _Row:
+    def _rows_of(self, rank: int) -> Iterator[_Row]:
+        """Yield the row of a rank, and that of its network if anything is gathered."""
+        yield self._row(f"rank {rank}", [i for i in self._timeline.intervals if i.rank == rank and i.is_work])
+        if self._network:
+            yield self._row(f"net {rank}", [i for i in self._network if i.rank == rank])
+
+    def _row(self, head: str, intervals: Sequence[Interval]) -> _Row:
         columns = self._columns
-        row = _Row([_IDLE] * columns, ["dim"] * columns)
-        for interval in self._timeline.intervals:
-            if interval.rank != rank or not interval.is_work:
-                continue
+        row = _Row(head, [_IDLE] * columns, ["dim"] * columns)
+        for interval in intervals:
             first, last = self._column(interval.start), self._column(interval.end)
             if interval.what == "STEP":
                 row.updates.add(first)
@@ -257,8 +267,7 @@ class _TextDrawing:
     def _labels(self, interval: Interval, versioned: bool) -> list[str]:
         """Return operation, unit, chunk and direction of each pass, and with `versioned` what it reads."""
         return [
-            part.what
-            + unit_of(part)
+            NETWORK.get(part.what, part.what + unit_of(part))
             + self._places.mark(part)
             + (superscript(part.version) if versioned and part.version >= 0 else "")
             for part in parts_of(interval)
@@ -269,8 +278,9 @@ class _TextDrawing:
         labels = self._labels(interval, self._versioned)
         whole, bare = "+".join(labels), "+".join(self._labels(interval, False))
         halves = (_BAR + labels[0]).ljust(columns // 2) + "".join(f"+{label}" for label in labels[1:])
-        fitting = (text for text in (halves, _BAR + whole, whole, bare, interval.what) if len(text) <= columns)
-        return next(fitting, interval.what[:columns]).rstrip()
+        sign = NETWORK.get(interval.what, interval.what)
+        fitting = (text for text in (halves, _BAR + whole, whole, bare, sign) if len(text) <= columns)
+        return next(fitting, sign[:columns]).rstrip()
 
     def _axis(self, start: int, end: int) -> str:
         """Return the times below a block, at most one every 12 columns, and none beyond the width."""

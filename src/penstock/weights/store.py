@@ -18,6 +18,7 @@ from penstock.schedule.ir.schedule import Copy
 from penstock.schedule.proof.check import StageFacts
 from penstock.weights.memory.buffers import Buffer, Handle, Layout
 from penstock.weights.memory.parameter_hooks import ParameterHooks
+from penstock.weights.memory.row_shards import Steppable
 from penstock.weights.optim.step_info import Ahead, Step, Stepped
 from penstock.weights.optim.updater import Updater
 
@@ -178,6 +179,19 @@ class VersionStore:
         gradient.finish_gradient()
         return gradient
 
+    def summed(self, batch: int) -> Mapping[str, Tensor]:
+        """Return, by name, what this holder has of the gradient of a batch once pipelines have added theirs."""
+        return self.gradient(batch).views
+
+    def stepped(self, buffer: Buffer) -> Steppable:
+        """Return what of a buffer the optimizer of this holder steps: all of it."""
+        return buffer
+
+    @property
+    def stepped_layout(self) -> Layout:
+        """The layout of what the optimizer steps."""
+        return self.layout
+
     def update(
         self,
         batch: int,
@@ -205,13 +219,13 @@ class VersionStore:
         elif keeps_old:
             old, new = self.rotate(batch)
             if factor:
-                updater.rotate(old, new, factor, stepped=stepped)
+                updater.rotate(self.stepped(old), self.stepped(new), factor, stepped=stepped)
             else:
                 new.load(old.views)
         else:
             weights, gradient = self.overwrite(batch)
             if factor:
-                updater.in_place(weights, gradient, factor, stepped)
+                updater.in_place(self.stepped(weights), self.stepped(gradient), factor, stepped)
 
     def _update_ahead(self, updater: Updater, gradient: Buffer, out: Buffer, factor: float, ahead: Ahead) -> None:
         """Step the newest weights, and write what passes read of them; a skipped update predicts nothing."""

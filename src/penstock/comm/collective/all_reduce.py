@@ -11,8 +11,6 @@ hardly any extra memory, and a sum of two members equals the ordered one.
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal, Protocol, get_args
@@ -21,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.comm.collective.in_pieces import AHEAD, PIECE, Piece, in_pieces
 from penstock.comm.core.background import Background
 from penstock.comm.core.rank_grid import Holder, Members
 from penstock.comm.core.right_of_way import RightOfWay
@@ -28,8 +27,7 @@ from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import ConfigError
 
-_PIECE = 1 << 18  # elements that are summed at once: what a message between stages may have to wait for
-_AHEAD = 2  # pieces that are scattered, and as many that are gathered, while one is waited for
+_PIECE, _AHEAD = PIECE, AHEAD
 _SUMS = {
     Tag.GRADIENTS: Tag.GRADIENT_SUMS,
     Tag.TIED_GRADIENTS: Tag.TIED_GRADIENT_SUMS,
@@ -38,8 +36,6 @@ _SUMS = {
 _LANE = "the reduction lane"
 
 Reduce = Literal["ordered", "fast"]
-_Piece = Iterator[None]
-"""A sum of one piece, in three steps."""
 
 
 def is_fast(reduce: Reduce) -> bool:
@@ -151,44 +147,15 @@ class GlooReducer:
                 self._way.give()
                 dist.all_reduce(tensor, group=fast)
             return
-        scattered, gathered = deque[_Piece](), deque[_Piece]()
-        started = 0.0  # since when pieces have been under way without a pause
-        for tensors in zip(*given.values(), strict=True):
-            for pieces in zip(*(torch.split(tensor.reshape(-1), _PIECE) for tensor in tensors), strict=True):
-                started = 0.0 if self._way.give() else started
-                piece = self._add(dict(zip(given, pieces, strict=True)), ranks, own)
-                next(piece)
-                scattered.append(piece)
-                started = self._advance(scattered, gathered, _AHEAD - 1, started, pieces[0].nbytes)
-        self._advance(scattered, gathered, 0, 0.0, 0)
 
-    def _advance(
-        self, scattered: deque[_Piece], gathered: deque[_Piece], ahead: int, started: float, nbytes: int
-    ) -> float:
-        """Go on with the oldest pieces, until at most so many are scattered, and as many gathered.
+        def pieces() -> Iterator[tuple[Piece, int]]:
+            for tensors in zip(*given.values(), strict=True):
+                for parts in zip(*(torch.split(tensor.reshape(-1), _PIECE) for tensor in tensors), strict=True):
+                    yield self._add(dict(zip(given, parts, strict=True)), ranks, own), parts[0].nbytes
 
-        Args:
-            scattered, gathered: the pieces that are under way, in order.
-            ahead: how many may be left of each.
-            started: when a piece was last complete, with others under way ever since; 0 if not.
-            nbytes: that travel for a piece.
+        in_pieces(pieces(), self._way, _AHEAD)
 
-        Returns:
-            When a piece was last complete, or 0.
-        """
-        while len(scattered) > ahead:
-            piece = scattered.popleft()
-            next(piece)
-            gathered.append(piece)
-            while len(gathered) > ahead:
-                next(gathered.popleft(), None)
-                now = time.perf_counter()
-                if started and nbytes:
-                    self._way.piece(nbytes, now - started)
-                started = now
-        return started
-
-    def _add(self, pieces: Mapping[int, Tensor], ranks: list[int], own: int) -> _Piece:
+    def _add(self, pieces: Mapping[int, Tensor], ranks: list[int], own: int) -> Piece:
         """Replace one piece of the tensors of this process's members by the sum over all members.
 
         The parts for other processes are on their way at the first stop, the sum of the own part at the second.

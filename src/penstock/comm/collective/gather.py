@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from datetime import timedelta
 from typing import Any
 
@@ -37,7 +38,8 @@ def collective(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
 def gather_json(value: Any, what: str, group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> list[Any]:
     """Gather a JSON value from every rank, in rank order; JSON, so that no pickle is loaded.
 
-    Values go up a binomial tree to rank 0, and the list comes back down. These are plain messages, because torch's
+    Values go up a binomial tree to rank 0, and the list comes back down; what ranks in a row have in common travels
+    once. These are plain messages, because torch's
     all_gather leaves tensors to a thread of its own, which may abort a process that exits at once.
 
     Args:
@@ -51,25 +53,40 @@ def gather_json(value: Any, what: str, group: dist.ProcessGroup | None, timeout:
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     messages = TaggedGroup(group, Tag.GATHER, timeout)
-    gathered = [[what, json.loads(json.dumps(value))]]  # those of this rank and of ranks after it
+    runs: list[_Run] = [[1, what, json.loads(json.dumps(value))]]  # of this rank and of ranks after it
     level = 1
     with collective(what, group):
         while level < size and not rank & level:
             if rank + level < size:
-                gathered += receive_json(messages, rank + level)
+                _append(runs, receive_json(messages, rank + level))
             level *= 2
         if rank:
-            send_json(messages, gathered, rank - level)
-            gathered = receive_json(messages, rank - level)
+            send_json(messages, runs, rank - level)
+            runs = receive_json(messages, rank - level)
         while level := level // 2:
             if rank + level < size:
-                send_json(messages, gathered, rank + level)
-    for peer, (said, _) in enumerate(gathered):
+                send_json(messages, runs, rank + level)
+    peer = 0
+    for count, said, _ in runs:
         if said != what:
             raise TransportError(
                 f"rank {rank} is {what}, but rank {peer} is {said}; all ranks make such calls together, in one order"
             )
-    return [one for _, one in gathered]
+        peer += count
+    return [deepcopy(one) for count, _, one in runs for _ in range(count)]
+
+
+_Run = list[Any]
+"""How many ranks in a row have said the same; the operation, and the value."""
+
+
+def _append(runs: list[_Run], more: list[_Run]) -> None:
+    """Append runs of further ranks; ranks that agree cost no more than one of them."""
+    last, first = runs[-1], more[0]
+    if last[1:] == first[1:] and json.dumps(last[1:]) == json.dumps(first[1:]):  # 1, 1.0 and true are equal
+        last[0] += first[0]
+        more = more[1:]
+    runs += more
 
 
 def send_json(messages: TaggedGroup, value: Any, rank: int) -> None:

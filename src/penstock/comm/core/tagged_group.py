@@ -31,7 +31,8 @@ class Tag(IntEnum):
     GRADIENT_SUMS = 14
     TIED_GRADIENT_SUMS = 15
     AVERAGE_SUMS = 16
-    LANES = 17
+    WEIGHT_SHARDS = 17
+    LANES = 18
 
 
 class _ToDevice:

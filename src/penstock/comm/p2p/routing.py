@@ -83,7 +83,7 @@ def reads_of(schedule: Schedule, ranks: Collection[int]) -> list[int]:
         if not (neighbors := neighbors_of(schedule, stage)).inputs or neighbors.has_loss
     }
     for rank in ranks:
-        for action in schedule.programs[rank].period:
+        for action in schedule.program(rank).period:
             for p in passes(action):
                 if p.op is Op.F and p.stage in taking:
                     for k in p.unit.microbatches:
@@ -124,7 +124,7 @@ class StageRoutes:
         at, direction = schedule.stage_at, stage.direction
         self._again = None if before is None else mailbox.buffer(Payload.RECOMPUTE, at[before, direction], stage)
         self._again_to = None if after is None else mailbox.buffer(Payload.RECOMPUTE, stage, at[after, direction])
-        trains = any(p.op in (Op.B, Op.I) for program in schedule.programs for a in program.period for p in passes(a))
+        trains = not schedule.operations.isdisjoint((Op.B, Op.I))
         self._counts = trains and any(neighbors.returns) and len(neighbors.inputs) > 1
         self._sizes: dict[Piece, list[int]] = {}  # leaves of each of several inputs, for the gradients
 

@@ -14,6 +14,7 @@ from penstock.runtime.rank.reports import Reports
 from penstock.runtime.rank.span import RankSpan, StageSpan
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.update.averaging import Combining, Meetings, NoMeetings, Party
+from penstock.runtime.update.gathers import Gathers
 from penstock.runtime.update.tied_gradients import TiedGradients
 from penstock.runtime.update.update_step import Updates
 from penstock.runtime.update.waves import WaveCombining
@@ -55,7 +56,11 @@ def build_span(
         for key, spec in specs.items()
     }
     tying = TiedGradients(pipeline, holders, links.ties, sum(bool(runtime.ties) for runtime in state.stages.values()))
-    updates = Updates(pipeline, holders, links.reducer, tying, links.control, decisions, recorder, provisional)
+    gathers = None
+    if links.shards is not None:
+        splits = schedule.sharding.level.splits_gradients
+        gathers = Gathers(pipeline, holders, links.shards, recorder, splits)
+    updates = Updates(pipeline, holders, links.reducer, tying, links.control, decisions, recorder, provisional, gathers)
     forwards = sum(instruction.action.op is Op.F for instruction in lowered.programs[rank].period)
     decides = any(spec.decides for spec in specs.values())
     losses = LossLedger(sum(stage.trained for stage in stages.values()), decides and not provisional)

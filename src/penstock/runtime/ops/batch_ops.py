@@ -1,4 +1,4 @@
-"""Actions on whole batches: REDUCE, TIE, DECIDE, STEP and AVERAGE."""
+"""Actions on whole batches: REDUCE, TIE, DECIDE, STEP, GATHER and AVERAGE."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ class StepAction(BoundAction):
 
     def run(self, t: int) -> Iterator[Wait]:
         """Wait for sums and decisions, then update."""
-        turn = self.turn(t)
-        yield from self._span.updates.wait(self.action.stage, turn.batch, self.op, f"{self.op}{turn.first}")
+        turn, updates = self.turn(t), self._span.updates
+        if updates.gathers is not None:  # what a pass, or this update, begins from
+            yield from updates.gathers.wait(self.action.stage, str(turn))
+        yield from updates.wait(self.action.stage, turn.batch, self.op, f"{self.op}{turn.first}")
         self._span.capture.before_update(self._runtime)
         self.act(turn)
 
@@ -64,6 +66,16 @@ class ProvisionalStep(StepAction):
     def work(self, turn: Turn) -> None:
         """Update by the factor that the decision would give if nothing were clipped and everything were finite."""
         self._span.updates.try_step(self._runtime, turn.batch, self._span.losses.weight_for_update(turn.batch))
+
+
+class GatherAction(BoundAction):
+    """Begins to complete a version of which the STEP before has written a shard; the first pass on it waits."""
+
+    def work(self, turn: Turn) -> None:
+        """Begin."""
+        gathers = self._span.updates.gathers
+        assert gathers is not None, "only sharded schedules have GATHERs"
+        gathers.begin(self._runtime, turn.version)
 
 
 class AverageAction(BoundAction):

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from penstock.runtime.ops.batch_ops import AverageAction, DecideAction, ReduceAction, TieAction, bind_step
+from penstock.runtime.ops.batch_ops import (
+    AverageAction,
+    DecideAction,
+    GatherAction,
+    ReduceAction,
+    TieAction,
+    bind_step,
+)
 from penstock.runtime.ops.bound import Bound
 from penstock.runtime.ops.messages import Receive, Send
 from penstock.runtime.ops.moves import bind_move
@@ -30,6 +37,7 @@ HANDLERS: Mapping[Op, Callable[[Instruction, RankSpan], Bound]] = MappingProxyTy
         Op.TIE: TieAction,
         Op.DECIDE: DecideAction,
         Op.STEP: bind_step,
+        Op.GATHER: GatherAction,
         Op.VALIDATE: Validate,
         Op.AVERAGE: AverageAction,
         Op.OFFLOAD: bind_move,

@@ -12,6 +12,7 @@ from penstock.comm.collective.all_reduce import Reduce, is_fast
 from penstock.errors import ConfigError
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.schedule.ir.in_flight import read_in_flight
+from penstock.schedule.ir.sharding import Sharding, read_sharding
 from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.short_repr import ShortRepr
 
@@ -39,20 +40,28 @@ class DataParallel(ShortRepr):
             be 1 so far; `width` is then taken from it. Its ranks must be those of the pipeline's group (of the whole
             job, if there is none) in the same order, as `init_device_mesh` lays them out. With reduce="fast", its
             groups along the width belong to a run while that is under way.
+        sharding: what of the state of each stage the pipelines divide among them, by rows of each parameter: "none";
+            "optimizer", the optimizer's states (ZeRO-1); "gradients", also the sums of gradients, so that half as much
+            travels for them (ZeRO-2). Each pipeline updates its rows, and a gather completes the weights. All numbers
+            are those of "none", bit for bit, but for torch's fused kernels (fused=True), which may round an element
+            otherwise in another place. It takes optimizers of torch that treat every element by itself, such as SGD and
+            Adam; others are refused. "full" (ZeRO-3) is proven and simulated only.
 
     Raises:
-        ConfigError: a width below 1, or an unknown way to add gradients or to agree.
+        ConfigError: a width below 1, or an unknown way to add gradients, to agree or to divide.
     """
 
     width: int = 1
     reduce: Reduce = "ordered"
     combine: Combine = REDUCE
     mesh: DeviceMesh | None = None
+    sharding: str | Sharding = "none"
 
     def __post_init__(self) -> None:
         """Check each by itself."""
         check_whole("data_parallel: width", self.width)
         is_fast(self.reduce)
+        read_sharding(self.sharding)
         if not isinstance(self.combine, Combine):
             raise ConfigError(
                 f"combine must be a Combine, such as Combine('average', every=4); got {self.combine!r:.80}"

@@ -37,10 +37,10 @@ def check_offered(schedule: Schedule, combine: Combine = REDUCE) -> None:
     """
     whole = [action for program in schedule.programs for part in program for action in part]
     actions = [p for action in whole for p in passes(action)]
-    if schedule.sharding.level is not Level.NONE:
+    if schedule.sharding.level is Level.FULL:
         raise CapabilityError(
-            f"{schedule.name}: sharding {schedule.sharding.level} is computed and simulated (penstock simulate), "
-            "not yet run; set sharding to none, or take the method without it"
+            f"{schedule.name}: sharding full is computed and simulated (penstock simulate), not yet run; set sharding "
+            "to gradients, or take the method without it"
         )
     missing = sorted(op.value for op in {a.op for a in (*whole, *actions)} - _OPS)
     if not combine.apart and any(a.op is Op.AVERAGE for a in actions):
@@ -137,7 +137,7 @@ def check_compiled(schedule: Schedule, compiles: bool, backward_delays: bool) ->
     """
     if not compiles:
         return
-    ops = {p.op for program in schedule.programs for action in program.period for p in passes(action)}
+    ops = schedule.operations
     reason = ""
     if RULES[schedule.rule].rebinds or backward_delays:
         reason = "backwards read other weights than their forward, which a compiled graph cannot be given"

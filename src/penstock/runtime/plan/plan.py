@@ -21,8 +21,10 @@ from penstock.partition.shared_memory import check_memory
 from penstock.partition.tied import Tie, find_ties
 from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.plan.capabilities import check_compiled, check_correction, check_recomputed_blocks, check_slices
+from penstock.runtime.plan.known_schedule import KnownSchedule, OtherScheduleError, described, identity, is_named
 from penstock.runtime.plan.requirements import (
     GivenSchedule,
+    additions,
     check_same_places,
     prove_with_all_actions,
     schedule_of,
@@ -63,7 +65,13 @@ class UnprovenPlan:
     auto: ScheduleRequest | None = field(default=None, kw_only=True)
 
     @classmethod
-    def of(cls, blocks: Mapping[str, Any], given: GivenSchedule, options: PipelineOptions) -> UnprovenPlan:
+    def of(
+        cls,
+        blocks: Mapping[str, Any],
+        given: GivenSchedule,
+        options: PipelineOptions,
+        known: KnownSchedule | None = None,
+    ) -> UnprovenPlan:
         """Check everything but the proof.
 
         Args:
@@ -71,17 +79,22 @@ class UnprovenPlan:
                 meta device).
             given: the schedule.
             options: of the pipeline.
+            known: what another rank has built of it, and checked there; built here if None, or if it has no name.
 
         Raises:
             ConfigError: model, schedule and options do not fit.
             CapabilityError: the runtime does not offer it.
             ScheduleError: the schedule cannot be built, or cannot have the recomputes that are wanted.
         """
+        given, known = _resolved(given, known, len(blocks))
         if isinstance(given, ScheduleRequest):
             check_enough(blocks, given.stages)  # every rank holds a stage, so this much is known before it is built
         plain, staleness, tied = schedule_of(given), options.staleness, options.partition.tied or {}
         parallel, recompute = options.data_parallel, options.recompute.recompute
-        parts = cut_blocks(blocks, plain.num_stages, options.partition.balance)
+        balance = options.partition.balance
+        if balance is None and known is not None:
+            balance = known.balance  # costs are counted once
+        parts = cut_blocks(blocks, plain.num_stages, balance)
         check_memory(blocks)
         ties, inside = find_ties(blocks, parts, tied)
         fault = parallel.combine.fault(
@@ -97,7 +110,7 @@ class UnprovenPlan:
         check_slices(plain, recompute, options.partition.slicing)
         check_compiled(plain, options.run.compile, staleness.backward_delays is not None)
         delays, backward = resolve_both(staleness.delays, staleness.backward_delays, blocks, tied, plain, recompute)
-        schedule = with_all_actions(given, options, _stages_of(ties))
+        schedule = _whole(given, options, ties, known)
         check_recomputed_blocks(schedule, recompute)
         check_correction(schedule, staleness.correction, options.precision.low, recompute, tied=bool(ties))
         stays = parallel.combine.apart or staleness.chosen
@@ -113,7 +126,7 @@ class UnprovenPlan:
         given = self.given
         plain = given.schedule if isinstance(given, ScheduleRequest) else given
         try:
-            proof = prove_with_all_actions(plain, self.options, _stages_of(self.ties))
+            proof = prove_with_all_actions(plain, self.options, stages_of(self.ties))
         except ScheduleError:
             if isinstance(given, ScheduleRequest):
                 given.prove()  # raises, with the smallest legal m, if what was asked for is wrong by itself
@@ -124,12 +137,15 @@ class UnprovenPlan:
         """The plan with a proof of its schedule that is there already."""
         return PipelinePlan(**self._values() | {"schedule": proof.schedule}, proof=proof)
 
-    def followed_by(self, given: GivenSchedule, correction: Correction | None) -> UnprovenPlan:
+    def followed_by(
+        self, given: GivenSchedule, correction: Correction | None, known: KnownSchedule | None = None
+    ) -> UnprovenPlan:
         """The plan under which the same stages go on with another schedule.
 
         Args:
             given: the schedule.
             correction: of its method.
+            known: as of `of`.
 
         Raises:
             ConfigError: stages cannot go on under another schedule, or not under this one.
@@ -146,8 +162,9 @@ class UnprovenPlan:
             raise ConfigError(
                 "a pipeline with delays of its own choice cannot go on under another method; leave delays out"
             )
+        given, known = _resolved(given, known, sum(map(len, self.parts)))
         options = self.options.changed(correction=correction)
-        schedule = with_all_actions(given, options, _stages_of(self.ties))
+        schedule = _whole(given, options, self.ties, known)
         check_same_places(self.schedule, schedule)
         check_compiled(schedule, options.run.compile, backward_delays=False)
         recompute = options.recompute.recompute
@@ -156,17 +173,29 @@ class UnprovenPlan:
         auto = given if isinstance(given, ScheduleRequest) and asks_for_auto(given) else None
         return UnprovenPlan(**self._values() | {"options": options, "given": given, "schedule": schedule, "auto": auto})
 
-    def adapted(self, numbers: tuple[int, ...], window: int) -> UnprovenPlan:
+    def adapted(self, numbers: tuple[int, ...], window: int, known: KnownSchedule | None = None) -> UnprovenPlan:
         """The plan under which the same stages go on, with numbers in place of `auto`.
 
         Args:
             numbers: microbatches in flight on every rank.
             window: messages that may be outstanding on a lane.
+            known: as of `of`.
         """
         assert self.auto is not None
         request = replace(with_in_flight(self.auto, numbers), window=window)
-        following = self.followed_by(request, self.options.staleness.correction)
+        following = self.followed_by(request, self.options.staleness.correction, known)
         return replace(following, auto=self.auto)
+
+    @property
+    def description(self) -> str:
+        """Name, rule and sizes, for messages."""
+        return f"{described(self.given)}, {sum(map(len, self.parts))} blocks"
+
+    @property
+    def identity(self) -> str:
+        """What is the same on two ranks if they have the same plan."""
+        added = additions(self.plain, self.options, sorted(stages_of(self.ties)))
+        return f"{identity(self.given)}\n{added}\n{self.options.staleness.correction}\n{self.parts}"
 
     @property
     def plain(self) -> Schedule:
@@ -216,6 +245,31 @@ class PipelinePlan(UnprovenPlan):
         return UnprovenPlan.of(blocks, given, options).prove()
 
 
-def _stages_of(ties: Sequence[Tie]) -> set[int]:
+def stages_of(ties: Sequence[Tie]) -> set[int]:
     """The stages that share parameters."""
     return {index for tie in ties for index in tie.stages}
+
+
+def _resolved(
+    given: GivenSchedule, known: KnownSchedule | None, blocks: int
+) -> tuple[GivenSchedule, KnownSchedule | None]:
+    """The schedule as it was asked for, and what is known of it, which is nothing where it has no name.
+
+    Raises:
+        OtherScheduleError: another one is known.
+    """
+    if known is None or not isinstance(given, ScheduleRequest) or not is_named(given):
+        return given, None
+    if known.asked != identity(given) or sum(known.balance) != blocks:
+        raise OtherScheduleError(f"{described(given)}, {blocks} blocks")
+    return known.given_as(given), known
+
+
+def _whole(
+    given: GivenSchedule, options: PipelineOptions, ties: Sequence[Tie], known: KnownSchedule | None
+) -> Schedule:
+    """The schedule with every action that the options need."""
+    tied = stages_of(ties)
+    if known is None:
+        return with_all_actions(given, options, tied)
+    return known.whole_from(lambda: with_all_actions(given, options, tied))

@@ -9,9 +9,11 @@ from penstock.comm.p2p.routing import needs_decisions
 from penstock.errors import ConfigError
 from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.plan.capabilities import check_offered
+from penstock.runtime.plan.sharded import check_sharding
 from penstock.schedule.build import ScheduleRequest, extend, extended
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.ir.sharding import REPLICATED, Level, Sharding, read_sharding
 from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.rank_proof import RankProof
@@ -54,8 +56,9 @@ def with_all_actions(given: GivenSchedule, options: PipelineOptions, tied: Colle
     """
     plain = taken_apart(schedule_of(given))  # executors run one pass at a time
     check_together(plain, options.deciding, tied)
-    whole = extended(plain, **_additions(plain, options, tied))
+    whole = extended(plain, **additions(plain, options, tied))
     check_offered(whole, options.data_parallel.combine)
+    check_sharding(whole, options)
     return whole
 
 
@@ -68,11 +71,11 @@ def prove_with_all_actions(given: Schedule | Proof, options: PipelineOptions, ti
     whole = schedule_of(given)
     plain = taken_apart(whole)
     known = plain is whole and not isinstance(given, RankProof)  # which is of one rank only
-    return extend(given if known else plain, **_additions(plain, options, tied))
+    return extend(given if known else plain, **additions(plain, options, tied))
 
 
-def _additions(plain: Schedule, options: PipelineOptions, tied: Collection[int]) -> dict[str, Any]:
-    """The arguments of `penstock.schedule.build.extended`."""
+def additions(plain: Schedule, options: PipelineOptions, tied: Collection[int]) -> dict[str, Any]:
+    """What options add to a schedule: the arguments of `penstock.schedule.build.extended`."""
     parallel, recompute = options.data_parallel, options.recompute
     combine = parallel.combine
     return {
@@ -83,7 +86,24 @@ def _additions(plain: Schedule, options: PipelineOptions, tied: Collection[int])
         "tied": tied,
         "averages": combine.every if combine.apart else None,
         "behind": combine.behind,
+        "sharding": _sharding(plain, parallel.sharding),
     }
+
+
+def _sharding(plain: Schedule, wanted: str | Sharding) -> Sharding:
+    """What is to be added to a schedule: nothing to one that has what is wanted, or any where none is.
+
+    Raises:
+        ConfigError: it has another one.
+    """
+    found, has = read_sharding(wanted), plain.sharding
+    if has.level is Level.NONE or found.level is Level.NONE:
+        return found
+    if has.level is not found.level or has != found._replace(
+        weights=found.weights or has.weights, gradients=found.gradients or has.gradients
+    ):
+        raise ConfigError(f"{plain.name}: the schedule has sharding {has}, but {found} is asked for; leave one out")
+    return REPLICATED
 
 
 def check_same_places(present: Schedule, other: Schedule) -> None:

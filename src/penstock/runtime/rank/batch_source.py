@@ -3,7 +3,7 @@
 Batches are any iterable; a batch is a pair (inputs, targets), or a sequence of microbatches, each a pair that is made
 when it is asked for: m for each of the parallel pipelines. The first stage looks one batch ahead, because every message
 of a batch says whether another one follows; between processes the last stage reads further ahead, so that a batch that
-it cannot read is never begun (`penstock.runtime.plan.read_ahead`). In one process both stages share a `BatchSource`;
+it cannot read is never begun (`penstock.schedule.proof.read_ahead`). In one process both stages share a `BatchSource`;
 between processes each has its own over equal data, and a checksum that travels with the activations catches it if they
 differ.
 """
@@ -62,6 +62,7 @@ class BatchSource:
         first: number of the first batch, for messages.
         ahead: how many batches a rank behind the first reads ahead when it has taken the last sample of a batch; if one
             cannot be read, it asks for the end of the run in time.
+        overlap: how many batches before the newest one passes may still read (`penstock.runtime.plan.read_ahead`).
 
     Attributes:
         failure: what reading ahead has raised: the span ends before the batch that could not be read; or what the first
@@ -81,6 +82,7 @@ class BatchSource:
         shared: bool = False,
         first: int = 0,
         ahead: int = 0,
+        overlap: int = 1,
     ) -> None:
         self._ahead = ahead
         self._whole: dict[int, Any] = {}  # batches that have been read ahead, as they came
@@ -100,7 +102,7 @@ class BatchSource:
         self._samples: dict[tuple[int, int], tuple[Sample, int]] = {}
         self._fetched = 0
         self._exhausted = False
-        self._reuse = ReuseWatch(checksum)
+        self._reuse = ReuseWatch(checksum, overlap + ahead)
         self._stop = StopRequest() if stop is None else stop
         self._asked, self._end = 0, math.inf
 

@@ -20,6 +20,8 @@ from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.weights.averaging import COMMON
 from penstock.weights.corrections.base import Corrector
+from penstock.weights.memory.row_shards import Rows
+from penstock.weights.sharded_store import ShardedStore
 
 
 @runtime_checkable
@@ -153,6 +155,7 @@ class _StageReader:
         agreement, weights = stage.weights.agreement, stage.weights
         self.own = suffix(0 if agreement is None else agreement.pipeline)  # of its pipeline's weights
         self._updater = weights.updater if isinstance(weights, TrainedWeights) else None
+        self._store = weights.store if isinstance(weights, TrainedWeights) else None
         index = stage.key.index
         self._names: dict[str, list[str]] = {}
         for tie in stage.ties:
@@ -228,11 +231,43 @@ class _StageReader:
             kinds.setdefault(name, []).append(kind)
         for name, parameter in self._updater.parameters.items():
             known = next((k for k in self._known(name) if k in kinds), None)
-            for kind in kinds[known] if known is not None else ():
+            for kind in dict.fromkeys(kind.partition("@")[0] for kind in kinds.get(known or "", ())):
                 key = f"{what}/{kind}/{known}"
-                value = values[key] if key in values else self._saved.tensor(key)
+                value = values[key] if key in values else self._rows_of(name, f"{what}/{kind}", str(known))
                 state[kind, name] = value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
         return state
+
+    def _rows_of(self, name: str, prefix: str, known: str) -> Tensor:
+        """Read a tensor of the optimizer: the rows that this holder steps, from wherever they were saved.
+
+        Args:
+            name: of the parameter.
+            prefix: of the tensor's name.
+            known: the name of the parameter in the checkpoint.
+
+        Raises:
+            CheckpointError: rows are missing.
+        """
+        store, whole = self._store, f"{prefix}/{known}"
+        assert store is not None
+        rows = store.shards.rows(name) if isinstance(store, ShardedStore) else None
+        if whole in self._saved.names:
+            tensor = self._saved.tensor(whole)
+            return tensor if rows is None or not tensor.dim() else rows.of(tensor)
+        count = store.layout.slots[name].shape[0]
+        rows = rows or Rows(0, count, count)
+        saved = (n.removeprefix(f"{prefix}@").split("/", 1) for n in self._saved.names if n.startswith(f"{prefix}@"))
+        firsts = sorted(int(first) for first, other in saved if other == known)
+        found: list[Tensor] = []
+        for first, end in zip(firsts, [*firsts[1:], count], strict=True):
+            if first < rows.end and end > rows.first:
+                part = self._saved.tensor(f"{prefix}@{first}/{known}")
+                if len(part) != end - first:
+                    raise CheckpointError(f"the checkpoint lacks rows {first + len(part)} to {end - 1} of {whole}")
+                found.append(part[max(rows.first - first, 0) : rows.end - first])
+        if not firsts or firsts[0]:
+            raise CheckpointError(f"the checkpoint lacks the first rows of {whole}")
+        return torch.cat(found) if found else self._saved.tensor(f"{prefix}@{firsts[0]}/{known}")[:0]
 
     def settings(self) -> dict[str, dict[str, Any]]:
         """Read what was set by hand for the parameters of the stage, by parameter and setting."""

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import DataError
 
-_FIRST = 3  # batches whose content is compared, whether or not they share memory
+_FIRST = 3  # batches at least whose content is compared, whether or not they share memory
 
 
 class _Content(NamedTuple):
@@ -38,22 +38,25 @@ class ReuseWatch:
 
     Args:
         checksum: of a list of tensors; it may leave out all but their beginnings.
+        keeps: how many batches before the newest one passes may still read, also where all samples have been taken.
     """
 
-    def __init__(self, checksum: Callable[[Any], int]) -> None:
-        self._checksum = checksum
+    def __init__(self, checksum: Callable[[Any], int], keeps: int = 1) -> None:
+        self._checksum, self._keeps = checksum, keeps
         self._batches: dict[int, _Watched] = {}
         self._before: dict[int, _Content] = {}
         self._shares = False  # memory was seen in two batches, at least one of which was under way
         self._count = 0
 
     def add(self, number: int, batch: Any, held: Collection[int]) -> None:
-        """Watch a batch, and of the others only those that are held."""
+        """Watch a batch, and of the others only those that are held, or that passes may still read."""
         tensors = [tensor for tensor in tensors_in(batch) if tensor.layout is torch.strided and not tensor.is_nested]
         counted = [tensor for tensor in tensors if not tensor.is_inference()]
         addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self._shares = self._shares or any(addresses & others.addresses for others in self._batches.values())
-        self._batches = {other: found for other, found in self._batches.items() if other in held}
+        self._batches = {
+            other: found for other, found in self._batches.items() if other in held or other > number - self._keeps
+        }
         self._batches[number] = _Watched(tensors, counted, addresses)
         self._count += 1
 
@@ -78,7 +81,7 @@ class ReuseWatch:
 
     def _content(self, watched: _Watched) -> _Content:
         versions = [tensor._version for tensor in watched.counted]
-        compares = self._shares or self._count <= _FIRST
+        compares = self._shares or self._count <= max(_FIRST, self._keeps)
         on_host = [tensor for tensor in watched.tensors if tensor.is_cpu] if compares else []
         return _Content(versions, self._checksum(on_host) if on_host else 0)
 

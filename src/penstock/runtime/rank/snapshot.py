@@ -11,7 +11,8 @@ Names in a snapshot: `weights/NAME` (newest, in full precision), `older/NAME` (t
 `motion/NAME` (how the weights move, and others of a correction),
 `fixed/NAME` (frozen parameters and persistent buffers; `fixed.1/NAME` for the second stage that holds them, in another
 pipeline or in another direction of the same one, and so on) and
-`optimizer/KIND/NAME`, where NAME is that of a parameter, the same at every depth. Of values that are not tensors,
+`optimizer/KIND/NAME`, where NAME is that of a parameter, the same at every depth; where pipelines have divided it by
+rows, `optimizer/KIND@8/NAME` has those of one of them, from row 8 on. Of values that are not tensors,
 `setting/KEY/NAME` was set by hand in the parameter group of NAME between two runs. Where parallel pipelines have
 weights of their own, `weights.1/NAME`, `older.1/NAME` and `optimizer.1/KIND/NAME` are those of the second pipeline, and
 so on; weights are left out when pipelines have just met and agree. `common/NAME` and `momentum/NAME` are what they
@@ -20,8 +21,8 @@ share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -33,8 +34,10 @@ from penstock.comm.core.devices import is_accelerator
 from penstock.comm.core.side_stream import Done, SideStream
 from penstock.errors import ConfigError
 from penstock.runtime.update.decisions import Decisions
+from penstock.stage.checks.tensor_sums import tensor_sums
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.stage_weights import TrainedWeights
+from penstock.weights.sharded_store import ShardedStore
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Snapshot:
         values: the optimizer's state that is not tensors, and what was set by hand, by name.
         facts: what is the same on all stages.
         copied: when the tensors are complete, where a device copies them; whoever takes a snapshot does not wait.
-        frozen: the names of the tensors that are frozen parameters, which seldom change from one snapshot to the next.
+        frozen: of the tensors that are frozen parameters, by name, a number that changes with them; they seldom do.
+        shared: frozen parameters have not changed since the last snapshot, and are no copies but the stage's own.
     """
 
     batch: int
@@ -59,7 +63,8 @@ class Snapshot:
     values: dict[str, Any]
     facts: dict[str, Any]
     copied: Done | None = None
-    frozen: frozenset[str] = frozenset()
+    frozen: Mapping[str, int] = field(default_factory=dict)
+    shared: bool = False
 
     def __repr__(self) -> str:
         """Return which state it is, and how large."""
@@ -67,14 +72,19 @@ class Snapshot:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the tensors; computed once, so it must be read before their owner clears them."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        """Bytes of the copies; computed once, so it must be read before their owner clears them."""
+        return sum(t.nbytes for name, t in self.tensors.items() if not (self.shared and name in self.frozen))
 
-    def on_cpu(self) -> dict[str, Tensor]:
-        """Copy the tensors to contiguous CPU memory, for a file; safe in any thread, on any current stream."""
+    def on_cpu(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Copy tensors to contiguous CPU memory, for a file; safe in any thread, on any current stream."""
         if self.copied is not None:
             self.copied.synchronize()
-        return {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
+        return {name: self.tensors[name].cpu().contiguous() for name in names}
+
+    def own(self) -> None:
+        """Replace what is shared with the stage by copies; at once, before anything else writes there."""
+        for name in self.frozen if self.shared else ():
+            self.tensors[name] = self.tensors[name].clone()
 
 
 class Saving(NamedTuple):
@@ -87,11 +97,14 @@ class Saving(NamedTuple):
         sink: called with the snapshot of each stage in the process that holds it, which waits until it returns.
         make_room: called with the number of batches before a snapshot is taken, so that earlier ones can be freed;
             returns False to leave it out.
+        shares: frozen parameters that have not changed since the last snapshot are to be the stage's own tensors, not
+            copies.
     """
 
     every: int
     sink: Callable[[Snapshot], None]
     make_room: Callable[[int], bool] = lambda _: True
+    shares: bool = False
 
     def __repr__(self) -> str:
         """Return when; whereto is a function."""
@@ -120,30 +133,30 @@ def take_snapshot(
     stage: StageRuntime,
     batch: int,
     decisions: Decisions | None,
-    fixed: Mapping[str, Tensor] | None = None,
+    fixed: Fixed | None = None,
     older: Mapping[str, Tensor] | None = None,
     side: SideStream | None = None,
 ) -> Snapshot:
     """Take a snapshot of a stage, between an update and the next pass.
 
     Args:
-        stage: the stage. All copies of a stage have the same state but for their module buffers, so only the first
-            copy saves the rest, unless pipelines have weights of their own.
+        stage: the stage. All copies of a stage have the same state but for their module buffers and what is divided
+            among them, so only the first copy saves the rest, unless pipelines have weights of their own.
         batch: the newest version.
         decisions: of its rank; None where nothing is trained, as the rank may not have received any.
-        fixed: copies of untrained tensors from before the first forward of `batch`; None if that has not run.
+        fixed: untrained tensors from before the first forward of `batch`; None if that has not run.
         older: copies of the version before; None if that is still alive, or not read again.
         side: copies the tensors to the host's memory beside the work of the device, which must wait for that (`copied`)
             before it updates the stage; if None, they are copied where they are.
     """
     if fixed is None:
-        fixed = copies_of_fixed(stage)
+        fixed = take_fixed(stage)
     facts: dict[str, Any] = (
         {"batch": batch} if decisions is None else {"batch": batch, decisions.key: decisions.state()}
     )
     kind = f"fixed{suffix(stage.place)}/"
-    tensors = {kind + name: tensor for name, tensor in fixed.items()}
-    frozen = frozenset(kind + name for name in stage.module.frozen() if name in fixed)
+    tensors = {kind + name: tensor for name, tensor in fixed.tensors.items()}
+    frozen = {kind + name: number for name, number in fixed.frozen.items()}
     values: dict[str, Any] = {}
     weights = stage.weights
     if (not stage.place or _has_own(stage)) and isinstance(weights, TrainedWeights):
@@ -151,12 +164,15 @@ def take_snapshot(
             older = weights.store.copies(batch - 1)
         settled = torch.clone if side is None or weights.agreement is not None else torch.Tensor.detach
         _add_trained(weights, batch, older or {}, tensors, values, facts, settled)
+    elif isinstance(weights, TrainedWeights) and isinstance(weights.store, ShardedStore):
+        tensors |= _optimizer_state(weights, torch.clone if side is None else torch.Tensor.detach)[0]
     if side is None:
         copied = _copied(tensors)
     else:
         side.after_work()
-        tensors, copied = {name: side.to_host(tensor) for name, tensor in tensors.items()}, side.mark()
-    return Snapshot(batch, stage.place, stage.key.index, tensors, values, facts, copied, frozen)
+        moved = {name: side.to_host(t) for name, t in tensors.items() if not (fixed.shared and name in frozen)}
+        tensors, copied = tensors | moved, side.mark()
+    return Snapshot(batch, stage.place, stage.key.index, tensors, values, facts, copied, frozen, fixed.shared)
 
 
 def suffix(number: int) -> str:
@@ -192,9 +208,8 @@ def _add_trained(
     tensors |= {f"{read_before}/{name}": tensor for name, tensor in older.items()}
     if store.reads_ahead:
         tensors |= {f"ahead/{name}": tensor for name, tensor in store.copies(batch).items()}
-    for (kind, name), value in updater.state(settled).items():
-        kept = tensors if isinstance(value, Tensor) else values
-        kept[f"optimizer{own}/{kind}/{name}"] = value
+    for kept, found in zip((tensors, values), _optimizer_state(weights, settled, own), strict=True):
+        kept |= found
     facts |= {f"updates{own}": updater.updates} | ({} if agreement is None else agreement.facts())
     if apart and agreement is not None:
         facts |= {"pipelines": agreement.width}
@@ -214,12 +229,60 @@ def _add_trained(
     values |= {f"setting/{key}/{name}": value for (key, name), value in updater.rates.by_hand().items()}
 
 
+def _optimizer_state(
+    weights: TrainedWeights, settled: Callable[[Tensor], Tensor], own: str = ""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors and the other values of a stage's optimizer; of what is divided, the rows that are here.
+
+    What is not divided is that of the first holder.
+    """
+    tensors: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    shards = weights.store.shards if isinstance(weights.store, ShardedStore) else None
+    for (kind, name), value in weights.updater.state(settled).items():
+        kept, whose = tensors if isinstance(value, Tensor) else values, kind
+        if shards is not None:
+            rows = shards.rows(name)
+            divided = isinstance(value, Tensor) and value.dim() > 0
+            if divided and rows.end - rows.first < rows.all:
+                whose = f"{kind}@{rows.first}"
+            if (divided and rows.all and not value.shape[0]) or (shards.place and whose == kind):
+                continue
+        kept[f"optimizer{own}/{whose}/{name}"] = value
+    return tensors, values
+
+
 def _copied(tensors: Mapping[str, Tensor]) -> Done | None:
     """Record an event after the copies on the current stream; None if all tensors are on the CPU."""
     device = next((tensor.device for tensor in tensors.values() if is_accelerator(tensor.device)), None)
     return None if device is None else torch.accelerator.current_stream(device).record_event()
 
 
-def copies_of_fixed(stage: StageRuntime) -> dict[str, Tensor]:
-    """Copy a stage's frozen parameters and persistent buffers."""
-    return {name: tensor.clone() for name, tensor in stage.module.unversioned().items()}
+class Fixed(NamedTuple):
+    """A stage's frozen parameters and persistent buffers.
+
+    Attributes:
+        tensors: by name; copies, or frozen parameters themselves where they are `shared`.
+        frozen, shared: as of `Snapshot`.
+    """
+
+    tensors: Mapping[str, Tensor]
+    frozen: Mapping[str, int]
+    shared: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(t.nbytes for name, t in self.tensors.items() if not (self.shared and name in self.frozen))
+
+
+def take_fixed(stage: StageRuntime) -> Fixed:
+    """Copy a stage's frozen parameters and persistent buffers; of the former only what has changed since the last time.
+
+    That is asked of their bits, since a user, or a block, may set them in ways that leave no other trace.
+    """
+    frozen = stage.module.frozen()
+    sums = tensor_sums(frozen)
+    shared, stage.frozen_sums = sums == stage.frozen_sums, sums
+    tensors = stage.module.unversioned().items()
+    return Fixed({name: t if shared and name in frozen else t.clone() for name, t in tensors}, sums, shared)

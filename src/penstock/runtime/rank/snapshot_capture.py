@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.side_stream import Done, SideStream
-from penstock.runtime.rank.snapshot import Saving, Snapshot, copies_of_fixed, take_snapshot
+from penstock.runtime.rank.snapshot import Fixed, Saving, Snapshot, take_fixed, take_snapshot
 from penstock.runtime.update.decisions import Decisions
 from penstock.schedule.ir.schedule import Stage
 from penstock.stage.stage_runtime import StageRuntime
@@ -46,7 +46,7 @@ class SnapshotCapture:
         self._saving, self._start = saving, start
         self._decisions, self._recorder = decisions, recorder
         self._taken: dict[Stage, int] = {}  # the last batch before which one was taken
-        self._fixed: dict[Stage, Mapping[str, Tensor]] = {}  # of the next one
+        self._fixed: dict[Stage, Fixed] = {}  # of the next one
         self._older: dict[Stage, Mapping[str, Tensor]] = {}
         self._held, self.holds = held, saving is not None or bool(held)
         self._side = side
@@ -58,7 +58,7 @@ class SnapshotCapture:
             return
         pending = self._taken.get(stage.key) != batch  # the update before the batch comes later
         if pending and self._saving.make_room(batch):
-            self._fixed[stage.key] = copies_of_fixed(stage)
+            self._fixed[stage.key] = take_fixed(stage)
 
     def untrained(self, stage: StageRuntime, batch: int) -> None:
         """Called before the first forward of a batch on a stage without trained weights, and at the end of the span."""
@@ -108,6 +108,6 @@ class SnapshotCapture:
             return
         held = [snapshot for known in self._held if (snapshot := known()) is not None and snapshot.tensors]
         self._held[:] = [ref(snapshot) for snapshot in held]
-        parts = (*self._fixed.values(), *self._older.values())
-        early = sum(tensor.nbytes for copies in parts for tensor in copies.values())
+        early = sum(tensor.nbytes for copies in self._older.values() for tensor in copies.values())
+        early += sum(fixed.nbytes for fixed in self._fixed.values())
         self._recorder.hold("snapshots", sum(snapshot.nbytes for snapshot in held) + early)

@@ -151,6 +151,8 @@ class RankSpan:
         if first:
             self.recorder.read_clock()
         self.begun = stage.begun = batch
+        if self.updates.gathers is not None:
+            yield from self.updates.gathers.wait(stage.runtime.key, f"{stage.name}, batch {batch}")
         if stage.trained:
             self.capture.before_forward(stage.runtime, batch)
         else:

@@ -50,3 +50,9 @@ def make_ranks(
     equalise(plan.ties, plan.schedule, grid, ranks)
     check_equal(plan.schedule, grid, ranks)
     return ranks
+
+
+def blocks_here(plan: PipelinePlan, grid: RankGrid) -> list[str]:
+    """Return the names of the blocks that this process trains."""
+    stages = {stage.index for key in grid.local for stage in plan.schedule.on_rank(key.rank)}
+    return [name for index in sorted(stages) for name in plan.parts[index]]

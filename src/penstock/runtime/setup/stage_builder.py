@@ -21,6 +21,7 @@ from penstock.partition.tied import Tie, share_inside
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.schedule.ir.rules import RULES, Source, Update, VersionRule
 from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
+from penstock.schedule.ir.sharding import Level
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.proof.in_flight import Piece
 from penstock.stage.autograd.recompute import parts_to_recompute
@@ -37,8 +38,10 @@ from penstock.weights.corrections.base import Correction, Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.memory.older_versions import OlderVersions
 from penstock.weights.mixed_store import MixedStore
+from penstock.weights.optim.adapters import check_elementwise
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.optim.updater import Updater
+from penstock.weights.sharded_store import ShardedStore
 from penstock.weights.store import VersionStore
 from penstock.weights.waves import WaveWeights
 
@@ -115,7 +118,7 @@ class StageBuilder:
         if isinstance(weights, TrainedWeights):
             weights.corrector, store = None, weights.store
             newest = store.newest
-            weights.updater.follow(store.master)
+            weights.updater.follow(store.stepped(store.master))
             store.resize(proof.stages[runtime.key], {newest, newest - 1} if keeps_older else {newest})
             if isinstance(store, MixedStore):
                 store.step_apart(_steps_apart(proof))
@@ -174,7 +177,8 @@ class StageBuilder:
         if older is not None and plan.backward_delays is not None:
             check_real_delays(module.trained, module.where)
         # `_fit` says whether it rotates.
-        updater = Updater(self._optimizer, store.layout, store.master, rotates=False, scheduler=update.lr_scheduler)
+        first = store.stepped_layout, store.stepped(store.master)
+        updater = Updater(self._optimizer, *first, rotates=False, scheduler=update.lr_scheduler)
         average = None
         if update.ema_decay is not None:
             average = Buffer(store.layout, f"average of {module.where}")
@@ -192,7 +196,10 @@ class StageBuilder:
 
     def _make_store(self, stage: Stage, module: StageModule) -> VersionStore:
         proof, low = self._plan.proof, self._low
-        facts, apart = proof.stages[stage], _steps_apart(proof)
+        facts, apart, level = proof.stages[stage], _steps_apart(proof), proof.schedule.sharding.level
+        if level is not Level.NONE:
+            holders = self._options.data_parallel.width, self._key.pipeline
+            return ShardedStore(module.trained, facts.buffers, module.where, level, *holders)
         if low is None:
             return VersionStore(module.trained, facts.buffers, module.where, facts.copies)
         numbers = facts.versions, facts.gradients
@@ -218,6 +225,8 @@ class StageBuilder:
         check_real(rule, module.trained, module.where)
         if rule.provisional and not _steps_apart(proof):
             weights.updater.check_undoable()
+        if proof.schedule.sharding.level is not Level.NONE:
+            check_elementwise(weights.updater.optimizer)
         if correction is not None:
             correction.on(Layout({}), _place(proof, stage)).check(weights.updater.optimizer)
 
@@ -231,12 +240,12 @@ class StageBuilder:
             corrector = weights.corrector = self._make_corrector(stage, weights, proof, correction)
             weights.apart = _steps_apart(proof)
             store.read_ahead(corrector is not None and corrector.reads_ahead)
-            updater.follow(store.master)
+            updater.follow(store.stepped(store.master))
             if store.reads_ahead:
                 weights.watch_writes()
             store.hold_estimate(self._estimates_whole(stage, proof, corrector))
             updater.rates.correct(*(None, None) if corrector is None else (_rate(corrector), corrector.begin))
-            updater.prepare(store.layout, self._rotates(stage, proof, corrector, updater))
+            updater.prepare(store.stepped_layout, self._rotates(stage, proof, corrector, updater))
             reading = _reading(RULES[proof.schedule.rule], weights, self._plan.backward_delays)
             storages = store.storages | (set() if weights.older is None else weights.older.storages)
         return reading, self._make_graphs(stage, module, storages, reading, proof.schedule)
@@ -256,7 +265,7 @@ class StageBuilder:
         parts = parts_to_recompute(
             list(module.blocks), self._options.recompute.recompute, stage.index in schedule.recomputed
         )
-        ops = {p.op for a in schedule.programs[stage.rank].period for p in passes(a) if p.stage == stage}
+        ops = {p.op for a in schedule.program(stage.rank).period for p in passes(a) if p.stage == stage}
         halved, parks = _halved(schedule, stage, any(neighbors_of(schedule, stage).returns)), Op.OFFLOAD in ops
         keeps = schedule.segment_before(stage.index) is None
         return StageGraphs(module, storages, self._plan.divisor, parts, halved, parks, self._hold, reading, keeps)
@@ -306,7 +315,7 @@ def _halved(schedule: Schedule, stage: Stage, sends: bool) -> Callable[[Piece], 
     Not where the second half follows at once, and the first one finds nothing to send (`sends` is false): one walk
     through the activations is shorter than two.
     """
-    m, actions = schedule.microbatches, [p for a in schedule.programs[stage.rank].period for p in passes(a)]
+    m, actions = schedule.microbatches, [p for a in schedule.program(stage.rank).period for p in passes(a)]
     pairs = zip([None, *actions], actions, strict=False)
     units = [
         late.unit

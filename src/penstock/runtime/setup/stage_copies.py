@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from zlib import crc32
 
 import torch
 
@@ -13,7 +14,8 @@ from penstock.runtime.rank.batch_source import checksum
 from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.combine import Combine
-from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.stage_weights import StageWeights, TrainedWeights
+from penstock.weights.sharded_store import ShardedStore
 
 
 def follow_first(ranks: Sequence[RankState]) -> None:
@@ -62,17 +64,33 @@ def check_equal(schedule: Schedule, grid: RankGrid, ranks: Sequence[RankState]) 
     """
     if grid.width * schedule.directions == 1 or grid.group is None:
         return
-    mine = [(n.index, checksum(sorted(r.module.state().items()), None)) for w in ranks for n, r in w.stages.items()]
+    mine = [
+        (n.index, checksum(sorted(r.module.state().items()), None), _division(r.weights))
+        for w in ranks
+        for n, r in w.stages.items()
+    ]
     found = gather_json(mine, "comparing parallel pipelines", grid.control)
-    first: dict[int, tuple[int, int]] = {}
+    first: dict[int, tuple[int, int, int]] = {}
     for rank, part in enumerate(found):
-        for index, value in part:
-            other, wanted = first.setdefault(index, (rank, value))
+        for index, value, division in part:
+            other, wanted, divided = first.setdefault(index, (rank, value, division))
+            if division != divided:
+                raise ConfigError(
+                    f"ranks {other} and {rank} divide the rows of stage {index} differently among pipelines; do all "
+                    "run the same version of penstock?"
+                )
             if value != wanted:
                 raise ConfigError(
                     f"stage {index} does not begin with the same weights on ranks {other} and {rank}; seed torch alike "
                     "on all ranks before the blocks are made, or let them be made lazily"
                 )
+
+
+def _division(weights: StageWeights) -> int:
+    """Return a checksum of who owns which rows of a stage; 0 where nothing is divided."""
+    if not isinstance(weights, TrainedWeights) or not isinstance(weights.store, ShardedStore):
+        return 0
+    return crc32(repr(weights.store.shards.table).encode())
 
 
 def check_written(combine: Combine, grid: RankGrid, ranks: Sequence[RankState]) -> None:

@@ -11,6 +11,7 @@ from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket, after_all
 from penstock.comm.core.wait import Wait, wait_for
 from penstock.runtime.update.decisions import Decisions
+from penstock.runtime.update.gathers import Gathers
 from penstock.runtime.update.tied_gradients import TiedGradients
 from penstock.schedule.ir.schedule import Op, Stage
 from penstock.stage.graphs import Loss
@@ -37,6 +38,8 @@ class Updates:
         decisions: this rank's part in them.
         recorder: takes down what happens.
         provisional: updates do not wait for decisions.
+        gathers: where updates are sharded, completes what they have written, and adds gradients where those are sharded
+            as well; None where all holders update everything.
     """
 
     def __init__(
@@ -49,8 +52,9 @@ class Updates:
         decisions: Decisions,
         recorder: Recorder,
         provisional: bool,
+        gathers: Gathers | None = None,
     ) -> None:
-        self.provisional = provisional
+        self.provisional, self.gathers = provisional, gathers
         self._pipelines = len({holder.pipeline for holder in holders[0]})
         self._pipeline, self._holders = pipeline, holders
         self._reducer, self._tying, self._control = reducer, tying, control
@@ -62,7 +66,10 @@ class Updates:
     def reduce(self, stage: StageRuntime, batch: int) -> None:
         """Begin to add the gradient of a batch to those of all that hold the same weights."""
         members, me = self._holders[stage.key.index], Holder(self._pipeline, stage.key)
-        ticket = self._reducer.reduce(members, me, batch, stage.weights.gradient(batch))
+        if self.gathers is not None and self.gathers.splits_gradients:
+            ticket = self.gathers.reduce(stage, batch)
+        else:
+            ticket = self._reducer.reduce(members, me, batch, stage.weights.gradient(batch))
         self._sums[stage.key, batch] = [(Op.REDUCE, ticket)]
 
     def tie(self, stage: StageRuntime, batch: int) -> None:
@@ -79,7 +86,8 @@ class Updates:
             loss: of the batch on the last stage; None elsewhere.
         """
         me = Holder(self._pipeline, stage.key)
-        counts = me == self._holders[stage.key.index][0]  # the others hold the same gradient
+        counts = me == self._holders[stage.key.index][0]  # the others hold the same gradient, or another shard of it
+        counts |= self.gathers is not None and self.gathers.splits_gradients
         before = [ticket for _, ticket in self._sums.get((stage.key, batch), ())]
         share = self._decisions.share(batch, loss)  # now: what is asked for meanwhile is for the next batch
         vote = self._votes[stage.key, batch] = Ticket(f"{CONTROL_LANE} of all stages (batch {batch})")

@@ -239,6 +239,31 @@ class Schedule:
         held = Counter((n.direction, n.rank) for n in self.stages)
         return {n: held[n.direction, n.rank] for n in self.stages}
 
+    @cached_property
+    def operations(self) -> frozenset[Op]:
+        """The operations of all periods, with fused actions split."""
+        return frozenset(action.op for action in self.passes())
+
+    @cached_property
+    def deciding(self) -> tuple[Stage, ...]:
+        """The stages whose updates wait for a decision of all stages."""
+        found = {a.stage for p in self.programs for a in p.period if a.op is Op.DECIDE}
+        return tuple(stage for stage in self.stages if stage in found)
+
+    @cached_property
+    def first_trained(self) -> int:
+        """The first stage that is updated; 0 if none is."""
+        return min((a.stage.index for p in self.programs for a in p.period if a.op is Op.STEP), default=0)
+
+    @cached_property
+    def actions_hash(self) -> int:
+        """A number that equal programs have in common, within one process."""
+        return hash(self.programs)
+
+    def program(self, rank: int) -> Program:
+        """Return what a rank runs."""
+        return self.programs[rank]
+
     def segment_before(self, index: int) -> int | None:
         """Return the stage that passes recomputed activations to stage `index`, or None if it keeps its own input."""
         for segment in self.segments:
@@ -265,7 +290,7 @@ class Schedule:
 
     def actions(self, rank: int, batches: int, older: int = 0) -> Iterator[Action]:
         """Yield the actions of a rank in a span of `batches` batches, with absolute numbers (see `shift`)."""
-        program = self.programs[rank]
+        program = self.program(rank)
         for t in range(batches):
             yield from _present(program.period, t, self.microbatches, older)
         yield from _present(program.epilogue, batches, self.microbatches, older)

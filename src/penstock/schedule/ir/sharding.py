@@ -43,8 +43,7 @@ class Sharding(NamedTuple):
         level: what is split.
         weights: the most stages of a rank that are gathered at once, with level full. None: the schedule does not say.
         gradients: the most full-size gradients that a rank has at once, with levels gradients and full; a backward that
-            would begin another one is to wait until the sum of an older one is there (a simulation does not count that
-            wait). None: as many as there are.
+            would begin another one waits until the sum of an older one is there. None: as many as there are.
         cache: how the GATHERs were placed.
     """
 

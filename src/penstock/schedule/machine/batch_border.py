@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from penstock.schedule.ir.rules import RULES, Placing
 from penstock.schedule.ir.schedule import Action, Kind, Op, passes
+from penstock.schedule.ir.sharding import Level
 from penstock.schedule.machine.instructions import LaneKey, Lowered
 
 
@@ -26,6 +27,8 @@ def border_fault(lowered: Lowered) -> str | None:
         return f"with rule {schedule.rule!r} stages have different newest versions where a batch begins"
     if RULES[schedule.rule].provisional:
         return f"with rule {schedule.rule!r} the newest versions are not decided on yet where a batch begins"
+    if schedule.sharding.level is not Level.NONE:
+        return f"with sharding {schedule.sharding.level} a version may not be whole yet where a batch begins"
     borders = [_border(lowered, rank) for rank in range(schedule.ranks)]
     for rank, plain in enumerate(schedule.programs):
         if RULES[schedule.rule].step is Placing.LATE and _updates_behind(plain.period):

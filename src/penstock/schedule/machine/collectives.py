@@ -4,19 +4,28 @@ All ranks of a group have one first-in first-out lane per operation (one communi
 one after the other (`batch_ops.COLLECTIVES`), and its STEP waits for them (for the decision its VALIDATE, where it has
 one); a pass waits for the GATHER of the version that it reads. In a sharded schedule the GATHERs and REDUCEs of a rank
 that wait for no other rank of its pipeline have one lane together: its network.
+
+A sharded schedule may limit the full-size gradients that a rank has at once to k places. A backward that begins one
+takes a place, which is free again when the REDUCE of that gradient has ended; places are taken in the order in which
+their REDUCEs were issued, so the n-th gradient of a rank waits for the (n - k)-th REDUCE. (A rank whose places are all
+taken by gradients that it has not reduced yet waits for ever.)
 """
 
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.ops import OPS, Lane
-from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, Stage, Unit
+from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, Stage, Unit, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
+
+ADDING = (Op.B, Op.I, Op.W)
+"""Passes that add to a gradient."""
 
 Collective = tuple[Op, Stage, int]
 """Operation, first stage of the group, batch."""
@@ -49,6 +58,56 @@ class _GroupLane:
         self.places = {rank: place - 1 for rank, place in self.places.items()}
 
 
+@dataclass
+class GradientRoom:
+    """The places of a rank for full-size gradients.
+
+    Attributes:
+        begun: stage and batch of those that backwards add to.
+        freed: of the places that no backward adds to, in the order in which they are taken again: the gradient whose
+            REDUCE frees it, and when that ends (None while other ranks have not joined it).
+    """
+
+    begun: set[tuple[Stage, int]]
+    freed: deque[tuple[tuple[Stage, int] | None, float | None]]
+
+    @classmethod
+    def of(cls, places: int) -> GradientRoom:
+        """Return room of which nothing is taken."""
+        return cls(set(), deque([(None, 0.0)] * places))
+
+    def new(self, action: Action, t: int, microbatches: int) -> set[tuple[Stage, int]]:
+        """Return the gradients that an action in the period of batch t begins."""
+        return {
+            key
+            for p in passes(action)
+            if p.op in ADDING and (key := (p.stage, t + p.unit.first // microbatches)) not in self.begun
+        }
+
+    def has(self, places: int) -> bool:
+        """Whether it is known when so many places are free."""
+        return places <= len(self.freed) and all(self.freed[i][1] is not None for i in range(places))
+
+    def take(self, gradients: set[tuple[Stage, int]]) -> float:
+        """Begin gradients for which there is room; returns when there is."""
+        self.begun |= gradients
+        return max(self.freed.popleft()[1] or 0.0 for _ in gradients)
+
+    def reduce(self, gradient: tuple[Stage, int]) -> None:
+        """Issue the REDUCE of a gradient, which may be a part of it."""
+        if gradient in self.begun:
+            self.begun.remove(gradient)
+            self.freed.append((gradient, None))
+
+    def ends(self, gradient: tuple[Stage, int], end: float) -> None:
+        """Note when the REDUCE of a gradient ends."""
+        self.freed = deque((key, end if key == gradient and at is None else at) for key, at in self.freed)
+
+    def copy(self) -> GradientRoom:
+        """An independent twin."""
+        return GradientRoom(set(self.begun), self.freed.copy())
+
+
 class Collectives:
     """Those that are under way.
 
@@ -75,6 +134,9 @@ class Collectives:
         self._gathered: dict[tuple[Stage, int], float] = {}  # when a version was whole, of the last two of each stage
         self._sharded = schedule.sharding.level is not Level.NONE
         self._awaited: dict[Collective, float | None] = {}  # by a STEP: when done; None while others have not joined
+        self._m, self._places = schedule.microbatches, schedule.sharding.gradients
+        rooms = 0 if self._places is None else schedule.ranks
+        self._rooms = [GradientRoom.of(self._places or 0) for _ in range(rooms)]
 
     def issue(self, rank: int, action: Action, batch: int, now: float) -> list[tuple[Op, Stage, float, float]]:
         """Issue one; returns (operation, member, start, end) for all members of those that this makes complete.
@@ -85,12 +147,14 @@ class Collectives:
         group = self.members(action.op, action.stage)
         collective = (action.op, group[0], batch)
         issued = self._issued.setdefault(collective, {})
-        lane = self._lanes.setdefault(self._lane_key(action.op, group), _GroupLane())
+        lane = self._lanes.setdefault(self.lane_key(action.op, group), _GroupLane())
         if not any(stage.rank == rank for stage in issued):
             lane.issue(rank, collective)
         issued[action.stage] = now
         if action.op in COLLECTIVES:
             self._awaited[action.op, action.stage, batch] = None
+        if self._rooms and action.op is Op.REDUCE:
+            self._rooms[rank].reduce((action.stage, batch))
         done = self._complete(collective)
         if action.op is Op.GATHER and action.reads is not None:  # no other rank of the pipeline takes part
             version = action.reads.versions[0] + batch - action.unit.first
@@ -119,22 +183,38 @@ class Collectives:
                 if ended is None:
                     return []
                 times.append(ended)
-        lane = self._lanes[self._lane_key(op, group)]
+        lane = self._lanes[self.lane_key(op, group)]
         start = max(lane.free, *times)
         end = lane.free = start + self._duration(Action(op, first, Unit(batch, kind=Kind.BATCH)))
         lane.complete()
         del self._issued[collective]
         for stage in group:
+            if self._rooms and op is Op.REDUCE:
+                self._rooms[stage.rank].ends((stage, batch), end)
             if op in COLLECTIVES:
                 self._awaited[op, stage, batch] = end
             elif op is not Op.GATHER:
                 self._ready[stage] = max(self._ready.get(stage, 0.0), end)
         return [(op, stage, start, end) for stage in group]
 
-    def joined(self, action: Action, batch: int) -> bool:
-        """Whether every rank has joined the collectives that a STEP or VALIDATE waits for."""
+    def joined(self, action: Action, batch: int, t: int) -> bool:
+        """Whether every rank has joined the collectives that an action, in the period of batch t, waits for."""
         waiting = self.waiting.get(action.op, ())
-        return all(self._awaited.get((op, action.stage, batch), 0.0) is not None for op in waiting)
+        if waiting:
+            return all(self._awaited.get((op, action.stage, batch), 0.0) is not None for op in waiting)
+        return not self._rooms or self.has_room(action, t)
+
+    @property
+    def why_no_room(self) -> str:
+        """Why the places for gradients are not free, in words."""
+        return f"{self._places} at once: no REDUCE of another one comes before, or other ranks have not joined it"
+
+    def has_room(self, action: Action, t: int) -> bool:
+        """Whether it is known when there is room for the gradients that an action begins."""
+        if not self._rooms:
+            return True
+        room = self._rooms[action.stage.rank]
+        return room.has(len(room.new(action, t, self._m)))
 
     def done(self, action: Action, batch: int, t: int) -> float:
         """When the collectives that an action waits for are done, of a batch or in the period of batch t."""
@@ -145,6 +225,10 @@ class Collectives:
         for p in (action.parts or (action,)) if self._gathered else ():
             for version in p.reads.versions if p.reads is not None else ():
                 ready = max(ready, self._gathered.get((p.stage, version + t), 0.0))
+        if self._rooms:
+            room = self._rooms[action.stage.rank]
+            begun = room.new(action, t, self._m)
+            ready = max(ready, room.take(begun)) if begun else ready
         return ready
 
     def state(self, batches: int) -> object:
@@ -156,7 +240,14 @@ class Collectives:
             if lane.order
         ]
         awaited = sorted((op, stage, batch - batches, end is None) for (op, stage, batch), end in self._awaited.items())
-        return issued, orders, awaited
+        rooms = [
+            (
+                sorted((stage, batch - batches) for stage, batch in room.begun),
+                [end is None and key is not None and (key[0], key[1] - batches) for key, end in room.freed],
+            )
+            for room in self._rooms
+        ]
+        return issued, orders, awaited, rooms
 
     def times(self) -> list[float]:
         """When what is under way was issued, is done and lets the next one begin, in the order of `state`."""
@@ -164,6 +255,7 @@ class Collectives:
         found += [by[stage] for _, by in sorted(self._issued.items()) for stage in sorted(by)]
         found += [self._ready[stage] for stage in sorted(self._ready)]
         found += [self._gathered[key] for key in sorted(self._gathered)]
+        found += [end for room in self._rooms for _, end in room.freed if end is not None]
         return found + [end for _, end in sorted(self._awaited.items()) if end is not None]
 
     def copy(self) -> Collectives:
@@ -172,9 +264,11 @@ class Collectives:
         twin._lanes = copy.deepcopy(self._lanes)
         twin._issued = {key: dict(by) for key, by in self._issued.items()}
         twin._ready, twin._gathered, twin._awaited = dict(self._ready), dict(self._gathered), dict(self._awaited)
+        twin._rooms = [room.copy() for room in self._rooms]
         return twin
 
-    def _lane_key(self, op: Op, group: tuple[Stage, ...]) -> tuple[Op, tuple[int, ...]]:
+    def lane_key(self, op: Op, group: tuple[Stage, ...]) -> tuple[Op, tuple[int, ...]]:
+        """Return which lane an operation of a group occupies."""
         ranks = tuple(sorted({stage.rank for stage in group}))
         return (Op.GATHER if self._sharded and op is Op.REDUCE and len(ranks) == 1 else op), ranks
 

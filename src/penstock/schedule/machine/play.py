@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from penstock.errors import DeadlockError, ScheduleError
 from penstock.schedule.ir.ops import ACCEPTING
-from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, existing, format_unit
-from penstock.schedule.machine.collectives import Collectives, is_collective
+from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, existing, format_unit, passes
+from penstock.schedule.machine.collectives import ADDING, Collectives, is_collective
 from penstock.schedule.machine.instructions import Instruction, Lowered, LoweredProgram, Message, Route
 from penstock.schedule.machine.lane_state import LaneState
 
@@ -93,7 +93,8 @@ class Machine:
     def _variants(self, program: LoweredProgram) -> tuple[Sequence[Instruction], ...]:
         parts: list[Sequence[Instruction]] = list(program)
         if self._proves:  # passes that wait for nobody take no part
-            parts = [[i for i in part if _interacts(i)] for part in program]
+            limited = self.lowered.schedule.sharding.gradients is not None
+            parts = [[i for i in part if _interacts(i) or (limited and _adds(i))] for part in program]
         period, epilogue, rejected = parts
         return (
             [i for i in period if i.ahead],
@@ -199,7 +200,7 @@ class Machine:
                     if is_collective(action):
                         self._issue(rank, action, t, first, woken)
                         continue
-                    if not self._collectives.joined(action, first):
+                    if not self._collectives.joined(action, first, t):
                         break
                 start = clock[rank]
                 if needs and op in ACCEPTING:
@@ -361,6 +362,8 @@ class Machine:
             route = self.lowered.routes[missing[0].route]
             name = format_unit(unit._replace(first=missing[0].first, count=route.count, slice=route.slice))
             return Blocked(rank, absolute, f"the {route.payload} of microbatch {name} from rank {route.source.rank}")
+        if not self._collectives.has_room(action, t):
+            return Blocked(rank, absolute, f"room for a full-size gradient, {self._collectives.why_no_room}")
         return Blocked(rank, absolute, "a reduction or decision that other ranks have not joined")
 
 
@@ -372,6 +375,10 @@ def _last(period: Sequence[Instruction]) -> list[Instruction]:
 def _interacts(instruction: Instruction) -> bool:
     of_others = instruction.route >= 0 or instruction.needs or instruction.awaits
     return bool(of_others or instruction.action.unit.kind is Kind.BATCH)
+
+
+def _adds(instruction: Instruction) -> bool:
+    return any(p.op in ADDING for p in passes(instruction.action))
 
 
 def _waits(blocked: list[Blocked]) -> str:

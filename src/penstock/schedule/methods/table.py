@@ -17,9 +17,11 @@ from penstock.checks import in_words, similarity
 from penstock.errors import ConfigError
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.rules import Source, VersionRule
+from penstock.schedule.ir.sharding import Level, Sharding, read_sharding
 from penstock.schedule.methods.combine import COMBINES, combine_fault
 from penstock.schedule.methods.corrections import CORRECTIONS, correction_fault, options_of
 from penstock.schedule.orders.nf1b import one_version_fault
+from penstock.schedule.transforms.sharding import sharding_fault
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Method:
         order: a name in `penstock.schedule.orders.ORDERS`.
         rule: a name in `penstock.schedule.ir.rules.RULES`.
         correction: the remedy for stale weights, a name in `penstock.schedule.methods.corrections.CORRECTIONS`.
-        sharding: what of the state of a stage is split over parallel pipelines, as `read_sharding` reads it.
+        sharding: what of the state of a stage is split over parallel pipelines unless a user says otherwise, as
+            `read_sharding` reads it.
         combine: the default way to combine parallel pipelines, a name in
             `penstock.schedule.methods.combine.COMBINES`.
         aliases: other names in use.
@@ -52,6 +55,16 @@ class Method:
     aliases: tuple[str, ...] = ()
     limit: Callable[..., str | None] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def needs_sharded_state(self) -> bool:
+        """Whether it splits the state of stages unless a user says otherwise."""
+        return self.sharding != Level.NONE
+
+    @property
+    def shardings(self) -> tuple[Level, ...]:
+        """The levels of sharding that it takes, without `none`."""
+        return tuple(level for level in tuple(Level)[1:] if sharding_fault(self.rule, level, self.correction) is None)
 
 
 _BACKPROP = MappingProxyType({"optimizer.name": "sgd", "optimizer.nesterov": False})
@@ -100,12 +113,30 @@ _TABLE = (
         aliases=("megatron", "interleaved-1f1b", "depth-first"),
     ),
     Method(
+        "depth-first-full",
+        "interleaved 1F1B on fully sharded state, to compare with layered: gathers again for every p microbatches",
+        "arXiv 2104.04473 sec. 2.2; arXiv 1910.02054 sec. 5.3",
+        "interleaved",
+        "flush",
+        sharding="full",
+        aliases=("interleaved-full",),
+    ),
+    Method(
         "breadth-first",
-        "breadth-first, modular pipeline with layered accumulation",
-        "arXiv 2211.05953; arXiv 2106.02679",
+        "breadth-first on round-robin placement",
+        "arXiv 2211.05953",
         "breadth-first",
         "flush",
-        aliases=("looped-bfs", "modular", "layered"),
+        aliases=("looped-bfs",),
+    ),
+    Method(
+        "layered",
+        "layered accumulation, modular pipeline: breadth-first on fully sharded state",
+        "arXiv 2106.02679; arXiv 2211.05953",
+        "breadth-first",
+        "flush",
+        sharding="full",
+        aliases=("modular", "lga"),
     ),
     Method("zb-h1", "zero bubble H1", "arXiv 2401.10241 sec. 2", "zb-h1", "flush", aliases=("zero-bubble",)),
     Method("zb-h2", "zero bubble H2, without post-validation", "arXiv 2401.10241 sec. 2", "zb-h2", "flush"),
@@ -415,6 +446,24 @@ def correction_options(method: Method, given: Mapping[str, float | None]) -> dic
             f"{owners or 'none'}"
         )
     return options_of(method.correction, given)
+
+
+def sharding_of(method: Method, given: str | Sharding | None, rule: str | None = None) -> Sharding:
+    """Return what of a stage's state is split under a method: what is given, or else what the method has.
+
+    Args:
+        method: which.
+        given: as it is written, or the sharding itself; None for that of the method.
+        rule: another version rule than the method's.
+
+    Raises:
+        ConfigError: what is given is no sharding, or does not go with the method.
+    """
+    sharding = read_sharding(method.sharding if given is None else given)
+    fault = sharding_fault(rule or method.rule, sharding.level, method.correction)
+    if fault is not None:
+        raise ConfigError(f"{method.name}: {fault}")
+    return sharding
 
 
 def compatible(order: Order, rule: VersionRule, correction: str = "none", combine: str = "reduce") -> str | None:

@@ -45,6 +45,7 @@ from penstock.schedule.machine.play import Machine
 from penstock.schedule.machine.window_search import lower_freely
 from penstock.schedule.proof.activations import Activations
 from penstock.schedule.proof.coverage import check_coverage
+from penstock.schedule.proof.read_ahead import Reading, reading_of
 from penstock.schedule.proof.shard_facts import RankShards, shard_facts
 from penstock.schedule.proof.stage_spec import stage_specs
 from penstock.schedule.proof.stage_state import Delay, StageState
@@ -112,6 +113,10 @@ class Proof:
         """Say why nothing may be run at the borders of batches; None if it may."""
         return border_fault(self.lowered)
 
+    def reading(self) -> Reading:
+        """Return how far ranks read ahead."""
+        return reading_of(self.schedule)
+
     def versions_on(self, rank: int) -> int:
         """Return the most weight versions that a stage of this rank has alive at once."""
         return max((self.stages[n].versions for n in self.schedule.on_rank(rank)), default=0)
@@ -133,6 +138,8 @@ def check(schedule: Schedule, lookahead: int | None = None, window: int | None =
     if schedule.rule not in RULES:
         raise ScheduleError(f"{schedule.name}: unknown rule {schedule.rule!r}; known: {', '.join(RULES)}")
     check_coverage(schedule)
+    sharded = schedule.sharding.level is not Level.NONE
+    known = _prove_whole(schedule) if sharded else None  # first: a missing REDUCE would be found as a wait for room
     chosen = schedule.window if window is None else window
     try:
         lowered = lower(schedule, lookahead, chosen) if chosen is not None else lower_freely(schedule)
@@ -142,7 +149,7 @@ def check(schedule: Schedule, lookahead: int | None = None, window: int | None =
             _prove_progress(lowered)  # else two batches have been played in search of the window, and nobody waited
     except ScheduleError as error:
         raise error if chosen is None else _with_more_room(schedule, chosen, error) from None
-    books, steady_from = _prove_versions(schedule)
+    (books, steady_from), shards = known or (_prove_versions(schedule), ())
     facts = {
         stage: StageFacts(
             s.peak_versions,
@@ -154,8 +161,6 @@ def check(schedule: Schedule, lookahead: int | None = None, window: int | None =
         )
         for stage, s in books.states.items()
     }
-    sharded = schedule.sharding.level is not Level.NONE
-    shards = shard_facts(schedule, steady_from + 2) if sharded else ()
     return Proof(lowered, facts, books.activations.peaks(), steady_from, shards)
 
 
@@ -207,6 +212,12 @@ def _prove_versions(schedule: Schedule) -> tuple[_Books, int]:
         other.prove()
         books.absorb(other)
     return books, steady_from
+
+
+def _prove_whole(schedule: Schedule) -> tuple[tuple[_Books, int], tuple[RankShards, ...]]:
+    """Play the weights of a sharded schedule, and derive what each rank has whole at once."""
+    books, steady_from = _prove_versions(schedule)
+    return (books, steady_from), shard_facts(schedule, steady_from + 2)
 
 
 def _transient(schedule: Schedule) -> int:

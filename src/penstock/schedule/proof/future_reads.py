@@ -62,11 +62,11 @@ class Forwards:
         return t + self._oldest_from[place]
 
 
-def forwards_of(schedule: Schedule) -> dict[Stage, Forwards]:
-    """Return the forwards of every stage that names versions."""
+def forwards_of(schedule: Schedule, ranks: Iterable[int]) -> dict[Stage, Forwards]:
+    """Return the forwards of every stage of some ranks that names versions."""
     found: dict[Stage, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {n: ([], []) for n in schedule.stages}
-    for program in schedule.programs:
-        for part, actions in enumerate(program):
+    for rank in ranks:
+        for part, actions in enumerate(schedule.program(rank)):
             for p in _forwards(actions):
                 assert p.reads is not None
                 found[p.stage][part].append((p.unit.first, min(p.reads.versions)))

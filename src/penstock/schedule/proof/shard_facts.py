@@ -15,8 +15,7 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.schedule import Action, Op, Schedule, Stage, passes
 from penstock.schedule.ir.sharding import Level
-
-_ADDING = (Op.B, Op.I, Op.W)
+from penstock.schedule.machine.collectives import ADDING
 
 
 class RankShards(NamedTuple):
@@ -100,9 +99,9 @@ def _most_whole(schedule: Schedule, rank: int, batches: int, size: Callable[[Sta
     for action in schedule.actions(rank, batches):
         for p in passes(action):
             now += _gathered(p, gathered, size) if weights else 0
-            batch = p.unit.first // schedule.microbatches if p.op in _ADDING else p.unit.first
+            batch = p.unit.first // schedule.microbatches if p.op in ADDING else p.unit.first
             key = p.stage, batch
-            if p.op in _ADDING:
+            if p.op in ADDING:
                 adding[key] = gradients[key] = size(p.stage)
             elif p.op is Op.REDUCE:
                 adding.pop(key, None)

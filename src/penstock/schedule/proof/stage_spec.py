@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
@@ -49,15 +50,22 @@ class StageSpec:
         return Op.DECIDE in self.collectives
 
 
-def stage_specs(schedule: Schedule, older: int) -> list[StageSpec]:
-    """Derive the constants of each stage."""
-    actions: dict[Stage, list[Action]] = {stage: [] for stage in schedule.stages}
-    for p in schedule.passes():
-        actions[p.stage].append(p)
-    forwards = forwards_of(schedule)
+def stage_specs(schedule: Schedule, older: int, ranks: Collection[int] | None = None) -> list[StageSpec]:
+    """Derive the constants of each stage.
+
+    Args:
+        schedule: whose stages.
+        older: see `StageSpec`.
+        ranks: whose stages; those of all ranks if None.
+    """
+    ranks = range(schedule.ranks) if ranks is None else ranks
+    actions: dict[Stage, list[Action]] = {stage: [] for stage in schedule.stages if stage.rank in ranks}
+    for rank in ranks:
+        for p in schedule.program(rank).passes():
+            actions[p.stage].append(p)
+    forwards = forwards_of(schedule, ranks)
     for here in actions.values():
         _check_labels(here, RULES[schedule.rule])
-    first = min((n.index for n, here in actions.items() if any(a.op is Op.STEP for a in here)), default=0)
     sharded = schedule.sharding.level is not Level.NONE  # then no pipeline has the whole gradient by itself
     return [
         StageSpec(
@@ -73,7 +81,7 @@ def stage_specs(schedule: Schedule, older: int) -> list[StageSpec]:
             collectives=tuple(
                 op for op in COLLECTIVES if any(a.op is op for a in here) or (sharded and op is Op.REDUCE)
             ),
-            admits=stage.index == first,
+            admits=stage.index == schedule.first_trained,
             transient=_transient(here, schedule.microbatches),
             alone=len(schedule.on_rank(stage.rank)) == 1,
         )

@@ -21,21 +21,31 @@ from penstock.schedule.transforms.gather_slots import stays
 
 _PLACES = 2  # gathered stages, and full-size gradients: one in use, one on its way
 _LEVELS = {"flush": frozenset(Level), "double-buffer": frozenset(Level) - {Level.FULL}}
+_METHODS = {"none": "2bw", "2bw-ahead": "2bw-ahead"}  # of corrections that go with them: a method of double-buffer
 
 
-def sharding_fault(rule: str, level: Level) -> str | None:
-    """Say why the state of stages cannot be sharded under a version rule; None if it can."""
-    if level is Level.NONE or level in _LEVELS.get(rule, ()):
+def sharding_fault(rule: str, level: Level, correction: str = "none") -> str | None:
+    """Say why the state of stages cannot be sharded under a version rule and a correction; None if it can."""
+    if level is Level.NONE:
         return None
-    if rule in _LEVELS:
+    if rule not in _LEVELS:
+        return (
+            f"sharding {level} goes with the rules {' and '.join(_LEVELS)} so far, not with {rule!r}, under which "
+            "stages step at times of their own, read copies, or read updates before they are decided on; set sharding "
+            "to none"
+        )
+    if correction not in _METHODS:
+        return (
+            f"sharding {level} does not go with correction {correction!r}, which is not known to work on a shard of a "
+            f"stage alone; take {' or '.join(_METHODS.values())}, or set sharding to none"
+        )
+    if level not in _LEVELS[rule]:
+        levels = " or ".join(each for each in Level if each in _LEVELS[rule] - {Level.NONE})
         return (
             f"sharding {level} does not go with rule {rule!r}: batches overlap, so each microbatch would gather two "
-            f"versions again; take {' or '.join(sorted(_LEVELS[rule] - {Level.NONE}))}, or a method that flushes"
+            f"versions again; take {levels}, or a method that flushes, such as layered"
         )
-    return (
-        f"sharding {level} goes with the rules {' and '.join(_LEVELS)} so far, not with {rule!r}, under which stages "
-        "step at times of their own, read copies, or read updates before they are decided on; set sharding to none"
-    )
+    return None
 
 
 def with_sharding(schedule: Schedule, sharding: Sharding) -> Schedule:
@@ -122,7 +132,13 @@ def _with_places(schedule: Schedule, sharding: Sharding) -> Sharding:
             (len({p.stage for p in passes(a)}) for program in schedule.programs for a in program.period), default=1
         )
         weights = sharding.weights or max(_PLACES, together)
-    if sharding.level.splits_gradients and not _held_several_times(schedule):
+    several = _held_several_times(schedule)
+    if several and sharding.gradients is not None:
+        raise ConfigError(
+            f"{schedule.name}: stages have several copies in the pipeline, whose gradients stay whole until all are "
+            f"complete, so they cannot be limited to {sharding.gradients}; leave gradients={sharding.gradients} out"
+        )
+    if sharding.level.splits_gradients and not several:
         gradients = sharding.gradients or _PLACES
         if sharding.gradients is None and sharding.level is Level.GRADIENTS:
             gradients = 1 + max(map(_accumulating, schedule.programs), default=1)

@@ -6,7 +6,7 @@ costs are asked for once per class, and no costs are needed before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.schedule.ir.ops import ACCEPTING, OPS, Lane
-from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, since
-from penstock.schedule.machine.collectives import is_collective
+from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, passes, since
+from penstock.schedule.ir.sharding import REPLICATED
+from penstock.schedule.machine.collectives import ADDING, is_collective
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Route
 
 Numbers = NDArray[np.int64]
@@ -23,6 +24,8 @@ Flags = NDArray[np.bool_]
 
 ACT, SEND, RECEIVE, JOIN = range(4)
 """Kinds of instructions: on the rank itself; both ends of messages; joining a collective."""
+VERSION, GRADIENT = range(2)
+"""Kinds of what an action uses."""
 
 
 class CostClasses:
@@ -67,6 +70,9 @@ class Code:
         ahead: RECVs for the next period.
         needs: rows of (entry, route, first microbatch) of the messages that an entry waits for.
         accepts: the same of the messages that an entry takes when they come.
+        uses: of a sharded schedule, rows of (entry, kind of use, place of the stage in the schedule, number, first
+            batch in whose period the action exists) of the versions that an entry reads or gathers (`VERSION`), and
+            of the batches to whose gradients it adds (`GRADIENT`).
         rare: actions by entry that do not exist in every batch, or only in parts: fused ones, and AVERAGEs.
     """
 
@@ -77,6 +83,7 @@ class Code:
     ahead: Flags
     needs: Numbers
     accepts: Numbers
+    uses: Numbers
     rare: dict[int, Action] = field(default_factory=dict)
 
 
@@ -88,6 +95,7 @@ class Unrolled(NamedTuple):
     first: Numbers
     needs: Numbers
     accepts: Numbers
+    uses: Numbers
 
 
 @dataclass(frozen=True)
@@ -113,11 +121,11 @@ class CodedSchedule:
 
 def coded(lowered: Lowered) -> CodedSchedule:
     """Return a lowered schedule as arrays."""
-    classes, m = CostClasses(), lowered.schedule.microbatches
+    classes, schedule = CostClasses(), lowered.schedule
     programs = []
     for period, epilogue, rejected in lowered.programs:
-        last = _code(rejected, classes, m) if rejected else None
-        programs.append((_code(period, classes, m), _code(epilogue, classes, m), last))
+        last = _code(rejected, classes, schedule) if rejected else None
+        programs.append((_code(period, classes, schedule), _code(epilogue, classes, schedule), last))
     return CodedSchedule(
         lowered.schedule, classes, programs, lowered.lanes, lanes_of(lowered.routes, lowered.lanes), lowered.window
     )
@@ -129,7 +137,9 @@ def lanes_of(routes: Sequence[Route], lanes: Sequence[LaneKey]) -> Numbers:
     return np.array([index[route.lane] for route in routes], dtype=np.int64)
 
 
-def _code(instructions: Sequence[Instruction], classes: CostClasses, m: int) -> Code:
+def _code(instructions: Sequence[Instruction], classes: CostClasses, schedule: Schedule) -> Code:
+    m, places = schedule.microbatches, {stage: i for i, stage in enumerate(schedule.stages)}
+    sharded, uses = schedule.sharding != REPLICATED, list[tuple[int, int, int, int, int]]()
     kind, what, first, on_batch, ahead = bytearray(), list[int](), list[int](), bytearray(), bytearray()
     needs, accepts, rare = list[tuple[int, int, int]](), list[tuple[int, int, int]](), dict[int, Action]()
     for entry, (action, route, needed, early, awaited) in enumerate(instructions):
@@ -143,6 +153,8 @@ def _code(instructions: Sequence[Instruction], classes: CostClasses, m: int) -> 
             wanted = accepts if action.op in ACCEPTING else needs
             wanted += [(entry, *message) for message in needed]
             needs += [(entry, *message) for message in awaited]
+            if sharded:
+                uses += [(entry, *use) for p in passes(action) for use in _uses(p, places[p.stage], m)]
             if unit.every > 1 or (action.parts and any(since(p.unit, m) > 0 for p in action.parts)):
                 rare[entry] = action
         first.append(unit.first)
@@ -156,5 +168,14 @@ def _code(instructions: Sequence[Instruction], classes: CostClasses, m: int) -> 
         np.frombuffer(ahead, dtype=bool),
         np.array(needs, dtype=np.int64).reshape(-1, 3),
         np.array(accepts, dtype=np.int64).reshape(-1, 3),
+        np.array(uses, dtype=np.int64).reshape(-1, 5),
         rare,
     )
+
+
+def _uses(action: Action, stage: int, m: int) -> Iterator[tuple[int, int, int, int]]:
+    begins = since(action.unit, m)
+    for version in () if action.reads is None else action.reads.versions:
+        yield VERSION, stage, version, begins
+    if action.op in ADDING:
+        yield GRADIENT, stage, action.unit.first // m, begins

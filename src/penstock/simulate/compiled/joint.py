@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from penstock.schedule.ir.schedule import Action, Kind, Op, Stage, Unit
+from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, Stage, Unit
 from penstock.schedule.machine.collectives import Collectives
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
-from penstock.simulate.compiled.code import ACT, JOIN, CodedSchedule, Numbers, Unrolled
+from penstock.simulate.compiled.code import ACT, GRADIENT, JOIN, VERSION, CodedSchedule, Numbers, Unrolled
 from penstock.simulate.compiled.graph import OWN, START, WAIT
 
 Collective = tuple[Op, Stage, int, int]
 """Operation, first stage of the group, batch, and how many of the same there were before: a version may be gathered for
-forwards and again for backwards."""
+forwards and again for backwards, and a gradient summed in parts."""
 
 
 class NotCompiledError(Exception):
@@ -77,39 +78,45 @@ class Joins:
         examples, rules = self.code.classes.examples, self._rules
         mine: dict[tuple[Op, Stage, int], int] = {}  # operation, stage of this rank and batch -> message
         ready: dict[Stage, dict[Op, int]] = {}
-        waits = list[tuple[int, int]]()
+        waits, whole = list[tuple[int, int]](), Whole(self.code.schedule, span)
         of_interest = np.array([a.op in rules.waiting for a in examples], dtype=bool)
         readies = any(a.op not in COLLECTIVES and a.unit.kind is Kind.BATCH for a in examples)  # AVERAGE
         kinds = span.kind == JOIN
         acts = span.kind == ACT
         kinds[acts] = readies | of_interest[span.what[acts]]
+        kinds[span.uses[:, 0]] = True
         for entry in np.flatnonzero(kinds).tolist():
             action, batch = examples[span.what[entry]], int(span.first[entry])
             if span.kind[entry] == JOIN:
                 message = self._issue(rank, entry, action, batch, mine)
-                if action.op not in COLLECTIVES:
+                if action.op is Op.GATHER:
+                    whole.gathers(entry, message)
+                elif action.op not in COLLECTIVES:
                     ready.setdefault(action.stage, {})[action.op] = message
+                elif action.op is Op.REDUCE:
+                    whole.reduces(action.stage, batch, message)
             elif action.op in rules.waiting:
                 wanted = [(op, action.stage, batch) for op in rules.waiting[action.op]]
                 waits += [(entry, mine.pop(each)) for each in wanted if each in mine]
             else:
                 for p in action.parts or (action,):
                     waits += [(entry, message) for message in ready.get(p.stage, {}).values()]
+                waits += [(entry, message) for message in whole.waits(entry)]
         return np.array(waits, dtype=np.int64).reshape(-1, 2)
 
     def _issue(self, rank: int, entry: int, action: Action, batch: int, mine: dict[tuple[Op, Stage, int], int]) -> int:
         op, stage = action.op, action.stage
         group = self._rules.members(op, stage)
-        if op is Op.GATHER:
-            raise NotCompiledError("which GATHER a pass waits for depends on the version that it reads")
         if op not in COLLECTIVES and len(group) > 1:
             raise NotCompiledError(f"passes may use the result of {op} before or after it is there")
         collective = (op, group[0], batch, 0)
-        while op not in COLLECTIVES and collective in self._found:  # which nobody else joins
+        while len(group) == 1 and collective in self._found:  # which nobody else joins
             collective = (*collective[:3], collective[3] + 1)
         joint = self._found.setdefault(collective, _Joint(self._first + len(self._found), len(group)))
+        if (op, stage, batch) in mine and len(group) > 1:
+            raise NotCompiledError(f"several {op}s of a batch have several members")
         if not any(by == rank for by, _ in joint.issued):
-            lane = op, tuple(sorted({member.rank for member in group}))
+            lane = self._rules.lane_key(op, group)
             self._orders.setdefault(lane, {}).setdefault(rank, []).append(collective)
         joint.issued.append((rank, entry))
         if op in COLLECTIVES:
@@ -122,6 +129,56 @@ class Joins:
             joint.earlier.update(found)
             mine[op, stage, batch] = joint.message
         return joint.message
+
+
+class Whole:
+    """What of a rank's stages is whole: the messages of gathers, and of sums that free room for a gradient.
+
+    Args:
+        schedule: any.
+        span: what the rank does.
+    """
+
+    def __init__(self, schedule: Schedule, span: Unrolled) -> None:
+        self._stages = {stage: i for i, stage in enumerate(schedule.stages)}
+        self._uses: dict[int, list[tuple[int, int, int]]] = {}
+        for entry, *use in span.uses.tolist():
+            self._uses.setdefault(entry, []).append((use[0], use[1], use[2]))
+        self._gathered: dict[tuple[int, int], int] = {}
+        self._begun: set[tuple[int, int]] = set()
+        places = schedule.sharding.gradients
+        self._freed: deque[int | None] | None = None if places is None else deque([None] * places)
+
+    def gathers(self, entry: int, message: int) -> None:
+        """Note a GATHER; of each stage the last two versions are known, as in the machine."""
+        for _, stage, version in self._uses.get(entry, ()):
+            self._gathered = {
+                (other, v): known
+                for (other, v), known in self._gathered.items()
+                if other != stage or version - 1 <= v < version
+            }
+            self._gathered[stage, version] = message
+
+    def reduces(self, stage: Stage, batch: int, message: int) -> None:
+        """Note a REDUCE, at whose end another gradient may begin."""
+        gradient = self._stages[stage], batch
+        if self._freed is not None and gradient in self._begun:
+            self._begun.discard(gradient)
+            self._freed.append(message)
+
+    def waits(self, entry: int) -> Iterator[int]:
+        """Yield the messages that an action waits for."""
+        for kind, stage, number in self._uses.get(entry, ()):
+            key = stage, number
+            if kind == VERSION and key in self._gathered:
+                yield self._gathered[key]
+            if kind == GRADIENT and self._freed is not None and key not in self._begun:
+                self._begun.add(key)
+                if not self._freed:
+                    raise NotCompiledError("a gradient begins for which there is never room")
+                message = self._freed.popleft()
+                if message is not None:
+                    yield message
 
 
 class JointEvents:

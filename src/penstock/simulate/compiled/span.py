@@ -52,6 +52,7 @@ def unrolled(code: CodedSchedule, rank: int, batches: int, rejected: Collection[
     for present, start in zip(parts, starts, strict=False):
         present.needs[:, 0] += start
         present.accepts[:, 0] += start
+        present.uses[:, 0] += start
     return Unrolled(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
@@ -77,7 +78,9 @@ def _present(code: Code, t: int, m: int, classes: CostClasses, more: bool) -> Un
         rows = rows[there[rows[:, 0]] & (rows[:, 2] + t * m >= 0)]
         return np.stack([places[rows[:, 0]], rows[:, 1], rows[:, 2] + t * m], axis=1)
 
-    return Unrolled(code.kind[there], what[there], first[there], shifted(code.needs), shifted(code.accepts))
+    uses = code.uses[there[code.uses[:, 0]] & (code.uses[:, 4] <= t)]
+    uses = np.stack([places[uses[:, 0]], uses[:, 1], uses[:, 2], uses[:, 3] + t], axis=1)
+    return Unrolled(code.kind[there], what[there], first[there], shifted(code.needs), shifted(code.accepts), uses)
 
 
 def graph_of(code: CodedSchedule, batches: int, rejected: Collection[int] = (), transfers: bool = False) -> EventGraph:

@@ -19,7 +19,7 @@ from penstock.schedule.methods.written import written_correction, written_method
 from penstock.train.config.key_reference import correction_keys, known_keys, order_keys, suggested_keys
 from penstock.train.config.own_schedule import is_file, read_own_schedule, schedule_in, size_fault
 from penstock.train.config.schema import TrainConfig
-from penstock.train.config.yaml_file import read_yaml, yaml_value
+from penstock.yaml_file import read_yaml, yaml_value
 
 Section = TypeVar("Section", bound=BaseModel)
 

@@ -290,6 +290,11 @@ class TrainConfig(Strict):
         default="ordered",
         description="how parallel pipelines add gradients: in their order, or by all_reduce, off by roundings if w > 2",
     )
+    sharding: str = Field(
+        default="none",
+        description="what of each stage parallel pipelines divide among them: none, optimizer (ZeRO-1) or gradients "
+        "(ZeRO-2)",
+    )
     microbatches: int = Field(
         default=4, ge=1, le=MOST_MICROBATCHES, description="m, microbatches per batch (per update) and pipeline"
     )

@@ -50,7 +50,7 @@ def _save(pipeline: Pipeline, prepared: Prepared, run: Path, folder: Path, avera
             save_index(folder, stages_written, describe_model(prepared.model), text=prepared.windows.corpus.text)
     except OSError as error:
         failures = [str(error)]
-    failures = gather_json(failures, "saving the weights", None)[0]
+    failures = gather_json(None if rank else failures, "saving the weights", None)[0]
     if failures:
         raise CheckpointError(
             f"training has finished, but its weights could not be written into {str(folder)!r}: {failures[0]}. Free "

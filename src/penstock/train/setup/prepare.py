@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,14 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
 from penstock.partition.sequence_slices import Slicing, equal_time_lengths
-from penstock.runtime.plan.plan import UnprovenPlan
-from penstock.runtime.setup.shared_proof import prove_plan
+from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
+from penstock.runtime.setup.shared_plan import Known, shared_plans
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.table import find_method
 from penstock.schedule.methods.wave_lags import place_of, record_fault
+from penstock.simulate.auto_in_flight import later_with
 from penstock.train.config.own_schedule import own_schedule
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import Corpus, Once, load_corpus
@@ -31,7 +32,7 @@ from penstock.train.data.windows import Windows
 from penstock.train.setup.enough_blocks import check_blocks, shape_of
 from penstock.train.setup.machine_memory import check_memory, check_workers
 from penstock.train.setup.optimizers import optimizer_factory
-from penstock.train.setup.phase_plan import FALLBACK, SYNC
+from penstock.train.setup.phase_plan import FALLBACK, MAIN, SYNC
 from penstock.train.setup.pipeline_options import pipeline_options, tokens_per_batch
 from penstock.train.setup.run_folder import check_whole_run, saved_batches, write_config
 from penstock.weights.corrections.base import StagePlace
@@ -50,7 +51,7 @@ class Prepared:
     Attributes:
         config: as the user gave it.
         model: its shape, with the vocabulary of the data filled in.
-        plan: of its pipeline, under its method; proven once `proven` has been called.
+        plan: of its pipeline, under its method.
         windows: the data.
         others: the plans under methods that go on before or after that one, by phase
             (`penstock.train.setup.phase_plan`).
@@ -58,30 +59,18 @@ class Prepared:
 
     config: TrainConfig
     model: GPTConfig
-    plan: UnprovenPlan
+    plan: PipelinePlan
     windows: Windows
-    others: Mapping[str, UnprovenPlan] = field(default_factory=dict)
+    others: Mapping[str, PipelinePlan] = field(default_factory=dict)
 
-    def plan_of(self, phase: str) -> UnprovenPlan:
+    def plan_of(self, phase: str) -> PipelinePlan:
         """The plan under the method of a phase."""
         return self.others.get(phase, self.plan)
 
-    def proven(self, control: dist.ProcessGroup | None = None) -> Prepared:
-        """The same with its schedules proven; between processes once for all, which call this together.
-
-        Args:
-            control: a process group on the CPU; None to prove them here.
-
-        Raises:
-            ConfigError: ranks have different plans, or the method of another phase cannot be proven.
-            ScheduleError: too few microbatches for the method (the message names the smallest number).
-            TransportError: a peer is dead.
-        """
-        plan, others = prove_plan(self.plan, control), {}
-        for phase, other in self.others.items():
-            with _of_phase(phase):
-                others[phase] = prove_plan(other, control)
-        return replace(self, plan=plan, others=others)
+    def later(self) -> str:
+        """Say by how much weights are read later with the microbatches in flight that are configured; empty if not."""
+        request = _schedule(self.config)
+        return later_with(request) if isinstance(request, ScheduleRequest) else ""
 
     @property
     def microbatches(self) -> int:
@@ -94,31 +83,29 @@ class Prepared:
         return tokens_per_batch(self.config, self.model)
 
 
-def prepare(config: TrainConfig, *, local: bool = False) -> Prepared:
-    """Check a configuration, and prove its schedules; what takes long comes last.
+def prepare(
+    config: TrainConfig,
+    *,
+    local: bool = False,
+    control: dist.ProcessGroup | None = None,
+    once: Once = lambda look: look(),
+) -> Prepared:
+    """Check a configuration against the method table, the model and the data; prove its schedules, which takes longest.
 
     Args:
         config: of the run.
         local: all of its processes will run on this machine, which must be able to hold them.
-
-    Raises:
-        ConfigError, DataError: see `prepare_unproven`.
-        ScheduleError: too few microbatches for the method (the message names the smallest number).
-    """
-    return prepare_unproven(config, local=local).proven()
-
-
-def prepare_unproven(config: TrainConfig, *, local: bool = False, once: Once = lambda look: look()) -> Prepared:
-    """Check a configuration against the method table, the model and the data, but for the proof of its schedules.
-
-    Args:
-        config, local: as of `prepare`.
+        control: a process group on the CPU, whose ranks call this together: rank 0 builds and proves the schedules for
+            all; None to do it here.
         once: looks for the largest token, which takes reading all of them, once for all ranks; see `load_corpus`.
 
     Raises:
-        ConfigError: no such method, a shape that cannot be, too few blocks for the stages.
-        ScheduleError: the schedule cannot be built.
+        ConfigError: no such method, a shape that cannot be, too few blocks for the stages; or ranks have different
+            plans.
+        ScheduleError: the schedule cannot be built, or there are too few microbatches for it (the message names the
+            smallest number).
         DataError: the text is missing, unreadable or too short.
+        TransportError: a peer is dead.
     """
     check_blocks(config)
     if local:
@@ -139,17 +126,28 @@ def prepare_unproven(config: TrainConfig, *, local: bool = False, once: Once = l
             "evaluate.patience needs stages that decide together, so that all end after the same batch; set "
             "max_grad_norm, or a width above 1"
         )
-    draft = UnprovenPlan.of(gpt_blocks(model, config.seed), request, options)
-    if draft.schedule.slices > 1:
-        equal_times = Slicing(lengths=equal_time_lengths(1 / (12 * model.width)))
-        draft = replace(draft, options=options.changed(slicing=equal_times))
-    _check_lags(config, draft.schedule)
-    _check_optimizer(config, draft)
-    drafts = {}
-    for phase, other in others.items():
-        with _of_phase(phase):
-            drafts[phase] = draft.followed_by(other, None)
-    return Prepared(config, model, draft, windows, drafts)
+
+    def make(known: Known) -> dict[str, UnprovenPlan]:
+        draft = UnprovenPlan.of(gpt_blocks(model, config.seed), request, options, known.get(MAIN))
+        if draft.schedule.slices > 1:
+            equal_times = Slicing(lengths=equal_time_lengths(1 / (12 * model.width)))
+            draft = replace(draft, options=options.changed(slicing=equal_times))
+        _check_lags(config, draft.schedule)
+        _check_optimizer(config, draft)
+        drafts = {MAIN: draft}
+        for phase, other in others.items():
+            with _of_phase(phase):
+                drafts[phase] = draft.followed_by(other, None, known.get(phase))
+        return drafts
+
+    plans = shared_plans(make, control, _prove)
+    return Prepared(config, model, plans.pop(MAIN), windows, plans)
+
+
+def _prove(phase: str, draft: UnprovenPlan) -> PipelinePlan:
+    """Prove the schedule of a phase, whose name is said where it is not the main one."""
+    with nullcontext() if phase == MAIN else _of_phase(phase):
+        return draft.prove()
 
 
 def _schedule(config: TrainConfig) -> ScheduleRequest | Schedule:

@@ -25,8 +25,8 @@ from penstock.errors import CheckpointError, ConfigError, UnsavedRunError
 from penstock.files import check_own_folder, check_regular, read_text, write_whole
 from penstock.train.config.load import load_config, validate_config
 from penstock.train.config.schema import Strict, TrainConfig
-from penstock.train.config.yaml_file import LARGEST, parse_yaml, read_yaml
 from penstock.train.setup.recorded import METRICS, recorded
+from penstock.yaml_file import LARGEST, parse_yaml, read_yaml
 
 CONFIG = "config.yaml"
 WRITTEN = ".config.yaml"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from penstock.files import read_text, write_whole
 from penstock.train.config.schema import TrainConfig
-from penstock.train.config.yaml_file import LARGEST
 from penstock.train.setup.recorded import recorded
 from penstock.train.setup.run_folder import CONFIG, WRITTEN, changed_by_hand, changed_since, in_short, option_of
+from penstock.yaml_file import LARGEST
 
 
 class ConfigBefore:

@@ -62,11 +62,19 @@ def factor_and_norm(
     if clip is None and not votes:
         return mean, math.nan
     gradients = {name: g for stage in stages for name, g in stage.gradient.items() if name not in tied}
-    norms = [float(torch.linalg.vector_norm(g)) for g in gradients.values()]
-    norm = math.sqrt(math.fsum(n * n for n in norms)) * mean
+    norm = math.sqrt(math.fsum(n * n for g in gradients.values() for n in _row_norms(g))) * mean
     if not math.isfinite(norm):
         return 0.0, norm
     return mean * (1.0 if clip is None else min(1.0, clip / (norm + 1e-6))), norm
+
+
+def _row_norms(gradient: torch.Tensor) -> list[float]:
+    """Return the norms of the rows of a gradient, of parts of 16,384 elements where they are longer."""
+    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    if real.dim() < 2:
+        return [abs(element) for element in real.reshape(-1).tolist()]
+    parts = [part for row in real.reshape(len(real), -1) for part in row.split(16384)]
+    return [float(torch.linalg.vector_norm(part)) for part in parts]
 
 
 def equal_copies(stages: list[ReferenceStage], tied: Mapping[str, str]) -> None:

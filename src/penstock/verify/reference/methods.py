@@ -9,9 +9,9 @@ from typing import Any
 from penstock.errors import ConfigError
 
 FLUSH = (
-    "sequential", "gpipe", "1f1b", "eager", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-h2-post",
-    "zb-interleaved", "zb-auto", "zb-auto-post", "zb-v", "v-half", "v-min", "v-auto", "hanayo", "chimera",
-    "dualpipe", "dualpipe-v", "bitpipe", "bpipe", "seq1f1b", "terapipe",
+    "sequential", "gpipe", "1f1b", "eager", "interleaved", "depth-first-full", "breadth-first", "layered", "zb-h1",
+    "zb-h2", "zb-h2-post", "zb-interleaved", "zb-auto", "zb-auto-post", "zb-v", "v-half", "v-min", "v-auto", "hanayo",
+    "chimera", "dualpipe", "dualpipe-v", "bitpipe", "bpipe", "seq1f1b", "terapipe",
 )  # fmt: skip
 DOUBLE_BUFFER = ("2bw", "2bw-eager", "error-feedback", "2bw-ahead")
 NF1B = ("timeprest", "v-timeprest", "i-timeprest")

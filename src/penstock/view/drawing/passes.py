@@ -24,6 +24,9 @@ OPERATIONS = {
 }
 """Words for the operations that a compute lane may show, in the order of legends."""
 
+NETWORK = {"GATHER": "G", "REDUCE": "S"}
+"""Signs of what a lane of the network shows: weights gathered, gradients summed."""
+
 _ORDINALS = ("first", "second", "third", "fourth")
 
 
@@ -69,6 +72,12 @@ class Places:
             return chunks if self.chunks > 1 else []
         ways = ("down", "up")
         return [f"{way}, {chunk}" for way in ways for chunk in chunks] if self.chunks > 1 else list(ways)
+
+
+def network_of(timeline: Timeline) -> list[Interval]:
+    """Return what occupies the network of parallel pipelines: gathers and sums, if weights are gathered at all."""
+    found = [i for i in timeline.intervals if i.what in NETWORK and i.end > i.start and not i.is_work]
+    return found if any(i.what == "GATHER" for i in found) else []
 
 
 def parts_of(interval: Interval) -> tuple[Interval, ...]:

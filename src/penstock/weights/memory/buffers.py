@@ -9,9 +9,8 @@ no saved-tensor hooks are active.
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -237,24 +236,6 @@ class Buffer:
             gradient.unwritten.discard(key)
             self.placed(key, view)
         self.show_accumulated(key)
-
-    def squares(self, without: Collection[str] = ()) -> tuple[float, float]:
-        """Return the sum of the squares of all elements; not finite if one is not, or if their squares overflow.
-
-        The norm of each parameter is computed in its own precision, as torch does when it clips. Their squares are
-        added exactly and returned as (sum, rounding error), so that a sum over stages does not depend on the partition.
-
-        Args:
-            without: parameters to leave out.
-        """
-        views = [view for name, view in self.views.items() if name not in without]
-        if not views:
-            return 0.0, 0.0
-        with torch.no_grad():
-            norms = torch._foreach_norm(views)
-            squares = torch.stack(norms).double().square().tolist()
-        total = math.fsum(squares)
-        return total, math.fsum([*squares, -total]) if math.isfinite(total) else 0.0
 
     def scale(self, factor: float) -> None:
         """Multiply everything by `factor`."""

@@ -20,6 +20,22 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from penstock.errors import CapabilityError
 from penstock.weights.optim.basis_rotation import BasisRotation
 
+_ELEMENTWISE = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+"""Classes of torch whose update of an element depends on no other element."""
 _STEP = "step"
 _COUNT = "length"  # key of the length of a list, which a snapshot holds item by item
 
@@ -132,6 +148,21 @@ def _is_replaced(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has a `step` of its own; that of torch's schedulers only notes that it was called."""
     step = vars(optimizer).get("step")
     return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raise an error if an optimizer may treat elements of a parameter together, so that it cannot step some rows.
+
+    Raises:
+        CapabilityError: it does, or is of a class that is not known here.
+    """
+    parts = optimizer.parts if isinstance(optimizer, Joined) else (optimizer,)
+    others = [name_of(part) for part in parts if type(part) not in _ELEMENTWISE]
+    if others:
+        raise CapabilityError(
+            f"{others[0]} may need whole parameters, but with sharding each pipeline steps some of their rows; use one "
+            f"of {', '.join(sorted(kind.__name__ for kind in _ELEMENTWISE))}, or set sharding to none"
+        )
 
 
 def check_averages(optimizer: Optimizer, averages: bool) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from penstock.errors import CapabilityError, ConfigError
+from penstock.weights.optim.instances import refuse_instances
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 """Makes a scheduler of an optimizer, such as ``lambda optimizer: OneCycleLR(optimizer, max_lr=1e-3, total_steps=500)``;
@@ -31,13 +32,7 @@ def check_factory(factory: Any) -> None:
     Raises:
         ConfigError: it is a scheduler itself, or no function.
     """
-    if isinstance(factory, LRScheduler):
-        name = type(factory).__name__
-        raise ConfigError(
-            f"lr_scheduler is {name} of an optimizer that exists already, but every stage needs one of its own; pass a "
-            f"function that makes it:\n    make = lambda optimizer: torch.optim.lr_scheduler.{name}(optimizer, ...)\n"
-            "    pipeline = penstock.Pipeline(..., lr_scheduler=make)"
-        )
+    refuse_instances(None, factory)
     if not callable(factory):
         raise ConfigError(
             f"lr_scheduler must be a function, optimizer -> scheduler, such as {_HOW}; got {factory!r:.80}"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import CapabilityError, ConfigError
+from penstock.weights.optim.instances import refuse_instances
 
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 """Builds an optimizer from the named parameters of a stage, such as ``lambda named: torch.optim.AdamW(named,
@@ -23,13 +24,7 @@ def make_optimizer(factory: Any, parameters: dict[str, nn.Parameter]) -> torch.o
         ConfigError: the factory is an optimizer itself, or no function.
         CapabilityError: what it makes cannot step a stage.
     """
-    if isinstance(factory, torch.optim.Optimizer):
-        name = type(factory).__name__
-        raise ConfigError(
-            f"optimizer is an instance of {name}, but every stage needs one of its own; pass a function that "
-            f"makes it from named parameters:\n    make = lambda named: torch.optim.{name}(named, lr=...)\n"
-            "    pipeline = penstock.Pipeline(..., optimizer=make)"
-        )
+    refuse_instances(factory, None)
     if not callable(factory):
         raise ConfigError(
             f"optimizer must be a function, named parameters -> optimizer, such as lambda named: "

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CapabilityError
 from penstock.weights.memory.buffers import Buffer, Layout
+from penstock.weights.memory.row_shards import Steppable
 from penstock.weights.memory.scratch import Scratch
 from penstock.weights.optim.adapters import has_step_hooks, is_separable, name_of
 from penstock.weights.optim.directions import direction
@@ -37,8 +38,8 @@ class Updater:
     Args:
         factory: builds the optimizer; its method `undone`, if any, is called with optimizers whose last step was
             undone.
-        layout: the layout of the parameters of the stage.
-        first: the buffer of version 0.
+        layout: the layout of the parameters that are stepped.
+        first: where they are in version 0.
         rotates: True if updates are written over the gradient, or a callback needs the values before and after.
         factor: by which the learning rates are multiplied, by update.
         begin: called with the optimizer before it steps.
@@ -58,7 +59,7 @@ class Updater:
         self,
         factory: OptimizerFactory,
         layout: Layout,
-        first: Buffer,
+        first: Steppable,
         rotates: bool,
         factor: Factor | None = None,
         begin: Callable[[torch.optim.Optimizer], None] | None = None,
@@ -99,7 +100,7 @@ class Updater:
             self._scratch = Scratch(self._layout, separable=False)
         return self._scratch.groups
 
-    def follow(self, weights: Buffer) -> None:
+    def follow(self, weights: Steppable) -> None:
         """Point the parameters at this buffer; after a skipped update the weights may be in another one."""
         for name, parameter in self.parameters.items():
             parameter.data = weights.views[name]
@@ -160,7 +161,7 @@ class Updater:
         if self.optimizer is not None:
             self.optimizer.state.clear()
 
-    def in_place(self, weights: Buffer, gradient: Buffer, factor: float, stepped: Stepped | None = None) -> None:
+    def in_place(self, weights: Steppable, gradient: Steppable, factor: float, stepped: Stepped | None = None) -> None:
         """Step in the buffer of the weights.
 
         Args:
@@ -179,7 +180,7 @@ class Updater:
         self._make_step.make(self.parameters, weights.views, gradient.views)
         self._updated()
 
-    def _tell_steps(self, weights: Buffer, gradient: Buffer, stepped: Stepped) -> None:
+    def _tell_steps(self, weights: Steppable, gradient: Steppable, stepped: Stepped) -> None:
         """Step a few parameters at a time, so that their previous values need no more memory than the scratch.
 
         Without a scratch, nobody asks for their previous values.
@@ -275,10 +276,10 @@ class Updater:
 
     def rotate(
         self,
-        old: Buffer,
-        new: Buffer,
+        old: Steppable,
+        new: Steppable,
         factor: float,
-        gradient: Buffer | None = None,
+        gradient: Steppable | None = None,
         stepped: Stepped | None = None,
     ) -> None:
         """Step from `old` into `new`, which on return holds version t+1.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.pipeline import Pipeline
+from penstock.schedule import build
 from penstock.schedule.build import make_schedule, prove
 from penstock.schedule.machine.instructions import LoweredProgram
 from penstock.schedule.proof import check as proofs
@@ -42,9 +43,12 @@ def plain(name: str | None, group: dist.ProcessGroup | None, m: int | None, **ch
     )
 
 
-def count_proofs(group: dist.ProcessGroup, case: Case, second: str) -> tuple[int, int, list[bool]]:
-    """Make a pipeline, train, and go on under another method; how often each rank has proven anything."""
-    with mock.patch.object(proofs, "_prove_versions", wraps=proofs._prove_versions) as proven:
+def count_proofs(group: dist.ProcessGroup, case: Case, second: str) -> tuple[int, int, int, list[bool]]:
+    """Make a pipeline, train, and go on under another method; how often each rank has built or proven anything."""
+    with (
+        mock.patch.object(proofs, "_prove_versions", wraps=proofs._prove_versions) as proven,
+        mock.patch.object(build, "_build", wraps=build._build) as made,
+    ):
         pipeline = plain(case.method, group, case.m, stages=case.depth, data_parallel=case.width)
         built = proven.call_count
         batch = torch.ones(12, 3), torch.ones(12, 3)
@@ -53,16 +57,21 @@ def count_proofs(group: dist.ProcessGroup, case: Case, second: str) -> tuple[int
         list(pipeline.run([batch] * 3))
         pipeline.evaluate([batch])
     nothing = LoweredProgram((), ())
-    return built, proven.call_count, [program != nothing for program in pipeline.proof.lowered.programs]
+    return (
+        made.call_count,
+        built,
+        proven.call_count,
+        [program != nothing for program in pipeline.proof.lowered.programs],
+    )
 
 
 @pytest.mark.parametrize(("case", "ranks"), [(Case("2bw", 3, 3), 3), (Case("1f1b", 2, 3, width=2), 4)])
 def test_one_rank_proves_for_all(pool: Pool, case: Case, ranks: int) -> None:
-    """The training and the evaluation; the other method; and each rank has the program of its own place only."""
+    """And builds: training and evaluation; the other method. Each rank has the program of its own place only."""
     first, *others = pool.submit(count_proofs, case, "stash", ranks=ranks)
-    assert first == (2, 3, [True] * case.depth)
+    assert first == (2, 2, 3, [True] * case.depth)
     for rank, found in enumerate(others, 1):
-        assert found == (0, 0, [rank % case.depth == other for other in range(case.depth)])
+        assert found == (0, 0, 0, [rank % case.depth == other for other in range(case.depth)])
 
 
 def wrong_schedule(group: dist.ProcessGroup) -> str:
@@ -85,7 +94,7 @@ def breaks_while_proving(group: dist.ProcessGroup) -> str:
 
 
 def test_ranks_do_not_wait_for_a_proof_that_has_broken_down(pool: Pool) -> None:
-    said = "TransportError: rank 0, proving the schedule, failed: MemoryError: no room"
+    said = "TransportError: rank 0, planning the pipeline, failed: MemoryError: no room"
     assert pool.submit(breaks_while_proving, ranks=2) == ["MemoryError: no room", said]
 
 
@@ -163,5 +172,5 @@ def test_a_rank_that_ends_while_it_proves_ends_the_job(deed: str) -> None:
     finally:
         alone.close()
     for rank, (text, took) in enumerate(said[1:], 1):
-        assert text.startswith(f"TransportError: rank {rank}, proving the schedule: a peer is dead or stalled")
+        assert text.startswith(f"TransportError: rank {rank}, planning the pipeline: a peer is dead or stalled")
         assert took < 5 * LIMIT

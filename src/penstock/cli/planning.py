@@ -1,0 +1,187 @@
+"""The commands `penstock profile` and `penstock plan`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from penstock.cli.options import FLAG, AsJson
+from penstock.cli.output import print_json
+from penstock.errors import ConfigError
+
+_UNITS = {
+    "": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30,
+    "tib": 2.0**40, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8, "tbit": 1e12 / 8,
+}  # fmt: skip
+_SIZE = re.compile(r"(\d+\.?\d*(?:e[-+]?\d+)?|\.\d+)\s*([a-z]*)(/s)?", re.IGNORECASE)
+
+
+def profile(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile, ours or one of another program.")],
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="PROGRAM", help="Who wrote it: pipedream (*.graph.txt) or piper (*.json)."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of the model; that of the file if not given.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a published profile to a profile of ours, in YAML; or check one of ours, and print it."""
+    from penstock.plan.profile.files import parse_profile, profile_text, read_profile_text
+    from penstock.plan.profile.from_pipedream import from_pipedream
+    from penstock.plan.profile.from_piper import from_piper
+    from penstock.plan.profile.layer_graph import layer_graph, sizes_of
+
+    readers = {"pipedream": from_pipedream, "piper": from_piper}
+    if source is not None and source not in readers:
+        raise ConfigError(f"--from takes pipedream or piper, got {source!r:.80}")
+    text = read_profile_text(file)
+    if source is None:
+        found = parse_profile(text, str(file))
+        found = found if name is None else found.model_copy(update={"name": name[:200] or "model"})
+    else:
+        try:
+            found = readers[source](text, name or file.name.partition(".")[0])
+        except ConfigError as error:
+            raise ConfigError(f"{str(file)!r}: {error}") from None
+    for size in sizes_of(found):
+        layer_graph(found, size)
+    if as_json:
+        print_json(found.model_dump(exclude_unset=True, exclude_none=True))
+    else:
+        sys.stdout.write(profile_text(found))
+
+
+ProfileFile = Annotated[
+    Path, typer.Option("--profile", metavar="FILE", help="The model, as [bold]penstock profile[/bold] writes it.")
+]
+DeviceCounts = Annotated[
+    str, typer.Option("--devices", metavar="N|NxN..", help="How many, or levels of them, the innermost first: 8x4.")
+]
+Bandwidths = Annotated[
+    str | None,
+    typer.Option(
+        "--bandwidth", metavar="B|B,B..", help="Bytes per second of a link, or of each level, as in 12GB,10Gbit."
+    ),
+]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="SIZE", help="Of each device, as in 16GiB; no limit if not given."),
+]
+PlannerName = Annotated[
+    str, typer.Option("--planner", metavar="NAME", help="default, or as published: pipedream, piper or 2bw-paper.")
+]
+CostName = Annotated[
+    str | None,
+    typer.Option(
+        "--cost",
+        metavar="NAME",
+        help="The cost function to plan for: pipedream, piper or 2bw-paper. If not given, the planner's own, and "
+        "for default that of the program which the profile is from.",
+    ),
+]
+PerBatch = Annotated[
+    int | None,
+    typer.Option("--microbatches", metavar="M", help="Per batch; as the profile says, or 32.", min=1, max=1 << 20),
+]
+SamplesPerBatch = Annotated[
+    int | None,
+    typer.Option("--global-batch", metavar="B", help="Samples per batch, instead of microbatches.", min=1, max=1 << 30),
+]
+Straight = Annotated[
+    bool, typer.Option("--straight", metavar=FLAG, help="With pipedream's cost: no stage has replicas.")
+]
+Compression = Annotated[
+    float | None,
+    typer.Option(
+        "--compression",
+        metavar="RATIO",
+        help="With pipedream's cost: activations are sent, compressed by so much.",
+        min=1e-6,
+        max=1e6,
+    ),
+]
+
+
+def plan(
+    profile: ProfileFile,
+    devices: DeviceCounts,
+    bandwidth: Bandwidths = None,
+    memory: DeviceMemory = None,
+    planner: PlannerName = "default",
+    cost: CostName = None,
+    microbatches: PerBatch = None,
+    global_batch: SamplesPerBatch = None,
+    straight: Straight = False,
+    compression: Compression = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan stages and their devices for a profiled model, by planners of papers or the best of all they know.
+
+    Exit code 1 if no plan fits.
+    """
+    from penstock.plan.planners.pipedream import Choices
+    from penstock.plan.planning import PlanRequest, make_plan
+    from penstock.plan.profile.files import read_profile
+    from penstock.plan.report import planning_json, planning_tables
+
+    request = PlanRequest(
+        read_profile(profile),
+        _devices(devices, bandwidth, memory),
+        planner,
+        cost,
+        microbatches,
+        global_batch,
+        Choices(straight, compression=compression),
+    )
+    found = make_plan(request)
+    if as_json:
+        print_json(planning_json(found))
+    else:
+        console = Console()
+        console.print(planning_tables(found), soft_wrap=not console.is_terminal)
+    if not found.plans:
+        raise typer.Exit(1)
+
+
+def _devices(devices: str, bandwidth: str | None, memory: str | None) -> Any:
+    """Read the options that describe devices.
+
+    Raises:
+        ConfigError: they cannot be read, or do not fit together.
+    """
+    from penstock.plan.stages.devices import DeviceLevel, Devices
+
+    parts = re.split("[x×]", devices.strip().lower())
+    if not all(part.strip().isascii() and part.strip().isdigit() and len(part) < 9 for part in parts):
+        raise ConfigError(f"--devices takes a number, or numbers as in 8x4, got {devices!r:.80}")
+    if len(parts) > 8:
+        raise ConfigError(f"--devices takes 8 levels at most, got {len(parts)}")
+    if bandwidth is None and {int(part) for part in parts} != {1}:
+        raise ConfigError("--bandwidth is missing: bytes per second of a link between devices, as in 12GB or 10Gbit")
+    speeds = [_size("--bandwidth", part) for part in (bandwidth or "1GB").split(",")]
+    speeds *= len(parts) if len(speeds) == 1 else 1
+    if len(speeds) != len(parts):
+        raise ConfigError(
+            f"--bandwidth has {len(speeds)} numbers for {len(parts)} levels of devices; give one, or one each"
+        )
+    levels = tuple(DeviceLevel(int(part), speed) for part, speed in zip(parts, speeds, strict=True))
+    return Devices(levels, None if memory is None else _size("--memory", memory))
+
+
+def _size(option: str, text: str) -> float:
+    """Read a number of bytes with its unit.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if not found or len(text) > 40 or found[2].lower() not in _UNITS:
+        raise ConfigError(f"{option} takes a size such as 1.25e9, 16GiB, 12GB or 10Gbit, got {text!r:.80}")
+    return float(found[1]) * _UNITS[found[2].lower()]

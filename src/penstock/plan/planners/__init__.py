@@ -1,0 +1,1 @@
+"""Planners: each searches a space of plans for the least cost."""

@@ -1,0 +1,231 @@
+"""From a profile and devices to ranked plans: planners and cost functions by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from penstock.checks import check_whole, did_you_mean, in_words
+from penstock.errors import ConfigError
+from penstock.plan.planners.best_stages import plan_for_two_bw_cost
+from penstock.plan.planners.pipedream import Choices, plan_as_pipedream, plan_for_pipedream_cost
+from penstock.plan.planners.piper import plan_as_piper, plan_for_piper_cost
+from penstock.plan.planners.two_bw import Sized, plan_as_two_bw
+from penstock.plan.profile.layer_graph import layer_graph, sizes_of
+from penstock.plan.profile.schema import Profile
+from penstock.plan.stages.devices import Devices
+from penstock.plan.stages.pipedream_cost import PipeDreamCost
+from penstock.plan.stages.piper_cost import PiperCost
+from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Skipped
+from penstock.plan.stages.two_bw_cost import TwoBwCost
+
+PLANNERS = ("default", "pipedream", "piper", "2bw-paper")
+COSTS = ("pipedream", "piper", "2bw-paper")
+MICROBATCHES = 32  # per batch, where neither the profile nor the caller says
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is to be planned.
+
+    Attributes:
+        profile: of the model.
+        devices: to plan for.
+        planner: one of `PLANNERS`.
+        cost: one of `COSTS`, which plans are searched for and ranked by; None: the planner's own, and for "default" and
+            "2bw-paper" that of the program which the profile is from, or "2bw-paper".
+        microbatches: per batch; None: the profile's, or `MICROBATCHES`.
+        samples: per batch, instead of microbatches, for profiles with several microbatch sizes.
+        choices: for PipeDream's cost function.
+    """
+
+    profile: Profile
+    devices: Devices
+    planner: str = "default"
+    cost: str | None = None
+    microbatches: int | None = None
+    samples: int | None = None
+    choices: Choices = field(default_factory=Choices)
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What was planned.
+
+    Attributes:
+        request: with the cost function that was decided on.
+        sizes: the graph at each microbatch size.
+        plans: the best one first, rated by the cost function; empty if none fits.
+        skipped: classes of candidates that were not looked into.
+        left_out: planners that gave no plan, and why.
+    """
+
+    request: PlanRequest
+    sizes: Mapping[int, Sized]
+    plans: tuple[Plan, ...]
+    skipped: tuple[Skipped, ...]
+    left_out: Mapping[str, str]
+
+    def ratings(self, plan: Plan) -> dict[str, Rating]:
+        """Return what every cost function says of a plan; those that cannot rate it are left out."""
+        found = {}
+        for name in COSTS:
+            rating = _rate(name, plan.stages, self.sizes[plan.samples], self.request)
+            if rating is not None:
+                found[name] = rating
+        return found
+
+
+def make_plan(request: PlanRequest) -> Planning:
+    """Plan with one planner; "default" searches for the best plan and shows what the others find beside it.
+
+    Raises:
+        ConfigError: there is no such planner or cost function, they do not go together, or the graph is too large.
+    """
+    request = _checked(request)
+    sizes = _sizes(request)
+    names = [request.planner]
+    if request.planner == "default":  # others search for other costs, and cannot be better by this one
+        names += dict.fromkeys((request.cost or "", "2bw-paper"))
+    found, left_out, skipped = list[Plan](), dict[str, str](), list[Skipped]()
+    for name in names:
+        try:
+            answer = _same_as_default(name, request, found) or _SEARCHES[name](request, sizes)
+        except ConfigError as error:
+            if name == request.planner:
+                raise
+            left_out[name] = str(error)
+            continue
+        skipped += answer.skipped if name == request.planner else ()
+        rated = None if answer.plan is None else _rated(answer.plan, sizes, request)
+        if rated is None:
+            left_out[name] = answer.why or f"its plan cannot be rated by {request.cost}"
+        elif math.isfinite(rated.rating.seconds):
+            found.append(rated)
+        else:
+            left_out[name] = f"its plan does not fit by {request.cost}: {rated.rating.fault}"
+    found.sort(key=lambda plan: (plan.seconds_per_sample, PLANNERS.index(plan.planner)))
+    if request.planner == "default" and found and found[0].planner != "default":
+        best = replace(found[0], planner="default", notes=(*found[0].notes, f"found by {found[0].planner}"))
+        found = [best, *(plan for plan in found if plan.planner != "default")]
+    return Planning(request, sizes, tuple(found), tuple(skipped), left_out)
+
+
+def _same_as_default(name: str, request: PlanRequest, found: list[Plan]) -> Search | None:
+    """Return the default planner's answer as that of Piper's, which has looked at no less if nothing is noted."""
+    if name == request.cost == "piper" and request.planner == "default" and found and not found[0].notes:
+        return Search(replace(found[0], planner="piper"))
+    return None
+
+
+def _checked(request: PlanRequest) -> PlanRequest:
+    """Return a request with its cost function decided on.
+
+    Raises:
+        ConfigError: a name is unknown, or the two do not go together.
+    """
+    for what, name, known in (("planner", request.planner, PLANNERS), ("cost", request.cost, (*COSTS, None))):
+        if name not in known:
+            names = [each for each in known if each]
+            raise ConfigError(f"{what} must be {in_words(names)}, got {name!r:.80}.{did_you_mean(name, names)}")
+    own = {"pipedream": "pipedream", "piper": "piper"}
+    source = request.profile.source if request.profile.source in own else "2bw-paper"
+    cost = request.cost or own.get(request.planner) or ("piper" if request.profile.source == "piper" else source)
+    if request.planner in own and cost != own[request.planner]:
+        raise ConfigError(
+            f"planner {request.planner!r} searches for its own cost function; leave --cost out (the plan is rated by "
+            "the others, too), or use planner 'default'"
+        )
+    if request.planner == "2bw-paper" and cost == "pipedream":
+        if request.cost:
+            raise ConfigError("planner '2bw-paper' takes cost '2bw-paper' or 'piper', not 'pipedream'")
+        cost = "2bw-paper"
+    return replace(request, cost=cost)
+
+
+def _sizes(request: PlanRequest) -> dict[int, Sized]:
+    """Return the graph at every microbatch size that divides the batch.
+
+    Raises:
+        ConfigError: none does, or numbers are out of range.
+    """
+    found = {}
+    if request.samples is not None and request.microbatches is not None:
+        raise ConfigError("give microbatches per batch or samples per batch, not both")
+    for size in sizes_of(request.profile):
+        samples = size or 1
+        if request.samples is not None:
+            check_whole("samples per batch", request.samples, 1, 1 << 30)
+            count, rest = divmod(request.samples, samples)
+            if rest or not count:
+                continue
+        else:
+            count = request.microbatches or request.profile.microbatches or MICROBATCHES
+            check_whole("microbatches per batch", count, 1, 1 << 20)
+        found[samples] = Sized(layer_graph(request.profile, size), samples, count)
+    if not found:
+        known = ", ".join(str(size or 1) for size in sizes_of(request.profile))
+        raise ConfigError(f"no profiled microbatch size ({known}) divides a batch of {request.samples} samples")
+    return found
+
+
+def _rated(plan: Plan, sizes: Mapping[int, Sized], request: PlanRequest) -> Plan | None:
+    """Return a plan as the cost function of a request rates it; None if it cannot."""
+    assert request.cost is not None
+    if plan.rating.cost == request.cost:
+        return plan
+    rating = _rate(request.cost, plan.stages, sizes[plan.samples], request)
+    return None if rating is None else replace(plan, rating=rating)
+
+
+def _rate(cost: str, stages: tuple[PlannedStage, ...], sized: Sized, request: PlanRequest) -> Rating | None:
+    """Return what a cost function says of stages; None if it knows no such plans."""
+    levels = len(request.devices.levels)
+    if cost == "pipedream":
+        known = all(stage.tensor == 1 for stage in stages) and (levels == 1 or all(stage.inner for stage in stages))
+        return PipeDreamCost(sized.graph, request.devices, request.choices.compression).rate(stages) if known else None
+    if any(stage.inner for stage in stages):
+        return None
+    try:
+        return (PiperCost if cost == "piper" else TwoBwCost)(sized.graph, request.devices, sized.microbatches).rate(
+            stages
+        )
+    except ConfigError:  # a layer has no way with the tensor degree of its stage
+        return None
+
+
+def _each(sizes: Mapping[int, Sized], search: Callable[[Sized], Search], why: str = "") -> Search:
+    """Return the best plan of all microbatch sizes."""
+    best, skipped = None, list[Skipped]()
+    for sized in sizes.values():
+        found = search(sized)
+        skipped += found.skipped
+        why = why or found.why
+        if found.plan is not None:
+            plan = replace(found.plan, samples=sized.samples)
+            best = plan if best is None or plan.seconds_per_sample < best.seconds_per_sample else best
+    return Search(best, tuple(skipped), why)
+
+
+def _default(request: PlanRequest, sizes: Mapping[int, Sized]) -> Search:
+    """Search for the best plan by the cost function of a request."""
+    if request.cost == "pipedream":
+        return _each(sizes, lambda each: plan_for_pipedream_cost(each.graph, request.devices, request.choices))
+    if request.cost == "piper":
+        return _each(sizes, lambda each: plan_for_piper_cost(each.graph, request.devices, each.microbatches))
+    return plan_for_two_bw_cost(sizes, request.devices)
+
+
+_SEARCHES: Mapping[str, Callable[[PlanRequest, Mapping[int, Sized]], Search]] = {
+    "default": _default,
+    "pipedream": lambda request, sizes: _each(
+        sizes, lambda each: plan_as_pipedream(each.graph, request.devices, request.choices)
+    ),
+    "piper": lambda request, sizes: _each(
+        sizes, lambda each: plan_as_piper(each.graph, request.devices, each.microbatches)
+    ),
+    "2bw-paper": lambda request, sizes: plan_as_two_bw(
+        sizes, request.devices, "piper" if request.cost == "piper" else "2bw-paper"
+    ),
+}

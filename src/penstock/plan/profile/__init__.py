@@ -1,0 +1,1 @@
+"""Profiles: what the layers of a model cost, as files and as graphs."""

@@ -1,0 +1,130 @@
+"""Profiles as Piper reads them (msr-fiddle/piper, `README.md`): JSON with several options for every layer.
+
+`nodes` have `TMPCs`: for each tensor degree a list of options with `timePerSample` (seconds, forward and backward),
+`parameterSize`, `memoryUsageA` (bytes per sample in flight), `memoryUsageB` (bytes always held) and `syncTimeFw` and
+`syncTimeBw` (bytes that an edge between two stages costs in addition). `edges` have `communicationCost` in bytes. The
+limits in the file (devices, memory, bandwidth) are options of the planners here and are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock.checks import in_short
+from penstock.errors import ConfigError
+from penstock.files import parse_json
+from penstock.plan.profile.schema import MOST_LAYERS, LayerInput, LayerOption, Number, Profile, ProfiledLayer
+
+_Degree = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}$")]
+_Id = Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]
+
+
+class _Loose(BaseModel):
+    """Other keys are left out: published files have more of them."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class _Tmpc(_Loose):
+    """One way to execute a node on some number of devices."""
+
+    id: Annotated[str, Field(min_length=1, max_length=200)]
+    timePerSample: Number  # noqa: N815 - as in the file
+    parameterSize: Number  # noqa: N815
+    memoryUsageA: Number  # noqa: N815
+    memoryUsageB: Number  # noqa: N815
+    syncTimeFw: dict[str, Number]  # noqa: N815
+    syncTimeBw: dict[str, Number]  # noqa: N815
+
+
+class _Node(_Loose):
+    """A layer."""
+
+    id: _Id
+    name: Annotated[str, Field(max_length=2_000)] = ""
+    TMPCs: Annotated[dict[_Degree, Annotated[list[_Tmpc], Field(max_length=64)]], Field(min_length=1, max_length=64)]
+
+
+class _Edge(_Loose):
+    """Who reads whom."""
+
+    sourceId: _Id  # noqa: N815
+    destId: _Id  # noqa: N815
+    communicationCost: Number  # noqa: N815
+
+
+class _PiperFile(_Loose):
+    """The whole file."""
+
+    mbsInBatch: Annotated[int, Field(ge=1, le=1 << 20)] | None = None  # noqa: N815
+    nodes: Annotated[list[_Node], Field(min_length=1, max_length=MOST_LAYERS)]
+    edges: list[_Edge]
+
+
+def from_piper(text: str, name: str = "model") -> Profile:
+    """Return an input of Piper as a profile; layers are named by their ids, `kind` is the name in the file.
+
+    Args:
+        text: JSON.
+        name: of the model.
+
+    Raises:
+        ConfigError: it is no such file; the message says what is wrong and where.
+    """
+    try:
+        values = parse_json(text)
+    except ValueError as error:
+        raise ConfigError(f"a Piper profile is JSON: {error}") from None
+    try:
+        found = _PiperFile.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigError(f"no Piper profile: {where}: {first['msg']}, got {in_short(first['input'], 60)}") from None
+    inputs: dict[int, list[str | LayerInput]] = {node.id: [] for node in found.nodes}
+    outputs = dict.fromkeys(inputs, 0.0)
+    if len(inputs) < len(found.nodes):
+        raise ConfigError("nodes: two of them have one id")
+    for edge in found.edges:
+        for end in (edge.sourceId, edge.destId):
+            if end not in inputs:
+                raise ConfigError(f"edges: {edge.sourceId} -> {edge.destId}: there is no node {end}")
+        inputs[edge.destId].append(LayerInput(layer=str(edge.sourceId), bytes=edge.communicationCost))
+        outputs[edge.sourceId] = max(outputs[edge.sourceId], edge.communicationCost)
+    layers = [_layer(node, inputs[node.id], outputs[node.id]) for node in found.nodes]
+    return Profile(
+        format="penstock profile 1",
+        name=name[:200] or "model",
+        source="piper",
+        microbatches=found.mbsInBatch,
+        layers=layers,
+    )
+
+
+def _layer(node: _Node, inputs: list[str | LayerInput], output: float) -> ProfiledLayer:
+    """Return a node as a layer."""
+    options = [
+        LayerOption(
+            name=each.id,
+            tensor=int(degree),
+            seconds=each.timePerSample,
+            parameters=each.parameterSize,
+            memory=each.memoryUsageB,
+            memory_per_microbatch=each.memoryUsageA,
+            **{
+                key: {end: size for end, size in sizes.items() if size}
+                for key, sizes in (("sync_in", each.syncTimeFw), ("sync_out", each.syncTimeBw))
+                if any(sizes.values())
+            },
+        )
+        for degree, several in node.TMPCs.items()
+        for each in several
+    ]
+    if not options:
+        raise ConfigError(f"node {node.id}: TMPCs: there is no way to execute it")
+    alone = [option for option in options if option.tensor == 1] or options
+    return ProfiledLayer(
+        name=str(node.id), kind=node.name, inputs=inputs, output=output, parameters=alone[0].parameters, options=options
+    )

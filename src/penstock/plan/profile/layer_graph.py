@@ -1,0 +1,266 @@
+"""The layers of a profile as a graph with numbers: what planners compute with."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from penstock.checks import did_you_mean
+from penstock.errors import ConfigError
+from penstock.plan.profile.schema import LayerInput, LayerOption, Number, Numbers, Profile, ProfiledLayer
+
+RECOMPUTE = "recompute"
+"""The name of the option that a layer with measured forwards has without being profiled for it."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to execute a layer: a `LayerOption` at one microbatch size, with layers as numbers."""
+
+    name: str
+    tensor: int
+    seconds: float
+    parameters: float
+    memory: float
+    memory_per_microbatch: float
+    sync_in: dict[int, float] = field(default_factory=dict)
+    sync_out: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GraphLayer:
+    """A layer at one microbatch size; see `ProfiledLayer`.
+
+    Attributes:
+        seconds: forward and backward together; of a layer with options those of the first one on a single device.
+        ways: how it can be executed; at least one.
+    """
+
+    name: str
+    kind: str
+    seconds: float
+    output: float
+    parameters: float
+    ways: tuple[Way, ...]
+
+    @property
+    def tensor_degrees(self) -> frozenset[int]:
+        """The tensor degrees that it has a way for."""
+        return frozenset(way.tensor for way in self.ways)
+
+
+class LayerEdge(NamedTuple):
+    """An edge: layer `target` reads `bytes` of layer `source` per microbatch; both are numbers."""
+
+    source: int
+    target: int
+    bytes: float
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """The layers of a model with what they cost at one microbatch size.
+
+    Attributes:
+        name: of the model.
+        layers: in the order of the file; edges name them by their number.
+        edges: which layer reads which; no two with the same ends.
+        microbatch_size: samples of a microbatch; None if the profile does not say.
+        microbatches: per batch, if the profile has an opinion.
+    """
+
+    name: str
+    layers: tuple[GraphLayer, ...]
+    edges: tuple[LayerEdge, ...]
+    microbatch_size: int | None = None
+    microbatches: int | None = None
+
+    @cached_property
+    def readers(self) -> tuple[tuple[LayerEdge, ...], ...]:
+        """The edges that leave each layer."""
+        found: list[list[LayerEdge]] = [[] for _ in self.layers]
+        for edge in self.edges:
+            found[edge.source].append(edge)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def inputs(self) -> tuple[tuple[LayerEdge, ...], ...]:
+        """The edges that enter each layer."""
+        found: list[list[LayerEdge]] = [[] for _ in self.layers]
+        for edge in self.edges:
+            found[edge.target].append(edge)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The layers in topological order, as near to the order of the file as possible.
+
+        Raises:
+            ConfigError: the graph has a cycle.
+        """
+        left = [len(edges) for edges in self.inputs]
+        ready = [number for number, count in enumerate(left) if not count]
+        found = []
+        while ready:
+            number = heapq.heappop(ready)
+            found.append(number)
+            for edge in self.readers[number]:
+                left[edge.target] -= 1
+                if not left[edge.target]:
+                    heapq.heappush(ready, edge.target)
+        if len(found) < len(self.layers):
+            stuck = next(number for number, count in enumerate(left) if count)
+            raise ConfigError(f"layers: {self.layers[stuck].name!r} is part of a cycle, or reads one; remove an input")
+        return tuple(found)
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward of all layers on one device."""
+        return sum(layer.seconds for layer in self.layers)
+
+
+def sizes_of(profile: Profile) -> tuple[int | None, ...]:
+    """Return the microbatch sizes at which a profile has numbers; None for one that it does not name."""
+    return tuple(profile.microbatch_sizes) if profile.microbatch_sizes else (None,)
+
+
+def layer_graph(profile: Profile, microbatch_size: int | None = None) -> LayerGraph:
+    """Return the layers of a profile with their costs at one microbatch size.
+
+    Args:
+        profile: a checked profile (`read_profile`).
+        microbatch_size: one of `sizes_of(profile)`; the first one if not given.
+
+    Raises:
+        ConfigError: two layers have one name, an input is no layer, a list of numbers does not have one for each
+            microbatch size, the graph has a cycle, or the profile has no such microbatch size.
+    """
+    sizes = sizes_of(profile)
+    if microbatch_size is not None and microbatch_size not in sizes:
+        known = ", ".join(map(str, sizes)) if profile.microbatch_sizes else "none by name"
+        raise ConfigError(f"microbatch size {microbatch_size} was not profiled; the profile has {known}")
+    if list(profile.microbatch_sizes or [1]) != sorted(set(profile.microbatch_sizes or [1])):
+        raise ConfigError(f"microbatch_sizes must ascend, got {profile.microbatch_sizes}")
+    reader = _GraphReader(profile, sizes.index(microbatch_size) if microbatch_size is not None else 0)
+    graph = LayerGraph(
+        profile.name,
+        tuple(reader.layer(number) for number in range(len(profile.layers))),
+        tuple(LayerEdge(source, target, size) for (source, target), size in reader.edges.items()),
+        sizes[reader.at],
+        profile.microbatches,
+    )
+    _ = graph.order
+    return graph
+
+
+class _GraphReader:
+    """Reads layers and edges of a profile at one of its microbatch sizes."""
+
+    def __init__(self, profile: Profile, at: int) -> None:
+        self._layers, self.at, self._count = profile.layers, at, len(sizes_of(profile))
+        self._numbers = {layer.name: number for number, layer in enumerate(profile.layers)}
+        if len(self._numbers) < len(profile.layers):
+            names = [layer.name for layer in profile.layers]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"layers: two of them are named {twice!r}; give each a name of its own")
+        self.edges: dict[tuple[int, int], float] = {}
+        for number, layer in enumerate(profile.layers):
+            self._read_inputs(number, layer)
+
+    def _value(self, value: Numbers, where: str) -> Number:
+        """Return a number at this microbatch size."""
+        if not isinstance(value, list):
+            return float(value)
+        if len(value) != self._count:
+            raise ConfigError(
+                f"{where} has {len(value)} numbers for {self._count} microbatch sizes; give one number, or one for "
+                "each of microbatch_sizes"
+            )
+        return float(value[self.at])
+
+    def _number(self, name: str, where: str) -> int:
+        """Return the number of a layer by its name."""
+        if name not in self._numbers:
+            raise ConfigError(f"{where}: there is no layer {name!r}.{did_you_mean(name, self._numbers)}")
+        return self._numbers[name]
+
+    def _read_inputs(self, number: int, layer: ProfiledLayer) -> None:
+        """Add the edges that enter a layer."""
+        where = f"layer {layer.name!r}"
+        given = layer.inputs
+        if given is None:
+            given = [self._layers[number - 1].name] if number else []
+        for each in given:
+            named = each if isinstance(each, LayerInput) else LayerInput(layer=each)
+            source = self._number(named.layer, f"{where}, inputs")
+            if source == number:
+                raise ConfigError(f"{where} reads itself; remove that input")
+            if (source, number) in self.edges:
+                raise ConfigError(f"{where} has the input {named.layer!r} twice; leave one out")
+            size = self._layers[source].output if named.bytes is None else named.bytes
+            self.edges[source, number] = self._value(size, f"{where}, input {named.layer!r}")
+
+    def layer(self, number: int) -> GraphLayer:
+        """Return a layer at this microbatch size."""
+        layer = self._layers[number]
+        where = f"layer {layer.name!r}"
+        ways = tuple(self._way(number, option, f"{where}, option {option.name!r}") for option in layer.options)
+        pairs = [(way.name, way.tensor) for way in ways]
+        for name, tensor in pairs:
+            if pairs.count((name, tensor)) > 1:
+                raise ConfigError(f"{where} has two options {name!r} of tensor degree {tensor}; name them apart")
+        if layer.forward is not None and layer.backward is not None:
+            forward, backward = (
+                self._value(v, f"{where}, {key}")
+                for v, key in ((layer.forward, "forward"), (layer.backward, "backward"))
+            )
+            seconds = forward + backward
+            ways = ways or self._plain_ways(number, layer, forward, seconds)
+        else:
+            alone = [way for way in ways if way.tensor == 1] or list(ways)
+            if not alone:
+                raise ConfigError(f"{where} needs forward and backward, in seconds, or options")
+            seconds = alone[0].seconds
+        return GraphLayer(
+            layer.name, layer.kind, seconds, self._value(layer.output, f"{where}, output"), layer.parameters, ways
+        )
+
+    def _way(self, number: int, option: LayerOption, where: str) -> Way:
+        """Return an option at this microbatch size."""
+        syncs: list[dict[int, float]] = []
+        for given, key, ends in (
+            (option.sync_in, "sync_in", lambda other: (other, number)),
+            (option.sync_out, "sync_out", lambda other: (number, other)),
+        ):
+            found = {self._number(name, f"{where}, {key}"): size for name, size in given.items()}
+            for other in found:
+                if ends(other) not in self.edges:
+                    raise ConfigError(f"{where}, {key}: no edge joins it and {self._layers[other].name!r}")
+            syncs.append(found)
+        return Way(
+            option.name,
+            option.tensor,
+            self._value(option.seconds, f"{where}, seconds"),
+            option.parameters,
+            option.memory,
+            self._value(option.memory_per_microbatch, f"{where}, memory_per_microbatch"),
+            *syncs,
+        )
+
+    def _plain_ways(self, number: int, layer: ProfiledLayer, forward: float, seconds: float) -> tuple[Way, ...]:
+        """Return the ways of a layer without options: as it is and, where that saves memory, with recompute.
+
+        Weights and gradients are always held. With recompute a microbatch in flight keeps the inputs, and the
+        activations of the one that is run backwards are there once.
+        """
+        where = f"layer {layer.name!r}"
+        output = self._value(layer.output, f"{where}, output")
+        stored = output if layer.stored is None else self._value(layer.stored, f"{where}, stored")
+        held = 2 * layer.parameters
+        plain = Way("plain", 1, seconds, layer.parameters, held, stored)
+        inputs = sum(size for (_, target), size in self.edges.items() if target == number)
+        if inputs >= stored:
+            return (plain,)
+        return plain, Way(RECOMPUTE, 1, seconds + forward, layer.parameters, held + stored, inputs)

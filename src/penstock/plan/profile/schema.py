@@ -1,0 +1,108 @@
+"""The schema of profile files: the layers of a model, what each costs, and which reads which."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+MOST_LAYERS = 5_000
+MOST_DEVICES = 1 << 20
+
+Number = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
+Numbers: TypeAlias = Number | Annotated[list[Number], Field(min_length=1, max_length=64)]
+
+
+def _name(value: object) -> object:
+    """Return a whole number, as YAML reads `layer: 3`, as the name that it stands for."""
+    return str(value) if type(value) is int and value.bit_length() < 64 else value
+
+
+Name = Annotated[str, BeforeValidator(_name), Field(min_length=1, max_length=200)]
+
+
+class _Strict(BaseModel):
+    """No unknown keys, and no text that is read as a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class LayerOption(_Strict):
+    """One way to execute a layer, for planners that choose: on several devices, or with recompute.
+
+    Attributes:
+        name: such as "plain" or "recompute"; distinct among the options with one tensor degree.
+        tensor: how many devices share the layer.
+        seconds: forward and backward of a microbatch.
+        parameters: bytes on each device that replicas add up once per batch.
+        memory: bytes on each device that are always held.
+        memory_per_microbatch: bytes on each device for every microbatch in flight.
+        sync_in: bytes to gather from the shards of an input, by its name, if the input comes from another stage.
+        sync_out: the same of an output that goes to another stage, by the reader's name.
+    """
+
+    name: Name = "plain"
+    tensor: Annotated[int, Field(ge=1, le=MOST_DEVICES)] = 1
+    seconds: Numbers
+    parameters: Number = 0.0
+    memory: Number = 0.0
+    memory_per_microbatch: Numbers = 0.0
+    sync_in: dict[Name, Number] = Field(default_factory=dict, max_length=MOST_LAYERS)
+    sync_out: dict[Name, Number] = Field(default_factory=dict, max_length=MOST_LAYERS)
+
+
+class LayerInput(_Strict):
+    """An input of a layer.
+
+    Attributes:
+        layer: the name of the layer that computes it.
+        bytes: its size per microbatch; the whole output of that layer if not given.
+    """
+
+    layer: Name
+    bytes: Numbers | None = None
+
+
+class ProfiledLayer(_Strict):
+    """A layer, or block, and what it costs; sizes and times are those of one microbatch.
+
+    Attributes:
+        name: unique in the profile.
+        kind: what it is; layers of one kind may be alike.
+        inputs: the layers that it reads; not given: the layer before it in the file. `[]` for none.
+        forward, backward: seconds; the backward is the whole one.
+        output: bytes of its output.
+        stored: bytes that are kept from forward to backward; `output` if not given.
+        parameters: bytes.
+        options: ways to execute it, if it was profiled in several; then forward and backward may be left out.
+    """
+
+    name: Name
+    kind: Annotated[str, Field(max_length=2_000)] = ""
+    inputs: Annotated[list[Name | LayerInput], Field(max_length=MOST_LAYERS)] | None = None
+    forward: Numbers | None = None
+    backward: Numbers | None = None
+    output: Numbers = 0.0
+    stored: Numbers | None = None
+    parameters: Number = 0.0
+    options: Annotated[list[LayerOption], Field(max_length=64)] = Field(default_factory=list)
+
+
+class Profile(_Strict):
+    """A profile file.
+
+    Attributes:
+        format: says what the file is.
+        name: of the model.
+        source: where the numbers come from.
+        microbatch_sizes: the sizes at which lists of numbers were measured, ascending; None if there is one, unnamed.
+        microbatches: microbatches per batch, if the profile has an opinion.
+        layers: in any order in which a layer without `inputs` follows the one that it reads.
+    """
+
+    format: Literal["penstock profile 1"]
+    name: Name = "model"
+    source: Annotated[str, Field(max_length=2_000)] = ""
+    microbatch_sizes: Annotated[list[Annotated[int, Field(ge=1, le=1 << 20)]], Field(min_length=1)] | None = None
+    microbatches: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    layers: Annotated[list[ProfiledLayer], Field(min_length=1, max_length=MOST_LAYERS)]

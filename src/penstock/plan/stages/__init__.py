@@ -1,0 +1,1 @@
+"""What a stage of a plan costs, and which sets of layers may be one."""

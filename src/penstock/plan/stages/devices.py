@@ -1,0 +1,75 @@
+"""The devices of a plan: how many, how they are joined, and how much each holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from penstock.checks import check_whole, in_short, is_number
+from penstock.errors import ConfigError
+from penstock.plan.profile.schema import MOST_DEVICES
+
+
+@dataclass(frozen=True)
+class DeviceLevel:
+    """A level of a cluster: so many units of the level below, or devices, that send to each other.
+
+    Attributes:
+        units: how many.
+        bandwidth: bytes per second between two of them.
+    """
+
+    units: int
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Equal devices in levels, the innermost first: (4 GPUs at 12 GB/s, 2 servers at 1 GB/s) are eight devices.
+
+    Attributes:
+        levels: at least one.
+        memory: bytes of each device; None for no limit.
+    """
+
+    levels: tuple[DeviceLevel, ...]
+    memory: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            ConfigError: there is no level, or a number out of its range.
+        """
+        if not self.levels:
+            raise ConfigError("devices: there must be at least one level")
+        for level in self.levels:
+            check_whole("devices", level.units, 1, MOST_DEVICES)
+            _check_positive("bandwidth", level.bandwidth)
+        check_whole("devices, altogether", self.count, 1, MOST_DEVICES)
+        if self.memory is not None:
+            _check_positive("memory", self.memory)
+
+    @property
+    def count(self) -> int:
+        """The number of devices."""
+        return math.prod(level.units for level in self.levels)
+
+    @property
+    def bandwidth(self) -> float:
+        """The bandwidth of the slowest level, for costs that know one only."""
+        return min(level.bandwidth for level in self.levels)
+
+    def __str__(self) -> str:
+        """Return how many there are, level by level."""
+        return " x ".join(str(level.units) for level in self.levels)
+
+
+def _check_positive(what: str, value: object) -> None:
+    """Refuse what is not a positive, finite number.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not is_number(value) or not 0 < value < 1e30:
+        raise ConfigError(f"{what} must be a number above 0 and below 1e30, got {in_short(value)}")

@@ -1,0 +1,129 @@
+"""Plans: stages on devices, and how a cost function rates them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage of a plan.
+
+    Attributes:
+        layers: numbers of the layers in the graph.
+        replicas: how many copies share the microbatches.
+        tensor: on how many devices each copy is spread.
+        ways: names of the options by which the layers are executed, one each; empty where a planner knows none.
+        inner: with levels of devices, the pipeline that each copy is, on one unit of this level; empty for one device.
+    """
+
+    layers: tuple[int, ...]
+    replicas: int = 1
+    tensor: int = 1
+    ways: tuple[str, ...] = ()
+    inner: tuple[PlannedStage, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        """The devices of all copies."""
+        each = sum(stage.devices for stage in self.inner) if self.inner else self.tensor
+        return self.replicas * each
+
+
+@dataclass(frozen=True)
+class StageRating:
+    """What a stage costs.
+
+    Attributes:
+        seconds: per microbatch of the pipeline, as the cost function adds up or compares its parts.
+        parts: seconds by cause: compute, links, sums.
+        memory: bytes of a device; None where the cost function has no such notion.
+    """
+
+    seconds: float
+    parts: dict[str, float]
+    memory: float | None = None
+
+    @property
+    def limit(self) -> str:
+        """The largest part."""
+        return max(self.parts, key=lambda part: self.parts[part])
+
+
+@dataclass(frozen=True)
+class Rating:
+    """How a cost function rates a plan.
+
+    Attributes:
+        cost: the name of the cost function.
+        seconds: per microbatch (a "sample" of Piper): what planners minimize; infinite if the plan does not fit.
+        stages: the rating of each stage.
+        fault: why the plan does not fit, or "".
+    """
+
+    cost: str
+    seconds: float
+    stages: tuple[StageRating, ...]
+    fault: str = ""
+
+    @property
+    def slowest(self) -> int:
+        """The number of the slowest stage, counted from 0."""
+        return max(range(len(self.stages)), key=lambda at: self.stages[at].seconds)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A class of candidates that was not looked into, and why nothing is lost.
+
+    Attributes:
+        what: the class in words.
+        bound: why no member of it can be the answer, with the number.
+    """
+
+    what: str
+    bound: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan as a planner found it.
+
+    Attributes:
+        planner: its name.
+        stages: in the order of the pipeline.
+        rating: by the cost function that it was searched for.
+        notes: what there is to say about it.
+        samples: of a microbatch.
+    """
+
+    planner: str
+    stages: tuple[PlannedStage, ...]
+    rating: Rating
+    notes: tuple[str, ...] = ()
+    samples: int = 1
+
+    @property
+    def devices(self) -> int:
+        """How many devices it uses."""
+        return sum(stage.devices for stage in self.stages)
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """The time by its rating, per sample."""
+        return self.rating.seconds / self.samples
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a planner answers.
+
+    Attributes:
+        plan: the best one; None if none fits.
+        skipped: the classes of candidates that were not looked into.
+        why: why there is no plan, or "".
+    """
+
+    plan: Plan | None
+    skipped: tuple[Skipped, ...] = field(default=())
+    why: str = ""

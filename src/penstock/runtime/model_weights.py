@@ -1,0 +1,129 @@
+"""The weights of the whole model, as users save and load them: by name, from all ranks and into the unsplit model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.comm.core.rank_grid import RankGrid
+from penstock.errors import ConfigError
+from penstock.runtime.engine import Engine
+from penstock.runtime.full_state import gather_state, names_in, shares_of, with_all_names, with_the_rest
+from penstock.runtime.setup.rank_state import RankState
+from penstock.schedule.ir.schedule import Stage
+from penstock.stage.stage_runtime import StageRuntime
+
+_LOG = logging.getLogger(__name__)
+
+
+class ModelWeights:
+    """The part of `Pipeline` that hands out weights and takes others.
+
+    Attributes:
+        grid: all ranks, and which of them are in this process.
+    """
+
+    grid: RankGrid
+    _engine: Engine
+    _ranks: list[RankState]
+    _given: tuple[Any, Mapping[str, Any]]
+
+    @property
+    def stages(self) -> dict[Stage, StageRuntime]:
+        """The stages in this process; of the first pipeline, where it holds several."""
+        first = self._ranks[0].key.pipeline
+        return {n: stage for state in self._ranks if state.key.pipeline == first for n, stage in state.stages.items()}
+
+    def full_state_dict(self, model: nn.Module | None = None, *, averaged: bool = False) -> dict[str, Tensor]:
+        """Return parameters and buffers of the whole model, which the model that was not divided can load.
+
+        Call it between two runs. Between processes all ranks call it together; rank 0 gets the tensors, on the CPU, and
+        the others an empty dict. Names are those of the blocks and of what is in them: of blocks ``{"transformer.h.0":
+        ..., "lm_head": ...}`` those of a model that has them there. Shared parameters come under each of their names.
+        Of several pipelines it is the first one's state, or that of the model that they have in common.
+
+        Args:
+            model: whose names tensors are to have, if blocks were given under others (as a list, or in modules made for
+                the pipeline). They are found by identity, so it is the model that the blocks were taken from. What it
+                has beside the blocks is there, too, as it is on rank 0.
+            averaged: the averaged weights (`ema_decay`).
+
+        Raises:
+            ConfigError: the blocks were not taken from that model.
+            PenstockError: a run is under way.
+            TransportError: a peer is dead, or did not call this in time.
+        """
+        self._engine.check_idle()
+        stages = [stage for key, stage in self.stages.items() if key.direction == 0]  # others hold copies of them
+        own, fault = with_all_names(self._state_of(stages, averaged), stages), None
+        if model is not None:
+            try:
+                names = names_in(model, stages)
+                own = {new: tensor for name, tensor in own.items() for new in names.get(name, ())}
+            except ConfigError as error:
+                fault = str(error)
+        found = gather_state(own, self.grid, fault)
+        return with_the_rest(found, model) if found and model is not None else found
+
+    def state_dict(self, *, averaged: bool = False) -> dict[str, Tensor]:
+        """Return parameters and buffers of the stages in this process, newest or averaged; shared ones under one name.
+
+        The tensors share the pipeline's memory, in which the next updates write other versions and gradients: clone
+        what is to outlive the next batch. What is written into them between two runs is where the next one begins. In
+        one process other copies of the same stage take it over; between processes write the same into all of them.
+
+        Where parallel pipelines have a model in common beside their own weights (`Combine`), parameters are those of
+        that model, which begins anew from what has been written into the weights of all pipelines between two runs. Of
+        two directions of a stage, the buffers are those of the first, where both are here, as evaluations read them.
+
+        Args:
+            averaged: the averaged weights (`ema_decay`).
+        """
+        return self._state_of(self._by_place(), averaged)
+
+    def _by_place(self) -> list[StageRuntime]:
+        """The stages in this process, of several copies of one the first last."""
+        return sorted(self.stages.values(), key=lambda stage: -stage.place)
+
+    def _state_of(self, stages: Iterable[StageRuntime], averaged: bool) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {}
+        for stage in stages:
+            if self._engine.at_rest:
+                (stage.adopt if stage.weights.agreement is None else stage.refresh)()
+            state.update(stage.module.state())
+            state.update(stage.weights.newest_tensors())  # in the middle of a run another version may be bound
+            state.update(stage.weights.presented(averaged))
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Let the next run begin with other weights and buffers, such as those that `full_state_dict` returned.
+
+        As with a model in plain torch, optimizers go on as they are. To go on with a run as if it had not ended, with
+        its optimizers, schedulers and older versions, save and load it with `penstock.Checkpoints`.
+
+            pipeline.load_state_dict(torch.load("model.pt"))  # between processes on every rank
+
+        Args:
+            state: by the names of `full_state_dict()`, those of the whole model. (What has the names of the unsplit
+                model is loaded into that, on every rank; the pipeline takes it over.)
+
+        Raises:
+            ConfigError: a name is missing or unknown, or a tensor has another shape; nothing has been loaded then.
+            PenstockError: a run is under way.
+        """
+        self._engine.check_idle()
+        blocks = self._given[1]
+        here = dict(pair for stage in self._by_place() for pair in stage.module.named_modules())
+        own = here | {name: blocks[name] for name in here if isinstance(blocks[name], nn.Module)}
+        shares = shares_of(state, list(blocks), own)
+        for name, share in shares.items():  # a block that another process trains has the same weights then
+            block = own.get(name, blocks[name])
+            if isinstance(block, nn.Module):
+                block.load_state_dict(share, strict=False)
+        _LOG.warning(
+            "load_state_dict has loaded weights, and no state of optimizers. To go on with a run that was interrupted: "
+            "checkpoints = penstock.Checkpoints(pipeline, folder); checkpoints.load()"
+        )

@@ -1,0 +1,30 @@
+"""What a new pipeline is given first: its model, an optimizer and a scheduler, looked at together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.partition.blocks import named_blocks
+from penstock.weights.optim.instances import refuse_instances
+
+
+def blocks_of(blocks: Any, optimizer: Any, lr_scheduler: Any) -> dict[str, Any]:
+    """Return the blocks of a model by name.
+
+    Raises:
+        ConfigError: the model is one module, or the optimizer or the scheduler exist already, as first scripts have
+            them; the message shows all the lines to write, so that one attempt after it is enough.
+    """
+    faults, named = [], {}
+    try:
+        named = named_blocks(blocks)
+    except ConfigError as error:
+        faults.append(str(error))
+    try:
+        refuse_instances(optimizer, lr_scheduler)
+    except ConfigError as error:
+        faults.append(str(error))
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return named

@@ -1,0 +1,131 @@
+"""The plans of a job, made once: rank 0 builds and proves their schedules, and hands every rank its own program.
+
+Another rank makes the same plan of its own blocks and options, with what it was told of the schedule, and all compare
+what they have made. So nobody but rank 0 sees a schedule as a whole, and one that is wrong, or another one on some
+rank, is found all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch.distributed as dist
+
+from penstock.comm.collective.hand_out import HandedOut, hand_out
+from penstock.errors import PenstockError
+from penstock.runtime.plan.known_schedule import KnownSchedule
+from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
+from penstock.runtime.setup.same_plan import check_same_plans
+from penstock.schedule.build import evaluation_of
+from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.proof.check import Proof, check
+from penstock.schedule.rank_proof import common_part, own_part, rank_proof
+from penstock.schedule.rank_schedule import Json, rank_schedule, schedule_facts
+
+Known = Mapping[str, KnownSchedule]
+"""What is known of schedules that another rank has built, by the names of their plans."""
+
+_ONE = ""
+
+
+def shared_plan(
+    make: Callable[[KnownSchedule | None], UnprovenPlan], control: dist.ProcessGroup | None
+) -> PipelinePlan:
+    """The proven plan of this rank; between processes all call this together.
+
+    Args:
+        make: makes it, but for its proof, of what is known of its schedule, which it builds if that is None.
+        control: a process group on the CPU; None in a single process.
+
+    Raises:
+        ConfigError: ranks have different plans; or whatever else `make` raises.
+        ScheduleError: the schedule is wrong; where only m is too small, the message names the smallest legal m.
+        TransportError: a peer is dead.
+    """
+    return shared_plans(lambda known: {_ONE: make(known.get(_ONE))}, control)[_ONE]
+
+
+def shared_plans(
+    make: Callable[[Known], Mapping[str, UnprovenPlan]],
+    control: dist.ProcessGroup | None,
+    prove: Callable[[str, UnprovenPlan], PipelinePlan] = lambda _, draft: draft.prove(),
+) -> dict[str, PipelinePlan]:
+    """Several proven plans of this rank, by name.
+
+    Args:
+        make: makes all of them, but for their proofs.
+        control: as of `shared_plan`.
+        prove: proves one.
+
+    Raises:
+        ConfigError, ScheduleError, TransportError: as `shared_plan`.
+    """
+
+    def proven() -> dict[str, PipelinePlan]:
+        return {name: prove(name, draft) for name, draft in make({}).items()}
+
+    if control is None:
+        return proven()
+    made: dict[str, PipelinePlan] = {}
+
+    def hand() -> HandedOut:
+        made.update(proven())
+        return HandedOut(
+            {name: _common(plan) for name, plan in made.items()},
+            lambda other: {name: _own(plan.proof, other) for name, plan in made.items()},
+        )
+
+    common, own = hand_out(hand, "planning the pipeline", control)
+    drafts: Mapping[str, UnprovenPlan] = made
+    failure = None
+    if not made:
+        try:
+            drafts = make({name: KnownSchedule(*part["schedules"]) for name, part in common.items()})
+        except PenstockError as error:  # which rank 0 has not met
+            failure = error
+    check_same_plans(drafts, failure, control)
+    rank = dist.get_rank(control)
+    return made or {
+        name: draft.proven(_received(draft.schedule, rank, common[name]["proof"], own[name]))
+        for name, draft in drafts.items()
+    }
+
+
+def share_evaluation(schedule: Schedule, control: dist.ProcessGroup | None) -> Proof:
+    """The proof of the schedule by which the model of another one is evaluated, made as in `shared_plan`.
+
+    Args:
+        schedule: of the training.
+        control: as of `shared_plan`.
+
+    Raises:
+        TransportError: a peer is dead.
+    """
+    if control is None:
+        return check(evaluation_of(schedule))
+    made = list[Proof]()
+
+    def hand() -> HandedOut:
+        made.append(check(evaluation_of(schedule)))
+        common = {"schedule": schedule_facts(made[0].schedule), "proof": common_part(made[0])}
+        return HandedOut(common, lambda other: _own(made[0], other))
+
+    common, own = hand_out(hand, "planning evaluations", control)
+    if made:
+        return made[0]
+    received = rank_schedule(common["schedule"], lambda: evaluation_of(schedule))
+    return _received(received, dist.get_rank(control), common["proof"], own)
+
+
+def _common(plan: PipelinePlan) -> Json:
+    known = KnownSchedule.of(plan.given, plan.schedule, [len(part) for part in plan.parts])
+    return {"schedules": known, "proof": common_part(plan.proof)}
+
+
+def _own(proof: Proof, rank: int) -> Json:
+    """The part of a rank of the job; parallel pipelines have one after the other's ranks."""
+    return own_part(proof.lowered, rank % proof.schedule.ranks)
+
+
+def _received(schedule: Schedule, rank: int, common: Json, own: Json) -> Proof:
+    return rank_proof(schedule, rank % schedule.ranks, common, own)

@@ -1,0 +1,169 @@
+"""Saved states of sharded pipelines: rows by rows on disk, read at any width, depth and sharding."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.checkpoint.manager import Checkpoints
+from penstock.errors import CheckpointError
+from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.rank.snapshot import Saving, Snapshot
+from penstock.schedule.build import make_schedule
+from support.cases import (
+    Case,
+    Outcome,
+    add_decisions,
+    assert_equal_tensors,
+    expected,
+    make_batches,
+    make_blocks,
+    make_pipeline,
+)
+from support.pool import Pool
+from support.sharded import assert_as_whole, joined, parts_of_state
+from support.snapshots import Kept
+
+
+def saved_by(case: Case, level: str, batch: int) -> Kept:
+    """The snapshots that a run takes on the way."""
+    found: list[Snapshot] = []
+    for _ in make_pipeline(case, sharding=level).run(make_batches(case), save=Saving(batch, found.append)):
+        pass
+    return Kept([snapshot for snapshot in found if snapshot.batch == batch])
+
+
+def others(case: Case) -> dict[str, Any]:
+    return make_blocks(case.model, seed=99)
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+@pytest.mark.parametrize(
+    ("before", "after"), [("gradients", "none"), ("none", "optimizer"), ("optimizer", "gradients")]
+)
+def test_a_run_goes_on_under_another_sharding(method: str, before: str, after: str) -> None:
+    case = Case(method, 2, 2, width=2, spans=(7,), clip=0.4, skips=())
+    kept, wanted = saved_by(case, before, 4), expected(case)
+    pipeline = make_pipeline(case, sharding=after, blocks=others(case))
+    pipeline.load(kept)
+    outcome = Outcome()
+    for report in pipeline.run(make_batches(case)[4:]):
+        add_decisions(outcome, case, report.decided)
+    add_decisions(outcome, case, pipeline.decided())
+    outcome.weights = pipeline.state_dict()
+    outcome.decided = [*wanted.decided[:4], *outcome.decided]
+    if after != "none":
+        assert_as_whole(outcome, [parts_of_state(pipeline)], wanted)
+    assert repr(outcome.decided) == repr(wanted.decided)
+    assert_equal_tensors({n: outcome.weights[n] for n in wanted.weights}, wanted.weights, "weights")
+
+
+SHAPES = [(2, 2, "gradients"), (1, 1, "none"), (3, 1, "none"), (2, 4, "gradients"), (1, 3, "optimizer"), (2, 2, "none")]
+
+
+def test_any_depth_width_and_sharding_reads_any_other() -> None:
+    """A state goes through all shapes and comes back as it was."""
+    first = Case("2bw", *(2, 2), width=2, spans=(5,), clip=0.4)
+    wanted = kept = saved_by(first, "gradients", 3)
+    for (_, _, before), (depth, width, level) in pairwise([*SHAPES, SHAPES[0]]):
+        case = Case("2bw", depth, 4, width=width, spans=(5,), clip=0.4)
+        pipeline = make_pipeline(case, sharding=level, blocks=others(case))
+        pipeline.load(kept)
+        kept = Kept(pipeline.snapshots())
+        assert before
+    tensors = {n: t for n, t in kept.tensors.items() if not n.startswith("fixed")}
+    assert_equal_tensors(tensors, {n: t for n, t in wanted.tensors.items() if not n.startswith("fixed")}, "state")
+    assert any("@" in name for name in tensors)
+
+
+def test_each_pipeline_saves_its_own_rows_and_the_first_one_the_rest() -> None:
+    case = Case("2bw", 1, 2, width=3, spans=(2,))
+    pipeline = make_pipeline(case, sharding="gradients")
+    for _ in pipeline.run(make_batches(case)):
+        pass
+    first, *rest = sorted(pipeline.snapshots(), key=lambda snapshot: snapshot.place)
+    assert {name for name in first.tensors if "exp_avg/" in name} == set()
+    assert first.tensors["optimizer/exp_avg@0/table.weight"].shape == (5, 8)
+    for place, other in enumerate(rest, 1):
+        assert all(name.startswith(("optimizer/exp_avg", "fixed.")) for name in other.tensors)
+        assert other.tensors[f"optimizer/exp_avg_sq@{5 * place}/table.weight"].shape == (5 if place == 1 else 3, 8)
+    assert sum(s.nbytes for s in rest) < first.nbytes
+
+
+@pytest.mark.parametrize("lost", [0, 5, 10])
+def test_rows_that_are_missing_in_a_saved_state(lost: int) -> None:
+    case = Case("2bw", 1, 2, width=3, spans=(2,))
+    kept = saved_by(case, "gradients", 2)
+    del kept.tensors[f"optimizer/exp_avg@{lost}/table.weight"]
+    with pytest.raises(CheckpointError, match=r"lacks (the first rows|rows \d+ to \d+) of optimizer/exp_avg/table"):
+        make_pipeline(case, blocks=others(case)).load(kept)
+
+
+def test_averages_and_evaluations_of_a_sharded_run() -> None:
+    """The average moves when a version is whole; hooks see whole weights; evaluations read them."""
+    for method in ("1f1b", "2bw"):
+        case = Case(method, 2, 2, width=2, spans=(6,), clip=0.4)
+        held = make_batches(case)[:1]
+        seen = []
+        for level in ("none", "gradients"):
+            pipeline = make_pipeline(case, sharding=level, ema_decay=0.9)
+            shown: dict[str, torch.Tensor] = {}
+            pipeline.on_update(lambda n, w, shown=shown: shown.update({f"{k} {n}": v.clone() for k, v in w.items()}))
+            evaluated = []
+            for report in pipeline.run(make_batches(case), evaluate=Evaluating(2, held)):
+                evaluated += report.evaluated
+            evaluated += pipeline.evaluated()
+            seen.append((shown, evaluated, pipeline))
+        (plain, plainly, whole), (sharded, too, divided) = seen
+        assert_equal_tensors(sharded, plain, "what hooks see")
+        assert too[: len(plainly)] == plainly  # the last version is evaluated, too, as the pipeline is drained
+        assert len(plainly) == 2
+        assert divided.evaluate(held) == whole.evaluate(held)
+        assert divided.evaluate(held, averaged=True) == whole.evaluate(held, averaged=True)
+        assert_equal_tensors(divided.full_state_dict(averaged=True), whole.full_state_dict(averaged=True), "average")
+
+
+def save_on_ranks(group: dist.ProcessGroup, case: Case, folder: str) -> Any:
+    pipeline = make_pipeline(case, group, sharding="gradients")
+    checkpoints = Checkpoints(pipeline, folder)
+    for _ in pipeline.run(make_batches(case)[:3], save=checkpoints.every(3)):
+        pass
+    checkpoints.wait()
+    return parts_of_state(pipeline)
+
+
+def test_a_checkpoint_of_processes_is_read_in_one(pool: Pool, tmp_path: Path) -> None:
+    case = Case("2bw", 2, 2, width=2, spans=(6,), clip=0.4, skips=())
+    parts = pool.submit(save_on_ranks, case, str(tmp_path), ranks=4)
+    for level, width in (("none", 1), ("optimizer", 4)):
+        here = Case("2bw", 1, 4 // width, width=width, spans=(6,), clip=0.4, skips=())
+        pipeline: Pipeline = make_pipeline(here, sharding=level, blocks=others(here))
+        loaded = Checkpoints(pipeline, tmp_path).load()
+        assert loaded is not None
+        assert loaded.batch == 3
+        wanted, found = joined(parts), joined([parts_of_state(pipeline)])
+        for name, state in wanted.items():
+            assert_equal_tensors(found[name], state, name)
+
+
+def test_methods_change_within_a_sharded_run() -> None:
+    case = Case("1f1b", 2, 3, width=2, spans=(9,), clip=0.4)
+    batches, found = make_batches(case), []
+    for level in ("none", "gradients"):
+        pipeline = make_pipeline(case, sharding=level)
+        losses = []
+        for first, method in enumerate(("1f1b", "2bw", "gpipe")):
+            if first:
+                pipeline.switch(make_schedule(method, 2, 3))
+            losses += [repr(report.loss) for report in pipeline.run(batches[3 * first : 3 * first + 3])]
+        found.append((losses, {name: weight.clone() for name, weight in pipeline.state_dict().items()}))
+        assert pipeline.schedule.sharding.level == level
+    (losses, weights), (others_, sharded) = found
+    assert losses == others_
+    assert_equal_tensors(sharded, weights, "weights")

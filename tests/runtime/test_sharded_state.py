@@ -1,0 +1,118 @@
+"""State sharded over parallel pipelines: every number is that of the reference and of pipelines that hold all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock.runtime.options.division import DataParallel
+from penstock.runtime.pipeline import Pipeline
+from penstock.schedule.build import make_schedule
+from penstock.verify.reference import Scaling
+from support.cases import Case, Outcome, assert_equal_tensors, expected, make_batches, make_pipeline
+from support.pool import Pool
+from support.sharded import assert_as_whole, train_sharded
+
+CLIP = 0.4  # of most batches
+CASES = [
+    Case("1f1b", 2, 3, width=2, spans=(12, 8), clip=CLIP),
+    Case("2bw", 2, 3, width=3, spans=(12, 8), clip=CLIP),
+    Case("2bw", 1, 2, "mixed", "momentum", width=2, spans=(11, 9), clip=CLIP),
+    Case("gpipe", 3, 2, "mixed", "sgd", width=3, spans=(20,), clip=CLIP, recompute="block"),
+    Case("interleaved", 2, 2, "mixed", "nadam", width=2, spans=(7,), clip=CLIP, options=(("chunks", 2),)),
+    Case("2bw", 2, 2, "faint", "adamw", width=2, spans=(9, 11), clip=0.7, tied=True),
+    Case("1f1b", 2, 2, "mixed", "two rates", width=3, spans=(7,), clip=CLIP, tied=True, recompute="stage"),
+    Case("2bw", 2, 2, "half", width=2, spans=(9,), scaling=Scaling(2.0**24, 2.0, 0.5, 2)),
+    Case("zb-h1", 2, 4, width=2, spans=(6,)),
+]
+
+
+@pytest.mark.parametrize("level", ["optimizer", "gradients"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.method}-{c.depth}-{c.width}-{c.model}-{c.optimizer}")
+def test_a_sharded_run_has_the_numbers_of_the_reference(case: Case, level: str) -> None:
+    wanted = expected(case)
+    assert case.clip is None or sum(norm > case.clip for _, _, norm, *_ in wanted.decided) >= len(wanted.decided) / 2
+    outcome, parts, _ = train_sharded(None, case, level)
+    assert_as_whole(outcome, [parts], wanted)
+
+
+def test_zero_rows_and_a_parameter_without_dimensions() -> None:
+    """Three pipelines, of which some have no row of a small parameter; frozen parameters have no state."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.two = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(2, 8))
+            self.fixed = nn.Parameter(torch.randn(8), requires_grad=False)
+
+        def forward(self, x: Any) -> Any:
+            return self.scale * x + self.two.sum(0) + self.fixed
+
+    case = Case("2bw", 2, 2, "mixed", width=3, spans=(4,), clip=CLIP)
+
+    def blocks() -> dict[str, Any]:
+        torch.manual_seed(5)
+        return {
+            "table": nn.Embedding(13, 8), "a": Scaled(), "b": nn.Linear(8, 8), "c": nn.Linear(8, 8), "d": Scaled(),
+            "head": nn.Linear(8, 13),
+        }  # fmt: skip
+
+    plain = make_pipeline(case, blocks=blocks())
+    for _ in plain.run(make_batches(case)):
+        pass
+    for level in ("optimizer", "gradients"):
+        outcome, _, _ = train_sharded(None, case, level, blocks=blocks())
+        assert_equal_tensors(outcome.weights, plain.state_dict(), level)
+
+
+def on_rank(group: dist.ProcessGroup, case: Case, level: str) -> Any:
+    return train_sharded(group, case, level)
+
+
+@pytest.mark.parametrize(
+    ("case", "level"),
+    [
+        (Case("2bw", 2, 3, width=2, spans=(12, 8), clip=CLIP), "gradients"),
+        (Case("1f1b", 1, 2, "mixed", "momentum", width=3, spans=(7,), clip=CLIP), "gradients"),
+        (Case("2bw", 2, 2, "faint", width=2, spans=(7,), clip=0.7, tied=True), "optimizer"),
+    ],
+    ids=lambda c: getattr(c, "method", c),
+)
+def test_processes_have_the_numbers_of_the_reference(pool: Pool, case: Case, level: str) -> None:
+    results = pool.submit(on_rank, case, level, ranks=case.depth * case.width)
+    outcomes, parts, _ = zip(*results, strict=True)
+    whole = Outcome(decided=outcomes[0].decided)
+    for place, outcome in enumerate(outcomes):
+        assert repr(outcome.decided) == repr(whole.decided)
+        for name, weight in outcome.weights.items():
+            assert torch.equal(whole.weights.setdefault(name, weight), weight), (place, name)
+    assert_as_whole(whole, parts, expected(case))
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize(("level", "each"), [("none", 20.0), ("optimizer", 12.0), ("gradients", 12.0)])
+def test_2bw_takes_12_bytes_and_8_divided_by_the_width(level: str, each: float, width: int) -> None:
+    """The ledger, byte for byte: three buffers, and Adam's two numbers for the rows that a pipeline steps."""
+    torch.manual_seed(0)
+    pipeline = Pipeline(
+        {name: nn.Linear(48, 48, bias=False) for name in "abcd"},
+        make_schedule("2bw", 2, 2),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.Adam(named, lr=0.01),
+        data_parallel=DataParallel(width, sharding=level),
+    )
+    batch = torch.randn(4 * width, 48), torch.randn(4 * width, 48)
+    for _ in pipeline.run([batch] * 4):
+        pass
+    parameters = 2 * 48 * 48
+    counters = 2 * 4  # a step for each parameter
+    scratch = parameters * 4 if level == "none" else 2 * (48 // width) * 48 * 4
+    state = 8 if level == "none" else 8 / width
+    for live in pipeline.live_bytes().values():
+        roles = {role: live.get(role, 0) for role in ("weights", "gradients", "idle buffers", "optimizer")}
+        assert roles["optimizer"] == state * parameters + counters + scratch
+        assert sum(roles.values()) - counters - scratch == (each + (0 if level == "none" else state)) * parameters

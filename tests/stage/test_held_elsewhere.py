@@ -1,0 +1,180 @@
+"""What a process has of the stages of others is not taken for the trained model."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import penstock
+from penstock.errors import ConfigError
+from penstock.stage.checks.held_elsewhere import HeldElsewhere, HeldModule
+from support.pool import Pool
+
+BATCHES = [(torch.full((4, 3), 0.5), torch.zeros(4, 2))] * 2
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def make_pipeline(model: nn.Module, group: dist.ProcessGroup | None, **options: Any) -> penstock.Pipeline:
+    given = {"method": "1f1b", "stages": 2, "microbatches": 2, "partition": [3, 2]} | options
+    return penstock.Pipeline(
+        model,
+        loss=F.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        group=group,
+        timeout=20.0,
+        **given,
+    )
+
+
+def refused(call: Any) -> str:
+    with pytest.raises(ConfigError, match="is trained by another process") as error:
+        call()
+    return str(error.value)
+
+
+def save_after_a_run(group: dist.ProcessGroup) -> tuple[list[str], Any]:
+    """Whatever a script does with its model after a run, from whole to nothing."""
+    model = make_model()
+    pipeline = make_pipeline(model, group)
+    torch.save(model.state_dict(), io.BytesIO())  # before a run it is the model
+    list(pipeline.run(BATCHES))
+    other = 2 if dist.get_rank(group) else 4  # a layer of the other rank
+    x = torch.zeros(1, 4)
+    said = [
+        refused(model.state_dict),
+        refused(lambda: model(torch.zeros(1, 3))),
+        refused(lambda: torch.save(model, io.BytesIO())),
+        refused(copy.deepcopy(model).state_dict),
+        refused(lambda: model[other](x)),
+    ]
+    model[6 - other].state_dict()  # one of this rank
+    weights = pipeline.full_state_dict()
+    if weights:
+        model.load_state_dict(weights)
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
+        model(torch.zeros(1, 3))
+        torch.save(model, io.BytesIO())
+        copy.deepcopy(model).state_dict()
+    list(pipeline.run(BATCHES))  # and what was loaded is from before again
+    said.append(refused(model.state_dict))
+    return said, weights
+
+
+def test_a_state_dict_of_a_model_in_several_processes_is_refused(pool: Pool) -> None:
+    (first, weights), (second, _) = pool.submit(save_after_a_run, ranks=2)
+    assert [said[:9] for said in first] == ["block '4'"] * 6
+    assert [said[:9] for said in second] == ["block '0'"] * 4 + ["block '2'", "block '0'"]
+    for said in (*first, *second):
+        assert "weights = pipeline.full_state_dict()  # all ranks call it" in said
+    assert "torch.save(weights, path)" in first[0]
+    assert "model.load_state_dict(weights)" in first[1]
+    alone = make_model()
+    list(make_pipeline(alone, None).run(BATCHES))
+    for name, tensor in alone.state_dict().items():
+        assert torch.equal(weights[name], tensor), name
+
+
+def cut_otherwise(group: dist.ProcessGroup, loads: str) -> Any:
+    """A second pipeline of the same model, another part of which each process trains."""
+    model = make_model()
+    first = make_pipeline(model, group)
+    list(first.run(BATCHES))
+    weights = first.full_state_dict()
+    sent = [weights]
+    dist.broadcast_object_list(sent, src=0, group=group)
+    saved = first.snapshots()
+    second = make_pipeline(model, group, partition=[1, 4])
+    if dist.get_rank(group):
+        with pytest.raises(ConfigError, match="block '2' was trained by another process for an earlier pipeline"):
+            second.run(BATCHES)
+    if loads == "weights":
+        second.load_state_dict(sent[0])
+    else:
+        model.load_state_dict(sent[0])
+    del saved
+    list(second.run(BATCHES))
+    return second.full_state_dict()
+
+
+@pytest.mark.parametrize("loads", ["weights", "model"])
+def test_weights_from_before_are_not_trained_further(pool: Pool, loads: str) -> None:
+    found, _ = pool.submit(cut_otherwise, loads, ranks=2)
+    alone = make_model()
+    list(make_pipeline(alone, None).run(BATCHES))
+    list(make_pipeline(alone, None, partition=[1, 4]).run(BATCHES))
+    assert all(torch.equal(found[name], tensor) for name, tensor in alone.state_dict().items())
+
+
+# --- one module -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_loaded_whole_counts() -> None:
+    layer = nn.Linear(2, 2)
+    held = HeldModule("head", layer)
+    assert not held.stale
+    held.mark()
+    assert held.stale
+    layer.load_state_dict({"weight": torch.ones(2, 2)}, strict=False)
+    assert held.stale  # the bias is from before
+    layer.load_state_dict({"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+    assert not held.stale
+    state = layer.state_dict()
+    held.mark()
+    layer.load_state_dict(state, assign=True)  # the same values, but somebody has loaded them
+    assert not held.stale
+
+
+def test_tensors_of_other_processes_may_be_written_without_torch_knowing() -> None:
+    """As a broadcast into p.data is."""
+    layer = nn.Linear(2, 2)
+    held = HeldModule("head", layer)
+    held.mark()
+    for p in layer.parameters():
+        p.data.add_(1)
+    assert not held.stale
+
+
+def test_a_copy_of_a_stale_module_is_stale_until_it_is_loaded() -> None:
+    layer = nn.Linear(2, 2)
+    held = HeldModule("head", layer)
+    state = layer.state_dict()
+    held.mark()
+    twin = copy.deepcopy(layer)
+    with pytest.raises(ConfigError, match="block 'head' is trained by another process"):
+        twin.state_dict()
+    twin.load_state_dict(state)
+    twin.state_dict()
+    assert held.stale
+
+
+def test_frozen_and_shared_modules_are_nobody_elses() -> None:
+    """A frozen layer stays what it is; of a tied parameter this process trains its own copy."""
+    tied, frozen, other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)
+    first = nn.Linear(2, 2, bias=False)
+    tied.weight = first.weight
+    blocks = {"first": first, "frozen": frozen, "other": other, "tied": tied}
+    held = HeldElsewhere(blocks, ["first"])
+    held.begin()
+    for module in (first, frozen, tied):
+        module.state_dict()
+        module(torch.zeros(1, 2))
+    with pytest.raises(ConfigError, match="block 'other'"):
+        other.state_dict()
+    later = HeldElsewhere(blocks, ["other", "tied"])
+    with pytest.raises(ConfigError, match="block 'other' was trained by another process for an earlier pipeline"):
+        later.begin()
+    later.loaded()
+    later.begin()
+    HeldElsewhere(blocks, ["first"]).begin()  # a second pipeline adds no hooks
+    assert len(other._state_dict_pre_hooks) == 1

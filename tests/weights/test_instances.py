@@ -1,0 +1,122 @@
+"""Optimizers and schedulers that exist already are refused at once, with lines that make what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+import penstock
+from penstock.errors import ConfigError
+from penstock.weights.optim.instances import refuse_instances
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2))]
+
+
+def code_of(optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """What the lines of the message define; the pipeline itself is left out."""
+    with pytest.raises(ConfigError) as refused:
+        refuse_instances(optimizer, scheduler)
+    names: dict[str, Any] = {"torch": torch}
+    for line in str(refused.value).splitlines()[1:]:
+        if not line.strip().startswith("pipeline = "):
+            exec(line.strip(), names)
+    return names
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "defaults": lambda p: torch.optim.AdamW(p),
+    "settings": lambda p: torch.optim.AdamW(p, lr=0.02, betas=(0.8, 0.9), weight_decay=0.1),
+    "tensor": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.5), amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+}
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+    "one-cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.25, total_steps=60),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 7, eta_min=0.01),
+    "step": lambda o: lr_scheduler.StepLR(o, step_size=3),
+    "linear": lambda o: lr_scheduler.LinearLR(o, start_factor=0.5, total_iters=4),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_line_makes_the_same_optimizer(name: str) -> None:
+    made = OPTIMIZERS[name](parameters())
+    again = code_of(made, None)["make_optimizer"](parameters())
+    assert type(again) is type(made)
+    assert repr(again.defaults) == repr(made.defaults).replace("tensor(0.5000)", "0.5")
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_both_are_refused_at_once_and_the_lines_make_the_same_rates(name: str) -> None:
+    made = OPTIMIZERS["sgd"](parameters())
+    names = code_of(made, SCHEDULERS[name](made))
+    made, again = OPTIMIZERS["sgd"](parameters()), names["make_optimizer"](parameters())
+    rates: list[list[tuple[float, float]]] = []
+    for optimizer, scheduler in ((made, SCHEDULERS[name](made)), (again, names["make_scheduler"](again))):
+        rates.append([])
+        for _ in range(8):
+            rates[-1].append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+            optimizer.step()
+            scheduler.step()
+    assert rates[0] == rates[1]
+    assert len(set(rates[0])) > 1
+
+
+def test_a_scheduler_of_the_script_is_found_by_its_optimizer() -> None:
+    """It was given to nobody, so its steps would reach nobody."""
+    optimizer = OPTIMIZERS["sgd"](parameters())
+    scheduler = SCHEDULERS["one-cycle"](optimizer)
+    names = code_of(optimizer, None)
+    assert isinstance(names["make_scheduler"](OPTIMIZERS["sgd"](parameters())), type(scheduler))
+    other = OPTIMIZERS["sgd"](parameters())
+    assert "make_scheduler" not in code_of(other, None)
+    assert "make_scheduler" not in code_of(other, lambda optimizer: optimizer)
+
+
+def test_a_scheduler_alone() -> None:
+    names = code_of(lambda named: None, SCHEDULERS["step"](OPTIMIZERS["sgd"](parameters())))
+    assert "make_optimizer" not in names
+    assert names["make_scheduler"](OPTIMIZERS["sgd"](parameters())).step_size == 3
+
+
+def test_what_cannot_be_known_is_left_open() -> None:
+    optimizer = torch.optim.SGD([{"params": parameters()}, {"params": parameters(), "lr": 1.0}], lr=0.1)
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (n + 1))
+    with pytest.raises(
+        ConfigError, match=r"SGD\(named, lr=0.1\)  # sort the pairs \(name, parameter\) into 2 groups"
+    ) as said:
+        refuse_instances(optimizer, scheduler)
+    assert "LambdaLR(optimizer, lr_lambda=...)" in str(said.value)
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+def test_a_first_script_hears_of_all_at_once() -> None:
+    """A model in place of blocks, an optimizer and a scheduler in place of functions; each attempt costs a reader."""
+    model = Whole()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, 60)
+    with pytest.raises(ConfigError) as refused:
+        penstock.Pipeline(
+            model, "2bw", stages=2, microbatches=4, loss=F.mse_loss, optimizer=optimizer, lr_scheduler=scheduler
+        )  # type: ignore[call-overload]
+    said = str(refused.value)
+    assert "blocks = {'first': model.first, 'second': model.second}" in said
+    assert "make_optimizer = lambda named: torch.optim.AdamW(named, lr=0.01)" in said
+    assert (
+        "make_scheduler = lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=60)"
+        in said
+    )
+    assert "pipeline = penstock.Pipeline(..., optimizer=make_optimizer, lr_scheduler=make_scheduler)" in said
