@@ -63,7 +63,7 @@ def trained_by_name(group: dist.ProcessGroup | None, wrapped: bool) -> tuple[dic
     model = Net()
     pipeline = make_pipeline([Wrapped(part) if wrapped else part for part in model.parts()], group)
     list(pipeline.run(data()))
-    return pipeline.full_state_dict(model), list(pipeline.full_state_dict())
+    return dict(pipeline.full_state_dict(model)), list(pipeline.full_state_dict())
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -78,6 +78,17 @@ def test_of_a_list_of_blocks_names_are_those_of_the_model(wrapped: bool) -> None
     assert all(torch.equal(found[name], tensor) for name, tensor in twin.state_dict().items())
     assert not torch.equal(found["norm.running_mean"], Net().norm.running_mean)  # type: ignore[arg-type]
     assert torch.equal(found["unused.weight"], Net().unused.weight)
+
+
+def test_averages_come_under_all_names_of_the_model() -> None:
+    """Also a shared one, whose newest weights the model holds under both of its names."""
+    model = Net()
+    pipeline = make_pipeline(model.parts(), ema_decay=0.5)
+    list(pipeline.run(data()))
+    found, by_block = pipeline.full_state_dict(model, averaged=True), pipeline.full_state_dict(averaged=True)
+    assert torch.equal(found["head.weight"], by_block["0.weight"])
+    assert torch.equal(found["body.embed.weight"], by_block["0.weight"])
+    assert not torch.equal(found["head.weight"], model.head.weight)
 
 
 def test_between_processes_the_first_has_all_names(pool: Pool) -> None:
@@ -111,7 +122,7 @@ def started_again(group: dist.ProcessGroup | None, method: str, state: dict[str,
     pipeline = make_pipeline(Net(seed=5).parts(), group, method=method)
     pipeline.load_state_dict(state)
     list(pipeline.run(data()))
-    return pipeline.full_state_dict()
+    return dict(pipeline.full_state_dict())
 
 
 @pytest.mark.parametrize(("method", "ranks"), [("1f1b", 0), ("2bw", 0), ("chimera", 0), ("1f1b", 2), ("chimera", 2)])

@@ -47,7 +47,7 @@ class LocalLane:
         if form is None or form != self._form:
             self._check(message)
             self._form = form
-        message = TensorMessage(message.header, _copied(message.tree), message.wants_gradient)
+        message.tree = _copied(message.tree)
         if self._receives:
             ticket.complete()
             self._receives.popleft().complete(message)
