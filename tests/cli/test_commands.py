@@ -42,6 +42,7 @@ def test_methods_as_json(monkeypatch, capsys):
         "2bw-eager",
         "error-feedback",
         "2bw-ahead",
+        "2bw-layered",
         "vertical-sync",
         "chimera",
         "dualpipe",

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 
+from penstock.comm.core import background as module
 from penstock.comm.core.background import Background
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import TransportError
@@ -54,3 +55,26 @@ def test_it_keeps_nothing_of_what_is_done_and_ends_once_all_is_done() -> None:
     thread.join(10.0)
     assert second.result is True
     assert not thread.is_alive()
+
+
+def test_work_goes_on_where_its_caller_issues_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a copy of what the caller computes on a stream of its own may begin before that is done."""
+    streams, seen = iter("ab"), list[tuple[str, str]]()
+    monkeypatch.setattr(module, "issuing_stream", lambda: Stream(next(streams), seen))
+    background, tickets = Background("streams"), [Ticket("lane"), Ticket("lane")]
+    for number, ticket in enumerate(tickets):
+        background.later([ticket], lambda number=number: seen.append((f"work {number}", "")))
+    tickets[1].wait(10.0, "rank 0")
+    background.close()
+    assert seen[:5] == [("enter", "a"), ("work 0", ""), ("exit", "a"), ("enter", "b"), ("work 1", "")]
+
+
+class Stream:
+    def __init__(self, name: str, seen: list[tuple[str, str]]) -> None:
+        self._name, self._seen = name, seen
+
+    def __enter__(self) -> None:
+        self._seen.append(("enter", self._name))
+
+    def __exit__(self, *_: object) -> None:
+        self._seen.append(("exit", self._name))

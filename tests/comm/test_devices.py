@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.comm.core.devices import BOTH, choose_backend, choose_device, on_device
 from penstock.comm.core.tagged_group import TaggedGroup
@@ -91,6 +93,28 @@ def test_a_tree_goes_to_a_device() -> None:
     assert moved["a"].device == moved["b"][0].device == META
     assert moved["b"][1:] == (3, None)
     assert on_device(here, CPU) is here
+
+
+class Copies(TorchDispatchMode):
+    """Notes which copies between devices the host waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[bool] = []
+
+    def __torch_dispatch__(self, function: Any, _: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function is torch.ops.aten._to_copy.default:
+            self.waits.append(not options.get("non_blocking", False))
+        return function(*arguments, **(options or {}))
+
+
+def test_the_host_waits_for_what_it_is_to_read_itself() -> None:
+    """Torch pins the memory of a copy to the host that nobody waits for, and returns before it is there."""
+    with FakeTensorMode(), Copies() as copies:
+        far = torch.empty(3, device="cuda")
+        assert on_device(far, CPU).device == CPU
+        assert on_device(torch.empty(3), far.device).device == far.device
+    assert copies.waits == [True, False]
 
 
 def test_what_a_lane_receives_goes_to_the_device_of_the_rank() -> None:

@@ -28,6 +28,7 @@ def grid(width: int = 1) -> Any:
 
 @pytest.fixture
 def with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports, "gather_json", lambda kind, *_: [kind] * 4)
     monkeypatch.setattr(transports, "backends", lambda _: {"cpu": "gloo", "cuda": "nccl"})
 
 
@@ -44,6 +45,14 @@ def test_ranks_of_one_process_share_a_transport_with_their_pipeline() -> None:
 def test_nccl_is_for_stages_on_gpus() -> None:
     assert isinstance(choose_transports(grid(2), {GPU}), NcclTransports)
     assert isinstance(choose_transports(grid(2), {CPU}), GlooTransports)
+
+
+@pytest.mark.usefixtures("with_nccl")
+@pytest.mark.parametrize("here", [CPU, GPU])
+def test_where_a_rank_has_no_gpu_all_take_gloo(monkeypatch: pytest.MonkeyPatch, here: torch.device) -> None:
+    """A rank that took NCCL by itself would wait for ever for the groups that others do not make."""
+    monkeypatch.setattr(transports, "gather_json", lambda kind, *_: [kind, "cuda", "cpu"])
+    assert isinstance(choose_transports(grid(3), {here}), GlooTransports)
 
 
 def test_without_nccl_everything_travels_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

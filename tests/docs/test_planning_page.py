@@ -27,7 +27,7 @@ def test_the_profile_of_the_page():
 def test_the_commands_of_the_page(line, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yaml = "format: penstock profile 1\nlayers: [{name: a, forward: 1, backward: 2}]\n"
-    for name in ("vgg16.yaml", "bert.yaml"):
+    for name in ("vgg16.yaml", "bert.yaml", "blocks.yaml"):
         (tmp_path / name).write_text(yaml)
     costs = "forward_compute_time=1, backward_compute_time=1, activation_size=1, parameter_size=1"
     (tmp_path / "vgg16.graph.txt").write_text(f"a -- Linear -- {costs}\n")

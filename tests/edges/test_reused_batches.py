@@ -102,26 +102,27 @@ def train_on_buffers(group: Any, method: str, count: int, by_numpy: bool) -> tup
     return "", {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
 
 
+NEEDED = {"stash:in_flight=7/1": 5}  # buffers: batches that are read at a time, one of them ahead
 ENDLESS = ["2bw", "stash", "newest", "stash:in_flight=7/1"]
 
 
 @pytest.mark.parametrize(
     ("method", "count", "ranks"),
-    [(method, count, 0) for method in ("1f1b", *ENDLESS) for count in (2, 3, 4)]
-    + [("1f1b", 2, 2), ("2bw", 3, 2), ("newest", 5, 2), ("stash:in_flight=7/1", 4, 2)],
+    [(method, count, 0) for method in ("1f1b", *ENDLESS) for count in (2, 3, 4, 5)]
+    + [("1f1b", 2, 2), ("2bw", 3, 2), ("newest", 4, 2), ("stash:in_flight=7/1", 4, 2)],
 )
-def test_several_buffers_in_turns_are_refused_or_do_no_harm(pool: Pool, method: str, count: int, ranks: int) -> None:
+def test_several_buffers_in_turns_are_refused_or_are_enough(pool: Pool, method: str, count: int, ranks: int) -> None:
     """Never silently: by numpy, so that autograd notices nothing; where batches overlap their memory is read longer."""
     if ranks:
         found = pool.submit(train_on_buffers, method, count, True, ranks=ranks, fresh=True)
     else:
         found = [train_on_buffers(None, method, count, True)]
     said = [text for text, _ in found]
-    if count == 2:
+    further = ranks > 0 and method in ENDLESS  # the last rank reads that much further ahead
+    if count < NEEDED.get(method, 3) + further:
         assert any(text.startswith("DataError: batch 0 was written into") for text in said), said
-    if any(said):
-        assert any("was written into by the loader" in text for text in said), said
         return
+    assert not any(said), said
     whole = pipeline_of_model(make_model(), method=method)
     list(whole.run(make_data(12)))
     weights = {name: tensor for _, state in found for name, tensor in state.items()}

@@ -50,14 +50,12 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
     ("name", "rank", "moment"),
     [
         ("worker: SIGSEGV", 1, Moment("steady", 60, 0.0)),
-        ("worker, restarts: SIGKILL", 0, Moment("steady", 30, 0.0)),
-        ("disk: full for good", 0, Moment("steady", 20, 0.0)),
         ("disk: the folder of checkpoints is blocked, two torchruns", 0, Moment("steady", 20, 0.0)),
         ("files: stage of the newest checkpoint, flip", 0, Moment("steady", 40, 0.0)),
     ],
 )
 def test_a_fault_changes_no_bit(trials: Trials, name: str, rank: int, moment: Moment) -> None:
-    """The short form of `make faults`."""
+    """The short form of `make faults`; restarts and full disks have tests of their own."""
     found = trials.carry_out(Case(0, kind_named(name), SHAPE, rank, moment), name)
     assert found["wrong"] == []
     assert found["in_time"]

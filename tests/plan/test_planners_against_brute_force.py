@@ -13,6 +13,7 @@ from penstock.plan.stages.devices import DeviceLevel, Devices
 from support.brute_force_plans import (
     best_by_piper,
     best_by_two_bw,
+    memory_of,
     pipedream_time,
     piper_time,
     small_graph,
@@ -80,6 +81,8 @@ def test_piper_equals_brute_force(seed):
         feasible += 1
         own = piper_time(graph, trial_of(graph, search.plan.stages), bandwidth, batch, memory)
         assert search.plan.rating.seconds == pytest.approx(own, rel=CLOSE)
+        held = memory_of(trial_of(graph, search.plan.stages))
+        assert [stage.memory for stage in search.plan.rating.stages] == pytest.approx(held)
         assert own == pytest.approx(expected, rel=CLOSE)
         assert search.plan.notes == ()
     assert feasible > 25

@@ -80,6 +80,17 @@ def test_of_a_list_of_blocks_names_are_those_of_the_model(wrapped: bool) -> None
     assert torch.equal(found["unused.weight"], Net().unused.weight)
 
 
+def test_averages_come_under_all_names_of_the_model() -> None:
+    """Also a shared one, whose newest weights the model holds under both of its names."""
+    model = Net()
+    pipeline = make_pipeline(model.parts(), ema_decay=0.5)
+    list(pipeline.run(data()))
+    found, by_block = pipeline.full_state_dict(model, averaged=True), pipeline.full_state_dict(averaged=True)
+    assert torch.equal(found["head.weight"], by_block["0.weight"])
+    assert torch.equal(found["body.embed.weight"], by_block["0.weight"])
+    assert not torch.equal(found["head.weight"], model.head.weight)
+
+
 def test_between_processes_the_first_has_all_names(pool: Pool) -> None:
     (found, _), (nothing, _) = pool.submit(trained_by_name, True, ranks=2)
     wanted, _ = trained_by_name(None, True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import passes
 from support.cases import Case, assert_same, expected, make_batches, make_pipeline, train, train_on_ranks
 from support.order_cases import ORDERS, PAIRS, case_of
@@ -80,6 +81,14 @@ def test_options_of_orders(name: str, p: int, m: int, options: dict[str, int]) -
     case = Case(name, p, m, options=tuple(options.items()), spans=(3, 2), skips=(3,))
     case = replace(case, model="long") if case.schedule.num_stages == 8 else case
     assert_same(train(None, case), expected(case))
+
+
+@pytest.mark.parametrize(("p", "m", "chunks"), [(1, 2, 3), (2, 3, 2), (3, 4, 2), (2, 1, 2)])
+def test_endless_breadth_first_has_the_numbers_of_2bw(p: int, m: int, chunks: int) -> None:
+    """2bw-layered on whole state: batches overlap, and backwards through a rank's first chunk are put off."""
+    case = Case("2bw-layered", p, m, spans=(3, 2), skips=(3,), clip=0.6, options=(("chunks", chunks),))
+    whole = make_schedule(case.method, p, m, options={"chunks": chunks}, sharding="none")
+    assert_same(train(None, case, schedule=whole), expected(case))
 
 
 @pytest.mark.parametrize("m", [4, 8, 11])

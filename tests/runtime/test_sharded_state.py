@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from penstock.runtime.options.division import DataParallel
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import make_schedule
+from penstock.schedule.proof.state_bytes import state_bytes
 from penstock.verify.reference import Scaling
 from support.cases import Case, Outcome, assert_equal_tensors, expected, make_batches, make_pipeline
 from support.pool import Pool
@@ -28,6 +30,10 @@ CASES = [
     Case("1f1b", 2, 2, "mixed", "two rates", width=3, spans=(7,), clip=CLIP, tied=True, recompute="stage"),
     Case("2bw", 2, 2, "half", width=2, spans=(9,), scaling=Scaling(2.0**24, 2.0, 0.5, 2)),
     Case("zb-h1", 2, 4, width=2, spans=(6,)),
+    Case("2bw", 2, 2, "mixed", "configured muon", width=3, spans=(6,), clip=CLIP),
+    Case("1f1b", 2, 2, "mixed", "adafactor", width=2, spans=(6,), clip=CLIP),
+    Case("2bw", 1, 2, "mixed", "configured soap", width=2, spans=(6,), clip=CLIP),
+    Case("gpipe", 2, 2, "mixed", "configured basis-rotation", width=3, spans=(6,), clip=CLIP),
 ]
 
 
@@ -61,12 +67,22 @@ def test_zero_rows_and_a_parameter_without_dimensions() -> None:
             "head": nn.Linear(8, 13),
         }  # fmt: skip
 
-    plain = make_pipeline(case, blocks=blocks())
-    for _ in plain.run(make_batches(case)):
-        pass
-    for level in ("optimizer", "gradients"):
-        outcome, _, _ = train_sharded(None, case, level, blocks=blocks())
-        assert_equal_tensors(outcome.weights, plain.state_dict(), level)
+    optimizers = (
+        lambda named: torch.optim.AdamW(named, lr=0.01),
+        lambda named: torch.optim.Adagrad(
+            named, lr=0.01, initial_accumulator_value=0.1
+        ),  # whose state is there at once
+        lambda named: torch.optim.Adafactor(named, lr=0.01),
+    )
+    for make in optimizers:
+        plain = make_pipeline(case, blocks=blocks(), optimizer=make)
+        for _ in plain.run(make_batches(case)):
+            pass
+        for level in ("optimizer", "gradients"):
+            divided = make_pipeline(case, blocks=blocks(), optimizer=make, sharding=level)
+            for _ in divided.run(make_batches(case)):
+                pass
+            assert_equal_tensors(divided.state_dict(), plain.state_dict(), level)
 
 
 def on_rank(group: dist.ProcessGroup, case: Case, level: str) -> Any:
@@ -94,13 +110,14 @@ def test_processes_have_the_numbers_of_the_reference(pool: Pool, case: Case, lev
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize(("level", "each"), [("none", 20.0), ("optimizer", 12.0), ("gradients", 12.0)])
-def test_2bw_takes_12_bytes_and_8_divided_by_the_width(level: str, each: float, width: int) -> None:
-    """The ledger, byte for byte: three buffers, and Adam's two numbers for the rows that a pipeline steps."""
+@pytest.mark.parametrize("level", ["none", "optimizer", "gradients"])
+@pytest.mark.parametrize(("method", "rest"), [("2bw", 12), ("1f1b", 8)])
+def test_adam_takes_8_bytes_divided_by_the_width(method: str, rest: int, level: str, width: int) -> None:
+    """The ledger is what the proof derives, byte for byte: under 2bw 12 + 8/w bytes for each parameter."""
     torch.manual_seed(0)
     pipeline = Pipeline(
         {name: nn.Linear(48, 48, bias=False) for name in "abcd"},
-        make_schedule("2bw", 2, 2),
+        make_schedule(method, 2, 2),
         loss=nn.functional.mse_loss,
         optimizer=lambda named: torch.optim.Adam(named, lr=0.01),
         data_parallel=DataParallel(width, sharding=level),
@@ -109,10 +126,12 @@ def test_2bw_takes_12_bytes_and_8_divided_by_the_width(level: str, each: float, 
     for _ in pipeline.run([batch] * 4):
         pass
     parameters = 2 * 48 * 48
-    counters = 2 * 4  # a step for each parameter
-    scratch = parameters * 4 if level == "none" else 2 * (48 // width) * 48 * 4
-    state = 8 if level == "none" else 8 / width
+    each = rest + (8 if level == "none" else Fraction(8, width))
+    counters = 2 * 4  # a number of steps for each parameter
+    scratch = 0 if method == "1f1b" else 4 * parameters // (1 if level == "none" else width)
     for live in pipeline.live_bytes().values():
         roles = {role: live.get(role, 0) for role in ("weights", "gradients", "idle buffers", "optimizer")}
-        assert roles["optimizer"] == state * parameters + counters + scratch
-        assert sum(roles.values()) - counters - scratch == (each + (0 if level == "none" else state)) * parameters
+        assert roles["optimizer"] == (each - rest) * parameters + counters + scratch
+        assert sum(roles.values()) - counters - scratch == each * parameters
+    for rank in range(2):
+        assert sum(state_bytes(pipeline.proof, rank, width)) == each

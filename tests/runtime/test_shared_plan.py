@@ -26,7 +26,7 @@ from support.pool import Pool
 
 pytestmark = pytest.mark.processes
 
-LIMIT = 3.0  # seconds
+LIMIT = 2.0  # seconds
 
 
 def plain(name: str | None, group: dist.ProcessGroup | None, m: int | None, **changes) -> Pipeline:

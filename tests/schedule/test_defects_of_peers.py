@@ -99,7 +99,7 @@ def test_activations_do_not_grow_with_the_microbatches(method: str) -> None:
 
 OTHER_VALUES = {
     "chunks": 3, "group": 6, "waves": 2, "backward": 1, "in_flight": 2, "slices": 3, "limit": 3, "forward": 2,
-    "input": 2, "weight": 2, "hop": 1, "held": 50, "pairs": 2, "ahead": 3,
+    "input": 2, "weight": 2, "hop": 1, "held": 50, "pairs": 2, "ahead": 3, "late": 3,
 }  # fmt: skip
 OPTIONS = [
     (name, option)

@@ -17,6 +17,9 @@ from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.schedule.transforms.gather_slots import stays
+from penstock.simulate.costs import Costs
+from penstock.simulate.long_run import steady_bubble
+from penstock.simulate.network import Network
 
 FLUSHED = [name for name, row in METHODS.items() if row.rule == "flush"]
 LEVELS = ("optimizer", "gradients", "full")
@@ -155,7 +158,11 @@ def test_an_optimizer_sharded_gradient_is_not_summed_twice():
             "sharding optimizer goes with the rules flush and double-buffer so far, not with 'stash'",
         ),
         ("zb-h2-post", "full", "not with 'provisional'"),
-        ("2bw-ahead", "full", "take optimizer or gradients, or a method that flushes, such as layered"),
+        (
+            "2bw-ahead",
+            "full",
+            "take optimizer or gradients, or a breadth-first order: layered, which flushes, or 2bw-layered",
+        ),
         (
             "error-feedback",
             "gradients",
@@ -221,7 +228,7 @@ def test_a_method_may_be_sharded_by_itself_and_a_user_may_say_otherwise(name, or
 def test_methods_know_the_levels_that_they_take():
     both, every = (Level.OPTIMIZER, Level.GRADIENTS), (Level.OPTIMIZER, Level.GRADIENTS, Level.FULL)
     levels = {name: row.shardings for name, row in METHODS.items()}
-    assert {name for name, found in levels.items() if found == every} == set(FLUSHED)
+    assert {name for name, found in levels.items() if found == every} == {*FLUSHED, "2bw-layered"}
     assert {name for name, found in levels.items() if found == both} == {"2bw", "2bw-eager", "2bw-ahead"}
     assert {len(found) for found in levels.values()} == {0, 2, 3}
     for name, found in levels.items():
@@ -229,6 +236,52 @@ def test_methods_know_the_levels_that_they_take():
             if level not in found:
                 with pytest.raises(ConfigError, match="; take .*|set sharding to none"):
                     prove(name, 4, 8, sharding=level)
+
+
+@pytest.mark.parametrize(("p", "v", "k"), [(1, 2, 2), (2, 2, 2), (3, 2, 2), (4, 4, 3), (2, 5, 3)])
+def test_endless_breadth_first_gathers_once_more_than_a_flush_and_is_never_idle(p, v, k):
+    """2bw on fully sharded state: the backwards that a rank puts off read a version of their own, whatever m is."""
+    for m in (max(2 * (p - 1), p + 1), 4 * p):
+        proof = prove("2bw-layered", p, m, options={"chunks": v}, sharding=f"full:weights={k}")
+        assert counts(proof) == ([2 * v - k + 1] * (p - 1) + [2 * v - k], [v] * p)
+        assert all(s.gathered == k for s in proof.shards)
+        assert all((f.delay.forward, f.delay.backward) == (1, 1) for f in proof.stages.values())
+        assert all((f.versions, f.buffers) == (2, 3) for f in proof.stages.values())
+        assert parse_schedule(str(proof.schedule)) == proof.schedule
+        for backward in (1.0, 2.0, 3.0):
+            costs = Costs.uniform(proof.schedule, 1.0, backward / 2, backward / 2)
+            assert steady_bubble(proof.lowered, costs, proof.steady_from + 2) == pytest.approx(0, abs=1e-12)
+    if k > 2:  # a place beyond those of the two stages that passes are at, so that its gathers are hidden
+        network = Network.of_time(proof.schedule, 0.5)
+        assert steady_bubble(
+            proof.lowered, replace(Costs.uniform(proof.schedule), network=network), proof.steady_from + 2
+        ) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "gradients", "full:weights=1:gradients=1", "full:weights=9"])
+@pytest.mark.parametrize(("p", "v", "m"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (3, 2, 2), (2, 3, 5)])
+def test_endless_breadth_first_is_proven_with_any_places_and_any_m(p, v, m, sharding):
+    proof = prove("2bw-layered", p, m, options={"chunks": v}, sharding=sharding, decides=True)
+    assert proof.schedule.sharding.level == sharding.split(":")[0]
+    assert {f.buffers for f in proof.stages.values()} <= {2, 3}
+
+
+LAYERED_FAULTS = [
+    ("GATHER[t-1]@0^t-2 F0@2", "GATHER[t-1]@0^t-1 F0@2", "reads version t-2, which is not gathered here"),
+    ("RELEASE[t]@0^t-1 GATHER[t-1]@0^t-2", "GATHER[t-1]@0^t-2", "gathers version t-2, which is gathered already"),
+    ("REDUCE[t-1]@0 B0@2", "B0@2", "stage 0 must run REDUCE for nothing"),
+    ("GATHER[t]@0^t-1 GATHER", "GATHER[t]@0^t GATHER", r"F0@0\^t-1: reads version t-1, which is not gathered here"),
+    ("RELEASE[t-1]@0^t-2 REDUCE", "REDUCE", r"rank 0 still has gathered weights of version \[-1\]"),
+    ("drain 0: GATHER[t-1]@0^t-2 ", "drain 0: ", "which is not gathered here"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("there", "instead", "said"), LAYERED_FAULTS)
+def test_faults_in_fully_sharded_2bw_are_found(there, instead, said):
+    text = str(prove("2bw-layered", 2, 2).schedule)
+    assert there in text
+    with pytest.raises(ScheduleError, match=said):
+        check(parse_schedule(text.replace(there, instead, 1)))
 
 
 def test_the_runtime_refuses_level_full_by_name():

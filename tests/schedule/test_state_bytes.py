@@ -38,6 +38,19 @@ def test_layered_accumulation_with_adam(v, w):
         assert total(split, w, True, rank) == 2 + Fraction(8, v) + Fraction(16, w)
 
 
+@pytest.mark.parametrize(("v", "w"), [(3, 2), (4, 64)])
+def test_fully_sharded_2bw_with_adam(v, w):
+    """Three buffers of 4 bytes and two moments, all of them shards, and what is gathered and accumulates.
+
+    In low precision versions are of 2 bytes beside the weights that are updated; only of a rank's first stage no two
+    sums wait at once.
+    """
+    proof = prove("2bw-layered", 2, 4, options={"chunks": v})
+    for rank in range(2):
+        assert total(proof, w, False, rank) == Fraction(20, w) + Fraction(16, v)
+        assert total(proof, w, True, rank) == (20 - Fraction(2, v)) / w + Fraction(12, v)
+
+
 @pytest.mark.parametrize("low", [False, True])
 def test_a_flush_without_sharding_has_16_or_18_bytes(low):
     assert total(prove("1f1b", 2, 4), 4, low) == (18 if low else 16)

@@ -103,6 +103,15 @@ def _piper_stage(graph: LayerGraph, stage: TrialStage, bandwidth: float, batch: 
     return (traffic / stage.data + sums) / bandwidth + sum(way.seconds for way in ways.values()) / stage.data
 
 
+def memory_of(stages: list[TrialStage]) -> list[float]:
+    """The bytes of a device of each stage, by Piper's cost function."""
+    found = []
+    for at, stage in enumerate(stages):
+        y = math.ceil(sum(each.data for each in stages[at:]) / stage.data)
+        found.append(sum(way.memory + y * way.memory_per_microbatch for way in stage.ways))
+    return found
+
+
 def best_by_piper(graph: LayerGraph, devices: int, bandwidth: float, batch: int, memory: float) -> float:
     """The least time of all plans by Piper's cost function."""
     degrees = [

@@ -103,8 +103,9 @@ def traffic() -> str:
 
 
 def sharded_anew(text: str) -> str:
-    """The page on sharded state with its table as it comes out now."""
-    return _TRAFFIC.sub(lambda match: match[1] + traffic() + match[2], text)
+    """The page on sharded state with its table and its drawing as they come out now."""
+    text = _TRAFFIC.sub(lambda match: match[1] + traffic() + match[2], text)
+    return _DRAWING.sub(lambda match: drawing(match[1]), text)
 
 
 def made_anew(text: str) -> str:

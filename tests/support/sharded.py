@@ -32,7 +32,8 @@ def parts_of_state(pipeline: Pipeline) -> Parts:
             weights = stage.weights
             if not isinstance(weights, TrainedWeights) or weights.updater.optimizer is None:
                 continue
-            for name, parameter in weights.updater.parameters.items():
+            for name in weights.updater.own:
+                parameter = weights.updater.parameters[name]
                 state = weights.updater.optimizer.state.get(parameter, {})
                 found.setdefault(name, []).append((rank.key.pipeline, dict(state)))
     return found

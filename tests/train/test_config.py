@@ -283,7 +283,7 @@ def test_options_of_methods_are_listed_under_their_sections():
             assert method.name in re.split(", |: ", meaning)
     assert found["options.chunks"] == (
         2,
-        "interleaved, depth-first-full, breadth-first, layered, zb-interleaved (docs/orders.md)",
+        "interleaved, depth-first-full, breadth-first, layered, 2bw-layered, zb-interleaved (docs/orders.md)",
     )
     assert found["options.ahead"][0] == 2
     assert "\n#   correction.beta: of i-timeprest: the share " in commented_reference()

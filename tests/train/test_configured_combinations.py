@@ -67,6 +67,16 @@ def built(prepared: Prepared) -> None:
                 continue_under(pipeline, prepared.plan_of(other))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_sharded_updates_are_built_or_refused_before(optimizer: str, data: Path) -> None:
+    changes = [*changes_of("2bw", "width", data), f"optimizer.name={optimizer}"]
+    for level in ("optimizer", "gradients"):
+        built(prepare(load_config(None, [*changes, f"sharding={level}", "fallback.at=3", "fallback.method=gpipe"])))
+    for wrong in ("sharding=full", "sharding=some", "sharding=optimizer width=1", "sharding=gradients precision=bf16"):
+        with pytest.raises(REFUSALS):
+            prepare(load_config(None, [*changes, *wrong.split()]))
+
+
 @pytest.mark.parametrize("feature", CHANGES)
 @pytest.mark.parametrize("method", UNLIKE)
 def test_what_cannot_be_built_is_refused_before(method: str, feature: str, data: Path) -> None:

@@ -6,6 +6,7 @@ import resource
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.checkpoint.format import checkpoints, place_of
+from penstock.errors import CheckpointError
 from penstock.train import loop, reporter
 from penstock.train.config.load import validate_config
 from penstock.train.graceful_stop import DrainRequest
@@ -66,6 +68,17 @@ class Recording:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *told: self.events.append((name, told[0] if told else None))
+
+
+def test_they_are_shown_even_if_the_weights_cannot_be_written_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last lines of a run are not reached then, and a short run has ended before its figures are posted."""
+    monkeypatch.setattr(loop, "save_weights", mock.Mock(side_effect=CheckpointError("no room")))
+    run = mock.Mock()
+    with pytest.raises(CheckpointError, match="no room"):
+        loop._Loop._finish(run, 1.0)
+    assert [name for name, *_ in run.method_calls] == [
+        "_save", "reporter.write_timeline", "_validate", "reporter.warn",
+    ]  # fmt: skip
 
 
 def train_on_a_small_disk(group: dist.ProcessGroup, values: dict[str, Any], folder: str, most: int) -> list[Any]:

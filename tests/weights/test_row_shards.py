@@ -30,6 +30,20 @@ def test_rows_are_divided_as_torch_divides_them(count: int, holders: int) -> Non
         assert torch.equal(rows.of(tensor), chunk)
 
 
+def test_whole_parameters_go_to_whoever_has_the_least() -> None:
+    shapes = {"a": (8, 16), "b": (4, 16), "c": (4, 16), "d": (2, 16), "e": ()}
+    layout = Layout({name: torch.empty(shape) for name, shape in shapes.items()})
+    owned = [set(RowShards(layout, 2, place, whole=True).own(views(shapes))) for place in (0, 1)]
+    assert owned == [{"a", "d"}, {"b", "c", "e"}]
+    for name, count in (("a", 8), ("b", 4), ("e", 1)):
+        first, second = (RowShards(layout, 2, 0, whole=True).rows(name, holder) for holder in (0, 1))
+        assert (first.end, second.first) == ((count, count) if name == "a" else (0, 0))
+
+
+def views(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    return {name: torch.zeros(shape) for name, shape in shapes.items()}
+
+
 def test_what_has_no_dimensions_belongs_to_the_first_holder() -> None:
     tensor = torch.tensor(2.0)
     first, second = (rows.of(tensor) for rows in rows_of(tensor, 2))

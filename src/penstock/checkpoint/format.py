@@ -2,7 +2,8 @@
 
     checkpoints/batch-00000100/index.json              schema, facts, checksum of every file, file of every tensor
     checkpoints/batch-00000100/stage-0.safetensors
-    checkpoints/batch-00000100/stage-0.1.safetensors   buffers of stage 0 in pipeline 1, if it has any
+    checkpoints/batch-00000100/stage-0.1.safetensors   what stage 0 in pipeline 1 has to itself, if it has any:
+                                                       buffers, and its rows of a sharded optimizer state
     checkpoints/batch-00000100/frozen-0.safetensors    frozen parameters of stage 0, if it has any
 
 Tensors are named after parameters (`penstock.runtime.rank.snapshot`), so a model with other stages can read them. A

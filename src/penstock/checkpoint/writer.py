@@ -253,8 +253,10 @@ class Writer:
         before = [] if self._completed is None else [_verdict(self._completed)]
         self._posts.remove([*keys, *before])
         self._completed = batch
-        self._posts.post(_verdict(batch), json.dumps(failure))
-        self._tell(batch, failure)
+        try:
+            self._tell(batch, failure)
+        finally:  # whoever has waited for the verdict may count on it that it was told
+            self._posts.post(_verdict(batch), json.dumps(failure))
 
     def _await(self, keys: Sequence[str], patience: float) -> list[str] | None:
         """Return the texts of some keys once all are there; None if they are not within `patience` seconds."""

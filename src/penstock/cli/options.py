@@ -84,7 +84,12 @@ DataPath = Annotated[
 Changes = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_SET)]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="YAML with keys and values; options and --set go before them."),
+    typer.Option(
+        "--config",
+        "--plan",
+        metavar="FILE",
+        help="YAML with keys and values, or what penstock plan wrote; options and --set go before them.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", metavar=FLAG, help="Print JSON instead of a table.")]
 ListKeys = Annotated[bool, typer.Option("--keys", metavar=FLAG, help="List every key with its default and meaning.")]

@@ -13,6 +13,7 @@ from rich.console import Console
 from penstock.cli.options import FLAG, AsJson
 from penstock.cli.output import print_json
 from penstock.errors import ConfigError
+from penstock.files import write_whole
 
 _UNITS = {
     "": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30,
@@ -82,8 +83,8 @@ CostName = Annotated[
     typer.Option(
         "--cost",
         metavar="NAME",
-        help="The cost function to plan for: pipedream, piper or 2bw-paper. If not given, the planner's own, and "
-        "for default that of the program which the profile is from.",
+        help="The cost function to plan for: pipedream, piper, 2bw-paper or simulated. If not given, the planner's "
+        "own, and for default that of the program which the profile is from.",
     ),
 ]
 PerBatch = Annotated[
@@ -96,6 +97,12 @@ SamplesPerBatch = Annotated[
 ]
 Straight = Annotated[
     bool, typer.Option("--straight", metavar=FLAG, help="With pipedream's cost: no stage has replicas.")
+]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="FILE", help="With cost simulated: write the plan, for [bold]penstock train --plan[/bold]."
+    ),
 ]
 Compression = Annotated[
     float | None,
@@ -120,6 +127,7 @@ def plan(
     global_batch: SamplesPerBatch = None,
     straight: Straight = False,
     compression: Compression = None,
+    out: PlanFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan stages and their devices for a profiled model, by planners of papers or the best of all they know.
@@ -129,7 +137,7 @@ def plan(
     from penstock.plan.planners.pipedream import Choices
     from penstock.plan.planning import PlanRequest, make_plan
     from penstock.plan.profile.files import read_profile
-    from penstock.plan.report import planning_json, planning_tables
+    from penstock.plan.report import plan_file, planning_json, planning_tables
 
     request = PlanRequest(
         read_profile(profile),
@@ -148,6 +156,11 @@ def plan(
         console.print(planning_tables(found), soft_wrap=not console.is_terminal)
     if not found.plans:
         raise typer.Exit(1)
+    if out is not None:
+        try:
+            write_whole(out, plan_file(found))
+        except OSError as error:
+            raise ConfigError(f"cannot write the plan {str(out)!r}: {error.strerror or error}") from None
 
 
 def _devices(devices: str, bandwidth: str | None, memory: str | None) -> Any:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from penstock.comm.collective.gather import gather_json
 from penstock.comm.collective.hand_out import HandedOut, hand_out
 from penstock.comm.core.rank_grid import RankGrid, RankKey, backends
 from penstock.comm.core.right_of_way import RightOfWay
@@ -55,8 +56,8 @@ class Transports(Protocol):
 def choose_transports(grid: RankGrid, devices: Collection[torch.device]) -> Transports:
     """Return what makes the transports of a pipeline.
 
-    Over NCCL if the group has it and every stage here is on one GPU; else over gloo, which brings tensors of GPUs
-    through the memory of the host.
+    Over NCCL if the group has it and every stage of all ranks is on a GPU; else over gloo, which brings tensors of GPUs
+    through the memory of the host. All ranks call this together.
 
     Args:
         grid: all ranks.
@@ -64,6 +65,7 @@ def choose_transports(grid: RankGrid, devices: Collection[torch.device]) -> Tran
 
     Raises:
         CapabilityError: a process has stages on several devices.
+        TransportError: a peer is dead.
     """
     if grid.group is None or grid.control is None:
         return LocalTransports(grid)
@@ -73,8 +75,10 @@ def choose_transports(grid: RankGrid, devices: Collection[torch.device]) -> Tran
             "move its blocks to one, or pass Pipeline(device=...)"
         )
     device = next(iter(devices), torch.device("cpu"))
-    if device.type == "cuda" and backends(grid.group).get("cuda") == "nccl":
-        return NcclTransports(grid, grid.control, device)
+    if backends(grid.group).get("cuda") == "nccl":
+        kinds = gather_json(device.type, "choosing what carries messages", grid.control)
+        if set(kinds) == {"cuda"}:
+            return NcclTransports(grid, grid.control, device)
     return GlooTransports(grid, device)
 
 

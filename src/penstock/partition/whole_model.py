@@ -76,7 +76,9 @@ def _after(model: nn.Module) -> list[str]:
     """Say how trained weights come back, where names of blocks are not those of the model, or are nested."""
     if not any(_is_chain(child) or _two_embeddings(child) for child in (model, *model.children())):
         return []
-    return ["weights = pipeline.full_state_dict(model)  # after the run; model.load_state_dict(weights) takes them"]
+    return [
+        "weights = pipeline.full_state_dict(model)  # on all ranks; then, on rank 0: model.load_state_dict(weights)"
+    ]
 
 
 def _lines(model: nn.Module) -> list[str]:

@@ -11,6 +11,7 @@ from penstock.errors import ConfigError
 from penstock.plan.planners.best_stages import plan_for_two_bw_cost
 from penstock.plan.planners.pipedream import Choices, plan_as_pipedream, plan_for_pipedream_cost
 from penstock.plan.planners.piper import plan_as_piper, plan_for_piper_cost
+from penstock.plan.planners.simulated import NAME as SIMULATED, simulated_plans
 from penstock.plan.planners.two_bw import Sized, plan_as_two_bw
 from penstock.plan.profile.layer_graph import layer_graph, sizes_of
 from penstock.plan.profile.schema import Profile
@@ -21,7 +22,7 @@ from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Ski
 from penstock.plan.stages.two_bw_cost import TwoBwCost
 
 PLANNERS = ("default", "pipedream", "piper", "2bw-paper")
-COSTS = ("pipedream", "piper", "2bw-paper")
+COSTS = ("pipedream", "piper", "2bw-paper", SIMULATED)
 MICROBATCHES = 32  # per batch, where neither the profile nor the caller says
 
 
@@ -85,6 +86,10 @@ def make_plan(request: PlanRequest) -> Planning:
     """
     request = _checked(request)
     sizes = _sizes(request)
+    if request.cost == SIMULATED:
+        plans, refused = simulated_plans(sizes, request.devices)
+        why = {} if plans else {"default": "no plan fits: see what was skipped, and why"}
+        return Planning(request, sizes, tuple(plans), tuple(refused), why)
     names = [request.planner]
     if request.planner == "default":  # others search for other costs, and cannot be better by this one
         names += dict.fromkeys((request.cost or "", "2bw-paper"))
@@ -137,9 +142,9 @@ def _checked(request: PlanRequest) -> PlanRequest:
             f"planner {request.planner!r} searches for its own cost function; leave --cost out (the plan is rated by "
             "the others, too), or use planner 'default'"
         )
-    if request.planner == "2bw-paper" and cost == "pipedream":
+    if request.planner == "2bw-paper" and cost in ("pipedream", SIMULATED):
         if request.cost:
-            raise ConfigError("planner '2bw-paper' takes cost '2bw-paper' or 'piper', not 'pipedream'")
+            raise ConfigError(f"planner '2bw-paper' takes cost '2bw-paper' or 'piper', not {cost!r}")
         cost = "2bw-paper"
     return replace(request, cost=cost)
 
@@ -181,6 +186,8 @@ def _rated(plan: Plan, sizes: Mapping[int, Sized], request: PlanRequest) -> Plan
 
 def _rate(cost: str, stages: tuple[PlannedStage, ...], sized: Sized, request: PlanRequest) -> Rating | None:
     """Return what a cost function says of stages; None if it knows no such plans."""
+    if cost == SIMULATED:
+        return None
     levels = len(request.devices.levels)
     if cost == "pipedream":
         known = all(stage.tensor == 1 for stage in stages) and (levels == 1 or all(stage.inner for stage in stages))

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import yaml
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from penstock.checks import finite_or_none
+from penstock.errors import ConfigError
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, StageRating
 
 _MOST_SKIPPED = 8  # lines
-_PART_NAMES = {"compute": "compute", "links": "links", "sums": "gradient sums"}
+_PART_NAMES = {"compute": "compute", "links": "links", "sums": "gradient sums", "bubble": "bubble"}
 
 
 def planning_json(planning: Planning) -> dict[str, Any]:
@@ -50,6 +52,7 @@ def _plan_json(planning: Planning, plan: Plan, rank: int) -> dict[str, Any]:
         "microbatches": sized.microbatches,
         "samples_per_microbatch": plan.samples,
         "devices": plan.devices,
+        "settings": dict(plan.settings),
         "limit": {"stage": slowest, "part": plan.rating.stages[slowest].limit},
         "ratings": {name: finite_or_none(rating.seconds) for name, rating in planning.ratings(plan).items()},
         "stages": [
@@ -99,6 +102,25 @@ def planning_tables(planning: Planning) -> Group:
     return Group(*parts)
 
 
+def plan_file(planning: Planning) -> str:
+    """Return the best plan as a configuration of `penstock train`, with what was predicted in comments.
+
+    Raises:
+        ConfigError: there is no plan, or it is none that can be run.
+    """
+    if not planning.plans or not planning.plans[0].settings:
+        raise ConfigError("--out takes plans that can be run, which --cost simulated finds")
+    plan, request = planning.plans[0], planning.request
+    memory = ", ".join(f"{stage.memory or 0:.4g}" for stage in plan.rating.stages)
+    said = [
+        f"a plan of {request.profile.name} for {request.devices} devices: penstock train --plan FILE",
+        f"predicted: {plan.seconds_per_sample:.6g} s per sample; bytes per device, stage by stage: {memory}",
+        "model, data and optimizer are yours to set; the model must have as many blocks as balance adds up to",
+    ]
+    values = yaml.safe_dump(dict(plan.settings), sort_keys=False, default_flow_style=None)
+    return "".join(f"# {line}\n" for line in said) + values
+
+
 def _said_of_limit(rating: Rating) -> str:
     """Return what limits a plan."""
     slowest = rating.stages[rating.slowest]
@@ -111,7 +133,7 @@ def _table(title: str, headings: Sequence[str]) -> Table:
     """Return an empty table; all columns but those of words are aligned right."""
     table = Table(title=title, title_justify="left", box=None)
     for heading in headings:
-        words = heading in ("planner", "limited by", "layers", "recompute")
+        words = heading in ("plan", "limited by", "layers", "recompute")
         table.add_column(heading, justify="left" if words else "right", no_wrap=heading != "layers")
     return table
 
@@ -121,7 +143,7 @@ def _ranked(planning: Planning) -> Table:
     request = planning.request
     table = _table(
         f"{request.profile.name} on {request.devices} devices, by the cost function {request.cost}",
-        ("", "planner", "s per sample", "s per batch", "devices", "stages", "replicas", "limited by"),
+        ("", "plan", "s per sample", "s per batch", "devices", "stages", "replicas", "limited by"),
     )
     for rank, plan in enumerate(planning.plans, 1):
         slowest = plan.rating.slowest
@@ -141,7 +163,8 @@ def _ranked(planning: Planning) -> Table:
 
 def _stages(plan: Plan, graph: LayerGraph) -> Table:
     """Return the stages of a plan; times are those of a microbatch."""
-    heads = ("stage", "layers", "devices", "replicas", "recompute", "s", "compute", "links", "gradient sums", "memory")
+    shown = {part: name for part, name in _PART_NAMES.items() if part in plan.rating.stages[0].parts}
+    heads = ("stage", "layers", "devices", "replicas", "recompute", "s", *shown.values(), "memory")
     samples = f", microbatches of {plan.samples} samples" if plan.samples > 1 else ""
     table = _table(f"stages of plan 1{samples}", heads)
     for at, (stage, rating) in enumerate(zip(plan.stages, plan.rating.stages, strict=True)):
@@ -154,7 +177,7 @@ def _stages(plan: Plan, graph: LayerGraph) -> Table:
             each,
             f"{again} of {len(stage.layers)}" if again else "",
             f"{rating.seconds:.5g}",
-            *(f"{rating.parts[part]:.4g}" if part in rating.parts else "" for part in _PART_NAMES),
+            *(f"{rating.parts.get(part, 0.0):.4g}" for part in shown),
             "" if rating.memory is None else f"{rating.memory / 2**30:.3g} GiB",
         )
         for place, inner in enumerate(stage.inner):

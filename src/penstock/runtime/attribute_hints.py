@@ -141,7 +141,7 @@ def missing(name: str, known: list[str]) -> str:
 
 
 NO_PICKLE = (
-    "a Pipeline is not pickled or copied. Its weights: torch.save(pipeline.full_state_dict(), path); all that training "
-    f"depends on: {_SAVE}"
+    "a Pipeline is not pickled or copied. Its weights: weights = pipeline.full_state_dict() on all ranks, then "
+    f"torch.save(weights, path) if there are any (on rank 0); all that training depends on: {_SAVE}"
 )
 NO_CALL = f"a Pipeline is not called. {_LOOP}. For outputs, {_MODEL}"

@@ -17,6 +17,10 @@ from penstock.schedule.ir.schedule import Stage
 from penstock.stage.stage_runtime import StageRuntime
 
 _LOG = logging.getLogger(__name__)
+_WITHIN_A_RUN = (
+    "To save within a run: checkpoints = penstock.Checkpoints(pipeline, folder), then pipeline.run(loader, "
+    "save=checkpoints.every(n)), every n batches"
+)
 
 
 class ModelWeights:
@@ -40,6 +44,10 @@ class ModelWeights:
     def full_state_dict(self, model: nn.Module | None = None, *, averaged: bool = False) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model, which the model that was not divided can load.
 
+            weights = pipeline.full_state_dict()
+            if weights:  # rank 0; the others would write an empty file over its own
+                torch.save(weights, "model.pt")
+
         Call it between two runs. Between processes all ranks call it together; rank 0 gets the tensors, on the CPU, and
         the others an empty dict. Names are those of the blocks and of what is in them: of blocks ``{"transformer.h.0":
         ..., "lm_head": ...}`` those of a model that has them there. Shared parameters come under each of their names.
@@ -56,7 +64,7 @@ class ModelWeights:
             PenstockError: a run is under way.
             TransportError: a peer is dead, or did not call this in time.
         """
-        self._engine.check_idle()
+        self._engine.check_idle(_WITHIN_A_RUN)
         stages = [stage for key, stage in self.stages.items() if key.direction == 0]  # others hold copies of them
         own, fault = with_all_names(self._state_of(stages, averaged), stages), None
         if model is not None:

@@ -249,6 +249,7 @@ class _Loop:
             self._save()  # the observer has been notified of a failure
         self.reporter.write_timeline()
         validation = self._validate()
+        self.reporter.warn()  # before anything else may fail
         save_weights(self.pipeline, self.prepared, self.folder)
         self.reporter.warn()
         troubles = self._all_troubles()

@@ -88,7 +88,12 @@ class Comparison:
     ) -> None:
         self._wanted, self._tolerance = wanted, tolerance
         self._parts = pipelines if divided else 1
-        self._missing = {(*key, pipeline) for key in wanted for pipeline in range(pipelines)}
+        self._missing = {
+            (*key, pipeline)
+            for key, value in wanted.items()
+            for pipeline in range(pipelines)
+            if not divided or _has_rows(value, pipelines, pipeline)
+        }
         self._compared = self._differing = self._odd = 0
         self._worst: TensorPlace | None = None
         self._first: TensorPlace | None = None
@@ -158,6 +163,12 @@ def _rows(wanted: Tensor, parts: int, place: int, whole: bool) -> Tensor:
         return wanted if whole else wanted.reshape(1)[:0]
     chunks = wanted.chunk(parts)
     return chunks[place] if place < len(chunks) else wanted[:0]
+
+
+def _has_rows(value: Value, parts: int, place: int) -> bool:
+    """Return whether one of several pipelines has some of a number's rows; of what has none, the first does."""
+    rows = isinstance(value, Tensor) and value.dim() > 0
+    return _rows(torch.as_tensor(value), parts, place, whole=False).numel() > 0 if rows else not place
 
 
 def apart(found: Value, wanted: Value) -> tuple[float, float]:

@@ -58,6 +58,11 @@ class WatchedFactory:
         optimizer.register_step_post_hook(after)
         return optimizer
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """All that have been made."""
+        return [optimizer for _, _, optimizer in self._made]
+
     def undone(self, optimizer: Optimizer) -> None:
         """Discard what was recorded of the last update, which has been undone."""
         waiting = self._waiting.get(optimizer, [])

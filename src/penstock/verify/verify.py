@@ -53,6 +53,7 @@ from penstock.weights.corrections.pipemare import PipeMare
 from penstock.weights.corrections.prediction import Prediction
 from penstock.weights.corrections.reading_ahead import ReadingAhead
 from penstock.weights.decision import Decision, LossScale
+from penstock.weights.optim.adapters import takes_rows
 
 TOLERANCE = 1e-5
 """Tolerance for plain torch, which adds norms and the parts of parallel pipelines in another order. That changes the
@@ -104,6 +105,11 @@ def verify(config: TrainConfig, count: int) -> Verification:
         if left_out is None:
             others.append((_run_plain(prepared, count, reference.versions), TOLERANCE))
         divided = prepared.plan.schedule.sharding.level is not Level.NONE
+        if divided and not all(map(takes_rows, watch.optimizers)):
+            raise ConfigError(
+                f"verify compares the rows that each pipeline steps, but {config.optimizer.name} steps whole "
+                "parameters; verify it with sharding=none, whose numbers are the same"
+            )
         comparisons = Comparisons(others, config.width, divided)
         error = _ComparedRun(prepared, count, updated, comparisons).run()
     found = comparisons.results(complete=error is None)

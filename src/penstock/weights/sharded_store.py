@@ -1,6 +1,6 @@
 """The version store of a stage whose updates are divided among parallel pipelines, with versions that stay whole.
 
-Each of the w pipelines steps its own rows of every parameter (`penstock.weights.memory.row_shards`), so the optimizer's
+Each of the w pipelines steps its own rows of parameters (`penstock.weights.memory.row_shards`), so the optimizer's
 state of 2 numbers per parameter with Adam takes 8/w bytes instead of 8. An update writes the own rows of the new
 version, and a gather completes it in place; until then nobody may read it. With level gradients a sum over pipelines is
 there only in the own rows of the gradient, which lie where they have accumulated. Under double buffering the new
@@ -40,16 +40,20 @@ class ShardedStore(VersionStore):
         self, parameters: Mapping[str, Tensor], buffers: int, where: str, level: Level, holders: int, place: int
     ) -> None:
         super().__init__(parameters, buffers, where)
-        self._level = level
-        self.shards = RowShards(self.layout, holders, place)
+        self._level, self._place = level, (holders, place)
+        self.shards = RowShards(self.layout, *self._place)
         self.incomplete: set[int] = set()
 
-    def stepped(self, buffer: Buffer) -> OwnRows:
+    def divide(self, whole: bool) -> None:
+        """Divide parameters by rows, or `whole` ones, as the optimizer asks for."""
+        self.shards = RowShards(self.layout, *self._place, whole)
+
+    def own_of(self, buffer: Buffer) -> OwnRows:
         """Return what of a buffer the optimizer of this holder steps: its rows."""
         return OwnRows(buffer, self.shards)
 
     @property
-    def stepped_layout(self) -> Layout:
+    def own_layout(self) -> Layout:
         """The layout of the own rows."""
         return Layout(self.shards.own(self.master.views))
 

@@ -183,12 +183,12 @@ class VersionStore:
         """Return, by name, what this holder has of the gradient of a batch once pipelines have added theirs."""
         return self.gradient(batch).views
 
-    def stepped(self, buffer: Buffer) -> Steppable:
+    def own_of(self, buffer: Buffer) -> Steppable:
         """Return what of a buffer the optimizer of this holder steps: all of it."""
         return buffer
 
     @property
-    def stepped_layout(self) -> Layout:
+    def own_layout(self) -> Layout:
         """The layout of what the optimizer steps."""
         return self.layout
 
@@ -219,13 +219,13 @@ class VersionStore:
         elif keeps_old:
             old, new = self.rotate(batch)
             if factor:
-                updater.rotate(self.stepped(old), self.stepped(new), factor, stepped=stepped)
+                updater.rotate(self.own_of(old), self.own_of(new), factor, stepped=stepped)
             else:
                 new.load(old.views)
         else:
             weights, gradient = self.overwrite(batch)
             if factor:
-                updater.in_place(self.stepped(weights), self.stepped(gradient), factor, stepped)
+                updater.in_place(self.own_of(weights), self.own_of(gradient), factor, stepped)
 
     def _update_ahead(self, updater: Updater, gradient: Buffer, out: Buffer, factor: float, ahead: Ahead) -> None:
         """Step the newest weights, and write what passes read of them; a skipped update predicts nothing."""

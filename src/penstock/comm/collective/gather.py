@@ -73,7 +73,7 @@ def gather_json(value: Any, what: str, group: dist.ProcessGroup | None, timeout:
                 f"rank {rank} is {what}, but rank {peer} is {said}; all ranks make such calls together, in one order"
             )
         peer += count
-    return [deepcopy(one) for count, _, one in runs for _ in range(count)]
+    return [deepcopy(one) if again else one for count, _, one in runs for again in range(count)]
 
 
 _Run = list[Any]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+from penstock.comm.core.devices import issuing_stream
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import EndedError
 
-_Job = tuple[Sequence[Ticket], Callable[[], Any]]
+_Job = tuple[Sequence[Ticket], Callable[[], Any], AbstractContextManager[Any]]
 
 
 class Background:
@@ -25,8 +27,11 @@ class Background:
         self._name, self._started = f"penstock {name}", False
 
     def later(self, tickets: Sequence[Ticket], work: Callable[[], Any]) -> None:
-        """Submit a job; its result, or the exception that it raises, completes the tickets."""
-        self._jobs.put((tickets, work))
+        """Submit a job; its result, or the exception that it raises, completes the tickets.
+
+        What it issues to an accelerator comes after what this thread has issued, also on a stream of the caller's own.
+        """
+        self._jobs.put((tickets, work, issuing_stream()))
         if not self._started:
             threading.Thread(target=self._serve, name=self._name, daemon=True).start()
             self._started = True
@@ -37,8 +42,10 @@ class Background:
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
-            settle(*job)
-            del job  # it may hold much memory, and the next job may come late
+            tickets, work, stream = job
+            with stream:
+                settle(tickets, work)
+            del job, tickets, work  # it may hold much memory, and the next job may come late
 
 
 def settle(tickets: Sequence[Ticket], work: Callable[[], Any]) -> None:

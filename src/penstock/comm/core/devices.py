@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -103,6 +104,14 @@ def is_accelerator(device: torch.device) -> bool:
     return there is not None and device.type == there.type
 
 
+def issuing_stream() -> AbstractContextManager[Any]:
+    """Return the stream to which this thread issues its work, for another thread to go on there; nothing on the CPU."""
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        return nullcontext()
+    stream: AbstractContextManager[Any] = torch.accelerator.current_stream()
+    return stream
+
+
 def allocator_peaks(device: torch.device) -> dict[str, int]:
     """Return the most bytes that this process has had of a device: in tensors, and with what the allocator caches.
 
@@ -117,5 +126,6 @@ def allocator_peaks(device: torch.device) -> dict[str, int]:
 def on_device(value: Any, device: torch.device) -> Any:
     """Return a tree with its tensors on a device; those that are there stay as they are."""
     if isinstance(value, Tensor):
-        return value if value.device == device else value.to(device, non_blocking=True)
+        # A copy to the host that nobody waits for would be read before it is there.
+        return value if value.device == device else value.to(device, non_blocking=device.type != "cpu")
     return pytree.tree_map(lambda leaf: on_device(leaf, device) if isinstance(leaf, Tensor) else leaf, value)

@@ -18,7 +18,7 @@ _FORGET = 1.1  # by how much the pace may grow from piece to piece: the quickest
 class RightOfWay:
     """Keeps account of the messages of one rank that are under way.
 
-    One thread posts messages, another one pieces of sums; each writes attributes of its own.
+    One thread posts messages, others pieces of sums (and of weights); only these write the pace, which may be rough.
 
     Args:
         now: the time, in seconds.

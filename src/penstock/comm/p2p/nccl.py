@@ -266,6 +266,6 @@ class _SplitReceiveLane(ReceiveLane):
         def wait() -> None:
             self._wires.finish(posted.works)
             for tensor in posted.tensors:
-                tensor.record_stream(torch.cuda.current_stream())
+                tensor.record_stream(torch.cuda.current_stream(self._wires.device))
 
         return wait

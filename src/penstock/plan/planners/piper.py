@@ -21,9 +21,10 @@ from penstock.errors import ConfigError
 from penstock.plan.planners.piper_tables import EndTable, Floats, StageTables
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.devices import Devices
+from penstock.plan.stages.free_layers import useful_prefixes
 from penstock.plan.stages.piper_cost import PiperCost
 from penstock.plan.stages.planned import Plan, PlannedStage, Search
-from penstock.plan.stages.prefixes import PrefixFamily, all_prefixes, frontier_prefixes, ordered_prefixes
+from penstock.plan.stages.prefixes import PrefixFamily, frontier_prefixes, ordered_prefixes
 
 MOST_PREFIXES = 5_000
 _MOST_SECONDS = 60.0  # to bring bounds together
@@ -41,7 +42,7 @@ def plan_as_piper(graph: LayerGraph, devices: Devices, microbatches: int) -> Sea
     Raises:
         ConfigError: the graph has too many prefixes.
     """
-    sets = all_prefixes(graph, MOST_PREFIXES)
+    sets = _prefixes(graph)
     if sets is None:
         raise ConfigError(
             f"planner piper: the graph has more than {MOST_PREFIXES:,} prefixes, too many for its dynamic program; "
@@ -50,9 +51,21 @@ def plan_as_piper(graph: LayerGraph, devices: Devices, microbatches: int) -> Sea
     return _search("piper", graph, sets, devices, microbatches, ())
 
 
+def _prefixes(graph: LayerGraph) -> tuple[int, ...] | None:
+    """Return the prefixes among whose plans the best one is; None if there are too many."""
+    degrees = frozenset[int]().union(*(layer.tensor_degrees for layer in graph.layers))
+    free = {
+        number
+        for number, layer in enumerate(graph.layers)
+        if not any(way.seconds or way.parameters or way.memory or way.memory_per_microbatch for way in layer.ways)
+    }
+    every = {number for number in free if graph.layers[number].tensor_degrees >= degrees}
+    return useful_prefixes(graph, lambda number: number in (free if graph.inputs[number] else every), MOST_PREFIXES)
+
+
 def plan_for_piper_cost(graph: LayerGraph, devices: Devices, microbatches: int) -> Search:
     """Return the same plan as `plan_as_piper`, or, of a graph with too many prefixes, one along some of them."""
-    sets, notes = all_prefixes(graph, MOST_PREFIXES), list[str]()
+    sets, notes = _prefixes(graph), list[str]()
     if sets is None:
         sets = frontier_prefixes(graph, MOST_PREFIXES // 4)
         notes.append("not every cut was looked at: the graph has too many branches")

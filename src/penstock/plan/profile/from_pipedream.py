@@ -86,9 +86,8 @@ def _read_edge(source: str, target: str, inputs: dict[str, list[str]], where: st
     for end in (source, target):
         if end not in inputs:
             raise ConfigError(f"{where}: no layer above is named {in_short(end, 60)}.{did_you_mean(end, inputs)}")
-    if source in inputs[target]:
-        raise ConfigError(f"{where}: the edge {source} -- {target} stands in the file twice")
-    inputs[target].append(source)
+    if source not in inputs[target]:  # a layer that reads another one twice has one edge
+        inputs[target].append(source)
 
 
 def _value(text: str, where: str) -> float:

@@ -35,6 +35,8 @@ class GraphLayer:
 
     Attributes:
         seconds: forward and backward together; of a layer with options those of the first one on a single device.
+        forward: its part of `seconds`; None if the profile does not tell them apart.
+        stored: bytes that are kept from forward to backward.
         ways: how it can be executed; at least one.
     """
 
@@ -44,6 +46,8 @@ class GraphLayer:
     output: float
     parameters: float
     ways: tuple[Way, ...]
+    forward: float | None = None
+    stored: float = 0.0
 
     @property
     def tensor_degrees(self) -> frozenset[int]:
@@ -211,6 +215,8 @@ class _GraphReader:
         for name, tensor in pairs:
             if pairs.count((name, tensor)) > 1:
                 raise ConfigError(f"{where} has two options {name!r} of tensor degree {tensor}; name them apart")
+        forward = None
+        stored = self._value(layer.output if layer.stored is None else layer.stored, f"{where}, stored")
         if layer.forward is not None and layer.backward is not None:
             forward, backward = (
                 self._value(v, f"{where}, {key}")
@@ -223,9 +229,8 @@ class _GraphReader:
             if not alone:
                 raise ConfigError(f"{where} needs forward and backward, in seconds, or options")
             seconds = alone[0].seconds
-        return GraphLayer(
-            layer.name, layer.kind, seconds, self._value(layer.output, f"{where}, output"), layer.parameters, ways
-        )
+        output = self._value(layer.output, f"{where}, output")
+        return GraphLayer(layer.name, layer.kind, seconds, output, layer.parameters, ways, forward, stored)
 
     def _way(self, number: int, option: LayerOption, where: str) -> Way:
         """Return an option at this microbatch size."""

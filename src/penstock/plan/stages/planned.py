@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Plan:
         rating: by the cost function that it was searched for.
         notes: what there is to say about it.
         samples: of a microbatch.
+        settings: keys of `penstock train` that run it; empty where no run is possible.
     """
 
     planner: str
@@ -102,6 +105,7 @@ class Plan:
     rating: Rating
     notes: tuple[str, ...] = ()
     samples: int = 1
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def devices(self) -> int:

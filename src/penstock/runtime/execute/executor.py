@@ -109,9 +109,8 @@ class Executor:
             stage.books.drain(t)
         span.rejected = False
         yield from self._play(self._epilogue, t)
-        if span.updates.gathers is not None:
-            yield from span.updates.gathers.wait_for_all()
         for stage in span.stages.values():
+            yield from span.complete(stage, f"{stage.name}, the end of the run")
             if not stage.trained:
                 span.capture.untrained(stage.runtime, span.start + t)
             span.capture.before_update(stage.runtime)  # whoever reads or writes the weights between two runs

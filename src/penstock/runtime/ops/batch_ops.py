@@ -44,8 +44,7 @@ class StepAction(BoundAction):
     def run(self, t: int) -> Iterator[Wait]:
         """Wait for sums and decisions, then update."""
         turn, updates = self.turn(t), self._span.updates
-        if updates.gathers is not None:  # what a pass, or this update, begins from
-            yield from updates.gathers.wait(self.action.stage, str(turn))
+        yield from self._span.complete(self.stage, str(turn))  # what this update begins from
         yield from updates.wait(self.action.stage, turn.batch, self.op, f"{self.op}{turn.first}")
         self._span.capture.before_update(self._runtime)
         self.act(turn)
@@ -56,8 +55,8 @@ class StepAction(BoundAction):
         weight = span.losses.weight_for_update(batch)
         decision = span.updates.step(self._runtime, batch, weight, self.stage.books.last.rotated)
         span.stop.agreed |= decision.stop
-        meets = span.meetings.meets(batch)
-        (span.capture.before_meeting if meets else span.capture.after_step)(self._runtime, batch + 1)
+        final = span.updates.gathers is None and not span.meetings.meets(batch)
+        (span.capture.after_step if final else span.capture.keep_older)(self._runtime, batch + 1)
 
 
 class ProvisionalStep(StepAction):

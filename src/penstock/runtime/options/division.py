@@ -44,8 +44,9 @@ class DataParallel(ShortRepr):
             "optimizer", the optimizer's states (ZeRO-1); "gradients", also the sums of gradients, so that half as much
             travels for them (ZeRO-2). Each pipeline updates its rows, and a gather completes the weights. All numbers
             are those of "none", bit for bit, but for torch's fused kernels (fused=True), which may round an element
-            otherwise in another place. It takes optimizers of torch that treat every element by itself, such as SGD and
-            Adam; others are refused. "full" (ZeRO-3) is proven and simulated only.
+            otherwise in another place. Optimizers that look at whole parameters, such as Muon, get these, dealt out by
+            size, in place of rows; those of classes that are not known here are refused. "full" (ZeRO-3) is proven and
+            simulated only.
 
     Raises:
         ConfigError: a width below 1, or an unknown way to add gradients, to agree or to divide.

@@ -62,7 +62,8 @@ class BatchSource:
         first: number of the first batch, for messages.
         ahead: how many batches a rank behind the first reads ahead when it has taken the last sample of a batch; if one
             cannot be read, it asks for the end of the run in time.
-        overlap: how many batches before the newest one passes may still read (`penstock.runtime.plan.read_ahead`).
+        overlap: how many batches before a new one passes may still read when it is made
+            (`penstock.runtime.plan.read_ahead`).
 
     Attributes:
         failure: what reading ahead has raised: the span ends before the batch that could not be read; or what the first
@@ -102,7 +103,7 @@ class BatchSource:
         self._samples: dict[tuple[int, int], tuple[Sample, int]] = {}
         self._fetched = 0
         self._exhausted = False
-        self._reuse = ReuseWatch(checksum, overlap + ahead)
+        self._reuse = ReuseWatch(checksum, max(overlap, ahead))
         self._stop = StopRequest() if stop is None else stop
         self._asked, self._end = 0, math.inf
 

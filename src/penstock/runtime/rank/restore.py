@@ -231,6 +231,8 @@ class _StageReader:
             kinds.setdefault(name, []).append(kind)
         for name, parameter in self._updater.parameters.items():
             known = next((k for k in self._known(name) if k in kinds), None)
+            if name not in self._updater.own:
+                continue
             for kind in dict.fromkeys(kind.partition("@")[0] for kind in kinds.get(known or "", ())):
                 key = f"{what}/{kind}/{known}"
                 value = values[key] if key in values else self._rows_of(name, f"{what}/{kind}", str(known))
@@ -253,7 +255,7 @@ class _StageReader:
         rows = store.shards.rows(name) if isinstance(store, ShardedStore) else None
         if whole in self._saved.names:
             tensor = self._saved.tensor(whole)
-            return tensor if rows is None or not tensor.dim() else rows.of(tensor)
+            return tensor if rows is None or not tensor.dim() or rows.end - rows.first == rows.all else rows.of(tensor)
         count = store.layout.slots[name].shape[0]
         rows = rows or Rows(0, count, count)
         saved = (n.removeprefix(f"{prefix}@").split("/", 1) for n in self._saved.names if n.startswith(f"{prefix}@"))

@@ -38,7 +38,7 @@ class ReuseWatch:
 
     Args:
         checksum: of a list of tensors; it may leave out all but their beginnings.
-        keeps: how many batches before the newest one passes may still read, also where all samples have been taken.
+        keeps: how many batches before a new one passes may still read, also where all samples have been taken.
     """
 
     def __init__(self, checksum: Callable[[Any], int], keeps: int = 1) -> None:

@@ -165,7 +165,8 @@ def take_snapshot(
         settled = torch.clone if side is None or weights.agreement is not None else torch.Tensor.detach
         _add_trained(weights, batch, older or {}, tensors, values, facts, settled)
     elif isinstance(weights, TrainedWeights) and isinstance(weights.store, ShardedStore):
-        tensors |= _optimizer_state(weights, torch.clone if side is None else torch.Tensor.detach)[0]
+        rows, values = _optimizer_state(weights, torch.clone if side is None else torch.Tensor.detach)
+        tensors |= rows
     if side is None:
         copied = _copied(tensors)
     else:
@@ -234,7 +235,7 @@ def _optimizer_state(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors and the other values of a stage's optimizer; of what is divided, the rows that are here.
 
-    What is not divided is that of the first holder.
+    What is not divided is saved by the owner of the first row.
     """
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
@@ -243,10 +244,9 @@ def _optimizer_state(
         kept, whose = tensors if isinstance(value, Tensor) else values, kind
         if shards is not None:
             rows = shards.rows(name)
-            divided = isinstance(value, Tensor) and value.dim() > 0
-            if divided and rows.end - rows.first < rows.all:
+            if isinstance(value, Tensor) and value.dim() and rows.end - rows.first < rows.all:
                 whose = f"{kind}@{rows.first}"
-            if (divided and rows.all and not value.shape[0]) or (shards.place and whose == kind):
+            elif rows.first:
                 continue
         kept[f"optimizer{own}/{whose}/{name}"] = value
     return tensors, values

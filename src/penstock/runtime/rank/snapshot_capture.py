@@ -67,14 +67,16 @@ class SnapshotCapture:
         if self._saving.make_room(batch):
             self._deliver(stage, take_snapshot(stage, batch, None, side=self._side))
 
-    def before_meeting(self, stage: StageRuntime, batch: int) -> None:
-        """Called after the update that creates version `batch`, before pipelines are averaged.
+    def keep_older(self, stage: StageRuntime, batch: int) -> None:
+        """Called after the update that creates version `batch`, where that is not final yet.
 
-        Copies the version before, which may be gone afterwards.
+        Until pipelines are averaged, or the rest of it has come. Copies the version before, which may be gone by then.
         """
         if self._saving is None or not self._saving.wants(batch) or not self._saving.make_room(batch):
             return
         weights = stage.weights
+        if stage.place and weights.agreement is None:
+            return  # the first copy saves it
         if isinstance(weights, TrainedWeights) and batch - 1 in weights.store.versions:
             self._older[stage.key] = weights.store.copies(batch - 1)
 

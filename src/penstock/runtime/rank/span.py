@@ -152,13 +152,27 @@ class RankSpan:
             self.recorder.read_clock()
         self.begun = stage.begun = batch
         if self.updates.gathers is not None:
-            yield from self.updates.gathers.wait(stage.runtime.key, f"{stage.name}, batch {batch}")
+            waited = self.stages.values() if first and self.at_border is not None else (stage,)
+            for each in waited:
+                yield from self.complete(each, f"{each.name}, batch {batch}")
         if stage.trained:
             self.capture.before_forward(stage.runtime, batch)
         else:
             self.capture.untrained(stage.runtime, batch)
         if first and self.at_border is not None:
             yield from self.at_border(batch)
+
+    def complete(self, stage: StageSpan, what: str) -> Iterator[Wait]:
+        """Wait until the newest version of a stage is whole, where updates are sharded; a snapshot of it may be due.
+
+        Args:
+            stage: which.
+            what: comes next, for messages.
+        """
+        if self.updates.gathers is not None:
+            version = yield from self.updates.gathers.wait(stage.runtime.key, what)
+            if version is not None:
+                self.capture.after_step(stage.runtime, version)
 
     def hold_bytes(self) -> None:
         """Record what the parameter-sized memory of the rank is used for, while pipelines meet."""

@@ -12,7 +12,7 @@ from penstock.comm.core.devices import find_device
 from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.p2p.routing import neighbors_of
-from penstock.errors import ConfigError
+from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.block_delays import BlockDelays
 from penstock.partition.blocks import LazyBlock, check_shapes
 from penstock.partition.sequence_slices import check_blocks
@@ -38,7 +38,7 @@ from penstock.weights.corrections.base import Correction, Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.memory.older_versions import OlderVersions
 from penstock.weights.mixed_store import MixedStore
-from penstock.weights.optim.adapters import check_elementwise
+from penstock.weights.optim.adapters import takes_rows
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.optim.updater import Updater
 from penstock.weights.sharded_store import ShardedStore
@@ -118,7 +118,7 @@ class StageBuilder:
         if isinstance(weights, TrainedWeights):
             weights.corrector, store = None, weights.store
             newest = store.newest
-            weights.updater.follow(store.stepped(store.master))
+            weights.updater.follow(store.own_of(store.master))
             store.resize(proof.stages[runtime.key], {newest, newest - 1} if keeps_older else {newest})
             if isinstance(store, MixedStore):
                 store.step_apart(_steps_apart(proof))
@@ -177,8 +177,15 @@ class StageBuilder:
         if older is not None and plan.backward_delays is not None:
             check_real_delays(module.trained, module.where)
         # `_fit` says whether it rotates.
-        first = store.stepped_layout, store.stepped(store.master)
-        updater = Updater(self._optimizer, *first, rotates=False, scheduler=update.lr_scheduler)
+        updater = Updater(self._optimizer, store.layout, store.master, rotates=False, scheduler=update.lr_scheduler)
+        if isinstance(store, ShardedStore) and updater.optimizer is not None:
+            store.divide(whole=not takes_rows(updater.optimizer))
+            if ties and not takes_rows(updater.optimizer):
+                raise CapabilityError(
+                    f"{module.where} shares {ties[0].names_at(stage.index)[0]} with another stage, which may have it "
+                    f"in another shard, as {updater.name} needs whole parameters; untie them, or set sharding to none"
+                )
+            updater.divide(store.shards, store.own_of(store.master))
         average = None
         if update.ema_decay is not None:
             average = Buffer(store.layout, f"average of {module.where}")
@@ -225,8 +232,6 @@ class StageBuilder:
         check_real(rule, module.trained, module.where)
         if rule.provisional and not _steps_apart(proof):
             weights.updater.check_undoable()
-        if proof.schedule.sharding.level is not Level.NONE:
-            check_elementwise(weights.updater.optimizer)
         if correction is not None:
             correction.on(Layout({}), _place(proof, stage)).check(weights.updater.optimizer)
 
@@ -240,12 +245,12 @@ class StageBuilder:
             corrector = weights.corrector = self._make_corrector(stage, weights, proof, correction)
             weights.apart = _steps_apart(proof)
             store.read_ahead(corrector is not None and corrector.reads_ahead)
-            updater.follow(store.stepped(store.master))
+            updater.follow(store.own_of(store.master))
             if store.reads_ahead:
                 weights.watch_writes()
             store.hold_estimate(self._estimates_whole(stage, proof, corrector))
             updater.rates.correct(*(None, None) if corrector is None else (_rate(corrector), corrector.begin))
-            updater.prepare(store.stepped_layout, self._rotates(stage, proof, corrector, updater))
+            updater.prepare(store.own_layout, self._rotates(stage, proof, corrector, updater))
             reading = _reading(RULES[proof.schedule.rule], weights, self._plan.backward_delays)
             storages = store.storages | (set() if weights.older is None else weights.older.storages)
         return reading, self._make_graphs(stage, module, storages, reading, proof.schedule)

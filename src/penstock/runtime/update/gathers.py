@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 
 from penstock.comm.collective.shard_exchange import ShardExchange
 from penstock.comm.core.rank_grid import Holder, Members
@@ -51,8 +51,8 @@ class Gathers:
         ticket = self._exchange.gather(members, me, version, shards or [()] * len(members))
         self._begun[stage.key] = stage, version, ticket
 
-    def wait(self, stage: Stage, what: str) -> Iterator[Wait]:
-        """Wait until the newest version of a stage is whole.
+    def wait(self, stage: Stage, what: str) -> Generator[Wait, None, int | None]:
+        """Wait until the newest version of a stage is whole; returns which it is if that is news, else None.
 
         Args:
             stage: which.
@@ -62,7 +62,7 @@ class Gathers:
             TransportError: a peer is gone, or its shard has not come in time.
         """
         if stage not in self._begun:
-            return
+            return None
         runtime, version, ticket = self._begun[stage]
         cause = f"the other pipelines: to gather version {version}"
         yield from wait_for(self._recorder, ticket, what, cause, Waiting.CONTROL)
@@ -71,11 +71,7 @@ class Gathers:
         label = f"{Op.GATHER}{version}"
         self._recorder.add("collective", ticket.made_at, ticket.done_at, Op.GATHER.value, label, *place)
         runtime.weights.complete(version)
-
-    def wait_for_all(self) -> Iterator[Wait]:
-        """Wait until the newest versions of all stages are whole, at the end of a span."""
-        for stage in list(self._begun):
-            yield from self.wait(stage, f"rank {self._recorder.rank}, stage {stage.name}, the end of the run")
+        return version
 
     def _members(self, stage: StageRuntime) -> tuple[Members, Holder]:
         """Return the stages that hold the weights of a stage, which may train nothing, and which of them it is."""

@@ -27,11 +27,16 @@ def border_fault(lowered: Lowered) -> str | None:
         return f"with rule {schedule.rule!r} stages have different newest versions where a batch begins"
     if RULES[schedule.rule].provisional:
         return f"with rule {schedule.rule!r} the newest versions are not decided on yet where a batch begins"
-    if schedule.sharding.level is not Level.NONE:
-        return f"with sharding {schedule.sharding.level} a version may not be whole yet where a batch begins"
+    if schedule.sharding.level is Level.FULL:
+        return "with sharding full a version is whole only where passes read it"
     borders = [_border(lowered, rank) for rank in range(schedule.ranks)]
     for rank, plain in enumerate(schedule.programs):
-        if RULES[schedule.rule].step is Placing.LATE and _updates_behind(plain.period):
+        if RULES[schedule.rule].step is not Placing.LATE:
+            continue
+        if schedule.sharding.level is not Level.NONE:  # a version counts from where it is whole, before it is read
+            if not _updates_behind(plain.period) or len(schedule.on_rank(rank)) > 1:
+                return f"with sharding, rank {rank} may complete a version only after another stage has begun the batch"
+        elif _updates_behind(plain.period):
             return f"rank {rank} has stages that are updated only after another one of its stages has begun the batch"
     sent: dict[tuple[int, int], int] = {}  # route and microbatch, in the sender's period -> position
     for program in lowered.programs:

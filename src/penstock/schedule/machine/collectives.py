@@ -225,6 +225,8 @@ class Collectives:
         for p in (action.parts or (action,)) if self._gathered else ():
             for version in p.reads.versions if p.reads is not None else ():
                 ready = max(ready, self._gathered.get((p.stage, version + t), 0.0))
+                if p.op is Op.RELEASE:  # which nothing reads any more
+                    self._gathered.pop((p.stage, version + t), None)
         if self._rooms:
             room = self._rooms[action.stage.rank]
             begun = room.new(action, t, self._m)

@@ -62,9 +62,18 @@ class Method:
         return self.sharding != Level.NONE
 
     @property
+    def in_turns(self) -> bool:
+        """Whether ranks alternate between stages, or versions of them, with every microbatch or a few of them."""
+        return self.order not in ("breadth-first", "endless-breadth-first")
+
+    @property
     def shardings(self) -> tuple[Level, ...]:
         """The levels of sharding that it takes, without `none`."""
-        return tuple(level for level in tuple(Level)[1:] if sharding_fault(self.rule, level, self.correction) is None)
+        return tuple(
+            level
+            for level in tuple(Level)[1:]
+            if sharding_fault(self.rule, level, self.correction, self.in_turns) is None
+        )
 
 
 _BACKPROP = MappingProxyType({"optimizer.name": "sgd", "optimizer.nesterov": False})
@@ -137,6 +146,14 @@ _TABLE = (
         "flush",
         sharding="full",
         aliases=("modular", "lga"),
+    ),
+    Method(
+        "2bw-layered",
+        "layered accumulation without flushes, double-buffered: PipeDream-2BW's versions on fully sharded state",
+        "this project (docs/sharded-state.md), from arXiv 2006.09503 sec. 3.1 and arXiv 2106.02679",
+        "endless-breadth-first",
+        "double-buffer",
+        sharding="full",
     ),
     Method("zb-h1", "zero bubble H1", "arXiv 2401.10241 sec. 2", "zb-h1", "flush", aliases=("zero-bubble",)),
     Method("zb-h2", "zero bubble H2, without post-validation", "arXiv 2401.10241 sec. 2", "zb-h2", "flush"),
@@ -460,7 +477,7 @@ def sharding_of(method: Method, given: str | Sharding | None, rule: str | None =
         ConfigError: what is given is no sharding, or does not go with the method.
     """
     sharding = read_sharding(method.sharding if given is None else given)
-    fault = sharding_fault(rule or method.rule, sharding.level, method.correction)
+    fault = sharding_fault(rule or method.rule, sharding.level, method.correction, method.in_turns)
     if fault is not None:
         raise ConfigError(f"{method.name}: {fault}")
     return sharding

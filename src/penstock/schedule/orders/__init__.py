@@ -6,7 +6,7 @@ from types import MappingProxyType
 from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.orders.bitpipe import bitpipe
 from penstock.schedule.orders.bpipe import bpipe
-from penstock.schedule.orders.breadth_first import breadth_first
+from penstock.schedule.orders.breadth_first import breadth_first, endless_breadth_first
 from penstock.schedule.orders.chimera import chimera
 from penstock.schedule.orders.controllable_memory import v_half, v_min
 from penstock.schedule.orders.dualpipe import dualpipe, dualpipe_v
@@ -42,6 +42,7 @@ ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
         "fine-grained": fine_grained,
         "interleaved": interleaved,
         "breadth-first": breadth_first,
+        "endless-breadth-first": endless_breadth_first,
         "zb-h1": zb_h1,
         "zb-h2": zb_h2,
         "zb-interleaved": zb_interleaved,

@@ -49,3 +49,30 @@ def breadth_first(stages: int, microbatches: int, *, chunks: int = 2, group: int
         ],
         stages=placed,
     )
+
+
+def endless_breadth_first(stages: int, microbatches: int, *, chunks: int = 2, late: int | None = None) -> Order:
+    """Run breadth-first without flushes: a batch begins while the backwards of its predecessor's first chunk run.
+
+    Args:
+        stages: p, the ranks.
+        microbatches: m; the bubble is 0 from max(2 (p - 1), p + 1) on, if a backward takes at least as long as a
+            forward.
+        chunks: v, stages per rank.
+        late: microbatches whose backward through the first chunk the first rank puts off until it waits for others
+            between its last forward and its first backward; the last rank none, those between them evenly fewer;
+            2 (p - 1) if None.
+    """
+    placed = looped(stages, chunks)
+    most = min(2 * (stages - 1) if late is None else late, microbatches)
+    periods, epilogues = [], []
+    for rank, held in enumerate(by_rank(placed, stages)):
+        first, *others = held
+        behind = -(-most * (stages - 1 - rank) // max(stages - 1, 1))
+        before = [pass_of(Op.B, k, first) for k in range(-microbatches, 0)]
+        forwards = [pass_of(Op.F, k, stage) for stage in held for k in range(microbatches)]
+        backwards = [pass_of(Op.B, k, stage) for stage in reversed(others) for k in range(microbatches)]
+        early = microbatches - behind
+        periods.append([*before[:early], *forwards, *before[early:], *backwards])
+        epilogues.append(before)
+    return make_order(periods, epilogues, placed)

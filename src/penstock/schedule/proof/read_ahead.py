@@ -55,9 +55,12 @@ def batches_ahead(schedule: Schedule, width: int = 1) -> int:
 
 
 def batches_overlapping(schedule: Schedule) -> int:
-    """Count the batches before the newest one that passes of any rank may still read when a loader makes that one."""
+    """Count the batches before a new one that passes may still read when the first rank has its loader make that one.
+
+    That is when it begins the batch before, which counts.
+    """
     entrances = [stage for stage in schedule.stages if not schedule.predecessors[stage.index]]
-    return max(1, *[1 + _ahead(schedule, entrance, _gradients_of(schedule, entrance)) for entrance in entrances])
+    return max(1, *[_ahead(schedule, entrance, _gradients_of(schedule, entrance)) - 1 for entrance in entrances])
 
 
 Finished = Callable[[Action, int], int | None]

@@ -185,7 +185,7 @@ class StageState:
         if derive is not None:
             self.copies.read(derive, versions)
         else:
-            self._check_life(op, versions)
+            self._check_life(op, versions, tuple([v + t for v in reads.versions]))
         if op is not Op.F and op is not Op.R:
             for k in range(unit.first + t * m, unit.first + t * m + unit.count):
                 self._backward(op, (k, piece), versions)
@@ -243,8 +243,14 @@ class StageState:
         if versions != (wanted,) or derive is not None:
             raise BooksError("must read version {}, not {}", VersionNumber(wanted), _versions(versions))
 
-    def _check_life(self, op: Op, versions: tuple[int, ...]) -> None:
-        """Check that the versions that are read exist."""
+    def _check_life(self, op: Op, versions: tuple[int, ...], named: tuple[int, ...] | None = None) -> None:
+        """Check that the versions that are read exist.
+
+        Args:
+            op: that reads them.
+            versions: their numbers.
+            named: the numbers before those older than the span are taken for one: what is gathered is known by these.
+        """
         for version in versions:
             if version not in self.versions:
                 why = "does not exist yet" if version > self.newest else "no longer exists"
@@ -252,7 +258,7 @@ class StageState:
             if version in self.provisional and op is not Op.F:
                 raise BooksError("reads version {} before VALIDATE accepts it", VersionNumber(version))
         if op is not Op.GATHER:
-            for version in versions:
+            for version in named or versions:
                 self.shards.read(version)
         if self.newest in versions:
             self.newest_read = True
@@ -294,11 +300,11 @@ class StageState:
         elif op in (Op.GATHER, Op.RELEASE):
             if action.reads is None:
                 raise BooksError("names no version, as in {}[t]^t", op)
-            version = max(action.reads.versions[0] + t, self.spec.older)
+            version = action.reads.versions[0] + t
             if op is Op.RELEASE:
                 self.shards.release(version)
             else:
-                self._check_life(op, (version,))
+                self._check_life(op, (max(version, self.spec.older),))
                 self.shards.gather(version)
         elif op in (Op.OFFLOAD, Op.FETCH):
             piece = action.unit.slice[0] if action.unit.slice else 0

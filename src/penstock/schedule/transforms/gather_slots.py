@@ -9,34 +9,55 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from penstock.errors import ConfigError
-from penstock.schedule.ir.schedule import Stage
 from penstock.schedule.ir.sharding import Cache
 
 
+class Placed(Protocol):
+    """What takes a place: a stage, or a version of one; they have an order."""
+
+    @property
+    def rank(self) -> int:
+        """The rank that has it."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Its name, for people."""
+        ...
+
+    def __hash__(self) -> int: ...
+
+    def __lt__(self, other: Any, /) -> bool: ...
+
+
+S = TypeVar("S", bound=Placed)
+
+
 @dataclass
-class Stay:
+class Stay(Generic[S]):
     """The time during which a stage has a place.
 
     Attributes:
-        stage: the stage.
+        stage: the stage, or a version of one.
         since: the position after which its place is free; -1 at the start.
         first, last: positions of its first and last use during the stay.
     """
 
-    stage: Stage
+    stage: S
     since: int
     first: int
     last: int
 
 
 def stays(
-    uses: Sequence[Collection[Stage]],
+    uses: Sequence[Collection[S]],
     slots: int,
     cache: Cache = Cache.OPTIMAL,
-    leave: Mapping[Stage, int] | None = None,
-) -> list[Stay]:
+    leave: Mapping[S, int] | None = None,
+) -> list[Stay[S]]:
     """Give stages places so that each has one whenever it is used.
 
     Args:
@@ -51,8 +72,8 @@ def stays(
     Raises:
         ConfigError: stages that are used together need more places.
     """
-    found: list[Stay] = []
-    held: dict[Stage, Stay] = {}
+    found: list[Stay[S]] = []
+    held: dict[S, Stay[S]] = {}
     freed: list[int] = [-1] * slots  # of places that nobody has: since when
     index = {stage: i for i, stage in enumerate(sorted({stage for here in uses for stage in here}))}
     for position, here in enumerate(uses):
@@ -71,14 +92,14 @@ def stays(
 
 
 def _rival(
-    stage: Stage,
-    together: Collection[Stage],
-    held: Mapping[Stage, Stay],
-    later: Sequence[Collection[Stage]],
+    stage: S,
+    together: Collection[S],
+    held: Mapping[S, Stay[S]],
+    later: Sequence[Collection[S]],
     slots: int,
     cache: Cache,
-    index: Mapping[Stage, int],
-) -> Stage | None:
+    index: Mapping[S, int],
+) -> S | None:
     """Return the stage that gives up its place; None where one is free."""
     if cache is Cache.DIRECT:
         rivals = [other for other in held if index[other] % slots == index[stage] % slots]
@@ -95,7 +116,7 @@ def _rival(
             + "; allow more of them"
         )
 
-    def next_use(other: Stage) -> tuple[int, int]:
+    def next_use(other: S) -> tuple[int, int]:
         again = next((i for i, here in enumerate(later) if other in here), len(later))
         return again, -held[other].last  # of those never used again, the one whose place is free first
 

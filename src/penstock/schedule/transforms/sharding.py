@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+from itertools import pairwise
 
 from penstock.errors import ConfigError
 from penstock.schedule.ir.ops import PASSES
@@ -18,14 +19,20 @@ from penstock.schedule.ir.schedule import Action, Op, Program, Schedule, Stage, 
 from penstock.schedule.ir.sharding import Level, Sharding
 from penstock.schedule.transforms.batch_ops import batch_unit, is_backward, with_reductions
 from penstock.schedule.transforms.gather_slots import stays
+from penstock.schedule.transforms.overlapping_gathers import with_overlapping_gathers
 
 _PLACES = 2  # gathered stages, and full-size gradients: one in use, one on its way
 _LEVELS = {"flush": frozenset(Level), "double-buffer": frozenset(Level) - {Level.FULL}}
 _METHODS = {"none": "2bw", "2bw-ahead": "2bw-ahead"}  # of corrections that go with them: a method of double-buffer
 
 
-def sharding_fault(rule: str, level: Level, correction: str = "none") -> str | None:
-    """Say why the state of stages cannot be sharded under a version rule and a correction; None if it can."""
+def sharding_fault(rule: str, level: Level, correction: str = "none", in_turns: bool = True) -> str | None:
+    """Say why the state of stages cannot be sharded under a version rule and a correction; None if it can.
+
+    Args:
+        rule, level, correction: which.
+        in_turns: whether a rank alternates between passes of its stages and versions with every microbatch.
+    """
     if level is Level.NONE:
         return None
     if rule not in _LEVELS:
@@ -39,11 +46,11 @@ def sharding_fault(rule: str, level: Level, correction: str = "none") -> str | N
             f"sharding {level} does not go with correction {correction!r}, which is not known to work on a shard of a "
             f"stage alone; take {' or '.join(_METHODS.values())}, or set sharding to none"
         )
-    if level not in _LEVELS[rule]:
+    if level not in _LEVELS[rule] and in_turns:
         levels = " or ".join(each for each in Level if each in _LEVELS[rule] - {Level.NONE})
         return (
             f"sharding {level} does not go with rule {rule!r}: batches overlap, so each microbatch would gather two "
-            f"versions again; take {levels}, or a method that flushes, such as layered"
+            f"versions again; take {levels}, or a breadth-first order: layered, which flushes, or 2bw-layered"
         )
     return None
 
@@ -64,7 +71,7 @@ def with_sharding(schedule: Schedule, sharding: Sharding) -> Schedule:
         return schedule
     if schedule.sharding.level is not Level.NONE:
         raise ConfigError(f"{schedule.name}: the schedule is sharded already ({schedule.sharding})")
-    fault = sharding_fault(schedule.rule, sharding.level)
+    fault = sharding_fault(schedule.rule, sharding.level, in_turns=_in_turns(schedule))
     if fault is not None:
         raise ConfigError(f"{schedule.name}: {fault}")
     if not any(a.op is Op.REDUCE for program in schedule.programs for a in program.period):
@@ -72,6 +79,9 @@ def with_sharding(schedule: Schedule, sharding: Sharding) -> Schedule:
     if sharding.level is not Level.FULL:
         schedule = _with_completions(schedule)
     made = replace(schedule, sharding=_with_places(schedule, sharding))
+    if schedule.rule == "double-buffer" and sharding.level is Level.FULL:
+        weights, cache = made.sharding.weights or _PLACES, sharding.cache
+        return replace(made, programs=tuple(with_overlapping_gathers(made, p, weights, cache) for p in made.programs))
     return replace(made, programs=tuple(_placed(made, program) for program in made.programs))
 
 
@@ -96,29 +106,43 @@ def _with_completions(schedule: Schedule) -> Schedule:
 
 
 def _in_slack(program: Program, m: int) -> Program:
-    """Move STEPs to the middle between the last backward of their batch and the first forward of the next but one."""
+    """Move STEPs to the middle between the last backward of their batch and the first forward of the next but one.
+
+    That is the last backward on the rank, of any of its stages, as all may decide together.
+    """
     period = [a for a in program.period if a.op is not Op.STEP]
+    trained = dict.fromkeys(a.stage for a in program.period if a.op is Op.STEP)
+    ended = 0  # of a batch, counted from the start of its own period
+    for i, action in enumerate(period):
+        for p in passes(action):
+            if is_backward(p, p.stage) or p.op is Op.REDUCE:
+                batch = p.unit.first if p.op is Op.REDUCE else p.unit.first // m
+                ended = max(ended, i - batch * len(period))
     before: dict[int, list[Action]] = defaultdict(list)  # position -> STEPs
     drained: list[Action] = []
-    for stage in dict.fromkeys(a.stage for a in program.period if a.op is Op.STEP):
-        last: dict[int, int] = {}
-        for i, action in enumerate(period):
-            for p in passes(action):
-                if is_backward(p, stage):
-                    last[p.unit.first // m] = i
-                elif p.op is Op.REDUCE and p.stage == stage:
-                    last[p.unit.first] = i
+    for stage in trained:
         first = next(i for i, a in enumerate(period) if any(p.op is Op.F and p.stage == stage for p in passes(a)))
-        oldest = min(last)
-        slack = (oldest + 2) * len(period) + first - last[oldest] - 1
-        later, place = divmod(last[oldest] + 1 + slack // 2, len(period))
-        batch = oldest - later
-        before[place].append(Action(Op.STEP, stage, batch_unit(batch)))
-        drained += [Action(Op.STEP, stage, batch_unit(b)) for b in range(batch, 0)]
+        slack = 2 * len(period) + first - ended - 1
+        later, place = divmod(ended + 1 + slack // 2, len(period))
+        before[place].append(Action(Op.STEP, stage, batch_unit(-later)))
+        drained += [Action(Op.STEP, stage, batch_unit(b)) for b in range(-later, 0)]
     moved = [each for i, action in enumerate(period) for each in (*before[i], action)]
     rest = tuple(a for a in program.epilogue if a.op is not Op.STEP)
     early, late = ([a for a in drained if (a.unit.first < -1) is older] for older in (True, False))
     return Program(tuple(moved), (*early, *rest, *late))
+
+
+_RUNS = 4  # of passes that read one version of a stage, one after the other: forwards, and backwards in two parts
+
+
+def _in_turns(schedule: Schedule) -> bool:
+    """Whether a rank alternates between the versions of its stages with every microbatch."""
+    for program in schedule.programs:
+        read = [(p.stage, p.reads) for p in program.passes() if p.op in PASSES and p.reads is not None]
+        begun = Counter(after for before, after in pairwise([None, *read]) if after != before)
+        if max(begun.values(), default=0) >= _RUNS:
+            return True
+    return False
 
 
 # --- what is whole ----------------------------------------------------------------------------------------------------

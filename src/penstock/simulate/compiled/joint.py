@@ -78,7 +78,7 @@ class Joins:
         examples, rules = self.code.classes.examples, self._rules
         mine: dict[tuple[Op, Stage, int], int] = {}  # operation, stage of this rank and batch -> message
         ready: dict[Stage, dict[Op, int]] = {}
-        waits, whole = list[tuple[int, int]](), Whole(self.code.schedule, span)
+        waits, whole = list[tuple[int, int]](), WholeState(self.code.schedule, span)
         of_interest = np.array([a.op in rules.waiting for a in examples], dtype=bool)
         readies = any(a.op not in COLLECTIVES and a.unit.kind is Kind.BATCH for a in examples)  # AVERAGE
         kinds = span.kind == JOIN
@@ -131,7 +131,7 @@ class Joins:
         return joint.message
 
 
-class Whole:
+class WholeState:
     """What of a rank's stages is whole: the messages of gathers, and of sums that free room for a gradient.
 
     Args:

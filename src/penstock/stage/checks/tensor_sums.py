@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _SIDE = 256  # words of 8 bytes in a row; as many rows are summed at once on the CPU, in whose cache they stay
-_MANY = 1 << 16  # rows that are summed at once elsewhere
+_MANY = 1 << 14  # rows that are summed at once elsewhere
 _MIX = 0x9E3779B97F4A7C15 - 2**64  # as a signed number; multiples of it look random
 
 

@@ -13,7 +13,7 @@ FLUSH = (
     "zb-h2", "zb-h2-post", "zb-interleaved", "zb-auto", "zb-auto-post", "zb-v", "v-half", "v-min", "v-auto", "hanayo",
     "chimera", "dualpipe", "dualpipe-v", "bitpipe", "bpipe", "seq1f1b", "terapipe",
 )  # fmt: skip
-DOUBLE_BUFFER = ("2bw", "2bw-eager", "error-feedback", "2bw-ahead")
+DOUBLE_BUFFER = ("2bw", "2bw-eager", "error-feedback", "2bw-ahead", "2bw-layered")
 NF1B = ("timeprest", "v-timeprest", "i-timeprest")
 NEWEST = ("newest", "pipemare", "nag-pp-no-stash", "timeprest", "v-timeprest")
 STASH = ("stash", "nag-pp", "gap-aware")

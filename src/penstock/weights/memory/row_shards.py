@@ -2,8 +2,8 @@
 
 The rows of a parameter are what its first dimension counts; of one without dimensions there is one. Holder i of w owns
 rows i k to (i + 1) k of n, where k = ceil(n / w), as in torch's DTensor with `Shard(0)` and in FSDP2; the last holders
-may have fewer, or none. So a shard keeps the names of parameters and their number of dimensions, by which users divide
-them into groups.
+may have fewer, or none. Optimizers that look at a parameter as a whole need all rows of it at one holder: then
+parameters are dealt out, the largest first, to whoever has the least.
 """
 
 from __future__ import annotations
@@ -83,13 +83,15 @@ class RowShards:
         layout: of the parameters.
         holders: w, how many there are.
         place: which of them this one is.
+        whole: every parameter has one owner for all of its rows.
 
     Raises:
         VersionError: a row has no owner, or several.
     """
 
-    def __init__(self, layout: Layout, holders: int, place: int) -> None:
+    def __init__(self, layout: Layout, holders: int, place: int, whole: bool = False) -> None:
         self.holders, self.place = holders, place
+        self._owners = _dealt(layout, holders) if whole else {}
         self._count = {name: slot.shape[0] if slot.shape else 1 for name, slot in layout.slots.items()}
         self._check()
 
@@ -108,12 +110,16 @@ class RowShards:
     def rows(self, name: str, holder: int | None = None) -> Rows:
         """Return the rows of a parameter that a holder owns, this one if None."""
         count, place = self._count[name], self.place if holder is None else holder
+        if self._owners:
+            owner = self._owners[name]
+            return Rows(0 if place <= owner else count, 0 if place < owner else count, count)
         size = -(-count // self.holders)
         return Rows(min(place * size, count), min((place + 1) * size, count), count)
 
     def own(self, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the own rows of parameters, by name."""
-        return {name: self.rows(name).of(view) for name, view in views.items()}
+        """Return the own rows of parameters, by name, where there are any."""
+        found = {name: self.rows(name).of(view) for name, view in views.items()}
+        return {name: rows for name, rows in found.items() if rows.numel()}
 
     def flat(self, views: Mapping[str, Tensor]) -> list[list[Tensor]]:
         """Return, by holder, the rows of all parameters as flat tensors over the same memory."""
@@ -121,3 +127,12 @@ class RowShards:
             [self.rows(name, holder).of(view).reshape(-1) for name, view in views.items()]
             for holder in range(self.holders)
         ]
+
+
+def _dealt(layout: Layout, holders: int) -> dict[str, int]:
+    """Deal out whole parameters, by name: the largest first, to the holder with the least."""
+    held, owners = [0] * holders, dict[str, int]()
+    for name, slot in sorted(layout.slots.items(), key=lambda item: -item[1].padded * item[1].dtype.itemsize):
+        owners[name] = held.index(min(held))
+        held[owners[name]] += slot.padded * slot.dtype.itemsize
+    return owners

@@ -150,19 +150,19 @@ def _is_replaced(optimizer: Optimizer) -> bool:
     return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
 
 
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Raise an error if an optimizer may treat elements of a parameter together, so that it cannot step some rows.
+def takes_rows(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer can step some rows of a parameter; if not, it must have whole parameters.
 
     Raises:
-        CapabilityError: it does, or is of a class that is not known here.
+        CapabilityError: it may look at several parameters together.
     """
-    parts = optimizer.parts if isinstance(optimizer, Joined) else (optimizer,)
-    others = [name_of(part) for part in parts if type(part) not in _ELEMENTWISE]
-    if others:
+    if not is_separable(optimizer):
         raise CapabilityError(
-            f"{others[0]} may need whole parameters, but with sharding each pipeline steps some of their rows; use one "
-            f"of {', '.join(sorted(kind.__name__ for kind in _ELEMENTWISE))}, or set sharding to none"
+            f"{name_of(optimizer)} may look at several parameters together, but with sharding each pipeline steps some "
+            "of them; use an optimizer of torch (penstock train: any of its own), or set sharding to none"
         )
+    parts = optimizer.parts if isinstance(optimizer, Joined) else (optimizer,)
+    return all(type(part) in _ELEMENTWISE for part in parts)
 
 
 def check_averages(optimizer: Optimizer, averages: bool) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CapabilityError
 from penstock.weights.memory.buffers import Buffer, Layout
-from penstock.weights.memory.row_shards import Steppable
+from penstock.weights.memory.row_shards import RowShards, Steppable
 from penstock.weights.memory.scratch import Scratch
 from penstock.weights.optim.adapters import has_step_hooks, is_separable, name_of
 from penstock.weights.optim.directions import direction
@@ -38,7 +38,7 @@ class Updater:
     Args:
         factory: builds the optimizer; its method `undone`, if any, is called with optimizers whose last step was
             undone.
-        layout: the layout of the parameters that are stepped.
+        layout: the layout of the parameters of the stage.
         first: where they are in version 0.
         rotates: True if updates are written over the gradient, or a callback needs the values before and after.
         factor: by which the learning rates are multiplied, by update.
@@ -47,6 +47,7 @@ class Updater:
 
     Attributes:
         parameters: by name, as the optimizer has them.
+        own: the names of those that are stepped here, or some rows of them.
         optimizer: None for a stage without parameters.
         updates: made so far.
         rates: the learning rates of all updates.
@@ -74,6 +75,7 @@ class Updater:
         self._told: Callable[[torch.optim.Optimizer], None] | None = getattr(factory, "undone", None)
         self._scratch: Scratch | None = None
         self._layout = layout
+        self.own = list(self.parameters)
         self._make_step = OptimizerStep(self.optimizer, self.parameters)
         self.rates = Rates(self.optimizer, self.parameters, scheduler)
         self.rates.correct(factor, begin)
@@ -87,6 +89,25 @@ class Updater:
         elif self._scratch is None:
             separable = is_separable(self.optimizer) and not has_step_hooks(self.optimizer)
             self._scratch = Scratch(layout, separable)
+
+    def divide(self, shards: RowShards, weights: Steppable) -> None:
+        """Step only the own rows from now on.
+
+        Parameters without any stay in their groups, so that these are the same everywhere, but get no gradient.
+
+        Args:
+            shards: who owns which rows.
+            weights: the own rows.
+        """
+        self.own = list(weights.views)
+        for name, parameter in self.parameters.items():
+            state = {} if self.optimizer is None else self.optimizer.state.get(parameter, {})  # Adagrad begins with one
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
+                    state[key] = shards.rows(name).of(value).clone()
+            if name not in weights.views and self.optimizer is not None:
+                self.optimizer.state.pop(parameter, None)
+        self.follow(weights)
 
     @property
     def _groups(self) -> Sequence[Mapping[str, Tensor]]:
@@ -103,7 +124,7 @@ class Updater:
     def follow(self, weights: Steppable) -> None:
         """Point the parameters at this buffer; after a skipped update the weights may be in another one."""
         for name, parameter in self.parameters.items():
-            parameter.data = weights.views[name]
+            parameter.data = weights.views[name] if name in weights.views else parameter.new_empty(0)
 
     @property
     def name(self) -> str:
@@ -177,7 +198,7 @@ class Updater:
             self._tell_steps(weights, gradient, stepped)
             return
         self.rates.put(self.updates)
-        self._make_step.make(self.parameters, weights.views, gradient.views)
+        self._make_step.make(self.own, weights.views, gradient.views)
         self._updated()
 
     def _tell_steps(self, weights: Steppable, gradient: Steppable, stepped: Stepped) -> None:
@@ -188,8 +209,8 @@ class Updater:
         self.rates.put(self.updates)
         with torch.no_grad():
             if self._scratch is None:
-                self._make_step.make(self.parameters, weights.views, gradient.views)
-                self._tell_of(self.parameters, weights.views, weights.views, gradient.views, stepped)
+                self._make_step.make(self.own, weights.views, gradient.views)
+                self._tell_of(self.own, weights.views, weights.views, gradient.views, stepped)
             for before in self._groups:
                 for name, scratch in before.items():
                     scratch.copy_(weights.views[name])
