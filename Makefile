@@ -14,7 +14,7 @@ check: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m smoke
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 faults: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m campaigns.faults $(ARGS)

@@ -90,8 +90,7 @@ def check_left(took: float, said: str, refusal: str, how: str) -> None:
     assert took < 3 * TIMEOUT  # the idle peer is there for longer
 
 
-@pytest.mark.parametrize("how", ["close", "drop"])
-@pytest.mark.parametrize("idle", [0, 1])
+@pytest.mark.parametrize(("how", "idle"), [("close", 0), ("drop", 1)])
 def test_a_peer_that_is_idle(pool: Pool, how: str, idle: int) -> None:
     said = pool.submit(leaves, "2bw", how, idle, "idles", ranks=2)[1 - idle]
     check_left(*said, how)
