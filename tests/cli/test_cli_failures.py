@@ -19,7 +19,7 @@ ALIKE = {  # what has one name and one form in all of these commands
     "--file FILE": ("show", "simulate", "train", "verify", "compare"),
     "--data PATH": ("train", "verify", "compare"),
     "--set KEY=VALUE": ("train", "verify", "compare"),
-    "--config FILE": ("train", "verify", "compare"),
+    "--config,--plan FILE": ("train", "verify", "compare"),
     "--keys": ("train", "verify", "compare"),
     "--json": ("methods", "show", "simulate", "verify", "compare"),
     "[METHOD]": ("show", "simulate", "train", "verify", "compare"),

@@ -40,6 +40,25 @@ def test_side_inputs_multiply_nothing():
     assert 15 <= found.rating.seconds < 16.5
 
 
+@pytest.mark.parametrize(
+    ("read", "last", "expected"),
+    [
+        (100, "seconds: 2", 2 + 2 * 1 / 10),
+        (1, "seconds: 9}, {name: plain, tensor: 2, seconds: 4", 4 + 2 * 1 / 10),
+    ],
+)
+def test_a_free_layer_stays_where_its_reader_is_no_better_place(read, last, expected):
+    """It reads more than the byte that it hands on, or cannot be spread over as many devices as its reader."""
+    text = (
+        f"format: penstock profile 1\nlayers:\n- {{name: a, output: {read}, options: [{{name: plain, seconds: 2}}]}}\n"
+        f"- {{name: v, output: 1, {FREE}}}\n- {{name: w, options: [{{name: plain, {last}}}]}}\n"
+    )
+    graph = layer_graph(parse_profile(text, "three"))
+    found = plan_as_piper(graph, Devices((DeviceLevel(3, 10.0),)), 5).plan  # data degrees are 1 or 5
+    assert found.rating.seconds == pytest.approx(expected)
+    assert found.rating.seconds == pytest.approx(best_by_piper(graph, 3, 10.0, 5, math.inf))
+
+
 def taking_nothing(layer):
     nothing = {"seconds": 0, "parameters": 0, "memory": 0, "memory_per_microbatch": 0}
     return replace(layer, ways=tuple(replace(way, **nothing) for way in layer.ways))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import pytest
@@ -97,7 +99,7 @@ def trained(
     """The newest weights, and the averaged ones."""
     pipeline = make(group, method, stages, ema_decay=0.5, **options)
     assert len(list(pipeline.run(batches(3)))) == 3
-    return pipeline.full_state_dict(), pipeline.full_state_dict(averaged=True)
+    return dict(pipeline.full_state_dict()), dict(pipeline.full_state_dict(averaged=True))
 
 
 def plain() -> Model:
@@ -186,6 +188,24 @@ def test_in_a_run_it_is_refused() -> None:
     for _ in pipeline.run(batches(2)):
         with pytest.raises(PenstockError, match=r"a run .* is under way.*save=checkpoints.every\(n\)"):
             pipeline.full_state_dict()
+
+
+def saved_on_all_ranks(group: dist.ProcessGroup) -> str:
+    """As scripts of one process do it."""
+    weights = make(group, "1f1b", 2).full_state_dict()
+    assert list(copy.deepcopy(weights)) == list(weights)
+    try:
+        torch.save(weights, io.BytesIO())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_only_rank_0_saves(pool: Pool) -> None:
+    first, second = pool.submit(saved_on_all_ranks, ranks=2)
+    assert first == ""
+    assert "gives the weights to rank 0 only" in second
+    assert "if weights:\n        torch.save(weights, path)" in second
 
 
 def alone(group: dist.ProcessGroup) -> str:

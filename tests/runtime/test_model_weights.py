@@ -63,7 +63,7 @@ def trained_by_name(group: dist.ProcessGroup | None, wrapped: bool) -> tuple[dic
     model = Net()
     pipeline = make_pipeline([Wrapped(part) if wrapped else part for part in model.parts()], group)
     list(pipeline.run(data()))
-    return pipeline.full_state_dict(model), list(pipeline.full_state_dict())
+    return dict(pipeline.full_state_dict(model)), list(pipeline.full_state_dict())
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -122,7 +122,7 @@ def started_again(group: dist.ProcessGroup | None, method: str, state: dict[str,
     pipeline = make_pipeline(Net(seed=5).parts(), group, method=method)
     pipeline.load_state_dict(state)
     list(pipeline.run(data()))
-    return pipeline.full_state_dict()
+    return dict(pipeline.full_state_dict())
 
 
 @pytest.mark.parametrize(("method", "ranks"), [("1f1b", 0), ("2bw", 0), ("chimera", 0), ("1f1b", 2), ("chimera", 2)])

@@ -12,6 +12,7 @@ from penstock.schedule.ir.schedule import passes
 from support.cases import Case, assert_same, expected, make_batches, make_pipeline, train, train_on_ranks
 from support.order_cases import ORDERS, PAIRS, case_of
 from support.pool import Pool
+from support.sharded import assert_as_whole, train_sharded
 
 SHAPES = {
     "chimera": [(2, 2), (2, 5), (4, 6)],
@@ -89,6 +90,13 @@ def test_endless_breadth_first_has_the_numbers_of_2bw(p: int, m: int, chunks: in
     case = Case("2bw-layered", p, m, spans=(3, 2), skips=(3,), clip=0.6, options=(("chunks", chunks),))
     whole = make_schedule(case.method, p, m, options={"chunks": chunks}, sharding="none")
     assert_same(train(None, case, schedule=whole), expected(case))
+
+
+@pytest.mark.parametrize("level", ["optimizer", "gradients"])
+def test_endless_breadth_first_divides_its_state(level: str) -> None:
+    case = Case("2bw-layered", 2, 3, spans=(3, 2), skips=(3,), clip=0.6, width=2)
+    outcome, parts, _ = train_sharded(None, case, level, schedule=make_schedule(case.method, 2, 3, sharding="none"))
+    assert_as_whole(outcome, [parts], expected(case))
 
 
 @pytest.mark.parametrize("m", [4, 8, 11])

@@ -21,6 +21,7 @@ from penstock.simulate.compiled.evaluate import evaluate
 from penstock.simulate.compiled.joint import NotCompiledError
 from penstock.simulate.compiled.span import graph_of
 from penstock.simulate.costs import Costs
+from penstock.simulate.network import Network
 from penstock.simulate.predict import CompiledSpan, predict
 from penstock.simulate.simulate import play
 
@@ -46,12 +47,14 @@ def test_every_golden_file(path):
 def test_sharded_spans_are_compiled(sharding):
     """Passes wait for the version that they read and for the room of a gradient, and all of a rank shares a lane."""
     random = Random(sharding)
-    for method, stages, m, options in [("interleaved", 2, 4, {"chunks": 3}), ("2bw", 3, 4, {}), ("dualpipe", 2, 4, {})]:
+    cases = [("interleaved", 2, 4, {"chunks": 3}), ("breadth-first", 2, 4, {"chunks": 3}), ("2bw", 3, 4, {})]
+    for method, stages, m, options in [*cases, ("2bw-layered", 2, 4, {"chunks": 3}), ("dualpipe", 2, 4, {})]:
         try:
             proof = prove(method, stages, m, options=options, sharding=sharding, decides=random.random() < 0.5)
         except ConfigError:  # 2bw has no full, and of several copies none can be limited
             continue
-        costs = [random_costs(random, proof.schedule.num_stages, proof.schedule) for _ in range(4)]
+        costs = [random_costs(random, proof.schedule.num_stages, proof.schedule) for _ in range(3)]
+        costs.append(replace(costs[0], network=Network(proof.schedule, 2, 0.1)))  # on which much is waited for
         bubbles = CompiledSpan(proof.lowered, 4, transfers=True).bubbles(costs)
         assert [vars(b) for b in bubbles] == [vars(play(proof.lowered, each, 4)[0].bubble()) for each in costs]
 

@@ -143,7 +143,10 @@ def test_waiting_for_room_is_part_of_the_proof_of_progress():
         check(schedule_of(TOGETHER))
     assert "rank 0 at B0@0 waits for room for a full-size gradient, 1 at once: no REDUCE of" in str(caught.value)
     assert "rank 1 at F2@1 waits for the activation of microbatch 2 from rank 0" in str(caught.value)
-    check(schedule_of(TOGETHER.replace("gradients=1", "gradients=2")))
+    with pytest.raises(DeadlockError):  # where the window is given, without times
+        check(schedule_of(TOGETHER), window=8)
+    for window in (None, 8):
+        check(schedule_of(TOGETHER.replace("gradients=1", "gradients=2")), window=window)
 
 
 def test_a_gradient_that_begins_before_the_sum_of_another_one_is_refused():

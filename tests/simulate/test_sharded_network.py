@@ -55,6 +55,10 @@ def test_gathers_and_sums_of_a_rank_share_one_lane_and_passes_wait_for_what_they
     assert step.start >= max(i.end for i in intervals if i.what == "REDUCE" and i.stage == step.stage)
     assert simulation.shards.exposed > 0
     assert simulation.shards.busy == (pytest.approx(8 * 4),)
+    passes = [(i.start, i.end) for i in simulation.timeline.work()]
+    both = sum(max(min(a[1], b[1]) - max(a[0], b[0]), 0) for a in lane for b in passes)
+    assert simulation.shards.hidden == (pytest.approx(both),)
+    assert 0 < both < 6
     free = simulated(proof, 2, float("inf"))
     assert free.shards.exposed == 0
     ends = [max(i.end for i in each.timeline.work()) for each in (simulation, free)]  # both begin at 0, with a gather

@@ -68,7 +68,7 @@ def save_after_a_run(group: dist.ProcessGroup) -> tuple[list[str], Any]:
         copy.deepcopy(model).state_dict()
     list(pipeline.run(BATCHES))  # and what was loaded is from before again
     said.append(refused(model.state_dict))
-    return said, weights
+    return said, dict(weights)
 
 
 def test_a_state_dict_of_a_model_in_several_processes_is_refused(pool: Pool) -> None:
@@ -91,7 +91,7 @@ def cut_otherwise(group: dist.ProcessGroup, loads: str) -> Any:
     first = make_pipeline(model, group)
     list(first.run(BATCHES))
     weights = first.full_state_dict()
-    sent = [weights]
+    sent = [dict(weights)]
     dist.broadcast_object_list(sent, src=0, group=group)
     saved = first.snapshots()
     second = make_pipeline(model, group, partition=[1, 4])
@@ -104,7 +104,7 @@ def cut_otherwise(group: dist.ProcessGroup, loads: str) -> Any:
         model.load_state_dict(sent[0])
     del saved
     list(second.run(BATCHES))
-    return second.full_state_dict()
+    return dict(second.full_state_dict())
 
 
 @pytest.mark.parametrize("loads", ["weights", "model"])

@@ -156,7 +156,7 @@ def train(group: Any, name: str, method: str) -> dict[str, Any]:
         list(pipeline.run(habit["loader"](make_data()[:2])))
         habit["between"](model)
         list(pipeline.run(habit["loader"](make_data()[2:])))
-        result |= {"own": pipeline.state_dict(), "weights": pipeline.full_state_dict()}
+        result |= {"own": pipeline.state_dict(), "weights": dict(pipeline.full_state_dict())}
     except (PenstockError, TypeError) as error:
         result["error"] = f"{type(error).__name__}: {error}"
     if group is not None and "error" not in result:

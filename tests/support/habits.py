@@ -260,7 +260,7 @@ def in_penstock(script: Script, way: str, group: dist.ProcessGroup | None = None
         )
         spans: Iterable[Any] = ([batch] for batch in script.batches) if way in DRAINED else [script.batches]
         losses = [report.loss for span in spans for report in pipeline.run(span)]
-    return Trained(losses, pipeline.full_state_dict() if script.result is None else script.result[1](pipeline))
+    return Trained(losses, dict(pipeline.full_state_dict()) if script.result is None else script.result[1](pipeline))
 
 
 def found(habit: Habit) -> dict[str, Answer]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,26 @@ from penstock.partition.blocks import block_of
 from penstock.stage.stage_runtime import StageRuntime
 
 _WHAT = "gathering the weights"
+
+
+class HeldByRank0(dict[str, Tensor]):
+    """The empty state of a rank other than the first; it is not saved, as that would replace the file of rank 0."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be pickled.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "full_state_dict() gives the weights to rank 0 only, and this rank was to save its empty dict, perhaps "
+            "over the file of rank 0. Write:\n    weights = pipeline.full_state_dict()  # on all ranks\n"
+            "    if weights:\n        torch.save(weights, path)"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HeldByRank0:
+        """Return another empty one."""
+        return HeldByRank0()
 
 
 def with_all_names(state: Mapping[str, Tensor], stages: Iterable[StageRuntime]) -> dict[str, Tensor]:
@@ -150,7 +170,7 @@ def gather_state(own: dict[str, Tensor], grid: RankGrid, fault: str | None = Non
         if grid.global_rank(key) != 0:
             for tensor in mine.values():
                 messages.finish([messages.send(_bytes_of(tensor), 0)])
-            return {}
+            return HeldByRank0()
         for rank, tensors in enumerate(everything):
             for name, dtype, shape in tensors if rank else ():
                 mine[name] = torch.empty(shape, dtype=getattr(torch, dtype))

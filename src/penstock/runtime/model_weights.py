@@ -45,13 +45,14 @@ class ModelWeights:
         """Return parameters and buffers of the whole model, which the model that was not divided can load.
 
             weights = pipeline.full_state_dict()
-            if weights:  # rank 0; the others would write an empty file over its own
+            if weights:  # rank 0
                 torch.save(weights, "model.pt")
 
         Call it between two runs. Between processes all ranks call it together; rank 0 gets the tensors, on the CPU, and
-        the others an empty dict. Names are those of the blocks and of what is in them: of blocks ``{"transformer.h.0":
-        ..., "lm_head": ...}`` those of a model that has them there. Shared parameters come under each of their names.
-        Of several pipelines it is the first one's state, or that of the model that they have in common.
+        the others an empty dict, which refuses to be saved over the file of rank 0. Names are those of the blocks and
+        of what is in them: of blocks ``{"transformer.h.0": ..., "lm_head": ...}`` those of a model that has them there.
+        Shared parameters come under each of their names. Of several pipelines it is the first one's state, or that of
+        the model that they have in common.
 
         Args:
             model: whose names tensors are to have, if blocks were given under others (as a list, or in modules made for
