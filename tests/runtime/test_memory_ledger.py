@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from penstock.runtime.ops.bound import BoundAction, Turn
-from penstock.runtime.rank.stage_books import Effect
 from penstock.schedule.methods.combine import Combine
 from penstock.verify.reference import Scaling
 from penstock.view.summary import summary
@@ -34,21 +33,21 @@ CASES = {
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     """Compare the record with the truth after every action; counts those after which something had changed."""
-    account, seen = BoundAction._account, Counter[bool]()
+    act, seen = BoundAction.act, Counter[bool]()
 
-    def compare(self: BoundAction, turn: Turn, start: float, effect: Effect) -> None:
+    def compare(self: BoundAction, turn: Turn) -> None:
         ledger = self._span.memory
-        before = dict(ledger._recorder.live)
-        account(self, turn, start, effect)
+        live = ledger._recorder.live
+        before = {role: live[role] for role in ledger._recorder.roles}
+        act(self, turn)
         truth: Counter[str] = Counter()
         for each in ledger._stages:
             truth.update(each.weights.bytes_by_role())
-        live = ledger._recorder.live
-        assert {role: live[role] for role in truth} == dict(truth), f"after {turn.what}"
+        assert {role: live[role] for role in truth} == dict(truth), f"after {turn.label}"
         assert ledger._recorder.roles == truth.keys()
-        seen[live != before] += 1
+        seen[dict(truth) != before] += 1
 
-    monkeypatch.setattr(BoundAction, "_account", compare)
+    monkeypatch.setattr(BoundAction, "act", compare)
     return seen
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.runtime.plan.capabilities import check_offered
-from penstock.schedule.build import extend, prove
+from penstock.schedule.build import ScheduleRequest, extend, extended, prove
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Op, Stage
 from penstock.schedule.ir.sharding import Cache, Level, Sharding, read_sharding
@@ -169,6 +169,11 @@ def test_an_optimizer_sharded_gradient_is_not_summed_twice():
             "does not go with correction 'error-feedback', which is not known to work on a",
         ),
         ("error-feedback", "optimizer", "take 2bw or 2bw-ahead, or set sharding to none"),
+        (
+            "2bw-layered",
+            "full:cache=direct",
+            "two versions of a stage want its one place; cache=direct goes",
+        ),
         ("chimera", "full:gradients=1", "stages have several copies in the pipeline, whose gradients stay whole"),
         ("spectrain", "gradients", "not with 'predicted'"),
         ("1f1b", "zero-3", "unknown sharding 'zero-3'. Known: none, optimizer, gradients, full"),
@@ -264,6 +269,15 @@ def test_endless_breadth_first_is_proven_with_any_places_and_any_m(p, v, m, shar
     proof = prove("2bw-layered", p, m, options={"chunks": v}, sharding=sharding, decides=True)
     assert proof.schedule.sharding.level == sharding.split(":")[0]
     assert {f.buffers for f in proof.stages.values()} <= {2, 3}
+
+
+def test_places_that_do_not_settle_are_refused():
+    """Three versions take turns in two places, where more batches overlap than double buffering is for."""
+    plain = ScheduleRequest("2bw", 2, 1, options={"in_flight": 3}).schedule
+    with pytest.raises(
+        ConfigError, match="2 gathered stages no batch is like the one before it on rank 0; take another"
+    ):
+        extended(plain, sharding="full:weights=2")
 
 
 LAYERED_FAULTS = [

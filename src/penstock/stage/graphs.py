@@ -103,8 +103,8 @@ class StageGraphs:
         self._proxies: WeakKeyDictionary[Readable, ProxyWeights] = WeakKeyDictionary()
         # By blocks and shapes: the bytes a graph keeps alive, and those of them the second half of a backward needs.
         self._saved: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._seed_of: object = None  # the loss that the last seed was made for
-        self._last_seed: Tensor
+        self._seed_of: object = None  # the type and scale of the last loss, and its gradient
+        self._last_seed = 0.0
 
     def forward(
         self, microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
@@ -253,10 +253,11 @@ class StageGraphs:
 
     def _seed(self, total: Tensor, scale: float) -> Tensor:
         """The gradient of a loss: scale / divisor, in the precision of the loss."""
-        key = total.dtype, total.shape, total.device, scale
+        key = total.dtype, scale
         if key != self._seed_of:
-            self._seed_of, self._last_seed = key, torch.ones_like(total.detach()) / self._divisor * scale
-        return self._last_seed.clone()  # which a backward may write into
+            one = torch.ones_like(total.detach())
+            self._seed_of, self._last_seed = key, (one / self._divisor * scale).item()
+        return torch.full_like(total, self._last_seed, requires_grad=False)
 
     def _splitter(self, handle: Handle, counter: SavedBytes | None) -> BackwardSplitter:
         """Bind proxies of the weights to the modules and make the context that detaches operations on them."""

@@ -149,10 +149,6 @@ class BoundAction(Bound):
         """Do it; may return a later start of the work than the call, for the trace."""
         raise NotImplementedError
 
-    def add_note(self, error: Exception, turn: Turn) -> None:
-        """Say where an error was raised."""
-        error.add_note(f"raised by {turn.label} of {self._runtime.module.where}")
-
     def act(self, turn: Turn) -> None:
         """Run it in the books and in fact, and take account of what it changed."""
         stage, recorder, store = self.stage, self._recorder, self._store
@@ -162,7 +158,7 @@ class BoundAction(Bound):
             effect = stage.books.apply(self.action, turn.t, turn.first)
             start = self.work(turn) or start
         except Exception as error:
-            self.add_note(error, turn)
+            error.add_note(f"raised by {turn.label} of {self._runtime.module.where}")
             raise
         if store is not None:
             if self._bears or len(store.versions) != len(effect.versions):

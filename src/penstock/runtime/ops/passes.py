@@ -35,7 +35,6 @@ class Forward(Consumer):
         self._routes = self.stage.routes
         self._has_loss = runtime.has_loss
         self._reads = self._routes.enters or self._has_loss
-        self._ahead: tuple[Sample | None, bool] | None = None  # what was read while it waited for its message
 
     def run(self, t: int) -> Iterator[Wait] | None:
         """Run it at once where everything is there, and it is not the first forward of its batch on the stage."""
@@ -53,8 +52,8 @@ class Forward(Consumer):
         sample: Sample | None = _NO_SAMPLE
         more = False
         if self._reads:
-            sample, more = self._ahead or self._read(k)
-            self._ahead, start = None, self._recorder.begin()
+            sample, more = self._read(k)
+            start = self._recorder.begin()
         if routes.enters:
             checksum = 0 if sample is None else sample.checksum
             wants, header = _NO_GRADIENTS, Header(turn.batch, k, more, checksum, piece=self._number)
@@ -110,15 +109,6 @@ class Forward(Consumer):
 
 class TrainingForward(Forward):
     """A forward that a backward follows."""
-
-    def _run_later(self, turn: Turn) -> Iterator[Wait]:
-        if self._reads:  # meanwhile, instead of when the message is there
-            try:
-                self._ahead = self._read(turn.first)
-            except Exception as error:
-                self.add_note(error, turn)
-                raise
-        return super()._run_later(turn)
 
     def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, UnreadLoss | None]:
         """Run the blocks and keep what the backward needs."""

@@ -13,14 +13,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.errors import ConfigError
 from penstock.schedule.ir.ops import PASSES
 from penstock.schedule.ir.schedule import Action, Op, Program, Schedule, Stage, WeightRef, passes
-from penstock.schedule.ir.sharding import Cache
 from penstock.schedule.transforms.batch_ops import batch_unit
 from penstock.schedule.transforms.gather_slots import stays
 
-_STEADY = 3  # the period of which more periods lie before and behind it than batches overlap
-_UNROLLED = 8
+_SETTLING = 3  # periods in which fewer batches overlap than in later ones
+_UNROLLED = 12
 
 
 class Whole(NamedTuple):
@@ -63,23 +63,27 @@ class _Gather:
         return Action(op, self.whole.stage, batch_unit(self.batch - period), reads)
 
 
-def with_overlapping_gathers(schedule: Schedule, program: Program, slots: int, cache: Cache) -> Program:
+def with_overlapping_gathers(schedule: Schedule, program: Program, slots: int) -> Program:
     """Add the GATHERs and RELEASEs of a rank whose batches overlap, and move its STEPs to the end of the period.
 
     Args:
         schedule: with REDUCEs, under rule double-buffer.
         program: of the rank.
         slots: places for gathered versions.
-        cache: who gives up a place.
 
     Raises:
-        ConfigError: the places do not do.
+        ConfigError: the places do not do, or batches overlap so much that they do not settle.
     """
     program = _stepping_at_the_end(program)
-    gathers = _gathers(program.period, schedule.microbatches, slots, cache)
-    period, next_one = (_placed(program.period, gathers, number) for number in (_STEADY, _STEADY + 1))
-    assert period == next_one
-    return Program(period, _drained(program.epilogue, gathers, _STEADY + 1, schedule.microbatches))
+    gathers = _gathers(program.period, schedule.microbatches, slots)
+    for number in range(_SETTLING, _UNROLLED - _SETTLING):
+        period, next_one = (_placed(program.period, gathers, each) for each in (number, number + 1))
+        if period == next_one:
+            return Program(period, _drained(program.epilogue, gathers, number + 1, schedule.microbatches))
+    raise ConfigError(
+        f"{schedule.name}: with {slots} gathered stages no batch is like the one before it on rank "
+        f"{program.period[0].stage.rank}; take another number of them, or more microbatches"
+    )
 
 
 def _stepping_at_the_end(program: Program) -> Program:
@@ -89,7 +93,7 @@ def _stepping_at_the_end(program: Program) -> Program:
     return Program(*((*(a for a in part if a.op is not Op.STEP), *steps) for part in program))
 
 
-def _gathers(period: tuple[Action, ...], m: int, slots: int, cache: Cache) -> list[_Gather]:
+def _gathers(period: tuple[Action, ...], m: int, slots: int) -> list[_Gather]:
     """Return what is whole in many periods."""
     uses: list[set[Whole]] = []
     batches: dict[tuple[int, Whole], int] = {}  # position and what is read there -> batch
@@ -103,7 +107,7 @@ def _gathers(period: tuple[Action, ...], m: int, slots: int, cache: Cache) -> li
             batches |= {(len(uses), whole): batch for whole, batch in read.items()}
             uses.append(set(read))
     found = []
-    for stay in stays(uses, slots, cache):
+    for stay in stays(uses, slots):
         batch, length = batches[stay.first, stay.stage], len(period)
         begins = max(batch, stay.stage.version) * length - 1  # of a batch that has begun; and STEPs end a period
         behind = divmod(stay.since, length) if stay.since > begins else (begins // length + 1, -1)
@@ -135,7 +139,9 @@ def _drained(epilogue: tuple[Action, ...], gathers: list[_Gather], number: int, 
             if p.op in PASSES and p.reads is not None:
                 whole = Whole(p.stage, p.reads.versions[0] + number)
                 read[whole] = _Gather(whole, p.unit.first // m + number, number, -1, (number, position))
-    assert there <= read.keys()
+    if not there <= read.keys():
+        names = ", ".join(whole.name for whole in sorted(there - read.keys()))
+        raise ConfigError(f"stages {names} are still gathered where a span ends, but not read any more")
     ended = {gather.last[1]: gather.action(Op.RELEASE, number) for gather in read.values()}
     begun = [gather.action(Op.GATHER, number) for whole, gather in read.items() if whole not in there]
     after = ((action, *([ended[i]] if i in ended else [])) for i, action in enumerate(epilogue))

@@ -16,7 +16,7 @@ from itertools import pairwise
 from penstock.errors import ConfigError
 from penstock.schedule.ir.ops import PASSES
 from penstock.schedule.ir.schedule import Action, Op, Program, Schedule, Stage, WeightRef, passes
-from penstock.schedule.ir.sharding import Level, Sharding
+from penstock.schedule.ir.sharding import Cache, Level, Sharding
 from penstock.schedule.transforms.batch_ops import batch_unit, is_backward, with_reductions
 from penstock.schedule.transforms.gather_slots import stays
 from penstock.schedule.transforms.overlapping_gathers import with_overlapping_gathers
@@ -80,8 +80,13 @@ def with_sharding(schedule: Schedule, sharding: Sharding) -> Schedule:
         schedule = _with_completions(schedule)
     made = replace(schedule, sharding=_with_places(schedule, sharding))
     if schedule.rule == "double-buffer" and sharding.level is Level.FULL:
-        weights, cache = made.sharding.weights or _PLACES, sharding.cache
-        return replace(made, programs=tuple(with_overlapping_gathers(made, p, weights, cache) for p in made.programs))
+        if sharding.cache is Cache.DIRECT:
+            raise ConfigError(
+                f"{schedule.name}: batches overlap, so two versions of a stage want its one place; cache=direct goes "
+                "with methods that flush, such as layered, so leave it out"
+            )
+        weights = made.sharding.weights or _PLACES
+        return replace(made, programs=tuple(with_overlapping_gathers(made, p, weights) for p in made.programs))
     return replace(made, programs=tuple(_placed(made, program) for program in made.programs))
 
 
