@@ -14,7 +14,7 @@ from torch import nn
 from penstock import make_schedule as proven
 from penstock.errors import CapabilityError, ConfigError, PenstockError, ScheduleError
 from penstock.partition.blocks import LazyBlock
-from penstock.runtime.options.division import Partition
+from penstock.runtime.options.division import DataParallel, Partition
 from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.options.passes import Precision, Recompute
 from penstock.runtime.pipeline import Pipeline, continue_under, pipeline_of
@@ -278,3 +278,16 @@ def test_options_may_follow_the_name_of_a_method_as_on_the_command_line() -> Non
     assert (request.method, correction) == ("pipemare", PipeMare(reschedule=7))
     with pytest.raises(ConfigError, match="method 1f1b has no option 'chunks'"):
         request_of("1f1b:chunks=2", 2, 4)
+
+
+@pytest.mark.parametrize(("asked", "level"), [("gradients", "gradients:gradients=2"), ("none", "none"), (None, "full")])
+def test_the_sharding_of_a_method_gives_way_to_the_one_that_is_asked_for(asked: str | None, level: str) -> None:
+    options = PipelineOptions(data_parallel=DataParallel(2, sharding=asked))
+    request = ScheduleRequest("layered", 2, 4)
+    if level == "full":
+        with pytest.raises(CapabilityError, match="layered: sharding full .* set sharding to gradients"):
+            UnprovenPlan.of(linear(4), request, options)
+    else:
+        plan = UnprovenPlan.of(linear(4), request, options)
+        assert str(plan.schedule.sharding) == level
+        assert str(plan.followed_by(request, None).schedule.sharding) == level

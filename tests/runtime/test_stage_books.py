@@ -10,7 +10,7 @@ from penstock.errors import ScheduleError
 from penstock.runtime.rank.stage_books import Effect, StageBooks
 from penstock.schedule.build import extend, make_schedule, prove, smallest_microbatches
 from penstock.schedule.ir.rules import RULES
-from penstock.schedule.ir.schedule import Action, Copy, Schedule, since, split_fused
+from penstock.schedule.ir.schedule import Action, Copy, Op, Schedule, since, split_fused
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.stage_spec import StageSpec, stage_specs
 from penstock.schedule.proof.stage_state import StageState
@@ -64,7 +64,8 @@ def play(schedule: Schedule, spec: StageSpec, batches: int) -> tuple[int, int]:
 def compare(effect: Effect, truth: StageState, t: int, m: int) -> None:
     assert {v + t for v in effect.versions} == truth.versions
     assert {Copy(c.label, c.first + t * m) for c in effect.copies} == set(truth.copies)
-    assert effect.rotated == truth.rotated
+    if effect.action.op is Op.STEP:  # which alone asks
+        assert effect.rotated == truth.rotated
 
 
 def play_all(schedule: Schedule) -> None:

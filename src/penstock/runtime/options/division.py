@@ -46,7 +46,8 @@ class DataParallel(ShortRepr):
             are those of "none", bit for bit, but for torch's fused kernels (fused=True), which may round an element
             otherwise in another place. Optimizers that look at whole parameters, such as Muon, get these, dealt out by
             size, in place of rows; those of classes that are not known here are refused. "full" (ZeRO-3) is proven and
-            simulated only.
+            simulated only. None: what the method has by itself ("none" for all but `layered` and its kin), or the
+            schedule that is given.
 
     Raises:
         ConfigError: a width below 1, or an unknown way to add gradients, to agree or to divide.
@@ -56,13 +57,14 @@ class DataParallel(ShortRepr):
     reduce: Reduce = "ordered"
     combine: Combine = REDUCE
     mesh: DeviceMesh | None = None
-    sharding: str | Sharding = "none"
+    sharding: str | Sharding | None = None
 
     def __post_init__(self) -> None:
         """Check each by itself."""
         check_whole("data_parallel: width", self.width)
         is_fast(self.reduce)
-        read_sharding(self.sharding)
+        if self.sharding is not None:
+            read_sharding(self.sharding)
         if not isinstance(self.combine, Combine):
             raise ConfigError(
                 f"combine must be a Combine, such as Combine('average', every=4); got {self.combine!r:.80}"

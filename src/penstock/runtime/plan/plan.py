@@ -29,6 +29,7 @@ from penstock.runtime.plan.requirements import (
     prove_with_all_actions,
     schedule_of,
     with_all_actions,
+    with_sharding,
 )
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
@@ -86,7 +87,7 @@ class UnprovenPlan:
             CapabilityError: the runtime does not offer it.
             ScheduleError: the schedule cannot be built, or cannot have the recomputes that are wanted.
         """
-        given, known = _resolved(given, known, len(blocks))
+        given, known = _resolved(with_sharding(given, options), known, len(blocks))
         if isinstance(given, ScheduleRequest):
             check_enough(blocks, given.stages)  # every rank holds a stage, so this much is known before it is built
         plain, staleness, tied = schedule_of(given), options.staleness, options.partition.tied or {}
@@ -162,7 +163,7 @@ class UnprovenPlan:
             raise ConfigError(
                 "a pipeline with delays of its own choice cannot go on under another method; leave delays out"
             )
-        given, known = _resolved(given, known, sum(map(len, self.parts)))
+        given, known = _resolved(with_sharding(given, self.options), known, sum(map(len, self.parts)))
         options = self.options.changed(correction=correction)
         schedule = _whole(given, options, self.ties, known)
         check_same_places(self.schedule, schedule)

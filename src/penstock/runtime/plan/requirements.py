@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from penstock.comm.p2p.routing import needs_decisions
@@ -15,6 +16,7 @@ from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import REPLICATED, Level, Sharding, read_sharding
 from penstock.schedule.methods.choice import MethodChoice
+from penstock.schedule.methods.table import find_method
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.rank_proof import RankProof
 from penstock.schedule.transforms.batch_ops import check_together
@@ -90,13 +92,22 @@ def additions(plain: Schedule, options: PipelineOptions, tied: Collection[int]) 
     }
 
 
-def _sharding(plain: Schedule, wanted: str | Sharding) -> Sharding:
+def with_sharding(given: GivenSchedule, options: PipelineOptions) -> GivenSchedule:
+    """A schedule without the sharding that its method has by itself, where options ask for another one."""
+    if not isinstance(given, ScheduleRequest) or not isinstance(given.method, str):
+        return given
+    if options.data_parallel.sharding is None or given.sharding is not None:
+        return given
+    return replace(given, sharding="none") if find_method(given.method).needs_sharded_state else given
+
+
+def _sharding(plain: Schedule, wanted: str | Sharding | None) -> Sharding:
     """What is to be added to a schedule: nothing to one that has what is wanted, or any where none is.
 
     Raises:
         ConfigError: it has another one.
     """
-    found, has = read_sharding(wanted), plain.sharding
+    found, has = read_sharding(wanted or REPLICATED), plain.sharding
     if has.level is Level.NONE or found.level is Level.NONE:
         return found
     if has.level is not found.level or has != found._replace(

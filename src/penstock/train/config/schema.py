@@ -290,10 +290,10 @@ class TrainConfig(Strict):
         default="ordered",
         description="how parallel pipelines add gradients: in their order, or by all_reduce, off by roundings if w > 2",
     )
-    sharding: str = Field(
-        default="none",
+    sharding: str | None = Field(
+        default=None,
         description="what of each stage parallel pipelines divide among them: none, optimizer (ZeRO-1) or gradients "
-        "(ZeRO-2)",
+        "(ZeRO-2); by default what the method has",
     )
     microbatches: int = Field(
         default=4, ge=1, le=MOST_MICROBATCHES, description="m, microbatches per batch (per update) and pipeline"
