@@ -40,6 +40,7 @@ from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.proof.stage_spec import stage_specs
+from penstock.stage.checks.touched_gradients import GradientWatch
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import add_shares
@@ -108,6 +109,10 @@ class Engine:
         stages = [stage for state in ranks for stage in state.stages.values()]
         self._schedules = Schedules(ranks[0].lr_scheduler, stages, grid)
         self._borders = SpanBorders(grid, ranks, combine)
+        alone = grid.group is None or (grid.width == 1 and not any(stage.ties for stage in stages))
+        self._watch = GradientWatch(  # where no sum may be changing gradients beside the caller
+            stage.module for stage in (stages if alone else ())
+        )
         self._last = self.schedule.stage_at[self.schedule.num_stages - 1, 0].rank
         entrances = {n.rank for n in self.schedule.stages if not self.schedule.predecessors[n.index]}
         self._stop.alone = grid.group is None or grid.width * len(entrances) == 1
@@ -226,7 +231,9 @@ class Engine:
             try:
                 for report in reports:
                     count += 1
+                    self._watch.note()
                     yield report
+                    self._watch.check()
             except GeneratorExit:  # the caller has left the loop: finish what is under way
                 if not self._abandoned and not sys.is_finalizing():  # at exit, no module can be relied on
                     self._left_after = self.batches + count - 1
