@@ -227,3 +227,23 @@ def test_a_schedule_that_has_another_sharding_than_the_options() -> None:
     for schedule, option in (("optimizer", "none"), ("gradients", "gradients"), ("none", "optimizer")):
         level = option if schedule == "none" else schedule
         assert make(schedule, option).schedule.sharding.level == level
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("optimizer", "gradients"), ("gradients", "none"), ("none", "optimizer")]
+)
+def test_a_switch_to_another_sharding(before: str, after: str) -> None:
+    """Stages hold what they were built for."""
+    pipeline = make_pipeline(Case("1f1b", 2, 2, width=2), schedule=prove("1f1b", 2, 2, sharding=before))
+    with pytest.raises(ConfigError, match=rf"they differ in sharding \({before} and {after}\)"):
+        pipeline.switch(schedule=prove("2bw", 2, 2, sharding=after))
+
+
+def test_step_hooks_would_see_rows() -> None:
+    def hooked(named: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(named, lr=0.1)
+        optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
+
+    with pytest.raises(CapabilityError, match="SGD has step hooks, which would see rows .* set sharding to none"):
+        make_pipeline(Case("1f1b", 2, 2, width=2), sharding="optimizer", optimizer=hooked)

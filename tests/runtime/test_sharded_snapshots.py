@@ -109,8 +109,8 @@ def test_rows_that_are_missing_in_a_saved_state(lost: int) -> None:
 
 def test_averages_and_evaluations_of_a_sharded_run() -> None:
     """The average moves when a version is whole; hooks see whole weights; evaluations read them."""
-    for method in ("1f1b", "2bw"):
-        case = Case(method, 2, 2, width=2, spans=(6,), clip=0.4)
+    for method, options in (("1f1b", ()), ("2bw", ()), ("interleaved", (("chunks", 2),))):
+        case = Case(method, 2, 2, width=2, spans=(6,), clip=0.4, options=options)
         held = make_batches(case)[:1]
         seen = []
         for level in ("none", "gradients"):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from penstock.runtime.options.division import DataParallel
+from penstock.runtime.options.division import DataParallel, Partition
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import make_schedule
 from penstock.schedule.proof.state_bytes import state_bytes
@@ -107,6 +107,30 @@ def test_processes_have_the_numbers_of_the_reference(pool: Pool, case: Case, lev
         for name, weight in outcome.weights.items():
             assert torch.equal(whole.weights.setdefault(name, weight), weight), (place, name)
     assert_as_whole(whole, parts, expected(case))
+
+
+def test_a_tied_parameter_of_which_some_pipelines_have_no_row() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(3, 3), nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x) * self.scale
+            return y
+
+    def train(level: str) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        blocks = {"a": Scaled(), "b": Scaled()}
+        pipeline = Pipeline(
+            blocks, "1f1b", stages=2, microbatches=2, loss=nn.functional.mse_loss,
+            optimizer=lambda named: torch.optim.Adam(named, lr=0.1),
+            data_parallel=DataParallel(2, sharding=level), partition=Partition(tied={"b.scale": "a.scale"}),
+        )  # fmt: skip
+        list(pipeline.run([(torch.randn(8, 3), torch.randn(8, 3)) for _ in range(4)]))
+        return pipeline.full_state_dict()
+
+    assert_equal_tensors(train("gradients"), train("none"), "weights")
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])

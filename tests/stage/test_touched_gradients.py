@@ -66,6 +66,6 @@ def said_on_ranks(group: dist.ProcessGroup) -> str:
     return str(caught.value)
 
 
-def test_between_processes(pool: Pool) -> None:
+def test_gradients_changed_between_processes(pool: Pool) -> None:
     first, last = pool.submit(said_on_ranks, ranks=2, fresh=True)
     assert any("was changed in the loop over reports" in text for text in (first, last))

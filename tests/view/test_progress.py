@@ -212,7 +212,7 @@ def test_without_a_terminal_a_line_holds_every_figure():
     TerminalObserver(console).progress(Progress(250, 1000, None, 10.0, 4000, 1234.0, 0.003, None, live, 250))
     assert console.file.getvalue().split("  ") == [
         "batch 250 of 1000", "loss -", "1,234 tokens/s", "bubble -", "lr 3.00e-03", "ETA 0:00:30",
-        "live bytes by stage 2.0 kB + 2.0 MB\n",
+        "live bytes by rank 2.0 kB + 2.0 MB\n",
     ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ its leaves, so binding another version does not affect it.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -243,15 +244,16 @@ class StageModule:
                 self.rng.seed_block(name, key)
             try:
                 value = blocks[name](value)
-            except TypeError as error:
-                if not isinstance(value, Tensor):
+            except Exception as error:
+                if isinstance(error, RuntimeError):
+                    check_formats(error, f"{self.where}, block {name!r}", value, self.precision)
+                if isinstance(error, TypeError) and not isinstance(value, Tensor):
                     error.add_note(
                         f"raised in block {name!r}, which got a {type(value).__name__}: a block takes what the one "
                         "before returned; put a function between them, such as lambda pair: pair[0]"
                     )
-                raise
-            except RuntimeError as error:
-                check_formats(error, f"{self.where}, block {name!r}", value, self.precision)
+                else:
+                    error.add_note(f"raised in block {name!r}")
                 raise
         return value
 
@@ -359,8 +361,11 @@ def run_backward(graph: Graph, gradients: Sequence[Tensor | None]) -> list[Tenso
             given.append(gradient)
     raw: dict[int, Tensor] = {}
     for place, leaf in graph.inputs.items():  # each leaf dies with its graph, so no hook need be removed
-        # What leaf.register_hook does, but for the handle to remove the hook.
-        leaf._backward_hooks = {0: partial(_keep_raw, raw, place, leaf.stride())}
+        keep = partial(_keep_raw, raw, place, leaf.stride())
+        if leaf._backward_hooks:  # a block has registered one on its input
+            leaf.register_hook(keep)  # type: ignore[no-untyped-call]
+        else:  # what register_hook does, but for the handle to remove the hook
+            leaf._backward_hooks = OrderedDict({0: keep})
     if edges:
         # What torch.autograd.backward calls, without its checks of shapes in Python: the engine makes them again.
         _engine_run_backward(tuple(edges), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -236,9 +236,9 @@ class TrainedWeights(StageWeights):
         return self.store.gradient(batch).flats
 
     def gradients_of(self, batch: int, names: Sequence[str]) -> list[Tensor]:
-        """Return the accumulated gradients of some parameters."""
+        """Return the accumulated gradients of some parameters; of sharded sums, of those with rows here."""
         views = self.store.summed(batch)
-        return [views[name] for name in names]
+        return [views[name] for name in names if name in views]
 
     def gradient_squares(self, batch: int) -> tuple[float, float]:
         """Return the squared norm of the gradient that is here, and its rounding error."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.weights.optim.adapters import RowHook
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 Named = list[tuple[str, nn.Parameter]]
@@ -54,8 +55,8 @@ class WatchedFactory:
                     self._note(optimizer, ("weights", updates[name], name, p, pipeline))
                     updates[name] += 1
 
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
+        optimizer.register_step_pre_hook(RowHook(before))
+        optimizer.register_step_post_hook(RowHook(after))
         return optimizer
 
     @property

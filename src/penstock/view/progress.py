@@ -211,7 +211,7 @@ def _line(progress: Progress) -> str:
     bubble = "-" if progress.bubble is None else f"{progress.bubble:.1%}"
     return (
         f"loss {loss}  {progress.tokens_per_second:,.0f} tokens/s  bubble {bubble}  lr {progress.rate:.2e}  "
-        f"ETA {_duration(_remaining(progress))}  live bytes by stage {_totals(progress.live_bytes)}"
+        f"ETA {_duration(_remaining(progress))}  live bytes by rank {_totals(progress.live_bytes)}"
     )
 
 

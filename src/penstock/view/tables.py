@@ -81,8 +81,8 @@ def _methods(title: str, facts: list[MethodFacts], problems: Sequence[str | None
         table.add_row(*row)
     table.caption = (
         f"Per rank where the ranks differ; {RANGES}; + n: and n buffers of the correction. {DELAY} Bubble: idle / "
-        "total of one more batch in a long run, F = 1, B = 2. Sharding: levels that --sharding takes (optimizer, "
-        "gradients, full); = full: the method's own."
+        "total of one more batch in a long run, F = 1, B = 2. Sharding: levels that simulate --sharding takes "
+        "(optimizer, gradients, full); = full: the method's own."
     )
     if left_out:
         names = ", ".join(heading.replace("\n", " ") for heading in left_out)

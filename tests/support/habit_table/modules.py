@@ -372,6 +372,26 @@ def activation_hook() -> Script:
     return of(lambda: Hooked())
 
 
+@habit(HOOKS)
+def input_hook() -> Script:
+    """`register_hook` on what a block was given, as layers that reverse or scale gradients do."""
+    return of(lambda: HookedInput())
+
+
+class HookedInput(nn.Module):
+    """Doubles the gradient of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 2)
+        y: Tensor = self.layer(x)
+        return y
+
+
 class Hooked(nn.Module):
     """Doubles the gradient of its output."""
 

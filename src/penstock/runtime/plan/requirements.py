@@ -132,10 +132,11 @@ def check_same_places(present: Schedule, other: Schedule) -> None:
         "what stages hand on to which": (sorted(present.edges), sorted(other.edges)),
         "frozen stages": (sorted(present.frozen), sorted(other.frozen)),
         "slices of a sequence": (present.slices, other.slices),
+        "sharding": (str(present.sharding.level), str(other.sharding.level)),
     }
     for what, (here, there) in differences.items():
         if here != there:
-            numbers = f" ({here} and {there})" if isinstance(here, int) else ""
+            numbers = f" ({here} and {there})" if isinstance(here, int | str) else ""
             raise ConfigError(
                 f"{present.name} cannot be followed by {other.name}: they differ in {what}{numbers}; a run changes "
                 "between methods that hold the same stages on the same ranks and take the same batches, such as 2bw, "

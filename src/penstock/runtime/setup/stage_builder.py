@@ -38,7 +38,7 @@ from penstock.weights.corrections.base import Correction, Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.memory.older_versions import OlderVersions
 from penstock.weights.mixed_store import MixedStore
-from penstock.weights.optim.adapters import takes_rows
+from penstock.weights.optim.adapters import hooks_take_rows, takes_rows
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.optim.updater import Updater
 from penstock.weights.sharded_store import ShardedStore
@@ -179,8 +179,14 @@ class StageBuilder:
         # `_fit` says whether it rotates.
         updater = Updater(self._optimizer, store.layout, store.master, rotates=False, scheduler=update.lr_scheduler)
         if isinstance(store, ShardedStore) and updater.optimizer is not None:
-            store.divide(whole=not takes_rows(updater.optimizer))
-            if ties and not takes_rows(updater.optimizer):
+            if not hooks_take_rows(updater.optimizer):
+                raise CapabilityError(
+                    f"{module.where}: {updater.name} has step hooks, which would see rows of parameters only; leave "
+                    "them out, or set sharding to none"
+                )
+            whole = not takes_rows(updater.optimizer)
+            store.divide(whole=whole)
+            if ties and whole:
                 raise CapabilityError(
                     f"{module.where} shares {ties[0].names_at(stage.index)[0]} with another stage, which may have it "
                     f"in another shard, as {updater.name} needs whole parameters; untie them, or set sharding to none"

@@ -144,6 +144,34 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     )
 
 
+class RowHook:
+    """A step hook that also makes sense of some rows of the parameters.
+
+    Args:
+        hook: as torch takes it.
+    """
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        """Call the hook."""
+        self._hook(*args)
+
+
+def hooks_take_rows(optimizer: Optimizer) -> bool:
+    """Return whether all that is called with every step (`has_step_hooks`) makes sense of some rows only."""
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        return False
+    parts = (optimizer, *optimizer.parts) if isinstance(optimizer, Joined) else (optimizer,)
+    hooks = [
+        hook
+        for part in parts
+        for hook in (*part._optimizer_step_pre_hooks.values(), *part._optimizer_step_post_hooks.values())
+    ]
+    return all(isinstance(hook, RowHook) for hook in hooks) and not any(map(_is_replaced, parts))
+
+
 def _is_replaced(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has a `step` of its own; that of torch's schedulers only notes that it was called."""
     step = vars(optimizer).get("step")
