@@ -23,9 +23,9 @@ class Report:
             the last stage, and where the weight is zero.
         weight: what the loss sum was divided by, such as the number of samples; None on ranks without the last stage.
         seconds: when it was known, in seconds since the pipeline was made.
-        decided: the updates that were made or skipped since the last report, where all stages decide about them (with
-            `max_grad_norm`, a loss scale or parallel pipelines). They lag behind the losses; `Pipeline.decided` has
-            those that come after the last report.
+        decided: the updates that were made or skipped since the last report. Their loss and norm are NaN unless all
+            stages decide about them (with `max_grad_norm`, a loss scale or parallel pipelines). They lag behind the
+            losses; `Pipeline.decided` has those that come after the last report.
         evaluated: what evaluations have found since the last report (on all ranks where all stages decide together,
             else on that of the last stage).
     """
