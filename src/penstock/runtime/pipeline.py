@@ -234,6 +234,7 @@ class Pipeline(Switching):
             parallel.combine,
             polling,
             plan.options.staleness.correction,
+            self._held,
         )
 
     def _choose_transports(self) -> Transports:
@@ -324,7 +325,6 @@ class Pipeline(Switching):
                 )
         if save is not None:
             save = save._replace(sink=partial(self._sink, save.sink, shares=save.shares))
-        self._held.begin()
         return TrainingRun(self._engine.train(batches, save, evaluate, partial(self._halts, evaluate)), self.stop)
 
     def evaluate(self, batches: Batches, *, averaged: bool = False) -> tuple[float, float] | None:
