@@ -168,9 +168,9 @@ DEFECTS = (
     # --- what users hand over and get back ----------------------------------------------------------------------------
     Defect(
         "a model in several processes hands out weights from before the run",
-        "stage/checks",
-        "        for held in self._others:\n            held.mark()\n\n    def loaded",
-        "\n    def loaded",
+        "runtime/execute",
+        "if begins and trains and self._held is not None:",
+        "if begins and not trains and self._held is not None:",
         ("tests/stage/test_held_elsewhere.py",),
     ),
     Defect(

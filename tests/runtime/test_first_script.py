@@ -123,10 +123,10 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "microbatches": ({"microbatches": 2}, "4 microbatches, 5 blocks; rank 1 1f1b .* 2 microbatches, 5 blocks"),
     "blocks": ({"blocks": [*make_blocks(), nn.Tanh()]}, "5 blocks; rank 1 .* 6 blocks"),
-    "options": ({"max_grad_norm": 1.0}, "have 1f1b .* but not the same order of passes, options, names"),
+    "options": ({"max_grad_norm": 1.0}, r"this one has max_grad_norm=None, rank 1 has max_grad_norm=1; give"),
     "partition": (
         {"partition": [1, 4]},
-        "have 1f1b .* but not the same order of passes, options, names of blocks",
+        "have 1f1b .* but not the same order of passes, names of blocks",
     ),
 }
 

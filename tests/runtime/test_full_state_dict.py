@@ -225,6 +225,25 @@ def test_ranks_that_do_not_take_part_are_missed(pool: Pool) -> None:
     assert "rank 0, gathering the weights: a peer is dead or stalled" in said
 
 
+def cannot_follow(group: dist.ProcessGroup) -> str:
+    """Rank 1 has a parameter of another shape."""
+    model = Model()
+    pipeline = Pipeline(
+        model.blocks(), make_schedule("1f1b", 2, M), loss=loss, optimizer=torch.optim.SGD, group=group, timeout=20.0
+    )
+    if dist.get_rank(group):
+        model.transformer.h[2].map.weight = nn.Parameter(torch.zeros(1, 1))
+    with pytest.raises(ConfigError) as caught:
+        pipeline.full_state_dict()
+    return str(caught.value)
+
+
+def test_what_one_rank_cannot_give_all_hear_of(pool: Pool) -> None:
+    first, second = pool.submit(cannot_follow, ranks=2)
+    assert first == second
+    assert "transformer.h.2.map.weight" in first
+
+
 # --- nested names -----------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, DataError
 from penstock.stage.checks.held_elsewhere import HeldElsewhere, HeldModule
 from support.pool import Pool
 
@@ -43,11 +43,20 @@ def refused(call: Any) -> str:
     return str(error.value)
 
 
+def saved(model: nn.Module) -> bytes:
+    """The file of a whole model."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    return file.getvalue()
+
+
 def save_after_a_run(group: dist.ProcessGroup) -> tuple[list[str], Any]:
     """Whatever a script does with its model after a run, from whole to nothing."""
     model = make_model()
     pipeline = make_pipeline(model, group)
-    torch.save(model.state_dict(), io.BytesIO())  # before a run it is the model
+    list(pipeline.run([]))
+    model.state_dict()  # before a batch is trained it is the model
+    assert b"penstock" not in saved(model)
     list(pipeline.run(BATCHES))
     other = 2 if dist.get_rank(group) else 4  # a layer of the other rank
     x = torch.zeros(1, 4)
@@ -64,7 +73,7 @@ def save_after_a_run(group: dist.ProcessGroup) -> tuple[list[str], Any]:
         model.load_state_dict(weights)
         assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
         model(torch.zeros(1, 3))
-        torch.save(model, io.BytesIO())
+        assert b"penstock" not in saved(model)
         copy.deepcopy(model).state_dict()
     list(pipeline.run(BATCHES))  # and what was loaded is from before again
     said.append(refused(model.state_dict))
@@ -76,13 +85,23 @@ def test_a_state_dict_of_a_model_in_several_processes_is_refused(pool: Pool) -> 
     assert [said[:9] for said in first] == ["block '4'"] * 6
     assert [said[:9] for said in second] == ["block '0'"] * 4 + ["block '2'", "block '0'"]
     for said in (*first, *second):
-        assert "weights = pipeline.full_state_dict()  # all ranks call it" in said
+        assert "weights = pipeline.full_state_dict(model)  # all ranks call it" in said
     assert "torch.save(weights, path)" in first[0]
     assert "model.load_state_dict(weights)" in first[1]
     alone = make_model()
     list(make_pipeline(alone, None).run(BATCHES))
     for name, tensor in alone.state_dict().items():
         assert torch.equal(weights[name], tensor), name
+
+
+def refused_together(pipeline: penstock.Pipeline, group: dist.ProcessGroup) -> None:
+    """Neither a run nor an evaluation begins on any rank, where rank 1 has old weights of block 2."""
+    said = "block '2' was trained by another process for another pipeline"
+    kind, said = (ConfigError, said) if dist.get_rank(group) else (DataError, f"rank 1 could not begin .*{said}")
+    with pytest.raises(kind, match=said):
+        list(pipeline.run(BATCHES))
+    with pytest.raises(kind, match=said):
+        pipeline.evaluate(BATCHES)
 
 
 def cut_otherwise(group: dist.ProcessGroup, loads: str) -> Any:
@@ -93,16 +112,26 @@ def cut_otherwise(group: dist.ProcessGroup, loads: str) -> Any:
     weights = first.full_state_dict()
     sent = [dict(weights)]
     dist.broadcast_object_list(sent, src=0, group=group)
-    saved = first.snapshots()
     second = make_pipeline(model, group, partition=[1, 4])
-    if dist.get_rank(group):
-        with pytest.raises(ConfigError, match="block '2' was trained by another process for an earlier pipeline"):
-            second.run(BATCHES)
+    for _ in range(2):
+        refused_together(second, group)
     if loads == "weights":
         second.load_state_dict(sent[0])
     else:
         model.load_state_dict(sent[0])
-    del saved
+    list(second.run(BATCHES))
+    return dict(second.full_state_dict())
+
+
+def two_at_once(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Two pipelines of one model are made before either of them has trained it."""
+    model = make_model()
+    first, second = make_pipeline(model, group), make_pipeline(model, group, partition=[1, 4])
+    list(first.run(BATCHES))
+    refused_together(second, group)
+    sent = [dict(first.full_state_dict(model))]
+    dist.broadcast_object_list(sent, src=0, group=group)
+    model.load_state_dict(sent[0])
     list(second.run(BATCHES))
     return dict(second.full_state_dict())
 
@@ -110,6 +139,14 @@ def cut_otherwise(group: dist.ProcessGroup, loads: str) -> Any:
 @pytest.mark.parametrize("loads", ["weights", "model"])
 def test_weights_from_before_are_not_trained_further(pool: Pool, loads: str) -> None:
     found, _ = pool.submit(cut_otherwise, loads, ranks=2)
+    alone = make_model()
+    list(make_pipeline(alone, None).run(BATCHES))
+    list(make_pipeline(alone, None, partition=[1, 4]).run(BATCHES))
+    assert all(torch.equal(found[name], tensor) for name, tensor in alone.state_dict().items())
+
+
+def test_a_pipeline_made_before_another_has_trained_does_not_train_what_is_from_before(pool: Pool) -> None:
+    found, _ = pool.submit(two_at_once, ranks=2)
     alone = make_model()
     list(make_pipeline(alone, None).run(BATCHES))
     list(make_pipeline(alone, None, partition=[1, 4]).run(BATCHES))
@@ -172,9 +209,76 @@ def test_frozen_and_shared_modules_are_nobody_elses() -> None:
     with pytest.raises(ConfigError, match="block 'other'"):
         other.state_dict()
     later = HeldElsewhere(blocks, ["other", "tied"])
-    with pytest.raises(ConfigError, match="block 'other' was trained by another process for an earlier pipeline"):
-        later.begin()
+    with pytest.raises(ConfigError, match="block 'other' was trained by another process for another pipeline"):
+        later.check()
     later.loaded()
-    later.begin()
+    later.check()
+    held.begin()
     HeldElsewhere(blocks, ["first"]).begin()  # a second pipeline adds no hooks
     assert len(other._state_dict_pre_hooks) == 1
+
+
+def hooks_of(module: nn.Module) -> int:
+    return len(module._state_dict_pre_hooks) + len(module._forward_pre_hooks) + len(module._load_state_dict_post_hooks)
+
+
+def test_a_module_has_hooks_as_long_as_it_is_stale() -> None:
+    """So before a run, and after fresh weights were loaded, it is scripted, compiled and pickled like any other."""
+    layer = nn.Linear(2, 2)
+    held, state = HeldElsewhere({"0": nn.Linear(2, 2), "1": layer}, ["0"]), layer.state_dict()
+    assert hooks_of(layer) == 0
+    for load in (lambda: layer.load_state_dict(state), held.loaded, lambda: layer.weight.data.add_(1)):
+        held.begin()
+        held.begin()
+        assert hooks_of(layer) == 3
+        load()
+    layer.bias.data.add_(1)
+    layer.state_dict()  # which sees that somebody has written both
+    assert hooks_of(layer) == 0
+    assert b"penstock" not in saved(layer)
+
+
+def test_hooks_of_others_are_called_after_those_of_a_stale_module() -> None:
+    """The dict of hooks that torch iterates over is not changed meanwhile."""
+    layer, calls = nn.Linear(2, 2), []
+    held, state = HeldElsewhere({"0": nn.Linear(2, 2), "1": layer}, ["0"]), layer.state_dict()
+    for number in range(3):
+        held.begin()
+        layer.register_load_state_dict_post_hook(lambda *_: calls.append("load"))
+        layer.register_state_dict_pre_hook(lambda *_: calls.append("state"))
+        layer.load_state_dict(state)
+        assert not layer._forward_pre_hooks
+        held.begin()
+        layer.register_state_dict_pre_hook(lambda *_: calls.append("state"))
+        for p in layer.parameters():
+            p.data.add_(1)
+        layer.state_dict()
+        assert calls == ["load"] * (number + 1) + ["state"] * (2 * number + 2)
+        calls.clear()
+    held.begin()
+    assert hooks_of(layer) == 3 + 3 * 3  # none of earlier runs is left
+
+
+def test_a_copy_loses_its_hooks_when_it_is_loaded() -> None:
+    layer = nn.Linear(2, 2)
+    state = layer.state_dict()
+    HeldModule("head", layer).mark()
+    twin = copy.deepcopy(layer)
+    twin.load_state_dict(state)
+    assert (hooks_of(twin), hooks_of(layer)) == (0, 3)
+
+
+@pytest.mark.parametrize("change", [lambda m: m.requires_grad_(False), nn.Module.bfloat16, nn.Module.double])
+def test_what_leaves_values_as_they_are_makes_nothing_fresh(change: Any) -> None:
+    layer = nn.Linear(2, 2)
+    with torch.no_grad():
+        layer.bias[0] = torch.nan
+    state = layer.state_dict()
+    held = HeldModule("head", layer)
+    held.mark()
+    change(layer)
+    assert held.stale
+    held.mark()
+    assert held.stale
+    layer.load_state_dict(state)
+    assert not held.stale

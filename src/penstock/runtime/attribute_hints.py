@@ -21,8 +21,8 @@ _PLACE = "Pipeline(..., device='cuda') moves the blocks; precision='bf16' comput
 _SAVE = "penstock.Checkpoints(pipeline, folder) has save(), load(), and every(100) for run(save=...)"
 _OPTIMIZERS = "pipeline.optimizers() has one per stage; updates are part of run(), and lr_scheduler= sets their rates"
 _MODEL = (
-    "load pipeline.full_state_dict() into the unsplit model, and call that; pipeline.evaluate(loader) returns the mean "
-    "loss on data"
+    "load pipeline.full_state_dict(model) into the unsplit model, and call that; pipeline.evaluate(loader) returns the "
+    "mean loss on data"
 )
 
 HABITS = {

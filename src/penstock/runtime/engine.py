@@ -40,6 +40,7 @@ from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.proof.stage_spec import stage_specs
+from penstock.stage.checks.held_elsewhere import HeldElsewhere
 from penstock.stage.checks.touched_gradients import GradientWatch
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.weights.corrections.base import Correction
@@ -72,6 +73,8 @@ class Engine:
         kernels: settings of torch that are made while passes run.
         combine: how parallel pipelines agree.
         polling: how this process waits, where it has one rank.
+        correction: of the method.
+        held: what this process has of the stages of others.
 
     Attributes:
         batches: that have been trained on.
@@ -91,6 +94,7 @@ class Engine:
         combine: Combine = REDUCE,
         polling: Polling = LATENCY,
         correction: Correction | None = None,
+        held: HeldElsewhere | None = None,
     ) -> None:
         self._polling, self._kernels = polling, kernels
         self._grid, self._ranks, self._timeout, self._combine = grid, ranks, timeout, combine
@@ -108,7 +112,7 @@ class Engine:
         self._stop = ranks[0].stop
         stages = [stage for state in ranks for stage in state.stages.values()]
         self._schedules = Schedules(ranks[0].lr_scheduler, stages, grid)
-        self._borders = SpanBorders(grid, ranks, combine)
+        self._borders = SpanBorders(grid, ranks, combine, held)
         alone = grid.group is None or (grid.width == 1 and not any(stage.ties for stage in stages))
         self._watch = GradientWatch(  # where no sum may be changing gradients beside the caller
             stage.module for stage in (stages if alone else ())

@@ -61,19 +61,21 @@ class ModelWeights:
             averaged: the averaged weights (`ema_decay`).
 
         Raises:
-            ConfigError: the blocks were not taken from that model.
+            ConfigError: the blocks were not taken from that model, or modules have changed so that the optimizer could
+                not follow; here or on another rank.
             PenstockError: a run is under way.
             TransportError: a peer is dead, or did not call this in time.
         """
         self._engine.check_idle(_WITHIN_A_RUN)
         stages = [stage for key, stage in self.stages.items() if key.direction == 0]  # others hold copies of them
-        own, fault = with_all_names(self._state_of(stages, averaged), stages), None
-        if model is not None:
-            try:
+        own, fault = {}, None
+        try:  # the others must hear of a failure before it is raised here
+            own = with_all_names(self._state_of(stages, averaged), stages)
+            if model is not None:
                 names = names_in(model, stages)
                 own = {new: tensor for name, tensor in own.items() for new in names.get(name, ())}
-            except ConfigError as error:
-                fault = str(error)
+        except ConfigError as error:
+            fault = str(error)
         found = gather_state(own, self.grid, fault)
         return with_the_rest(found, model) if found and model is not None else found
 

@@ -234,6 +234,7 @@ class Pipeline(Switching):
             parallel.combine,
             polling,
             plan.options.staleness.correction,
+            self._held,
         )
 
     def _choose_transports(self) -> Transports:
@@ -307,8 +308,10 @@ class Pipeline(Switching):
                 loader has written into a batch under way; then the pipeline is broken.
             ConfigError: `lr_scheduler` has no rate for the update of a batch; as with a batch that cannot be split. Or,
                 when the run begins, no parameter of the model is trained, or parameters or blocks have come, gone, or
-                begun or ceased to be trained since the pipeline was made. (New values are taken over: by
-                `load_state_dict`, also with assign=True, or ``p.data = ...``. All passes of the next batch read them.)
+                begun or ceased to be trained since the pipeline was made, or a process is to go on from weights that
+                another one has trained further, for another pipeline of the model; on the other ranks a DataError. (New
+                values are taken over: by `load_state_dict`, also with assign=True, or ``p.data = ...``. All passes of
+                the next batch read them.)
             PenstockError: a message did not arrive, the data differ between ranks, or weights were rewritten under a
                 reader; then, and after whatever the model itself raises, the pipeline is broken.
         """
@@ -324,7 +327,6 @@ class Pipeline(Switching):
                 )
         if save is not None:
             save = save._replace(sink=partial(self._sink, save.sink, shares=save.shares))
-        self._held.begin()
         return TrainingRun(self._engine.train(batches, save, evaluate, partial(self._halts, evaluate)), self.stop)
 
     def evaluate(self, batches: Batches, *, averaged: bool = False) -> tuple[float, float] | None:
@@ -340,6 +342,8 @@ class Pipeline(Switching):
         Raises:
             DataError: a batch cannot be split. After this, and after whatever else the data's iterator raises, the
                 pipeline is as it was.
+            ConfigError: a process has old weights of what another one has trained further, for another pipeline of the
+                model; on the other ranks a DataError.
         """
         check_same_blocks(*self._given)
         total, weight = self._engine.evaluate(batches, averaged)

@@ -45,6 +45,10 @@ class RankSchedule(Schedule):
         held.__dict__.update(self.__dict__, _rank=rank, _own=own)
         return held
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let the whole schedule be pickled or copied in place of this one, whose way to build it cannot be."""
+        return Schedule, _whole_fields(self)
+
     def __eq__(self, other: object) -> bool:
         """Compare with another schedule, of which it may be a part; this builds both."""
         return isinstance(other, Schedule) and whole(self) == whole(other)
@@ -58,7 +62,11 @@ def whole(schedule: Schedule) -> Schedule:
     """Return a schedule with the programs of all ranks."""
     if not isinstance(schedule, RankSchedule):
         return schedule
-    return Schedule(*(getattr(schedule, name) for name in Schedule.__dataclass_fields__))
+    return Schedule(*_whole_fields(schedule))
+
+
+def _whole_fields(schedule: Schedule) -> tuple[Any, ...]:
+    return tuple([getattr(schedule, name) for name in Schedule.__dataclass_fields__])
 
 
 def schedule_facts(schedule: Schedule) -> Json:

@@ -17,6 +17,7 @@ from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.setup.settings_by_hand import check_settings, settings_by_hand
 from penstock.runtime.setup.stage_copies import check_written, follow_first, follow_hooks, follow_settings
 from penstock.schedule.methods.combine import Combine
+from penstock.stage.checks.held_elsewhere import HeldElsewhere
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,10 +32,13 @@ class SpanBorders:
         grid: all ranks.
         ranks: those of this process.
         combine: how parallel pipelines agree.
+        held: what this process has of the stages of others.
     """
 
-    def __init__(self, grid: RankGrid, ranks: Sequence[RankState], combine: Combine) -> None:
-        self._grid, self._ranks, self._combine = grid, ranks, combine
+    def __init__(
+        self, grid: RankGrid, ranks: Sequence[RankState], combine: Combine, held: HeldElsewhere | None = None
+    ) -> None:
+        self._grid, self._ranks, self._combine, self._held = grid, ranks, combine, held
         self._settings: list[Any] = []  # by hand, on all ranks, as they have last been compared
 
     def begin(self, source: BatchSource, batches: int, first: int, *, trains: bool) -> bool:
@@ -76,7 +80,10 @@ class SpanBorders:
             self._settings = settings
         for end in (end for _, _, _, end, *_ in told if end is not None):
             source.end_before(end)
-        return all(flag for flag, *_ in told)
+        begins = all(flag for flag, *_ in told)
+        if begins and trains and self._held is not None:
+            self._held.begin()
+        return begins
 
     def _parameters(self) -> tuple[int, int]:
         """How many parameters of the model are trained here, and how many are not; copies of stages do not count."""
@@ -91,6 +98,8 @@ class SpanBorders:
     def _take_over(self) -> ConfigError | None:
         """Adopt what users have changed between two runs; return what is wrong with it."""
         try:
+            if self._held is not None:
+                self._held.check()
             for state in self._ranks:
                 for stage in state.stages.values():
                     stage.adopt()

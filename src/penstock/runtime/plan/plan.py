@@ -21,6 +21,7 @@ from penstock.partition.shared_memory import check_memory
 from penstock.partition.tied import Tie, find_ties
 from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.plan.capabilities import check_compiled, check_correction, check_recomputed_blocks, check_slices
+from penstock.runtime.plan.common_options import common_options
 from penstock.runtime.plan.known_schedule import KnownSchedule, OtherScheduleError, described, identity, is_named
 from penstock.runtime.plan.requirements import (
     GivenSchedule,
@@ -193,10 +194,16 @@ class UnprovenPlan:
         return f"{described(self.given)}, {sum(map(len, self.parts))} blocks"
 
     @property
+    def common_options(self) -> dict[str, str]:
+        """The options that must be alike on all ranks: name -> text."""
+        sharding = additions(self.plain, self.options, stages_of(self.ties))["sharding"]
+        return common_options(self.options, self.ties, self.delays, self.backward_delays, sharding)
+
+    @property
     def identity(self) -> str:
         """What is the same on two ranks if they have the same plan."""
         added = additions(self.plain, self.options, sorted(stages_of(self.ties)))
-        return f"{identity(self.given)}\n{added}\n{self.options.staleness.correction}\n{self.parts}"
+        return f"{identity(self.given)}\n{added}\n{self.common_options}\n{self.parts}\n{self.auto is not None}"
 
     @property
     def plain(self) -> Schedule:

@@ -63,7 +63,7 @@ class BatchSource:
         ahead: how many batches a rank behind the first reads ahead when it has taken the last sample of a batch; if one
             cannot be read, it asks for the end of the run in time.
         overlap: how many batches before a new one passes may still read when it is made
-            (`penstock.runtime.plan.read_ahead`).
+            (`penstock.schedule.proof.read_ahead`).
 
     Attributes:
         failure: what reading ahead has raised: the span ends before the batch that could not be read; or what the first

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 
 from penstock.comm.collective.hand_out import HandedOut, hand_out
-from penstock.errors import PenstockError
 from penstock.runtime.plan.known_schedule import KnownSchedule
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.setup.same_plan import check_same_plans
@@ -77,11 +76,11 @@ def shared_plans(
 
     common, own = hand_out(hand, "planning the pipeline", control)
     drafts: Mapping[str, UnprovenPlan] = made
-    failure = None
+    failure: Exception | None = None
     if not made:
         try:
             drafts = make({name: KnownSchedule(*part["schedules"]) for name, part in common.items()})
-        except PenstockError as error:  # which rank 0 has not met
+        except Exception as error:  # which rank 0 has not met; raised again when the others know of it
             failure = error
     check_same_plans(drafts, failure, control)
     rank = dist.get_rank(control)

@@ -6,7 +6,7 @@ began with, so ``torch.save(model.state_dict())`` after a run would save those w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -14,15 +14,19 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 
+_HOOKS = ("_state_dict_pre_hooks", "_forward_pre_hooks", "_load_state_dict_post_hooks")  # of an nn.Module
 _SAMPLE = 16  # values of a tensor by which somebody's writing is noticed, where torch does not count it
 _LINES = (
-    "    weights = pipeline.full_state_dict()  # all ranks call it; rank 0 gets the tensors, the others an empty dict\n"
+    "    weights = pipeline.full_state_dict(model)  # all ranks call it; rank 0 gets the tensors, the others nothing\n"
     "    if weights:\n        {then}"
 )
 
 
 class HeldModule:
-    """A module with weights that another process trains.
+    """A module with weights from before a run in which another process trains it; torch's hooks on it refuse its use.
+
+    The module has the hooks only as long as it is stale, so that before a run, and after fresh weights have been
+    loaded, it is scripted, compiled and pickled like any other.
 
     Args:
         block: the name of its block.
@@ -32,38 +36,49 @@ class HeldModule:
     def __init__(self, block: str, module: nn.Module) -> None:
         self._block, self._module = block, module
         self._seen: list[_Look] | None = []  # as it was when the other process began to train; None: a copy of that
-        module.register_state_dict_pre_hook(self._check_state)  # type: ignore[no-untyped-call]
-        module.register_forward_pre_hook(self._check_call)
-        module.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]
 
     @property
     def stale(self) -> bool:
         """Whether the module has weights from before a run of the other process."""
         if self._seen is None:
             return True
-        now = {look.identity: look for look in _looks(self._module)}
-        return any(now.get(look.identity) == look for look in self._seen)
+        now = {id(p): p for p in _own(self._module)}
+        return any(look.identity in now and look.unchanged(now[look.identity]) for look in self._seen)
 
     def mark(self) -> None:
-        """Note that the other process trains from here on."""
-        self._seen = _looks(self._module)
+        """Note that the other process trains from here on what is trained of the module."""
+        before = {look.identity for look in self._seen or ()}
+        self._seen = [_look(p) for p in _own(self._module) if p.requires_grad or id(p) in before]
+        if self._seen and _known(self._module) is not self:
+            _remove_hooks(self._module)
+            self._module.register_state_dict_pre_hook(self._check_state)  # type: ignore[no-untyped-call]
+            self._module.register_forward_pre_hook(self._check_call)
+            self._module.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]
 
-    def clear(self) -> None:
-        """Note that the weights are as they should be."""
+    def clear(self, running: str = "") -> None:
+        """Note that the weights are as they should be, and take the hooks from the module.
+
+        Args:
+            running: the hooks that torch is iterating over. The one of this module then stays, unless it is the last.
+        """
         self._seen = []
+        _remove_hooks(self._module, running)
 
     def _check_state(self, *_: Any) -> None:
         if self.stale:
             self._refuse("this would be no state of the trained model", "torch.save(weights, path)")
+        self.clear("_state_dict_pre_hooks")
 
     def _check_call(self, *_: Any) -> None:
         if self.stale:
             then = "model.load_state_dict(weights)  # rank 0 has the trained model then"
             self._refuse("it would not compute what the trained model does", then)
+        self.clear()
 
     def _loaded(self, *_: Any) -> None:
-        """Let a copy of a stale module be what was loaded into it."""
-        self._seen = [] if self._seen is None else self._seen
+        """Let a module be what was loaded into it, and a copy of a stale one, too."""
+        if self._seen is None or not self.stale:
+            self.clear("_load_state_dict_post_hooks")
 
     def _refuse(self, what: str, then: str) -> NoReturn:
         raise ConfigError(
@@ -91,23 +106,31 @@ class _Look(NamedTuple):
 
     identity: int
     version: int
-    sample: list[float]
+    sample: Tensor
+
+    def unchanged(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the same values as then, be it in another format."""
+        version, seen, now = _version(tensor), self.sample.to(tensor.dtype), _sample(tensor)
+        return version == self.version and torch.equal(seen.view(torch.uint8), now.view(torch.uint8))  # NaN, too
 
 
-def _looks(module: nn.Module) -> list[_Look]:
-    return [_Look(id(p), 0 if p.is_inference() else p._version, _sample(p)) for p in _own(module)]
+def _look(tensor: Tensor) -> _Look:
+    return _Look(id(tensor), _version(tensor), _sample(tensor))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _own(module: nn.Module) -> list[Tensor]:
-    return [p for p in module._parameters.values() if p is not None and p.requires_grad]
+    return [p for p in module._parameters.values() if p is not None]
 
 
-def _sample(tensor: Tensor) -> list[float]:
+def _sample(tensor: Tensor) -> Tensor:
     """Return some values of a tensor; none of one whose values are nowhere, or not at hand."""
     if tensor.is_meta or tensor.layout != torch.strided or not tensor.is_contiguous() or not tensor.numel():
-        return []
-    found: list[float] = tensor.detach().view(-1)[:: max(1, tensor.numel() // _SAMPLE)].tolist()
-    return found
+        return torch.empty(0, dtype=tensor.dtype)
+    return tensor.detach().view(-1)[:: max(1, tensor.numel() // _SAMPLE)].to("cpu", copy=True)
 
 
 class HeldElsewhere:
@@ -119,68 +142,78 @@ class HeldElsewhere:
     """
 
     def __init__(self, blocks: Mapping[str, Any], here: Sequence[str]) -> None:
-        self._others, self._unloaded = _others(blocks, here), _stale(blocks, here)
+        self._blocks, self._here = blocks, list(here)
+        self._others, self._unbuilt = _others(blocks, here), list(self._stale())
 
     def built(self) -> None:
         """Note that building stages has given their parameters other memory, with the same values."""
-        for held in self._own():
+        for _, held in self._unbuilt:
             held.mark()
+        self._unbuilt = []
 
-    def _own(self) -> list[HeldModule]:
-        return [held for block in self._unloaded.values() for held in block]
+    def _own(self) -> Iterator[tuple[str, HeldModule]]:
+        """What another process trained for another pipeline and this process trains for this one; with its block."""
+        for name in self._here:
+            block = self._blocks[name]
+            for module in block.modules() if isinstance(block, nn.Module) else ():
+                held = _known(module)
+                if held is not None:
+                    yield name, held
 
-    def begin(self) -> None:
-        """Note that a run begins.
+    def _stale(self) -> Iterator[tuple[str, HeldModule]]:
+        return ((name, held) for name, held in self._own() if held.stale)
+
+    def check(self) -> None:
+        """Make sure that a run or an evaluation can begin with the weights of the stages here.
 
         Raises:
-            ConfigError: this process is to train what another one has trained for an earlier pipeline, from the weights
-                before.
+            ConfigError: another process has trained them further, for another pipeline.
         """
-        stale = next((name for name, block in self._unloaded.items() if any(held.stale for held in block)), None)
+        stale = next((name for name, _ in self._stale()), None)
         if stale is not None:
             raise ConfigError(
-                f"block {stale!r} was trained by another process for an earlier pipeline, and has its weights from "
+                f"block {stale!r} was trained by another process for another pipeline, and has its weights from "
                 "before that in this one. Load the trained ones on every rank before the run: "
                 "penstock.Checkpoints(pipeline, folder).load(), or pipeline.load_state_dict(weights) with what "
-                "full_state_dict() of the earlier one returned on rank 0"
+                "full_state_dict() of the other one returned on rank 0"
             )
-        for held in self._others:
-            held.mark()
+
+    def begin(self) -> None:
+        """Note that a run begins, so that the other processes train the rest of the model."""
+        for name, module in self._others:
+            (_known(module) or HeldModule(name, module)).mark()
 
     def loaded(self) -> None:
         """Note that a saved state was loaded into the stages here, and only there."""
-        for held in self._own():
+        for _, held in list(self._own()):
             held.clear()
-        for held in self._others:
-            held.mark()
+        self.begin()
 
 
-def _others(blocks: Mapping[str, Any], here: Sequence[str]) -> list[HeldModule]:
-    """The modules with parameters that only other processes train."""
+def _others(blocks: Mapping[str, Any], here: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """The modules with parameters that only other processes train, with the names of their blocks."""
     own = [block for name, block in blocks.items() if name in here and isinstance(block, nn.Module)]
     modules = {id(module) for block in own for module in block.modules()}
     parameters = {id(p) for block in own for p in block.parameters()}
-    found: dict[int, HeldModule] = {}
+    found: dict[int, tuple[str, nn.Module]] = {}
     for name, block in blocks.items():
         for module in block.modules() if name not in here and isinstance(block, nn.Module) else ():
-            trained = {id(p) for p in _own(module)}
-            if trained and not trained & parameters and id(module) not in modules | found.keys():
-                found[id(module)] = _known(module) or HeldModule(name, module)
+            trained = {id(p) for p in _own(module) if p.requires_grad}
+            if trained and not trained & parameters and id(module) not in modules:
+                found.setdefault(id(module), (name, module))
     return list(found.values())
 
 
-def _stale(blocks: Mapping[str, Any], here: Iterable[str]) -> dict[str, list[HeldModule]]:
-    """Return, by block, what another process trained for an earlier pipeline and this process is to train now."""
-    found = {}
-    for name in here:
-        block = blocks[name]
-        known = [_known(module) for module in block.modules()] if isinstance(block, nn.Module) else []
-        stale = [one for one in known if one is not None and one.stale]
-        if stale:
-            found[name] = stale
-    return found
-
-
 def _known(module: nn.Module) -> HeldModule | None:
-    owners = (getattr(hook, "__self__", None) for hook in module._state_dict_pre_hooks.values())
+    """What is known of a module that has been marked and not been cleared since."""
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())  # always removed
     return next((owner for owner in owners if isinstance(owner, HeldModule)), None)
+
+
+def _remove_hooks(module: nn.Module, running: str = "") -> None:
+    for name in _HOOKS:
+        hooks = getattr(module, name)
+        own = [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), HeldModule)]
+        for key in own:
+            if name != running or key == next(reversed(hooks)):  # else the iteration would fail
+                del hooks[key]

@@ -1,0 +1,241 @@
+"""Ranks compare their options: those that must be alike, and not those that concern one process alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from penstock.errors import ConfigError
+from penstock.partition.blocks import LazyBlock
+from penstock.partition.sequence_slices import Slicing
+from penstock.runtime.options.division import DataParallel, Partition
+from penstock.runtime.options.options import PipelineOptions
+from penstock.runtime.options.passes import Precision, Recompute, Staleness
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.plan.common_options import common_options
+from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
+from penstock.runtime.setup.shared_plan import shared_plan
+from penstock.runtime.update.divergence import Divergence
+from penstock.schedule.build import ScheduleRequest, make_schedule
+from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.methods.combine import Combine
+from penstock.weights.corrections.registry import correction_of
+from penstock.weights.decision import LossScale
+from support.pool import Pool
+
+pytestmark = pytest.mark.processes
+
+
+def make_pipeline(group: dist.ProcessGroup, given: dict[str, Any]) -> Pipeline:
+    torch.manual_seed(0)
+    options = {"blocks": [nn.Linear(3, 3) for _ in range(4)], "method": "1f1b", "microbatches": 4, "timeout": 10.0}
+    return Pipeline(
+        **options | given,
+        loss=F.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        group=group,
+    )
+
+
+def precision(**given: Any) -> dict[str, Any]:
+    return {"precision": Precision(**given)}
+
+
+def delays(**given: Any) -> dict[str, Any]:
+    return {"staleness": Staleness(**given)}
+
+
+def parallel(**given: Any) -> dict[str, Any]:
+    return {"data_parallel": DataParallel(2, **given)}
+
+
+def partition(**given: Any) -> dict[str, Any]:
+    return {"partition": Partition([2, 2], **given)}
+
+
+def lazy(tied: dict[str, str]) -> dict[str, Any]:
+    blocks = {name: LazyBlock(lambda: nn.Linear(3, 3), seed=0, cost=1.0) for name in "abcd"}
+    return {"blocks": blocks, **partition(tied=tied)}
+
+
+BMUF = Combine("bmuf", momentum=0.25)
+ORDERED = {"method": None, "microbatches": None, "schedule": make_schedule("stash", 2, 4)}
+
+DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "max_grad_norm": ({"max_grad_norm": 0.01}, {"max_grad_norm": 1.0}, "max_grad_norm=0.01", "max_grad_norm=1"),
+    "ema_decay": ({}, {"ema_decay": 0.5}, "ema_decay=None", "ema_decay=0.5"),
+    "seed": ({}, {"seed": 7}, "seed=0", "seed=7"),
+    "divergence": (
+        {"max_grad_norm": 1.0, "divergence": Divergence(spike=2.0)},
+        {"max_grad_norm": 1.0, "divergence": Divergence(spike=3.5)},
+        "divergence=Divergence(spike=2, window=20, nonfinite=True)",
+        "divergence=Divergence(spike=3.5, window=20, nonfinite=True)",
+    ),
+    "divisor": (precision(divisor=4), precision(divisor=40), "divisor=4", "divisor=40"),
+    "precision": ({}, {"precision": "bf16"}, "precision='fp32'", "precision='bf16'"),
+    "boundary_gradients": (
+        {},
+        precision(boundary_gradients="bf16"),
+        "boundary_gradients='same'",
+        "boundary_gradients='bf16'",
+    ),
+    "loss_scale": (
+        precision(loss_scale=LossScale(8.0)),
+        precision(loss_scale=LossScale(16.0)),
+        "loss_scale=LossScale(initial=8)",
+        "loss_scale=LossScale(initial=16)",
+    ),
+    "tf32": ({}, precision(tf32=True), "tf32=None", "tf32=True"),
+    "sdpa": ({}, precision(sdpa="math"), "sdpa=None", "sdpa='math'"),
+    "recompute": ({}, {"recompute": "block"}, "recompute='none'", "recompute='block'"),
+    "segments": (
+        {"recompute": Recompute("stage", 1)},
+        {"recompute": Recompute("stage", 2)},
+        "segments=1",
+        "segments=2",
+    ),
+    "delays": (delays(), delays(delays=2), "delays=0, backward_delays=0", "delays=2, backward_delays=2"),
+    "delays by block": (
+        delays(delays=[0, 0, 1, 0]),
+        delays(delays=lambda name: int(name == "1")),
+        "delays=[0, 0, 1, 0]",
+        "delays=[0, 1, 0, 0]",
+    ),
+    "backward_delays": (delays(delays=1), delays(delays=1, backward_delays=2), "=1", "backward_delays=2"),
+    "correction": (
+        {**ORDERED, "staleness": correction_of("gap-aware")},
+        ORDERED,
+        "correction=GapAware()",
+        "correction=None",
+    ),
+    "reduce": (parallel(), parallel(reduce="fast"), "reduce='ordered'", "reduce='fast'"),
+    "combine": (
+        parallel(combine=Combine("average", every=2)),
+        parallel(combine=Combine("bmuf", every=2)),
+        "combine=Combine(kind='average', every=2)",
+        "combine=Combine(kind='bmuf', every=2)",
+    ),
+    "an option of combine": (
+        parallel(combine=Combine("bmuf")),
+        parallel(combine=BMUF),
+        "combine=Combine(kind='bmuf')",
+        "combine=Combine(kind='bmuf', momentum=0.25)",
+    ),
+    "sharding": (parallel(), parallel(sharding="optimizer"), "sharding='none'", "sharding='optimizer'"),
+    "slicing": (
+        {"method": "seq1f1b", **partition()},
+        {"method": "seq1f1b", **partition(slicing=Slicing(dimension=2))},
+        "slicing=Slicing()",
+        "slicing=Slicing(dimension=2)",
+    ),
+    "tied": (
+        lazy({"d.weight": "a.weight"}),
+        lazy({"d.bias": "a.bias"}),
+        "tied=[[['a.weight'], ['d.weight']]]",
+        "tied=[[['a.bias'], ['d.bias']]]",
+    ),
+}
+
+
+def build_all(group: dist.ProcessGroup) -> dict[str, str]:
+    """What each rank says of every case; nothing where it builds the pipeline."""
+    said = {}
+    for what, case in DIFFERENT.items():
+        try:
+            make_pipeline(group, case[dist.get_rank(group)])
+            said[what] = ""
+        except ConfigError as error:
+            said[what] = str(error)
+    return said
+
+
+def test_ranks_with_different_options_are_told_which(pool: Pool) -> None:
+    said = pool.submit(build_all, ranks=2, timeout=30.0)
+    for what, (_, _, first, second) in DIFFERENT.items():
+        for rank, (here, there) in enumerate([(first, second), (second, first)]):
+            text = said[rank][what]
+            assert text.startswith("ranks build different pipelines: this one has "), (what, text)
+            mine, others = text.split(f", rank {1 - rank} has ")
+            assert here in mine, (what, text)
+            assert there in others, (what, text)
+
+
+def test_every_option_is_compared_or_known_to_concern_one_process() -> None:
+    """Each option that is compared has a case above."""
+    plan = PipelinePlan.make({"a": nn.Linear(2, 2)}, make_schedule("1f1b", 1, 1), PipelineOptions())
+    compared = common_options(plan.options, plan.ties, plan.delays, None, plan.schedule.sharding)
+    left_out = PipelineOptions.names() - compared.keys()
+    alone = {"mesh", "lr_scheduler", "timeout", "device", "waits", "compile"}
+    assert left_out == alone | {"balance", "in_flight"}  # the last two belong to the stages and the schedule
+    assert compared.keys() - {"width", "in_flight_bytes"} <= DIFFERENT.keys()
+
+
+SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (
+        {"device": "cpu", "waits": "shared", "max_grad_norm": 1, "staleness": Staleness(delays=1)},
+        {"timeout": 9.0, "waits": "latency", "max_grad_norm": 1.0, "staleness": Staleness(delays=[1] * 4)},
+    ),
+    (
+        precision(precision="fp16") | {"lr_scheduler": lambda made: torch.optim.lr_scheduler.LambdaLR(made, float)},
+        precision(precision="fp16", loss_scale=LossScale(65536))
+        | {"lr_scheduler": lambda made: torch.optim.lr_scheduler.LambdaLR(made, float)},
+    ),
+    (partition(), partition(tied={})),
+]
+
+
+def build_alike(group: dist.ProcessGroup) -> list[str]:
+    return [repr(make_pipeline(group, case[dist.get_rank(group)])) for case in SAME]
+
+
+def test_options_that_mean_the_same_or_concern_one_process_are_not_refused(pool: Pool) -> None:
+    first, second = pool.submit(build_alike, ranks=2)
+    assert first == second
+    assert len(first) == len(SAME)
+
+
+def fails_while_planning(group: dist.ProcessGroup) -> str:
+    names = dict.fromkeys("0123", 0) if dist.get_rank(group) == 0 else {}
+    with pytest.raises((ConfigError, KeyError)) as caught:
+        make_pipeline(group, delays(delays=lambda name: names[name]))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_later_rank_whose_function_fails_while_planning_tells_the_others(pool: Pool) -> None:
+    first, second = pool.submit(fails_while_planning, ranks=2, timeout=15.0)
+    assert first.startswith("ConfigError: rank 1 cannot build the pipeline that this one does, 1f1b (flush), 2 stages")
+    assert first.endswith(": KeyError: '0'")
+    assert second == "KeyError: '0'"
+
+
+def shards_otherwise(group: dist.ProcessGroup) -> str:
+    """Rank 1 wants another sharding than its request has, which it notices as plans are compared."""
+    sharding = "gradients" if dist.get_rank(group) else "optimizer"
+    options = PipelineOptions(DataParallel(2, sharding=sharding))
+    request, blocks = ScheduleRequest("1f1b", 1, 4, sharding="optimizer"), {"a": nn.Linear(2, 2)}
+    with pytest.raises(ConfigError) as caught:
+        shared_plan(lambda known: UnprovenPlan.of(blocks, request, options, known), group)
+    return str(caught.value)
+
+
+def test_a_later_rank_that_fails_while_plans_are_compared_tells_the_others(pool: Pool) -> None:
+    first, second = pool.submit(shards_otherwise, ranks=2, timeout=15.0)
+    assert second == "1f1b: the schedule has sharding optimizer, but gradients is asked for; leave one out"
+    assert first.endswith(f"1 stages, 4 microbatches, 1 blocks: {second}")
+
+
+def pickled(group: dist.ProcessGroup) -> list[bool]:
+    schedule = make_pipeline(group, {}).schedule
+    made = pickle.loads(pickle.dumps(schedule)), copy.deepcopy(schedule)
+    return [type(each) is Schedule and each == schedule for each in made]
+
+
+def test_a_schedule_can_be_pickled_on_every_rank(pool: Pool) -> None:
+    assert pool.submit(pickled, ranks=2) == [[True, True]] * 2
