@@ -25,7 +25,7 @@ def test_a_block_that_raises(method: str, stage: int) -> None:
     pipeline = make_pipeline(case, **with_block(stage, Fails(5, divide_by_zero), 3))
     with pytest.raises(ZeroDivisionError, match="a block of the user's") as caught:
         list(pipeline.run(make_batches(case)))
-    assert caught.value.__notes__ == [f"raised by F5 of stage {stage} on rank {stage}"]
+    assert caught.value.__notes__ == ["raised in block 'extra'", f"raised by F5 of stage {stage} on rank {stage}"]
     refuses_to_go_on(pipeline, case)
 
 

@@ -52,7 +52,10 @@ def raises_on_a_rank(group: dist.ProcessGroup, case: Case) -> tuple[str, str]:
 def test_a_block_that_raises_on_a_rank(pool: Pool) -> None:
     """It is named there; the others learn at least whom they waited for."""
     said = pool.submit(raises_on_a_rank, Case("2bw", 3, 2), ranks=3, fresh=True)
-    assert said[1] == ("ZeroDivisionError", "a block of the user's raised by F3 of stage 1 on rank 1")
+    assert said[1] == (
+        "ZeroDivisionError",
+        "a block of the user's raised in block 'extra' raised by F3 of stage 1 on rank 1",
+    )
     assert said[0][0] == said[2][0] == "TransportError"
     assert "gradient lane from rank 1 to rank 0" in said[0][1]
     assert "rank 2, stage 2, F3: nothing moved on the activation lane from rank 1 to rank 2" in said[2][1]
