@@ -84,7 +84,7 @@ def adapt(plan: PipelinePlan, measured: Measured, batch: int) -> AdaptedInFlight
         measured: on all ranks.
         batch: the first one that is trained so.
     """
-    request, limit = plan.auto, plan.options.in_flight.in_flight_bytes
+    request, limit = plan.auto, plan.options.microbatches.in_flight_bytes
     assert request is not None
     asked = least_in_flight(measured.times, measured.hops, leave=_LEAVE)
     most = None if limit is None else _most(plan.proof, measured.nbytes, limit, asked)
