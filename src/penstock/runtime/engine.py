@@ -15,15 +15,17 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from penstock.comm.communicators import connect, holders_of
-from penstock.comm.core.rank_grid import RankGrid
+from penstock.comm.core.rank_grid import RankGrid, RankKey
 from penstock.comm.core.ticket import LATENCY, Polling
 from penstock.comm.mesh import Groups
 from penstock.comm.p2p.routing import reads_of
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports
 from penstock.errors import ConfigError, PenstockError, TransportError
+from penstock.runtime.data_position import DataPosition
 from penstock.runtime.execute.evaluation import Evaluating, EvaluationData, Evaluator, no_data, readable
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
@@ -42,6 +44,7 @@ from penstock.schedule.proof.check import Proof
 from penstock.schedule.proof.stage_spec import stage_specs
 from penstock.stage.checks.held_elsewhere import HeldElsewhere
 from penstock.stage.checks.touched_gradients import GradientWatch
+from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import add_shares
@@ -79,6 +82,7 @@ class Engine:
     Attributes:
         batches: that have been trained on.
         keeps_older: the next span begins with two versions, where the rule has two.
+        position: the place of the run in its data.
     """
 
     def __init__(
@@ -113,10 +117,8 @@ class Engine:
         stages = [stage for state in ranks for stage in state.stages.values()]
         self._schedules = Schedules(ranks[0].lr_scheduler, stages, grid)
         self._borders = SpanBorders(grid, ranks, combine, held)
-        alone = grid.group is None or (grid.width == 1 and not any(stage.ties for stage in stages))
-        self._watch = GradientWatch(  # where no sum may be changing gradients beside the caller
-            stage.module for stage in (stages if alone else ())
-        )
+        self._watch = GradientWatch([stage.module for stage in stages], partial(_stepped, stages))
+        self.position = DataPosition(RankKey(0, self.schedule.stage_at[0, 0].rank) in grid.local)
         self._last = self.schedule.stage_at[self.schedule.num_stages - 1, 0].rank
         entrances = {n.rank for n in self.schedule.stages if not self.schedule.predecessors[n.index]}
         self._stop.alone = grid.group is None or grid.width * len(entrances) == 1
@@ -142,7 +144,7 @@ class Engine:
             raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
         self.check_idle()
         self._stop.reset()
-        batches = self._with_unread(batches)
+        batches = self.position.observed(self._with_unread(batches), self.batches)
         halt = halts()
         if halt is None:
             yield from self._train_spans(batches, save, evaluate)
@@ -231,13 +233,15 @@ class Engine:
     ) -> Iterator[Report]:
         """Yield reports until the pipeline is empty again, also when the caller leaves the loop early."""
         count, self._running = 0, True
+        watched = ExitStack()
+        if training:
+            watched.enter_context(self._watch.during())
         try:
             try:
                 for report in reports:
                     count += 1
-                    self._watch.note()
-                    yield report
-                    self._watch.check()
+                    with self._watch.away(summing=self._grid.group is not None and _summing(parties)):
+                        yield report
             except GeneratorExit:  # the caller has left the loop: finish what is under way
                 if not self._abandoned and not sys.is_finalizing():  # at exit, no module can be relied on
                     self._left_after = self.batches + count - 1
@@ -256,6 +260,7 @@ class Engine:
             self._broken = error
             raise
         finally:
+            watched.close()
             self._running = False
             for party in parties:
                 party.close()
@@ -448,6 +453,16 @@ class Engine:
             return self._kernels.during(drive_one(runs[0], self._timeout, self._polling))
         last = [pipeline * self._grid.depth + self._last for pipeline in range(pipelines)]
         return self._kernels.during(drive_all(runs, last))
+
+
+def _summing(parties: Sequence[Executor | Evaluator]) -> bool:
+    return any(isinstance(party, Executor) and party.summing for party in parties)
+
+
+def _stepped(stages: Sequence[StageRuntime]) -> list[Tensor]:
+    """Return what the optimizers of some stages step."""
+    weights = [stage.weights for stage in stages]
+    return [p for each in weights if isinstance(each, TrainedWeights) for p in each.updater.parameters.values()]
 
 
 def _reads_ahead(correction: Correction | None) -> bool:

@@ -14,6 +14,7 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.full_state import gather_state, names_in, shares_of, with_all_names, with_the_rest
 from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Stage
+from penstock.stage.checks.held_elsewhere import HeldElsewhere
 from penstock.stage.stage_runtime import StageRuntime
 
 _LOG = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class ModelWeights:
     _engine: Engine
     _ranks: list[RankState]
     _given: tuple[Any, Mapping[str, Any]]
+    _held: HeldElsewhere
 
     @property
     def stages(self) -> dict[Stage, StageRuntime]:
@@ -62,7 +64,7 @@ class ModelWeights:
 
         Raises:
             ConfigError: the blocks were not taken from that model, or modules have changed so that the optimizer could
-                not follow; here or on another rank.
+                not follow, or have weights from before another pipeline trained them further; here or on another rank.
             PenstockError: a run is under way.
             TransportError: a peer is dead, or did not call this in time.
         """
@@ -70,6 +72,7 @@ class ModelWeights:
         stages = [stage for key, stage in self.stages.items() if key.direction == 0]  # others hold copies of them
         own, fault = {}, None
         try:  # the others must hear of a failure before it is raised here
+            self._held.check()
             own = with_all_names(self._state_of(stages, averaged), stages)
             if model is not None:
                 names = names_in(model, stages)
@@ -92,7 +95,12 @@ class ModelWeights:
 
         Args:
             averaged: the averaged weights (`ema_decay`).
+
+        Raises:
+            ConfigError: another process has trained the stages here further, for another pipeline of the model.
         """
+        if self._engine.at_rest:
+            self._held.check()
         return self._state_of(self._by_place(), averaged)
 
     def _by_place(self) -> list[StageRuntime]:
@@ -129,7 +137,7 @@ class ModelWeights:
         blocks = self._given[1]
         here = dict(pair for stage in self._by_place() for pair in stage.module.named_modules())
         own = here | {name: blocks[name] for name in here if isinstance(blocks[name], nn.Module)}
-        shares = shares_of(state, list(blocks), own)
+        shares = shares_of(state, blocks, own)
         for name, share in shares.items():  # a block that another process trains has the same weights then
             block = own.get(name, blocks[name])
             if isinstance(block, nn.Module):

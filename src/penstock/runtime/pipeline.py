@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
+from penstock.checks import in_brief
 from penstock.comm.collective.polling import choose_polling
 from penstock.comm.communicators import holders_of
 from penstock.comm.core.rank_grid import RankGrid, check_group, warn_if_alone
@@ -25,6 +26,7 @@ from penstock.comm.transports import Transports, choose_transports
 from penstock.errors import ConfigError
 from penstock.partition.blocks import Blocks, check_same_blocks, named_blocks
 from penstock.runtime.attribute_hints import NO_CALL, NO_PICKLE, missing, names_checked, no_argument, positional
+from penstock.runtime.data_position import DATA
 from penstock.runtime.engine import Engine
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
 from penstock.runtime.in_flight.adapted import Adaptations
@@ -392,7 +394,12 @@ class Pipeline(Switching):
         self._engine.abandon()
 
     def snapshots(self) -> list[Snapshot]:
-        """Return a snapshot of every stage in this process, between two runs; together they are a saved state."""
+        """Return a snapshot of every stage in this process, between two runs; together they are a saved state.
+
+        Raises:
+            ConfigError: another process has trained the stages here further, for another pipeline of the model.
+        """
+        self._held.check()
         found: list[Snapshot] = []
         for snapshot in self._engine.snapshots():
             self._sink(found.append, snapshot)
@@ -404,13 +411,17 @@ class Pipeline(Switching):
             snapshot.own()
         known = self._adaptations.state()
         snapshot.facts.update({IN_FLIGHT: known} if known else {})
+        place = self._engine.position.state()
+        snapshot.facts.update({DATA: place} if place else {})
         sink(snapshot)
 
     def load(self, saved: SavedState) -> None:
         """Continue from a saved state, bit for bit; it may be of another depth, width or method.
 
-        Under another method, training begins with the newest weights of the state; double buffering begins with them
-        twice if it finds no older ones, as after a synchronous run. `Checkpoints.load` calls this.
+        The data of the next run are those that follow; a warning says so where they begin again with the first batch
+        that was trained on. Under another method, training begins with the newest weights of the state; double
+        buffering begins with them twice if it finds no older ones, as after a synchronous run. `Checkpoints.load` calls
+        this.
 
         Raises:
             ConfigError: this is no saved state.
@@ -419,13 +430,14 @@ class Pipeline(Switching):
         self._engine.check_idle()
         if not isinstance(saved, SavedState):
             raise ConfigError(
-                f"load takes a state that was saved with its facts, not {saved!r:.80}; to load a checkpoint: "
+                f"load takes a state that was saved with its facts, not {in_brief(saved)}; to load a checkpoint: "
                 "penstock.Checkpoints(pipeline, folder).load(); to begin with other weights: "
                 "pipeline.load_state_dict(weights)"
             )
         check_names(saved, [n for part in self.parts for n in part])
         check_pipelines(saved, self.combine, self.grid.width)
         self._adaptations.load(saved.facts.get(IN_FLIGHT, {}))
+        self._engine.position.load(saved.facts.get(DATA, {}))
         self._adopt(None)
         self._held.loaded()
         older = RULES[self.schedule.rule].bases == 2 and has_older(saved, self._plan.options.staleness.correction_name)
@@ -477,6 +489,15 @@ def save_between_runs(pipeline: Pipeline, saving: Saving) -> None:
     """Hand a snapshot of every stage in this process to the sink of `saving`, between two runs."""
     for snapshot in pipeline._engine.snapshots():
         pipeline._sink(saving.sink, snapshot, shares=saving.shares)
+
+
+def check_fresh(pipeline: Pipeline) -> None:
+    """Make sure that a pipeline has the weights to save; this is no collective call.
+
+    Raises:
+        ConfigError: another process has trained the stages here further, for another pipeline of the model.
+    """
+    pipeline._held.check()
 
 
 def check_idle(pipeline: Pipeline, instead: str = "") -> None:
