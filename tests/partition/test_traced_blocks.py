@@ -178,7 +178,7 @@ PROPOSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Te
         Patches, images,
         ["embed", "flatten", "transpose", "part1", "part2", *ENCODER, "getitem", "head"],
     ),
-    "decoder": (Decoder, tokens, ["part1", "part2", "part3", "part4", "body.norm", "mul", "lm_head", "truediv"]),
+    "decoder": (Decoder, tokens, ["part1", "part2.0", "part2.1", "part2.2", "body.norm", "mul", "lm_head", "truediv"]),
     "skips": (Skips, vectors, ["first", "tanh", "part1", "gelu", "last"]),
     "encoder": (
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 16, dropout=0.0, batch_first=True), 3),

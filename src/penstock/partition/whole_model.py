@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from penstock.partition.traced_blocks import BlockLines, CannotFollowError, blocks_of_forward, parts_of
+from penstock.partition.followed_forward import CannotFollowError
+from penstock.partition.traced_blocks import BlockLines, blocks_of_forward, parts_of
 from penstock.partition.transformers_models import is_of_transformers, known_lines
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
