@@ -190,8 +190,8 @@ DEFECTS = (
     Defect(
         "an optimizer of the script is stepped in the loop, where it has no effect",
         "stage/checks",
-        "        self._away = True\n        try:",
-        "        self._away = False\n        try:",
+        "handle = register_optimizer_step_pre_hook(self._check_step)",
+        "handle = register_optimizer_step_pre_hook(lambda *_: None)",
         ("tests/stage/test_touched_gradients.py",),
     ),
     Defect(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.pipeline import Pipeline
@@ -134,6 +135,28 @@ def test_a_second_step_of_the_optimizers_of_stages_is_refused() -> None:
     with pytest.raises(ConfigError, match="SGD.step.* was called in the loop over reports"):
         next(iter(pipeline.optimizers().values())).step()
     reports.close()
+
+
+def test_optimizers_of_stages_see_no_hook_of_the_watch() -> None:
+    """They go another way where all parameters have to be stepped together."""
+    seen: list[int] = []
+
+    class Looks(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append(len(_global_optimizer_pre_hooks))
+            return super().step(closure)
+
+    pipeline = Pipeline(
+        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), "2bw", stages=2, microbatches=4,
+        loss=nn.functional.mse_loss, optimizer=lambda named: Looks([p for _, p in named], lr=0.1),
+    )  # fmt: skip
+    for _ in pipeline.run(DATA):
+        pass
+    for _ in pipeline.run(DATA):
+        break
+    assert set(seen) == {0}
+    assert len(seen) >= 2 * len(DATA)
+    assert not _global_optimizer_pre_hooks
 
 
 def test_other_models_are_trained_in_the_loop_as_ever() -> None:

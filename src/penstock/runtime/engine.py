@@ -233,9 +233,6 @@ class Engine:
     ) -> Iterator[Report]:
         """Yield reports until the pipeline is empty again, also when the caller leaves the loop early."""
         count, self._running = 0, True
-        watched = ExitStack()
-        if training:
-            watched.enter_context(self._watch.during())
         try:
             try:
                 for report in reports:
@@ -260,7 +257,6 @@ class Engine:
             self._broken = error
             raise
         finally:
-            watched.close()
             self._running = False
             for party in parties:
                 party.close()

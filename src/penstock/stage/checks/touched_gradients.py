@@ -54,33 +54,23 @@ class GradientWatch:
     def __init__(self, modules: Iterable[_Module], stepped: Callable[[], Iterable[Tensor]] = tuple) -> None:
         self._modules, self._stepped = list(modules), stepped
         self._seen: list[_Seen] = []
-        self._away = False  # the code of the caller runs
-
-    @contextmanager
-    def during(self) -> Iterator[None]:
-        """Meanwhile the caller's code may not step the optimizers of a run, or its own in their place."""
-        handle = register_optimizer_step_pre_hook(self._check_step)
-        try:
-            yield
-        finally:
-            handle.remove()
 
     @contextmanager
     def away(self, *, summing: bool = False) -> Iterator[None]:
-        """Let the caller's code run, and make sure that it leaves all gradients as they were.
+        """Let the caller's code run, and make sure that it steps nothing, and leaves all gradients as they were.
 
         Args:
             summing: they may be added to those of other ranks meanwhile.
 
         Raises:
-            ConfigError: one was changed.
+            ConfigError: one was changed; or, in the caller's code, it steps parameters of the pipeline.
         """
         self._note(summing)
-        self._away = True
+        handle = register_optimizer_step_pre_hook(self._check_step)  # optimizers of stages go by whether there are any
         try:
             yield
         finally:
-            self._away = False
+            handle.remove()
         self._check()
 
     def _note(self, summing: bool) -> None:
@@ -109,8 +99,6 @@ class GradientWatch:
         Raises:
             ConfigError: it would step parameters of the pipeline.
         """
-        if not self._away:
-            return
         ours = {id(tensor) for module in self._modules for tensor in (*module.trained.values(), *_bound(module))}
         ours |= {id(tensor) for tensor in self._stepped()}
         if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
