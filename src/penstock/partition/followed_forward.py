@@ -6,9 +6,12 @@ own, what depends on the mode or the type of a value, and what a forward keeps o
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from types import FrameType
 from typing import Any
 
 import torch
@@ -45,7 +48,14 @@ def hooked(module: nn.Module) -> bool:
 
 
 class _Value(fx.Proxy):
-    """Stands in for a tensor, whose in-place operators are what they are."""
+    """Stands in for a tensor, whose in-place operators are what they are, as are assertions about it."""
+
+    def __bool__(self) -> bool:
+        frame = inspect.currentframe()
+        if frame is not None and frame.f_back is not None and _asserts(frame.f_back):
+            self.tracer.create_proxy("call_function", torch._assert, (self, "an assertion of the model fails"), {})
+            return True
+        return super().__bool__()
 
     def __iadd__(self, other: Any) -> Any:
         return self.tracer.create_proxy("call_method", "add_", (self, other), {})
@@ -58,6 +68,20 @@ class _Value(fx.Proxy):
 
     def __itruediv__(self, other: Any) -> Any:
         return self.tracer.create_proxy("call_method", "div_", (self, other), {})
+
+
+def _asserts(frame: FrameType) -> bool:
+    """Return whether a frame asks for the truth of a value in an assert statement."""
+    steps = [step for step in dis.get_instructions(frame.f_code) if step.offset >= frame.f_lasti][:3]
+    return any(
+        (
+            "POP_JUMP" in jump.opname
+            and "IF_TRUE" in jump.opname
+            and "AssertionError" in f"{raised.opname} {raised.argrepr}"
+        )
+        or ("IF_TRUE" in jump.opname and raised.opname == "LOAD_ASSERTION_ERROR")
+        for jump, raised in pairwise(steps)
+    )
 
 
 def _has_layers(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,12 @@ _INFIX = MappingProxyType(
         operator.mod: "%",
         operator.pow: "**",
         operator.matmul: "@",
+        operator.lt: "<",
+        operator.le: "<=",
+        operator.gt: ">",
+        operator.ge: ">=",
+        operator.eq: "==",
+        operator.ne: "!=",
     }
 )
 _PATH = re.compile(r"get_submodule\('([^']*)'\)")
@@ -187,8 +194,8 @@ class StepWriter:
             return "..."
         if value is None or isinstance(value, bool | int | str | torch.dtype):
             return repr(value)
-        if isinstance(value, float) and value == value and abs(value) != float("inf"):
-            return repr(value)
+        if isinstance(value, float):
+            return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
         raise CannotFollowError(f"a part of it takes {value!r:.40}")
 
 
