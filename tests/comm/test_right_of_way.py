@@ -15,8 +15,8 @@ from penstock.comm.collective import all_reduce
 from penstock.comm.collective.all_reduce import GlooReducer
 from penstock.comm.core.rank_grid import Holder
 from penstock.comm.core.right_of_way import RightOfWay
+from penstock.comm.message.tensor_message import Header, TensorMessage
 from penstock.comm.p2p.gloo_lanes import SendLane
-from penstock.comm.p2p.message import Header, TensorMessage
 from penstock.schedule.ir.schedule import Payload, Stage
 from penstock.schedule.machine.instructions import LaneKey
 from support.pool import Pool

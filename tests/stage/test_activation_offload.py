@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.comm.core.ticket import Ticket
+from penstock.comm.message.tensor_message import TensorMessage
 from penstock.comm.p2p.local import LocalLane
-from penstock.comm.p2p.message import TensorMessage
 from penstock.comm.p2p.parked import ParkedInbox
 from penstock.errors import ScheduleError, TransportError
 from penstock.schedule.build import make_schedule

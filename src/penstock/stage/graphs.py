@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.comm.core.side_stream import side_stream
-from penstock.comm.p2p.message import check_dense, detached
-from penstock.comm.p2p.tree_classes import open_dataclasses
+from penstock.comm.message.structure import check_dense
+from penstock.comm.message.tree_classes import open_dataclasses
+from penstock.comm.message.trees import detached
 from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.sequence_slices import storages
 from penstock.schedule.proof.in_flight import Piece

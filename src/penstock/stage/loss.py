@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.loss import _Loss
 
-from penstock.comm.p2p.message import leaves_of
+from penstock.comm.message.trees import leaves_of
 from penstock.errors import ConfigError
 
 LossFunction = Callable[[Any, Any], Any]

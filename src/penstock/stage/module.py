@@ -20,8 +20,8 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.utils import _pytree as pytree
 
 from penstock.comm.core.devices import current_device, on_device
-from penstock.comm.p2p.message import detached
-from penstock.comm.p2p.tree_classes import open_dataclasses
+from penstock.comm.message.tree_classes import open_dataclasses
+from penstock.comm.message.trees import detached
 from penstock.errors import CapabilityError, ConfigError
 from penstock.stage.autograd.activation_offload import ActivationOffload
 from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.comm.p2p.message import leaves_of
+from penstock.comm.message.trees import leaves_of
 from penstock.errors import DataError
 from penstock.runtime.rank.microbatches import Microbatches, microbatches_of
 from penstock.runtime.rank.reuse_watch import ReuseWatch
