@@ -178,8 +178,9 @@ def test_a_frozen_last_stage_and_frozen_joins() -> None:
     towers = Pipeline({**fronts, "d": layer()}, make_schedule(joined, 4, 5), loss=squares, optimizer=sgd)
     pairs = [[((x[0].float(), x[1].float()), y.float()) for x, y in batch] for batch in data(SHAPES["two towers"], 3)]
     executors: list[Any] = []
-    make: Any = towers._engine._executors
-    towers._engine._executors = lambda *a, **k: executors.append(make(*a, **k)) or executors[-1]  # type: ignore[method-assign, func-returns-value]
+    setup = towers._spans._setup
+    make: Any = setup.trainers
+    setup.trainers = lambda: executors.append(make()) or executors[-1]  # type: ignore[method-assign, func-returns-value]
     for _ in towers.run(pairs):
         pass
     assert all(not s.routes._sizes for executor in executors[0] for s in executor._span.stages.values())

@@ -14,10 +14,11 @@ from torch import nn
 from penstock import make_schedule as proven
 from penstock.errors import CapabilityError, ConfigError, PenstockError, ScheduleError
 from penstock.partition.blocks import LazyBlock
+from penstock.runtime.from_plan import continue_under, pipeline_of
 from penstock.runtime.options.division import DataParallel, Partition
 from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.options.passes import Precision, Recompute
-from penstock.runtime.pipeline import Pipeline, continue_under, pipeline_of
+from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan import plan as plan_module
 from penstock.runtime.plan.method_choice import request_of
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from penstock.compare.config import ComparisonConfig, Contender
 from penstock.compare.tasks import Task
 from penstock.errors import ConfigError, PenstockError
+from penstock.runtime.from_plan import pipeline_of
 from penstock.runtime.options.options import PipelineOptions
-from penstock.runtime.pipeline import Pipeline, pipeline_of
+from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule

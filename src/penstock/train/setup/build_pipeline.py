@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from penstock.models.gpt import gpt_blocks, language_loss
-from penstock.runtime.pipeline import Pipeline, pipeline_of
+from penstock.runtime.from_plan import pipeline_of
+from penstock.runtime.pipeline import Pipeline
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import Course
 from penstock.train.setup.prepare import Prepared
