@@ -30,7 +30,7 @@ from penstock.verify.pass_order import order_of
 from penstock.verify.reference import Reference, Scaling, train_reference
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import Decision, LossScale
-from penstock.weights.optim.lr_schedulers import by_factor
+from penstock.weights.updates.lr_schedulers import by_factor
 from support.grouped import grouped
 
 VOCABULARY, WIDTH, LENGTH = 13, 8, 4

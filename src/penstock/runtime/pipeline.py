@@ -20,6 +20,7 @@ from penstock.comm.mesh import from_mesh
 from penstock.errors import ConfigError
 from penstock.partition.blocks import Blocks, check_same_blocks
 from penstock.runtime.attribute_hints import UserAdvice, names_checked
+from penstock.runtime.data.batch_source import Batches
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
 from penstock.runtime.options.division import DataParallel, InFlight, Partition
 from penstock.runtime.options.options import PipelineOptions, RunOptions
@@ -28,7 +29,6 @@ from penstock.runtime.options.updates import UpdateOptions
 from penstock.runtime.plan.known_schedule import ranks_of
 from penstock.runtime.plan.method_choice import default_stages, request_for, with_options
 from penstock.runtime.plan.plan import UnprovenPlan
-from penstock.runtime.rank.batch_source import Batches
 from penstock.runtime.rank.snapshot import Saving, check_saving
 from penstock.runtime.saved_states import SavedStates
 from penstock.runtime.setup.given import blocks_of
@@ -42,9 +42,9 @@ from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.loss import LossFunction, check_loss
 from penstock.stage.precision import PrecisionName
 from penstock.weights.corrections.base import Correction
-from penstock.weights.optim.lr_schedulers import SchedulerFactory
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.update_hooks import UpdateHook
+from penstock.weights.updates.lr_schedulers import SchedulerFactory
 
 _LOG = logging.getLogger(__name__)
 IN_FLIGHT = "in_flight"  # among the facts of a saved state

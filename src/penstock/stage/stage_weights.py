@@ -19,11 +19,12 @@ from penstock.weights.memory.buffers import Buffer, Handle
 from penstock.weights.memory.older_versions import OlderVersions
 from penstock.weights.memory.parameter_hooks import ParameterHooks
 from penstock.weights.memory.squared_norm import squared_norm
-from penstock.weights.optim.updater import Updater
 from penstock.weights.provisional import Provisional
 from penstock.weights.sharded_store import ShardedStore
 from penstock.weights.store import VersionStore
 from penstock.weights.update_hooks import UpdateHooks, call_hooks
+from penstock.weights.updates.updater import Updater
+from penstock.weights.updates.version_step import VersionStep
 from penstock.weights.waves import WaveWeights
 from penstock.weights.written_check import WrittenCheck
 
@@ -265,7 +266,7 @@ class TrainedWeights(StageWeights):
         if self.corrector is not None and factor:
             self.corrector.before_step(self.store.gradient(batch), self.store.master, factor)
         ahead = self.corrector.ahead if self.corrector is not None and self.corrector.reads_ahead else None
-        self.store.update(batch, self.updater, factor, keeps_old, stepped, ahead)
+        self.store.update(batch, VersionStep(self.updater, factor, stepped, ahead), keeps_old)
         if isinstance(self.store, ShardedStore):
             self.pending = factor  # the rest of the version comes later
         else:

@@ -22,8 +22,8 @@ from penstock.stage.in_flight import InFlightMicrobatch
 from penstock.weights.corrections.base import Corrector
 from penstock.weights.memory.buffers import Handle
 from penstock.weights.memory.older_versions import OlderVersions
-from penstock.weights.optim.updater import Updater
 from penstock.weights.store import VersionStore
+from penstock.weights.updates.updater import Updater
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 

@@ -19,8 +19,7 @@ from penstock.schedule.proof.check import StageFacts
 from penstock.weights.memory.buffers import Buffer, Handle, Layout
 from penstock.weights.memory.parameter_hooks import ParameterHooks
 from penstock.weights.memory.row_shards import Steppable
-from penstock.weights.optim.step_info import Ahead, Step, Stepped
-from penstock.weights.optim.updater import Updater
+from penstock.weights.updates.version_step import VersionStep
 
 
 class VersionStore:
@@ -192,52 +191,28 @@ class VersionStore:
         """The layout of what the optimizer steps."""
         return self.layout
 
-    def update(
-        self,
-        batch: int,
-        updater: Updater,
-        factor: float,
-        keeps_old: bool,
-        stepped: Stepped | None = None,
-        ahead: Ahead | None = None,
-    ) -> None:
+    def update(self, batch: int, step: VersionStep, keeps_old: bool) -> None:
         """Create version batch + 1.
 
         Args:
             batch: the batch, whose gradient is complete.
-            updater: makes the step.
-            factor: factor on the gradient; zero makes the new version a copy.
+            step: makes the version.
             keeps_old: version `batch` stays readable, so the new one is written over the gradient.
-            stepped: called for each parameter that the update changes.
-            ahead: what passes read after the update, where they read ahead; it is written over the gradient.
         """
-        if ahead is not None:
+        if step.ahead is not None:  # what passes read is written over the gradient, too
             gradient = self.versions[batch + 1] = self._finish(batch)
-            self._update_ahead(updater, gradient, gradient, factor, ahead)
+            step.with_forecast(self.master, gradient, gradient)
             if not keeps_old:
                 self.retain(self.versions.keys() - {batch})
         elif keeps_old:
             old, new = self.rotate(batch)
-            if factor:
-                updater.rotate(self.own_of(old), self.own_of(new), factor, stepped=stepped)
+            if step.factor:
+                step.over_gradient(self.own_of(old), self.own_of(new))
             else:
                 new.load(old.views)
         else:
             weights, gradient = self.overwrite(batch)
-            if factor:
-                updater.in_place(self.own_of(weights), self.own_of(gradient), factor, stepped)
-
-    def _update_ahead(self, updater: Updater, gradient: Buffer, out: Buffer, factor: float, ahead: Ahead) -> None:
-        """Step the newest weights, and write what passes read of them; a skipped update predicts nothing."""
-        if not factor:
-            out.load(self.master.views)
-            return
-        out.rewrite()
-
-        def write(step: Step) -> None:
-            out.views[step.name].copy_(ahead(step))
-
-        updater.in_place(self.master, gradient, factor, write)
+            step.in_place(self.own_of(weights), self.own_of(gradient))
 
     def rotate(self, batch: int) -> tuple[Buffer, Buffer]:
         """Turn the gradient of `batch` into the buffer of version batch+1.

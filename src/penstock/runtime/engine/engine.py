@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.errors import ConfigError
+from penstock.runtime.data.batch_source import Batches, Portions
 from penstock.runtime.engine.span_setup import SpanSetup
 from penstock.runtime.engine.spans import Spans
 from penstock.runtime.execute.evaluation import Evaluating, readable
-from penstock.runtime.rank.batch_source import Batches, Portions
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.snapshot import Saving, Snapshot, take_snapshot
 from penstock.runtime.update.events import Evaluated

@@ -10,14 +10,14 @@ from typing import Any
 
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import ConfigError, PenstockError
+from penstock.runtime.data.batch_source import Batches, BatchSource
+from penstock.runtime.data.scheduled_batches import Schedules
 from penstock.runtime.engine.lifecycle import Lifecycle
 from penstock.runtime.engine.span_setup import SpanSetup
 from penstock.runtime.execute.evaluation import Evaluating, EvaluationData, Evaluator, no_data
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.span_borders import SpanBorders
-from penstock.runtime.rank.batch_source import Batches, BatchSource
 from penstock.runtime.rank.reports import Report
-from penstock.runtime.rank.scheduled_batches import Schedules
 from penstock.runtime.rank.snapshot import Saving
 from penstock.stage.checks.held_elsewhere import HeldElsewhere
 from penstock.stage.checks.touched_gradients import GradientWatch

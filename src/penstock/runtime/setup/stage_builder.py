@@ -38,11 +38,12 @@ from penstock.weights.corrections.base import Correction, Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.memory.older_versions import OlderVersions
 from penstock.weights.mixed_store import MixedStore
-from penstock.weights.optim.adapters import hooks_take_rows, takes_rows
+from penstock.weights.optim.adapters import takes_rows
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
-from penstock.weights.optim.updater import Updater
+from penstock.weights.optim.step_hooks import hooks_take_rows
 from penstock.weights.sharded_store import ShardedStore
 from penstock.weights.store import VersionStore
+from penstock.weights.updates.updater import Updater
 from penstock.weights.waves import WaveWeights
 
 

@@ -10,7 +10,7 @@ import torch
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.errors import ConfigError
-from penstock.runtime.rank.batch_source import checksum
+from penstock.runtime.data.checksum import checksum
 from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.combine import Combine

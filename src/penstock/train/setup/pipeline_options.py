@@ -11,7 +11,7 @@ from penstock.train.config.schema import FallbackSection, TrainConfig
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.weights.corrections.base import Correction
 from penstock.weights.corrections.registry import make_correction
-from penstock.weights.optim.lr_schedulers import by_factor
+from penstock.weights.updates.lr_schedulers import by_factor
 
 
 def pipeline_options(config: TrainConfig, model: GPTConfig) -> PipelineOptions:
