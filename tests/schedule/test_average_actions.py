@@ -9,7 +9,8 @@ from penstock.schedule.build import extend, make_schedule, smallest_microbatches
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.methods.combine import COMBINES, Combine, combine_fault
-from penstock.schedule.methods.table import METHODS, compatible
+from penstock.schedule.methods.compatibility import compatible
+from penstock.schedule.methods.table import METHODS
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule

@@ -9,7 +9,9 @@ from penstock.schedule.build import make_schedule, prove, smallest_microbatches
 from penstock.schedule.ir.order import make_order, pass_of
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Op, straight
-from penstock.schedule.methods.table import METHODS, compatible, find_method
+from penstock.schedule.methods.compatibility import compatible
+from penstock.schedule.methods.find_method import find_method
+from penstock.schedule.methods.table import METHODS
 from penstock.schedule.orders import ORDERS
 
 

@@ -21,7 +21,7 @@ from penstock.partition.blocks import LazyBlock
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op, Schedule, passes
-from penstock.schedule.methods.table import find_method
+from penstock.schedule.methods.find_method import find_method
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.precision import BoundaryGradients, PrecisionName, boundary_format, low_precision
 from penstock.train.config.schema import OptimizerName, OptimizerSection

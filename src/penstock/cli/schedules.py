@@ -84,7 +84,8 @@ def _prove(
     """
     from penstock.schedule.build import ScheduleRequest
     from penstock.schedule.ir.in_flight import read_in_flight
-    from penstock.schedule.methods.table import find_method, sharding_of
+    from penstock.schedule.methods.compatibility import sharding_of
+    from penstock.schedule.methods.find_method import find_method
     from penstock.schedule.methods.written import written_method
     from penstock.simulate.auto_in_flight import choose_in_flight
     from penstock.simulate.costs import of_every_rank

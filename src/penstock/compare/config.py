@@ -17,7 +17,8 @@ from penstock.schedule.ir.in_flight import write_in_flight
 from penstock.schedule.ir.limits import MOST_BATCHES, MOST_MICROBATCHES, MOST_STAGES
 from penstock.schedule.ir.order import options_of as order_options
 from penstock.schedule.methods.corrections import CORRECTIONS, options_of
-from penstock.schedule.methods.table import Method, find_method
+from penstock.schedule.methods.find_method import find_method
+from penstock.schedule.methods.method import Method
 from penstock.schedule.methods.written import (
     CORRECTION,
     RULE,

@@ -13,7 +13,9 @@ from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.ir.sharding import Level, Sharding, read_sharding
-from penstock.schedule.methods.table import METHODS, compatible, find_method, sharding_of
+from penstock.schedule.methods.compatibility import compatible, sharding_of
+from penstock.schedule.methods.find_method import find_method
+from penstock.schedule.methods.table import METHODS
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.orders.forward_only import forward_through
 from penstock.schedule.own_order import call_order

@@ -12,7 +12,7 @@ from penstock.schedule.build import ScheduleRequest, smallest_microbatches
 from penstock.schedule.ir.in_flight import AUTO, AUTO_DELAYED, check_in_flight, in_flight_on, write_in_flight
 from penstock.schedule.ir.order import check_options
 from penstock.schedule.ir.rules import RULES, Source
-from penstock.schedule.methods.table import find_method
+from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.orders import CHAINS, ORDERS
 from penstock.schedule.orders.interleaved import groups_of
 from penstock.schedule.proof.check import Proof, check_versions

@@ -13,7 +13,7 @@ from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.order import NO_OPTIONS, Options
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.corrections import CORRECTIONS
-from penstock.schedule.methods.table import Method
+from penstock.schedule.methods.method import Method
 from penstock.schedule.orders import CHAINS, ORDERS
 from penstock.schedule.orders.interleaved import interleaved
 from penstock.schedule.proof.check import Proof

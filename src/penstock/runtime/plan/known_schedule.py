@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 from penstock.runtime.plan.requirements import GivenSchedule, schedule_of
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
-from penstock.schedule.methods.table import find_method
+from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.rank_schedule import Json, rank_schedule, schedule_facts
 
 

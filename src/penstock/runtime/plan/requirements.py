@@ -16,7 +16,7 @@ from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import REPLICATED, Level, Sharding, read_sharding
 from penstock.schedule.methods.choice import MethodChoice
-from penstock.schedule.methods.table import find_method
+from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.rank_proof import RankProof
 from penstock.schedule.transforms.batch_ops import check_together

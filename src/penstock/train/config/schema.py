@@ -24,7 +24,8 @@ from penstock.models.limits import LARGEST
 from penstock.schedule.ir.in_flight import read_in_flight
 from penstock.schedule.ir.limits import MOST_BATCHES, MOST_MICROBATCHES, MOST_STAGES
 from penstock.schedule.methods.combine import Combine
-from penstock.schedule.methods.table import Method, find_method
+from penstock.schedule.methods.find_method import find_method
+from penstock.schedule.methods.method import Method
 from penstock.train.config.lags_file import lag_of
 from penstock.train.config.own_schedule import own_row
 
