@@ -24,7 +24,7 @@ from penstock.schedule.ir.schedule import Op, Schedule, passes
 from penstock.schedule.methods.find_method import find_method
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.precision import BoundaryGradients, PrecisionName, boundary_format, low_precision
-from penstock.train.config.schema import OptimizerName, OptimizerSection
+from penstock.train.config.sections import OptimizerName, OptimizerSection
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.verify.pass_order import order_of
 from penstock.verify.reference import Reference, Scaling, train_reference

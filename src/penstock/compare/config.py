@@ -31,7 +31,8 @@ from penstock.schedule.methods.written import (
 from penstock.schedule.orders import ORDERS
 from penstock.train.config.load import apply_change, validate
 from penstock.train.config.own_schedule import is_file, own_row, read_own_schedule, size_fault
-from penstock.train.config.schema import MOST_DELAY, MOST_THREADS, Number, OptimizerSection, RateSection, Strict
+from penstock.train.config.sections import OptimizerSection, RateSection
+from penstock.train.config.values import MOST_DELAY, MOST_THREADS, Number, Strict
 
 _MANY = 10**6  # seeds, and samples of a microbatch
 SYNC, DELAYS = "sync", "delays"

@@ -1,8 +1,8 @@
 """The method table: every published method is a row, not a class.
 
 `penstock.schedule.methods.compatibility` says what cannot be combined. Everything else about a method (weight copies,
-delay, activations in flight, bubble, the smallest batch) is derived from its schedule by `penstock.schedule.proof.check`
-and the simulator.
+delay, activations in flight, bubble, the smallest batch) is derived from its schedule by the proof
+(`penstock.schedule.proof.check`) and the simulator.
 """
 
 from __future__ import annotations

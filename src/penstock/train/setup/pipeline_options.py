@@ -7,7 +7,8 @@ from penstock.models.gpt_shape import GPTConfig
 from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.update.divergence import Divergence
 from penstock.schedule.methods.compatibility import correction_options
-from penstock.train.config.schema import FallbackSection, TrainConfig
+from penstock.train.config.schema import TrainConfig
+from penstock.train.config.sections import FallbackSection
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.weights.corrections.base import Correction
 from penstock.weights.corrections.registry import make_correction

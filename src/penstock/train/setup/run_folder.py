@@ -24,7 +24,8 @@ from penstock.checkpoint.format import FOLDER, Checkpoint, checkpoints, open_new
 from penstock.errors import CheckpointError, ConfigError, UnsavedRunError
 from penstock.files import check_own_folder, check_regular, read_text, write_whole
 from penstock.train.config.load import load_config, validate_config
-from penstock.train.config.schema import Strict, TrainConfig
+from penstock.train.config.schema import TrainConfig
+from penstock.train.config.values import Strict
 from penstock.train.setup.recorded import METRICS, recorded
 from penstock.yaml_file import LARGEST, parse_yaml, read_yaml
 
