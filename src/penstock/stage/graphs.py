@@ -19,6 +19,7 @@ from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.sequence_slices import storages
 from penstock.schedule.proof.in_flight import Piece
 from penstock.stage.autograd.activation_offload import ActivationOffload
+from penstock.stage.autograd.graph import Graph, open_inputs
 from penstock.stage.autograd.graph_walk import edges_of, graph_nodes
 from penstock.stage.autograd.recompute import BufferPlace, RecomputeInput, RecomputeInputSaver
 from penstock.stage.autograd.saved_bytes import SavedBytes, saved_of, signature
@@ -26,7 +27,7 @@ from penstock.stage.autograd.split_backward import BackwardSplitter, ProxyWeight
 from penstock.stage.checks.foreign_hooks import ForeignHooksCheck
 from penstock.stage.checks.leaf_check import LeafCheck
 from penstock.stage.in_flight import Microbatch
-from penstock.stage.module import Graph, StageModule, open_inputs
+from penstock.stage.module import StageModule
 from penstock.stage.weight_reads import WeightReads
 from penstock.weights.memory.buffers import Handle, Readable
 
