@@ -18,8 +18,9 @@ from penstock.schedule.proof.in_flight import Piece
 from penstock.stage.autograd.graph import run_backward
 from penstock.stage.autograd.recompute import RecomputeInput
 from penstock.stage.autograd.saved_bytes import storage_bytes
-from penstock.stage.graphs import StageGraphs, UnreadLoss
+from penstock.stage.graphs import StageGraphs
 from penstock.stage.in_flight import InFlightMicrobatch, Microbatch
+from penstock.stage.loss import UnreadLoss
 from penstock.stage.module import StageModule
 from penstock.stage.precision import cast
 from penstock.stage.stage_weights import StageWeights
