@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from penstock import cli
-from penstock.compare.config import comparison_config, contenders
-from penstock.compare.contenders import enter
+from penstock.compare.config import comparison_config
+from penstock.compare.grid import contenders
+from penstock.compare.prepare import enter
 from penstock.compare.tasks import make_task
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.gpt import gpt_blocks

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from penstock.compare.config import ComparisonConfig, Contender
+from penstock.compare.config import ComparisonConfig
+from penstock.compare.contender import Contender
 from penstock.compare.tasks import Task
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.from_plan import pipeline_of
