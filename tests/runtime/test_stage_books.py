@@ -8,7 +8,8 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.runtime.rank.stage_books import Effect, StageBooks
-from penstock.schedule.build import extend, make_schedule, prove, smallest_microbatches
+from penstock.schedule.build import make_schedule, prove, smallest_microbatches
+from penstock.schedule.extend import extend
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Action, Copy, Op, Schedule, since, split_fused
 from penstock.schedule.methods.table import METHODS

@@ -5,7 +5,8 @@ from itertools import pairwise
 import pytest
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.build import extend, make_schedule, smallest_microbatches
+from penstock.schedule.build import make_schedule, smallest_microbatches
+from penstock.schedule.extend import extend
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.methods.combine import COMBINES, Combine, combine_fault

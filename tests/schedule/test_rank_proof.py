@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import PenstockError
-from penstock.schedule.build import extend, prove, prove_evaluation
+from penstock.schedule.build import prove
+from penstock.schedule.extend import extend, prove_evaluation
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import Proof, check

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.build import extend, make_schedule, prove
+from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.extend import extend
 from penstock.schedule.ir.schedule import WINDOW, Schedule
 from penstock.schedule.load import prove_file
 from penstock.schedule.machine.lower import lower

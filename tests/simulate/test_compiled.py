@@ -10,7 +10,8 @@ import pytest
 
 from campaigns.compiled import random_costs, run
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.build import extended, make_schedule, prove
+from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.extend import extended
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.machine.instructions import LoweredProgram
 from penstock.schedule.machine.lower import lower

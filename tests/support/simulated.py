@@ -1,6 +1,7 @@
 """Simulated timelines to draw."""
 
-from penstock.schedule.build import extend, prove
+from penstock.schedule.build import prove
+from penstock.schedule.extend import extend
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline

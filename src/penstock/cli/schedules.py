@@ -125,7 +125,7 @@ def _extended(proof: Proof, segments: str | None, sharding: str) -> Proof:
     Raises:
         ConfigError: the segments are no number.
     """
-    from penstock.schedule.build import extend
+    from penstock.schedule.extend import extend
 
     if segments is None:
         return extend(proof, sharding=sharding)

@@ -13,7 +13,8 @@ from typing import Any
 from penstock.checks import in_words
 from penstock.errors import ConfigError, PenstockError
 from penstock.files import read_given
-from penstock.schedule.build import extend, prove
+from penstock.schedule.build import prove
+from penstock.schedule.extend import extend
 from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.text import parse_schedule

@@ -25,7 +25,8 @@ from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.devices import Devices
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Skipped, StageRating
 from penstock.plan.stages.two_bw_cost import bandwidths
-from penstock.schedule.build import extend, prove
+from penstock.schedule.build import prove
+from penstock.schedule.extend import extend
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.proof.check import Proof
 from penstock.simulate.compiled.joint import NotCompiledError
