@@ -1,4 +1,4 @@
-"""Pipelines of plans that have been made, and checked, already."""
+"""Makes pipelines from plans that have been checked already, and lets them go on under others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline saves, and goes on from."""
+"""Snapshots of a whole pipeline, and loading of saved states."""
 
 from __future__ import annotations
 

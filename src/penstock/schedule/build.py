@@ -1,4 +1,4 @@
-"""From a method's name, or a user's order function, to a proven schedule."""
+"""Builds and proves the schedule of a method, or of a user's order function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a loader yields to the microbatches of a batch."""
+"""Splits the batches that a loader yields into microbatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the first batches have taken: passes of every rank, and messages from SEND to the end of the wait for them.
+"""Measures the first batches of a run: passes of every rank, and messages from SEND to the end of the wait for them.
 
 Only a message that its receiver waited for tells how long it was under way; of another one, which lay ready, the pass
 that takes it says how long at most. A lane counts with the median of the first, unless a quarter of the others were

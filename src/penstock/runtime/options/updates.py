@@ -1,4 +1,4 @@
-"""The options of updates."""
+"""The options of updates: clipping, learning-rate scheduler, average of the weights, what counts as divergence."""
 
 from __future__ import annotations
 

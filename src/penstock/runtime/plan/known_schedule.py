@@ -1,4 +1,4 @@
-"""Schedules that another rank has built: what other ranks make their plans from, which do not build them.
+"""Schedules that another rank has built, from which this rank makes its plan.
 
 A method by its name is the same schedule everywhere. An order that is a user's function, or a schedule that was made
 before, is there on every rank anyway.

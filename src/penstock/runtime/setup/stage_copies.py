@@ -1,4 +1,4 @@
-"""Several copies of a stage (of parallel pipelines, or of two directions) begin every run with the same weights."""
+"""Makes sure that copies of a stage (in parallel pipelines or directions) begin every run with equal weights."""
 
 from __future__ import annotations
 

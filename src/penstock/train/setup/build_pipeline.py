@@ -1,4 +1,4 @@
-"""From a checked configuration to the pipeline that trains it."""
+"""Builds the pipeline of a checked configuration."""
 
 from __future__ import annotations
 

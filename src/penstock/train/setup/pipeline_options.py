@@ -1,4 +1,4 @@
-"""From a configuration to the options of its pipeline."""
+"""Takes the options of a pipeline from a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a changed configuration back where a run that was resumed with it has failed before its first batch."""
+"""Restores the configuration of a run if the run fails before its first batch when it is resumed with changes."""
 
 from __future__ import annotations
 
