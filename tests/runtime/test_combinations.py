@@ -22,7 +22,7 @@ from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.update.divergence import Divergence, Trouble
 from penstock.runtime.update.events import Evaluated
-from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.build import prove
 from penstock.schedule.machine.batch_border import border_fault
 from penstock.schedule.methods.table import METHODS
 from penstock.stage.autograd.recompute import RecomputeMode
@@ -84,6 +84,7 @@ from support.meetings import (
 )
 from support.offered_methods import OFFERED
 from support.rest_of_a_run import rest_of
+from support.schedules import make_schedule
 from support.snapshots import Kept
 
 ROUNDED = {"spike", "spike-lwp", "spike-lwp-weights", "gap-aware"}

@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
-from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Edge
 from penstock.schedule.machine.batch_border import border_fault
 from penstock.schedule.orders.stage_graph import over
@@ -26,6 +26,7 @@ from support.cases import Case, assert_same, expected, make_batches, make_pipeli
 from support.graph_cases import SHAPES, Join, data, layer, sgd, squares
 from support.order_cases import PAIRS, case_of
 from support.pool import Pool
+from support.schedules import make_schedule
 from support.snapshots import Kept
 
 SEVERAL = [

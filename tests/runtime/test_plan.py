@@ -24,7 +24,7 @@ from penstock.runtime.plan.method_choice import request_of
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.update.divergence import Divergence
 from penstock.schedule import build
-from penstock.schedule.build import ScheduleRequest, make_schedule, prove
+from penstock.schedule.build import ScheduleRequest, prove
 from penstock.schedule.methods.choice import method
 from penstock.schedule.methods.combine import Combine
 from penstock.schedule.methods.corrections import CORRECTIONS
@@ -33,6 +33,7 @@ from penstock.weights.corrections.pipemare import PipeMare
 from penstock.weights.corrections.registry import correction_of
 from support.cases import Case, make_pipeline
 from support.offered_methods import OFFERED
+from support.schedules import make_schedule
 
 CHECKS = (
     "check_enough", "cut_blocks", "find_ties", "check_slices", "resolve_both", "with_all_actions",

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule import build
-from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.build import prove
 from penstock.schedule.machine.instructions import LoweredProgram
 from penstock.schedule.proof import check as proofs
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from support.cases import Case, make_pipeline
 from support.pool import Pool
+from support.schedules import make_schedule
 
 pytestmark = pytest.mark.processes
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.build import make_schedule, smallest_microbatches
+from penstock.schedule.build import smallest_microbatches
 from penstock.schedule.extend import extend
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Op
@@ -15,6 +15,7 @@ from penstock.schedule.methods.table import METHODS
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
+from support.schedules import make_schedule
 
 OFFERED = [name for name, row in METHODS.items() if combine_fault("average", row.rule, row.correction) is None]
 OFFERED.remove("wpipe")  # its updates cannot wait for decisions

@@ -19,7 +19,6 @@ from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
 from penstock.partition.blocks import LazyBlock
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op, Schedule, passes
 from penstock.schedule.methods.find_method import find_method
 from penstock.stage.autograd.recompute import RecomputeMode
@@ -32,6 +31,7 @@ from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import Decision, LossScale
 from penstock.weights.updates.lr_schedulers import by_factor
 from support.grouped import grouped
+from support.schedules import make_schedule
 
 VOCABULARY, WIDTH, LENGTH = 13, 8, 4
 SPIKE = VOCABULARY  # a target that no model can mean

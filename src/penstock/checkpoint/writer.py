@@ -241,7 +241,7 @@ class Writer:
         try:
             if failure is None:
                 self._claim()
-                disk.write_index(place, _content(parts, self._extra(batch)))
+                disk.complete(place, _content(parts, self._extra(batch)))
                 with suppress(OSError):  # older checkpoints may stay
                     if not any(map(_is_doubtful, parts)):
                         disk.rotate(self._run, place, self._keep)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from penstock.compare.contender import DELAYS, SYNC, with_options, written_value
+from penstock.compare.contender import DELAYS, SYNC, write_options, written_value
 from penstock.errors import ConfigError
 from penstock.models.limits import LARGEST
 from penstock.schedule.ir.limits import MOST_BATCHES, MOST_MICROBATCHES, MOST_STAGES
@@ -192,9 +192,9 @@ def _own_entry(file: str, rule: str | None, correction: str | None) -> tuple[str
     """Return the label of an order of one's own, its name, which is that of its file, and what is to be read."""
     path, options = split_options(file, (RULE, CORRECTION))
     ours = "".join(f":{option}={written_value(options.pop(option))}" for option in (SYNC, DELAYS) if option in options)
-    written = written_order(with_options(path, options), rule, correction)
+    written = written_order(write_options(path, options), rule, correction)
     choices = {name: value for name, value in ((RULE, written.rule), (CORRECTION, written.correction)) if value}
-    said = with_options("", {**written.options, **choices, **written.correcting})
+    said = write_options("", {**written.options, **choices, **written.correcting})
     return f"{Path(path).name}{said}{ours}", f"{Path(path).name}{said}", f"{path}{said}"
 
 

@@ -107,12 +107,12 @@ def parse_contender(text: str, schedules: Mapping[str, str] = NO_SCHEDULES) -> C
         ours[option] = number
     if all(ours.values()):
         raise ConfigError(f"methods: {text!r}: delays and sync cannot be combined; leave one of them out")
-    own = with_options(name, options)
+    own = write_options(name, options)
     if own in schedules:
         written = written_order(own)
         correcting = written.correcting
         others = {option: value for option, value in options.items() if option not in correcting}
-        row = replace(own_row(schedules[own], written.correction), name=with_options(name, others))
+        row = replace(own_row(schedules[own], written.correction), name=write_options(name, others))
         return Contender(row, tuple(sorted(correcting.items())), ours[SYNC], ours[DELAYS], schedules[own])
     for option, value in options.items():
         if isinstance(value, str):
@@ -120,7 +120,7 @@ def parse_contender(text: str, schedules: Mapping[str, str] = NO_SCHEDULES) -> C
     return Contender(find_method(name), tuple(sorted(numbers_of(options).items())), ours[SYNC], ours[DELAYS])
 
 
-def with_options(name: str, options: Mapping[str, Written]) -> str:
+def write_options(name: str, options: Mapping[str, Written]) -> str:
     """Write options after a name: those of an order, its rule, its correction, the options of that, each sorted."""
     correcting = CORRECTIONS[str(options[CORRECTION])].options if options.get(CORRECTION) in CORRECTIONS else ()
     ordered = sorted(options, key=lambda option: (option in correcting, option == CORRECTION, option == RULE, option))

@@ -6,7 +6,6 @@ numbers, bit for bit.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -45,9 +44,6 @@ from penstock.weights.corrections.base import Correction
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.update_hooks import UpdateHook
 from penstock.weights.updates.lr_schedulers import SchedulerFactory
-
-_LOG = logging.getLogger(__name__)
-IN_FLIGHT = "in_flight"  # among the facts of a saved state
 
 
 class Pipeline(SavedStates, UserAdvice):

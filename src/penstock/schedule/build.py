@@ -27,7 +27,7 @@ from penstock.schedule.transforms.batch_ops import (
 from penstock.schedule.transforms.sharding import with_sharding
 
 
-def make_schedule(
+def prove(
     method: str | OrderFunction,
     stages: int,
     microbatches: int,
@@ -38,10 +38,24 @@ def make_schedule(
     decides: bool = False,
     window: int | None = None,
     sharding: str | Sharding | None = None,
-) -> Schedule:
-    """Build a schedule and prove it.
+) -> Proof:
+    """Build a schedule and prove it; the arguments are those of a `ScheduleRequest`.
 
-    Args:
+    Raises:
+        ConfigError: unknown method, order or rule, or choices that cannot go together.
+        ScheduleError: the schedule is wrong; where only m is too small, the message names the smallest legal m.
+    """
+    return ScheduleRequest(method, stages, microbatches, rule, order, options, decides, window, sharding).prove()
+
+
+@dataclass(frozen=True)
+class ScheduleRequest:
+    """The schedule that a user asks for: built when it is first looked at, and proven when that is asked for.
+
+    A schedule is built in a moment. Its proof takes longer, and the search for the smallest legal number of
+    microbatches, if it fails, as long as many proofs; so whatever else may be wrong is best looked for before.
+
+    Attributes:
         method: a row of the method table, or a function (stages, microbatches) -> order, which may return an `Order`
             or simply, per rank, the passes of one flushed batch as text: ``["F0 F1 B0 B1", "F0 B0 F1 B1"]``.
         stages: d, the number of stages of the model.
@@ -55,43 +69,6 @@ def make_schedule(
             Where messages take time, `simulate_schedule` says how many it takes.
         sharding: what parallel pipelines split of the state of a stage: "none", "optimizer", "gradients" or "full",
             also with options, as in "full:weights=3"; that of the method if None.
-
-    Returns:
-        A schedule that `check` accepts.
-
-    Raises:
-        ConfigError: unknown method, order or rule, or choices that cannot go together.
-        ScheduleError: the schedule is wrong; where only m is too small, the message names the smallest legal m.
-    """
-    request = ScheduleRequest(method, stages, microbatches, rule, order, options, decides, window, sharding)
-    return request.prove().schedule
-
-
-def prove(
-    method: str | OrderFunction,
-    stages: int,
-    microbatches: int,
-    *,
-    rule: str | None = None,
-    order: str | OrderFunction | None = None,
-    options: Options = NO_OPTIONS,
-    decides: bool = False,
-    window: int | None = None,
-    sharding: str | Sharding | None = None,
-) -> Proof:
-    """As `make_schedule`, but returns the proof with everything that was derived on the way."""
-    return ScheduleRequest(method, stages, microbatches, rule, order, options, decides, window, sharding).prove()
-
-
-@dataclass(frozen=True)
-class ScheduleRequest:
-    """The schedule that a user asks for: built when it is first looked at, and proven when that is asked for.
-
-    A schedule is built in a moment. Its proof takes longer, and the search for the smallest legal number of
-    microbatches, if it fails, as long as many proofs; so whatever else may be wrong is best looked for before.
-
-    Attributes:
-        method, stages, microbatches, rule, order, options, decides, window, sharding: as of `make_schedule`.
     """
 
     method: str | OrderFunction

@@ -123,7 +123,7 @@ def part_of(optimizer: Optimizer, parameter: nn.Parameter) -> Optimizer:
     return optimizer.part_of(parameter) if isinstance(optimizer, Joined) else optimizer
 
 
-def parts_of(optimizer: Optimizer) -> Sequence[Optimizer]:
+def optimizers_in(optimizer: Optimizer) -> Sequence[Optimizer]:
     """Return the optimizers that an optimizer joins, or itself."""
     return optimizer.parts if isinstance(optimizer, Joined) else (optimizer,)
 
@@ -146,7 +146,7 @@ def takes_rows(optimizer: Optimizer) -> bool:
             f"{name_of(optimizer)} may look at several parameters together, but with sharding each pipeline steps some "
             "of them; use an optimizer of torch (penstock train: any of its own), or set sharding to none"
         )
-    return all(type(part) in _ELEMENTWISE for part in parts_of(optimizer))
+    return all(type(part) in _ELEMENTWISE for part in optimizers_in(optimizer))
 
 
 def check_averages(optimizer: Optimizer, averages: bool) -> None:
@@ -155,7 +155,7 @@ def check_averages(optimizer: Optimizer, averages: bool) -> None:
     Raises:
         CapabilityError: it holds orthogonal matrices, whose mean is not orthogonal.
     """
-    for part in parts_of(optimizer):
+    for part in optimizers_in(optimizer):
         if averages and (isinstance(part, BasisRotation) or name_of(part) == "SOAP"):
             raise CapabilityError(
                 f"{name_of(part)} holds orthogonal bases, whose mean is not orthogonal; use optimizer_state=keep or "
