@@ -223,7 +223,7 @@ class TrainedWeights(StageWeights):
             write = partial(self.corrector.blend, first, last, newest - older[0])
         else:
             write = partial(self.corrector.predict, self.updater, self.store.master, copy.label)
-        self.store.create_copy(copy, (versions, copy.label, depends), write)
+        self.store.derived.create(copy, (versions, copy.label, depends), write)
 
     def is_finite(self) -> bool:
         """Return whether the newest weights and the optimizer state are finite."""
@@ -319,7 +319,7 @@ class TrainedWeights(StageWeights):
         self.store.refresh()
         if self.watch is not None and self.watch.written:
             self.forget_older()
-        self.store.forget_copies()
+        self.store.derived.forget()
         if self.agreement is not None:
             self.agreement.take_over()
 

@@ -162,4 +162,4 @@ def claim(store: VersionStore, version: int, copy: Copy | None) -> Handle:
     Raises:
         VersionError: it is not alive.
     """
-    return store.read(version) if copy is None else store.read_copy(copy, version)
+    return store.read(version) if copy is None else store.derived.read(copy, version)

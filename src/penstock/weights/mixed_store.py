@@ -133,7 +133,7 @@ class MixedStore(VersionStore):
     def bytes_by_role(self) -> dict[str, int]:
         """Return the bytes of weights, master copy, gradients and idle buffers."""
         low, full = self.low_layout.nbytes, self.layout.nbytes
-        copies = low * (len(self.copied) + len(self._spare) + len(self._estimates))
+        copies = low * (len(self.derived.buffers))
         return {
             "weights": low * len(self.versions),
             "master weights": full * (1 if self._second is None else 2),

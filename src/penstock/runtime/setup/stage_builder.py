@@ -255,7 +255,7 @@ class StageBuilder:
             updater.follow(store.own_of(store.master))
             if store.reads_ahead:
                 weights.watch_writes()
-            store.hold_estimate(self._estimates_whole(stage, proof, corrector))
+            store.derived.hold_estimate(self._estimates_whole(stage, proof, corrector))
             updater.rates.correct(*(None, None) if corrector is None else (_rate(corrector), corrector.begin))
             updater.prepare(store.own_layout, self._rotates(stage, proof, corrector, updater))
             reading = _reading(RULES[proof.schedule.rule], weights, self._plan.backward_delays)
@@ -309,7 +309,7 @@ def _reading(rule: VersionRule, weights: TrainedWeights, backward_delays: BlockD
     """How the passes of a stage find their weights."""
     store, updater, corrector, older = weights.store, weights.updater, weights.corrector, weights.older
     if rule.rebinds:
-        kind = EstimatedWeightReads if store.estimates else NewestWeightReads
+        kind = EstimatedWeightReads if store.derived.holds_estimate else NewestWeightReads
         return kind(store, corrector, rule.recompute is Source.NEWEST)
     if older is not None and backward_delays is not None:
         return DelayedWeightReads(store, updater, older)
