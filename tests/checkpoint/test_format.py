@@ -17,7 +17,8 @@ from torch.distributed import FileStore, HashStore
 
 from penstock.checkpoint import format as disk, index as indexes
 from penstock.checkpoint.format import Checkpoint, checkpoints, clear_parts, open_newest, place_of
-from penstock.checkpoint.writer import LocalPosts, Part, Posts, StorePosts, Writer
+from penstock.checkpoint.posts import LocalPosts, Posts, StorePosts
+from penstock.checkpoint.writer import Part, Writer
 from penstock.errors import CheckpointError
 from penstock.runtime.rank.snapshot import Snapshot
 from penstock.train.metrics_file import Metrics

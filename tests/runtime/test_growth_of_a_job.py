@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from penstock.checkpoint import writer
-from penstock.checkpoint.writer import StorePosts, Writer
+from penstock.checkpoint.posts import StorePosts
+from penstock.checkpoint.writer import Writer
 from penstock.comm.collective import gather, hand_out
 from penstock.runtime.rank.snapshot import Snapshot
 from penstock.schedule.build import prove

@@ -22,7 +22,8 @@ from penstock.checkpoint.format import (
     set_aside,
 )
 from penstock.checkpoint.owner import Owner
-from penstock.checkpoint.writer import LocalPosts, Posts, StorePosts, Writer
+from penstock.checkpoint.posts import LocalPosts, Posts, StorePosts
+from penstock.checkpoint.writer import Writer
 from penstock.comm.collective.gather import gather_json
 from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.runtime.pipeline import Pipeline
