@@ -155,8 +155,10 @@ class Pipeline(SavedStates, UserAdvice):
             staleness if isinstance(staleness, Staleness) else Staleness(staleness),
             partition if isinstance(partition, Partition) else Partition(partition),
             in_flight if isinstance(in_flight, InFlight) else InFlight(in_flight),
-            UpdateOptions(max_grad_norm, lr_scheduler, ema_decay, divergence),
-            RunOptions(seed, timeout, device, waits),
+            UpdateOptions(
+                max_grad_norm=max_grad_norm, lr_scheduler=lr_scheduler, ema_decay=ema_decay, divergence=divergence
+            ),
+            RunOptions(seed=seed, timeout=timeout, device=device, waits=waits),
         )
         mesh = options.data_parallel.mesh
         correction, width = options.staleness.correction, options.data_parallel.width

@@ -11,7 +11,7 @@ from penstock.weights.decision import Policy
 from penstock.weights.updates.lr_schedulers import SchedulerFactory, check_factory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UpdateOptions:
     """How the gradient of a batch becomes an update.
 
