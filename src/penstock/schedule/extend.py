@@ -146,11 +146,6 @@ def _check_segments(schedule: Schedule, segments: Segments) -> None:
         ) from None
 
 
-def prove_evaluation(schedule: Schedule) -> Proof:
-    """Build and prove the forward-only schedule by which the model of another one is evaluated."""
-    return check(evaluation_of(schedule))
-
-
 def evaluation_of(schedule: Schedule) -> Schedule:
     """Build the forward-only schedule by which the model of another one is evaluated."""
     order = forward_through(
