@@ -127,7 +127,7 @@ class Switching(Inspection):
         if found is None:
             return
         present = self._plan
-        plan = shared_plan(lambda known: present.adapted(found.numbers, found.window, known), self.grid.control)
+        plan = shared_plan(lambda known: present.adapted(found.choice, found.window, known), self.grid.control)
         if plan.schedule.actions_hash == self.schedule.actions_hash:
             self._transports.prepare(Channel.TRAINING, plan.proof.lowered)
             self._engine.widen(plan.proof)
