@@ -138,7 +138,8 @@ def _checked(
     from penstock.train.config.load import load_config
     from penstock.train.setup.enough_blocks import check_blocks
 
-    settings = load_config(config if resume is None else _config_of(resume, config), changes)
+    file = config if resume is None else _config_of(resume, config)
+    settings = load_config(file, changes, proves=local)  # rank 0 of a job that runs already proves for all
     check_blocks(settings)
     from penstock.comm.core.devices import find_device  # not before, as these import torch
     from penstock.train.setup.prepare import check_resume, prepare

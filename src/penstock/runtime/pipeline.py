@@ -34,6 +34,7 @@ from penstock.runtime.setup.given import blocks_of
 from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.runtime.training_run import TrainingRun
 from penstock.runtime.update.divergence import Divergence
+from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.check import Proof
@@ -59,7 +60,8 @@ class Pipeline(SavedStates, UserAdvice):
             those of `full_state_dict`. Hooks on parameters run for each microbatch, as in plain torch where gradients
             accumulate; those of `register_hook` get the gradient of its loss sum divided by `Precision.divisor`.
         schedule: what `make_schedule`, `check` or `load_schedule` returned; or name a method, here or below.
-        method: its name, such as "2bw" (`penstock methods` lists them), or what `penstock.method` returned.
+        method: its name, such as "2bw" (`penstock methods` lists them), or what `penstock.method` returned; or an order
+            of your own, a function as of `make_schedule`, which rank 0 alone calls and proves.
         stages: d, the number of stages (of ranks, if the method places several stages on one). By default, one for each
             rank that the group has for a pipeline.
         microbatches: m, the number of microbatches that a batch is split into, for each of the parallel pipelines.
@@ -124,9 +126,9 @@ class Pipeline(SavedStates, UserAdvice):
     def __init__(
         self,
         blocks: Blocks,
-        schedule: Schedule | Proof | str | MethodChoice | None = None,
+        schedule: Schedule | Proof | str | MethodChoice | OrderFunction | None = None,
         *,
-        method: str | MethodChoice | None = None,
+        method: str | MethodChoice | OrderFunction | None = None,
         stages: int | None = None,
         microbatches: int | None = None,
         loss: LossFunction | Mapping[int, LossFunction],

@@ -17,6 +17,7 @@ from penstock.runtime.inspection import Inspection
 from penstock.runtime.plan.method_choice import request_for
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.shared_plan import shared_plan
+from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.check import Proof
@@ -31,9 +32,9 @@ class Switching(Inspection):
 
     def switch(
         self,
-        schedule: Schedule | Proof | str | MethodChoice | None = None,
+        schedule: Schedule | Proof | str | MethodChoice | OrderFunction | None = None,
         *,
-        method: str | MethodChoice | None = None,
+        method: str | MethodChoice | OrderFunction | None = None,
         correction: Correction | None = None,
         evaluate: Evaluating | None = None,
     ) -> None:
@@ -46,8 +47,8 @@ class Switching(Inspection):
 
         Args:
             schedule: what `make_schedule`, `check` or `load_schedule` returned, or a method.
-            method: a method by its name, or what `penstock.method` returned, for as many ranks and microbatches as
-                before.
+            method: a method by its name, what `penstock.method` returned, or an order of your own, for as many ranks
+                and microbatches as before.
             correction: what is done about stale weights, where the method does not bring it. The one before is over;
                 one that comes back begins anew.
             evaluate: the evaluations of the runs before and after. Version rules evaluate a version at different

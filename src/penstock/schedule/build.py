@@ -146,7 +146,7 @@ def smallest_microbatches(
     def legal(m: int, proves: Callable[[Schedule], object] = check) -> bool:
         try:
             proves(_build(ScheduleRequest(method, stages, m, rule, order, options, decides, window, sharding)))
-        except Exception:  # a user's function may refuse some m in its own way
+        except (Exception, SystemExit):  # a user's function may refuse some m in its own way
             return False
         return True
 

@@ -22,10 +22,11 @@ from penstock.partition.tied import Tie, find_ties
 from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.plan.capabilities import check_compiled, check_correction, check_recomputed_blocks, check_slices
 from penstock.runtime.plan.common_options import common_options
-from penstock.runtime.plan.known_schedule import KnownSchedule, OtherScheduleError, described, identity, is_named
+from penstock.runtime.plan.known_schedule import KnownSchedule, described, identity
 from penstock.runtime.plan.requirements import (
     GivenSchedule,
     additions,
+    check_ranks,
     check_same_places,
     prove_with_all_actions,
     schedule_of,
@@ -81,17 +82,18 @@ class UnprovenPlan:
                 meta device).
             given: the schedule.
             options: of the pipeline.
-            known: what another rank has built of it, and checked there; built here if None, or if it has no name.
+            known: what another rank has built of it, and checked there; built here if None.
 
         Raises:
             ConfigError: model, schedule and options do not fit.
             CapabilityError: the runtime does not offer it.
             ScheduleError: the schedule cannot be built, or cannot have the recomputes that are wanted.
         """
-        given, known = _resolved(with_sharding(given, options), known, len(blocks))
+        given = _as_known(with_sharding(given, options), known, len(blocks))
         if isinstance(given, ScheduleRequest):
             check_enough(blocks, given.stages)  # every rank holds a stage, so this much is known before it is built
         plain, staleness, tied = schedule_of(given), options.staleness, options.partition.tied or {}
+        check_ranks(given, plain)
         parallel, recompute = options.data_parallel, options.recompute.recompute
         balance = options.partition.balance
         if balance is None and known is not None:
@@ -164,7 +166,7 @@ class UnprovenPlan:
             raise ConfigError(
                 "a pipeline with delays of its own choice cannot go on under another method; leave delays out"
             )
-        given, known = _resolved(with_sharding(given, self.options), known, sum(map(len, self.parts)))
+        given = _as_known(with_sharding(given, self.options), known, sum(map(len, self.parts)))
         options = self.options.changed(correction=correction)
         schedule = _whole(given, options, self.ties, known)
         check_same_places(self.schedule, schedule)
@@ -258,19 +260,16 @@ def stages_of(ties: Sequence[Tie]) -> set[int]:
     return {index for tie in ties for index in tie.stages}
 
 
-def _resolved(
-    given: GivenSchedule, known: KnownSchedule | None, blocks: int
-) -> tuple[GivenSchedule, KnownSchedule | None]:
-    """The schedule as it was asked for, and what is known of it, which is nothing where it has no name.
+def _as_known(given: GivenSchedule, known: KnownSchedule | None, blocks: int) -> GivenSchedule:
+    """The schedule as it was asked for, which is not built here if it is known.
 
     Raises:
         OtherScheduleError: another one is known.
     """
-    if known is None or not isinstance(given, ScheduleRequest) or not is_named(given):
-        return given, None
-    if known.asked != identity(given) or sum(known.balance) != blocks:
-        raise OtherScheduleError(f"{described(given)}, {blocks} blocks")
-    return known.given_as(given), known
+    if known is None:
+        return given
+    known.check_asked(given, blocks)
+    return known.given_as(given) if isinstance(given, ScheduleRequest) else given
 
 
 def _whole(

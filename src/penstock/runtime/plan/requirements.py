@@ -44,6 +44,23 @@ def schedule_of(given: GivenSchedule) -> Schedule:
     return given if isinstance(given, Schedule) else given.schedule
 
 
+def check_ranks(given: GivenSchedule, plain: Schedule) -> None:
+    """Make sure that an order of a user's own has as many ranks as it was asked for.
+
+    Args:
+        given: the schedule as it was asked for.
+        plain: the same, built.
+
+    Raises:
+        ConfigError: it has others.
+    """
+    if isinstance(given, ScheduleRequest) and plain.ranks != given.stages:
+        raise ConfigError(
+            f"{plain.name}: asked for {given.stages} stages, the order has {plain.ranks} ranks; return as many, or "
+            "give what make_schedule returns of it as schedule="
+        )
+
+
 def with_all_actions(given: GivenSchedule, options: PipelineOptions, tied: Collection[int]) -> Schedule:
     """A schedule with every action that the options need, not proven yet.
 
