@@ -30,6 +30,27 @@ class Defect(NamedTuple):
 DEFECTS = (
     # --- plans -------------------------------------------------------------------------------------------------------
     Defect(
+        "the bytes that two blocks both keep count once too often",
+        "measure",
+        "sum(alone) - both.run(given).stored",
+        "both.run(given).stored - sum(alone)",
+        ("tests/measure/test_model_profile.py",),
+    ),
+    Defect(
+        "blocks with other plain attributes are taken to be alike",
+        "measure",
+        "type(part), _plain(part), _shapes(part)",
+        "type(part), _shapes(part)",
+        ("tests/measure/test_model_profile.py",),
+    ),
+    Defect(
+        "of a recomputed block the graph is not counted while it is made",
+        "plan/planners",
+        "HeldKind.BACKWARD: _most_of(inputs[1:] + stored, inputs)",
+        "HeldKind.BACKWARD: _most_of(inputs[1:], inputs)",
+        ("tests/plan/test_simulated.py",),
+    ),
+    Defect(
         "the first stage of a pipeline on servers sums its gradients as slowly as the others",
         "plan/planners",
         "below = self._devices.levels[at - 1].units if at and first else 1",
@@ -259,6 +280,20 @@ DEFECTS = (
         ("tests/stage/test_activation_offload.py",),
     ),
     # --- simulate, timeline, idle time --------------------------------------------------------------------------------
+    Defect(
+        "a message counts until its receiver has used it",
+        "simulate/memory",
+        "while queue and queue[0][0].done:",
+        "while len(queue) > 1 and queue[0][0].done:",
+        ("tests/simulate/test_predicted_memory.py",),
+    ),
+    Defect(
+        "gradients in low precision are predicted as small as weights",
+        "simulate/memory",
+        "+ stage.whole * (facts.gradients + masters)",
+        "+ stage.version * (facts.gradients + masters)",
+        ("tests/simulate/test_predicted_memory.py",),
+    ),
     Defect(
         "a bubble is divided by the longest span of a rank instead of by the makespan",
         ".",

@@ -23,6 +23,7 @@ from penstock.schedule.ir.rules import RULES, Source, Update, VersionRule
 from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.halves import halved_units
 from penstock.schedule.proof.in_flight import Piece
 from penstock.stage.autograd.recompute import parts_to_recompute
 from penstock.stage.graphs import StageGraphs
@@ -322,21 +323,8 @@ def _rate(corrector: Corrector) -> Callable[[int], float]:
 
 
 def _halved(schedule: Schedule, stage: Stage, sends: bool) -> Callable[[Piece], bool] | None:
-    """Of which microbatches (and slices) a stage runs the backward in two halves.
-
-    Not where the second half follows at once, and the first one finds nothing to send (`sends` is false): one walk
-    through the activations is shorter than two.
-    """
-    m, actions = schedule.microbatches, [p for a in schedule.program(stage.rank).period for p in passes(a)]
-    pairs = zip([None, *actions], actions, strict=False)
-    units = [
-        late.unit
-        for early, late in pairs
-        if late.stage == stage
-        and late.op is Op.W
-        and (sends or early is None or (early.op, early.stage, early.unit) != (Op.I, stage, late.unit))
-    ]
-    halved = {(k % m, unit.slice[0] if unit.slice else 0) for unit in units for k in unit.microbatches}
+    """Of which microbatches (and slices) a stage runs the backward in two halves."""
+    m, halved = schedule.microbatches, halved_units(schedule, stage, sends)
     return (lambda key: (key[0] % m, key[1]) in halved) if halved else None
 
 
