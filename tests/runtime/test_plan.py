@@ -23,7 +23,7 @@ from penstock.runtime.plan import plan as plan_module
 from penstock.runtime.plan.method_choice import request_of
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.update.divergence import Divergence
-from penstock.schedule import build
+from penstock.schedule import build, extend
 from penstock.schedule.build import ScheduleRequest, prove
 from penstock.schedule.methods.choice import method
 from penstock.schedule.methods.combine import Combine
@@ -69,7 +69,8 @@ def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(*_: object) -> None:
         raise AssertionError("a schedule was proven")
 
-    monkeypatch.setattr(build, "check", check)
+    for module in (build, extend):
+        monkeypatch.setattr(module, "check", check)
 
 
 @pytest.fixture
