@@ -128,7 +128,7 @@ def _join(paths: Iterator[Path], root: Path) -> bytes:
         if _is_text(data):
             texts.append(data)
     if not texts:
-        raise DataError(f"no text files in {str(root)!r}")
+        raise DataError(f"no text files in {str(root)!r}; give a text file, or a folder that holds some")
     return b"\n".join(texts)
 
 
