@@ -66,6 +66,7 @@ from support.combinations import (
     MEETING,
     PAGE,
     SCALING,
+    SHARDS,
     Stated,
     answer,
     case_of,
@@ -85,6 +86,7 @@ from support.meetings import (
 from support.offered_methods import OFFERED
 from support.rest_of_a_run import rest_of
 from support.schedules import make_schedule
+from support.sharded import assert_as_whole, train_sharded
 from support.snapshots import Kept
 
 ROUNDED = {"spike", "spike-lwp", "spike-lwp-weights", "gap-aware"}
@@ -261,6 +263,14 @@ def wide(case: Case, _: Features) -> None:
     compare(case, train(None, case), outcome_of(case, wanted(case)))
 
 
+def sharded(case: Case, chosen: Features) -> None:
+    """With the most that may be split; fewer levels run in test_sharded_state.py."""
+    case, level = replace(case, width=2), SHARDS[list(chosen)[-1]]
+    outcome, parts, _ = train_sharded(None, case, level)
+    sliced = case.schedule.slices > 1  # roundings are those of the whole pipeline, not of the reference
+    assert_as_whole(outcome, [parts], train(None, case) if sliced else outcome_of(case, wanted(case)))
+
+
 def combined(case: Case, _: Features) -> None:
     case = replace(case, width=2)
     schedule, batches, blocks = case.schedule, uneven_batches(4, case.m, 2), precise_blocks(case.model)
@@ -373,6 +383,7 @@ CHECKS: Mapping[tuple[str, ...], Check] = {
     ("bf16", "recompute block"): with_recompute("bf16", {"precision": "bf16"}, "block"),
     ("tied", "recompute stage"): with_recompute("tied", {"tied": True}, "stage"),
     ("width",): wide,
+    tuple(SHARDS): sharded,
     ("combine",): combined,
     ("delays",): delayed,
     ("slices",): sliced,
@@ -386,6 +397,7 @@ WORDS = {
     "tied": "untie",
     "recompute block": "recompute",
     "recompute stage": "recompute",
+    **dict.fromkeys(SHARDS, "sharding|which a width of 2 needs"),
     "combine": "combine",
     "delays": "delays",
     "slices": "slices",
@@ -421,7 +433,7 @@ def assert_helps(method: str, feature: str, refusal: str) -> None:
     row = METHODS[method]
     sides = (method, repr(row.rule), repr(row.correction), f"order {row.order}")
     assert any(side in refusal for side in sides), refusal
-    assert WORDS[feature] in refusal
+    assert re.search(WORDS[feature], refusal)
     assert ADVICE.search(refusal), refusal
 
 

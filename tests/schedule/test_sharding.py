@@ -177,7 +177,7 @@ def test_an_optimizer_sharded_gradient_is_not_summed_twice():
         ),
         ("chimera", "full:gradients=1", "stages have several copies in the pipeline, whose gradients stay whole"),
         ("spectrain", "gradients", "not with 'predicted'"),
-        ("1f1b", "zero-3", "unknown sharding 'zero-3'. Known: none, optimizer, gradients, full"),
+        ("1f1b", "zero-3", "unknown sharding 'zero-3'. Known: none, optimizer (as ZeRO-1), gradients (ZeRO-2), full"),
         ("1f1b", "optimizer:gradients=2", "sharding 'optimizer' has no options; got 'gradients=2'"),
         ("1f1b", "full:weights=0", "weights of a sharding is a whole number from 1 to 999999; got '0'"),
         ("1f1b", "full:cache=lru", "the cache of a sharding is optimal or direct; got 'lru'"),

@@ -117,10 +117,18 @@ class ScheduleRequest:
                 raise
             ours = not callable(self.method) and not callable(self.order)
             need = f"needs at least {legal}" if ours else f"cannot run with the given microbatches, but with {legal}"
+            why = _WHY_MORE.get(schedule.rule, "") if ours else f". ({error})"
             raise ScheduleError(
                 f"{schedule.name} with {self.stages} stages {need} microbatches per batch, got {self.microbatches}; "
-                f"raise microbatches to {legal}. ({error})"
+                f"raise microbatches to {legal}{why}"
             ) from None
+
+
+_WHY_MORE = {
+    "double-buffer": ". (With fewer, the first stage begins a batch before the backwards of the batch two before it "
+    "have ended, whose update makes the weights for it.)"
+}
+"""Why a method needs so many microbatches, by its version rule, where that can be said in a sentence."""
 
 
 def smallest_microbatches(

@@ -19,11 +19,11 @@ from penstock.partition.sequence_slices import check_blocks
 from penstock.partition.shared_memory import check_memory
 from penstock.partition.tied import Tie, share_inside
 from penstock.runtime.plan.plan import PipelinePlan
+from penstock.schedule.halved_backwards import halved_units
 from penstock.schedule.ir.rules import RULES, Source, Update, VersionRule
 from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.proof.check import Proof
-from penstock.schedule.proof.halves import halved_units
 from penstock.schedule.proof.in_flight import Piece
 from penstock.stage.autograd.recompute import parts_to_recompute
 from penstock.stage.graphs import StageGraphs
