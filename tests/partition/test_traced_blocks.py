@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import penstock
 from penstock.errors import ConfigError
 from penstock.partition.blocks import named_blocks
+from support.asserting_model import Asserts
 
 D = 8
 
@@ -179,6 +180,7 @@ PROPOSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Te
         ["embed", "flatten", "transpose", "part1", "part2", *ENCODER, "getitem", "head"],
     ),
     "decoder": (Decoder, tokens, ["part1", "part2.0", "part2.1", "part2.2", "body.norm", "mul", "lm_head", "truediv"]),
+    "asserts": (Asserts, tokens, ["part1", "drop", "h.0", "h.1"]),
     "skips": (Skips, vectors, ["first", "tanh", "part1", "gelu", "last"]),
     "encoder": (
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 16, dropout=0.0, batch_first=True), 3),

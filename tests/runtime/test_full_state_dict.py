@@ -16,8 +16,8 @@ from penstock.errors import ConfigError, PenstockError, TransportError
 from penstock.partition.blocks import LazyBlock, named_blocks
 from penstock.runtime.options.run import Group
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.build import make_schedule
 from support.pool import Pool
+from support.schedules import make_schedule
 from support.snapshots import Kept
 
 VOCABULARY, WIDTH, M = 11, 6, 4

@@ -19,7 +19,7 @@ import penstock
 from penstock import Pipeline, make_schedule
 from penstock.errors import CapabilityError, CheckpointError, ConfigError, PenstockError
 from penstock.runtime.options.run import Group
-from penstock.weights.optim.lr_schedulers import ScheduledSettings
+from penstock.weights.updates.lr_schedulers import ScheduledSettings
 from support.cases import assert_equal_tensors
 from support.pool import Pool
 from support.snapshots import Kept

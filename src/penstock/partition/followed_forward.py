@@ -73,15 +73,11 @@ class _Value(fx.Proxy):
 def _asserts(frame: FrameType) -> bool:
     """Return whether a frame asks for the truth of a value in an assert statement."""
     steps = [step for step in dis.get_instructions(frame.f_code) if step.offset >= frame.f_lasti][:3]
-    return any(
-        (
-            "POP_JUMP" in jump.opname
-            and "IF_TRUE" in jump.opname
-            and "AssertionError" in f"{raised.opname} {raised.argrepr}"
-        )
-        or ("IF_TRUE" in jump.opname and raised.opname == "LOAD_ASSERTION_ERROR")
-        for jump, raised in pairwise(steps)
-    )
+    return any("IF_TRUE" in jump.opname and _raises(following) for jump, following in pairwise(steps))
+
+
+def _raises(step: dis.Instruction) -> bool:
+    return step.opname == "LOAD_ASSERTION_ERROR" or step.argrepr == "AssertionError"
 
 
 def _has_layers(module: nn.Module) -> bool:

@@ -41,7 +41,7 @@ class Group(ShortRepr):
             raise ConfigError(f"waits must be one of {', '.join(get_args(Waits))}; got {self.waits!r:.80}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """What belongs to a run as a whole.
 

@@ -1,0 +1,279 @@
+"""Access to the training data by microbatch: the first stage takes inputs, the last stage targets.
+
+Batches are any iterable; a batch is a pair (inputs, targets), or a sequence of microbatches, each a pair that is made
+when it is asked for: m for each of the parallel pipelines. The first stage looks one batch ahead, because every message
+of a batch says whether another one follows; between processes the last stage reads further ahead, so that a batch that
+it cannot read is never begun (`penstock.schedule.proof.read_ahead`). In one process both stages share a `BatchSource`;
+between processes each has its own over equal data, and a checksum that travels with the activations catches it if they
+differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import DataError
+from penstock.runtime.data.checksum import checksum
+from penstock.runtime.data.microbatches import Microbatches, microbatches_of
+from penstock.runtime.data.reuse_watch import ReuseWatch
+from penstock.runtime.update.stop_request import StopRequest
+
+Batches = Iterable[Any]
+"""What `microbatches_of` takes: whole batches, or lists of microbatches."""
+_END = object()
+
+
+class Sample(NamedTuple):
+    """The input and target of a microbatch, with their checksum from before any block could write into them.
+
+    The checksum is 0 where all ranks read the same source. `counts` is False where the microbatch only repeats another
+    one, because the batch has too few samples.
+    """
+
+    input: Any
+    target: Any
+    checksum: int
+    counts: bool = True
+
+
+class BatchSource:
+    """Random access to the microbatches of the batches in flight.
+
+    Args:
+        batches: an iterable of batches, each of w * m microbatches; pipeline r takes m of them, from r * m.
+        microbatches: m.
+        width: w, the number of parallel pipelines.
+        reads: how many times this process reads each microbatch of a pipeline's batch; each once if None.
+        pipelines: how many of the parallel pipelines read in this process.
+        stop: the request to end the run; none can come if None.
+        fills: whole batches may have fewer samples than microbatches; the last one is repeated, and does not count.
+        shared: every rank reads this source, so samples need no checksum.
+        first: number of the first batch, for messages.
+        ahead: how many batches a rank behind the first reads ahead when it has taken the last sample of a batch; if one
+            cannot be read, it asks for the end of the run in time.
+        overlap: how many batches before a new one passes may still read when it is made
+            (`penstock.schedule.proof.read_ahead`).
+
+    Attributes:
+        failure: what reading ahead has raised: the span ends before the batch that could not be read; or what the first
+            look at the data has raised, or a `DataError` if they are no iterable: then there is no batch; else None.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        microbatches: int,
+        width: int = 1,
+        reads: Sequence[int] | None = None,
+        pipelines: int = 1,
+        stop: StopRequest | None = None,
+        *,
+        fills: bool = False,
+        shared: bool = False,
+        first: int = 0,
+        ahead: int = 0,
+        overlap: int = 1,
+    ) -> None:
+        self._ahead = ahead
+        self._whole: dict[int, Any] = {}  # batches that have been read ahead, as they came
+        self._fills, self._shared, self._first = fills, shared, first
+        self.failure: Exception | None = None
+        self._spoiled: Exception | None = None  # what is wrong with a batch under way
+        try:
+            self._batches = iterator_of(batches)
+        except Exception as error:  # all ranks are told of it before it is raised
+            self._batches, self.failure = iter(()), error
+        self._m, self._width = microbatches, width
+        self._readers = [1] * microbatches if reads is None else reads
+        self._reads = pipelines * sum(self._readers)  # of a batch
+        self._held: dict[int, Microbatches] = {}
+        self._count: dict[int, int] = {}  # microbatches of a held batch that are no repetitions
+        self._left: dict[int, int] = {}  # reads that a held batch has before it
+        self._samples: dict[tuple[int, int], tuple[Sample, int]] = {}
+        self._fetched = 0
+        self._exhausted = False
+        self._reuse = ReuseWatch(checksum, max(overlap, ahead))
+        self._stop = StopRequest() if stop is None else stop
+        self._asked, self._end = 0, math.inf
+
+    def begins(self) -> bool:
+        """Return True if there is a first batch and no stop was requested before it; else `failure` may say why."""
+        return not self._stop.agreed and self._comes(0)
+
+    def lacks_first(self) -> bool:
+        """Return True if this process reads data, but there is no first batch; `failure` may say why."""
+        return self._reads > 0 and not self._comes(0)
+
+    def has(self, batch: int) -> bool:
+        """Return True if batch number `batch` of the span exists, fetching batches up to it.
+
+        Raises:
+            DataError: a batch cannot be split, or has another number of microbatches than the schedule, or a list has
+                one that is no pair; or the loader has written into a batch under way.
+        """
+        while self._fetched <= batch and not self._exhausted:
+            self._reuse.look()
+            following = next(self._batches, _END)
+            self._check_reuse()
+            if following is _END:
+                self._exhausted = True
+                break
+            self._reuse.add(self._first + self._fetched, following, [self._first + number for number in self._held])
+            self._held[self._fetched], self._count[self._fetched] = self._divided(following)
+            self._left[self._fetched] = self._reads
+            if self._ahead:
+                self._whole[self._fetched] = following
+            self._fetched += 1
+        return batch < self._fetched
+
+    def read_ahead(self) -> int | None:
+        """Read the first batches of the span; return the number of the first one that cannot be read, if any.
+
+        Later ones are read as the span goes on.
+        """
+        if self._ahead and not self._comes(self._ahead - 1) and self.failure is not None:
+            return self._fetched
+        return None
+
+    def end_before(self, batch: int) -> None:
+        """Let the span end before a batch that another rank cannot read."""
+        self._end = min(self._end, batch)
+
+    def unread(self) -> list[Any]:
+        """Return the batches that were read ahead, but not trained on."""
+        return list(self._whole.values())
+
+    def _check_reuse(self) -> None:
+        """Make sure that batches under way are still what they were; these cannot be finished otherwise."""
+        try:
+            self._reuse.check()
+        except DataError as error:
+            self._spoiled = error
+            raise
+
+    def _divided(self, batch: Any) -> tuple[Microbatches, int]:
+        """The microbatches of a batch, and how many of them are no repetitions."""
+        wanted, number = self._width * self._m, self._first + self._fetched
+        found, count = (
+            _filled(batch, wanted, number) if self._fills else (microbatches_of(batch, wanted, number), wanted)
+        )
+        if len(found) != wanted:
+            takes = f"{self._m} per batch" + f" and pipeline, of which there are {self._width}" * (self._width > 1)
+            raise DataError(f"batch {number} has {len(found)} microbatches, but the schedule takes {takes}")
+        for k, pair in enumerate(found if isinstance(found, list | tuple) else ()):  # other sequences make them late
+            _check_pair(pair, number, k)
+        if found is batch and type(found) in (list, tuple):  # the loader may clear its lists and fill them again
+            found = tuple(_kept(pair) for pair in found)
+        return found, count
+
+    def follows(self, batch: int) -> bool:
+        """Return True if the span goes on with batch `batch`: it exists and no stop was requested.
+
+        The answer never changes, since all messages of a batch must agree on it.
+        """
+        if batch > self._asked:
+            self._asked = batch
+            if batch >= self._end or self._stop.agreed or not self._comes(batch):
+                self._end = min(self._end, batch)
+        return batch < self._end
+
+    def _comes(self, batch: int) -> bool:
+        """Whether a later batch exists; what its loader raises ends the span before it, and is kept."""
+        try:
+            return self.has(batch)
+        except Exception as error:
+            self._exhausted, self.failure = True, error
+            if error is self._spoiled:
+                raise
+            return False
+
+    def sample(self, pipeline: int, microbatch: int) -> Sample:
+        """Return a microbatch of a pipeline, by its number in the span.
+
+        Raises:
+            DataError: the data ends before this microbatch, or it is not a pair.
+        """
+        batch, k = divmod(microbatch, self._m)
+        if (pipeline, microbatch) in self._samples:
+            sample, left = self._samples.pop((pipeline, microbatch))
+        else:
+            if not self.has(batch):
+                raise DataError(
+                    f"the data ends after {self._fetched} batches, but the first stage has sent batch {batch}"
+                )
+            place = pipeline * self._m + k
+            self._whole.pop(batch, None)
+            sample = self._sample(batch, place)
+            left = self._readers[k]
+        if left > 1:
+            self._samples[pipeline, microbatch] = sample, left - 1
+        self._left[batch] -= 1
+        if not self._left[batch]:
+            del self._held[batch], self._left[batch], self._count[batch]
+            if self._ahead and not self._comes(batch + self._ahead) and self.failure is not None:
+                self._stop.ask()
+        return sample
+
+    def _sample(self, batch: int, place: int) -> Sample:
+        pair = self._held[batch][place]
+        _check_pair(pair, self._first + batch, place)
+        return Sample(pair[0], pair[1], 0 if self._shared else checksum(pair), place < self._count[batch])
+
+
+def iterator_of(batches: Any) -> Iterator[Any]:
+    """Return the iterator of data.
+
+    Raises:
+        DataError: they are no iterable.
+    """
+    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        what = "a function; call it" if callable(batches) else type(batches).__name__
+        raise DataError(f"batches must be an iterable of batches, such as a DataLoader or a list; got {what}")
+    return iter(batches)
+
+
+class Portions:
+    """The data of a run, for several spans one after the other.
+
+    Args:
+        batches: the data; what is wrong with them is found where the first batch is asked for, as in a single span.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._rest: Iterator[Any] | None = None
+
+    def next(self, count: int | None = None) -> Iterator[Any]:
+        """Yield at most so many of the batches that are left; all if None."""
+        if self._rest is None:
+            self._rest = iterator_of(self._batches)
+        yield from islice(self._rest, count)
+
+
+def _kept(pair: Any) -> Any:
+    """Copy the lists and dicts of a microbatch, but not its tensors."""
+    plain = isinstance(pair[0], Tensor) and isinstance(pair[1], Tensor)
+    return tuple(pair) if plain else pytree.tree_map(lambda leaf: leaf, pair)
+
+
+def _check_pair(pair: Any, batch: int, microbatch: int) -> None:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        what = f"a {type(pair).__name__}" + (f" of {len(pair)}" if isinstance(pair, tuple | list) else "")
+        raise DataError(f"batch {batch}: microbatch {microbatch} is not a pair (input, target) but {what}")
+
+
+def _filled(batch: Any, wanted: int, number: int) -> tuple[Microbatches, int]:
+    """The microbatches of a batch, of which those after the returned number repeat the one before."""
+    whole = microbatches_of(batch, 1, number)
+    if whole is batch:  # microbatches already
+        return whole, len(whole)
+    samples = next(leaf.shape[0] for leaf in pytree.tree_leaves(whole[0]) if isinstance(leaf, Tensor) and leaf.dim())
+    count = min(samples, wanted)
+    parts = microbatches_of(batch, count, number)
+    return [*parts, *[parts[-1]] * (wanted - count)], count
