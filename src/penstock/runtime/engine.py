@@ -41,7 +41,7 @@ from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.proof.stage_spec import stage_specs
 from penstock.stage.checks.held_elsewhere import HeldElsewhere
-from penstock.stage.checks.touched_gradients import GradientWatch
+from penstock.stage.checks.touched_parameters import ParameterWatch
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import add_shares
@@ -114,7 +114,7 @@ class Engine:
         self._schedules = Schedules(ranks[0].lr_scheduler, stages, grid)
         self._borders = SpanBorders(grid, ranks, combine, held)
         alone = grid.group is None or (grid.width == 1 and not any(stage.ties for stage in stages))
-        self._watch = GradientWatch(  # where no sum may be changing gradients beside the caller
+        self._watch = ParameterWatch(  # where no sum may be changing gradients beside the caller
             stage.module for stage in (stages if alone else ())
         )
         self._last = self.schedule.stage_at[self.schedule.num_stages - 1, 0].rank
@@ -231,6 +231,7 @@ class Engine:
     ) -> Iterator[Report]:
         """Yield reports until the pipeline is empty again, also when the caller leaves the loop early."""
         count, self._running = 0, True
+        self._watch.begin()
         try:
             try:
                 for report in reports:

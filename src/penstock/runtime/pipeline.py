@@ -24,6 +24,7 @@ from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports, choose_transports
 from penstock.errors import ConfigError
 from penstock.partition.blocks import Blocks, check_same_blocks, named_blocks
+from penstock.partition.tied import KnownSharing
 from penstock.runtime.attribute_hints import NO_CALL, NO_PICKLE, missing, names_checked, no_argument, positional
 from penstock.runtime.engine import Engine
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
@@ -215,6 +216,7 @@ class Pipeline(Switching):
         self._held = HeldElsewhere(named, blocks_here(plan, self.grid))
         self._ranks, self._adaptations = make_ranks(named, plan, self.grid, loss, optimizer), Adaptations()
         self._held.built()
+        self._sharing = KnownSharing(named, plan.parts)
         self._hooks = UpdateHooks()
         for stage in {stage.key.index: stage for stage in self._by_place()}.values():
             if isinstance(stage.weights, TrainedWeights):
@@ -318,6 +320,7 @@ class Pipeline(Switching):
                 reader; then, and after whatever the model itself raises, the pipeline is broken.
         """
         check_same_blocks(*self._given)
+        self._sharing.check()
         if save is not None:
             check_saving(save)
         if evaluate is not None:

@@ -26,7 +26,7 @@ from penstock.weights.optim.directions import direction
 from penstock.weights.optim.lr_schedulers import SchedulerFactory
 from penstock.weights.optim.optimizer_factory import OptimizerFactory, make_optimizer
 from penstock.weights.optim.optimizer_state import copy_state, remembered_values, restore_state, state_tensors
-from penstock.weights.optim.optimizer_step import OptimizerStep
+from penstock.weights.optim.optimizer_step import OptimizerStep, drop_gradients
 from penstock.weights.optim.rates import Factor, Rates
 from penstock.weights.optim.step_info import Forecast, Step, Stepped
 from penstock.weights.optim.undo import check_undoable, undo_step
@@ -280,7 +280,7 @@ class Updater:
         self._make_step.point(self.parameters, weights.views, gradient.views)
         gradients = {p: gradient.views[name] for name, p in self.parameters.items()}
         undo_step(self.optimizer, gradients, first=self.updates == 1)
-        self.optimizer.zero_grad(set_to_none=True)
+        drop_gradients(self.optimizer)
         self.updates -= 1
         self._tell()
 
