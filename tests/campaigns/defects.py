@@ -538,7 +538,7 @@ DEFECTS = (
     Defect(
         "a run on an order of one's own keeps the name of its file instead of the schedule",
         "train",
-        'return f"# {path}{said}{ruled}\\n{str(proof.schedule).strip()}\\n"',
+        'return f"# {path}{said}{ruled}\\n{str(schedule).strip()}\\n"',
         'return f"{path}{said}{ruled}"',
         ("tests/train/test_own_schedules.py",),
     ),
