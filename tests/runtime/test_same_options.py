@@ -26,12 +26,13 @@ from penstock.runtime.plan.common_options import common_options
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.runtime.update.divergence import Divergence
-from penstock.schedule.build import ScheduleRequest, make_schedule
+from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.combine import Combine
 from penstock.weights.corrections.registry import correction_of
 from penstock.weights.decision import LossScale
 from support.pool import Pool
+from support.schedules import make_schedule
 
 pytestmark = pytest.mark.processes
 

@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan import requirements
 from penstock.schedule import build
-from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.build import prove
 from penstock.schedule.machine.instructions import LoweredProgram
 from penstock.schedule.orders.gpipe import gpipe
 from penstock.schedule.proof import check as proofs
@@ -26,6 +26,7 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from support.cases import Case, make_pipeline
 from support.pool import Pool
+from support.schedules import make_schedule
 
 pytestmark = pytest.mark.processes
 

@@ -1,4 +1,4 @@
-"""The application: which commands there are, and what becomes of what they raise."""
+"""The command-line application: its commands, and what becomes of the errors that they raise."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from penstock.cli.failures import fail, said_of_usage
 from penstock.cli.options import FLAG
@@ -35,6 +36,30 @@ _MODULES = {
 """The module of each command."""
 
 
+class _InPlainWords:
+    """Help that calls values by their names, without Python's types and the ranges of numbers, which errors tell."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, --help among them."""
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            said: dict[str, Any] = {"_get_number_range_help_str": lambda: None}
+            if parameter.param_type_name == "argument":
+                said["display_type_rich"] = lambda **_: None
+            elif "--help" in parameter.opts:
+                said["metavar"] = FLAG
+            vars(parameter).update(said)
+        return parameters
+
+
+class _Group(_InPlainWords, TyperGroup):
+    """The list of all commands."""
+
+
+class _Command(_InPlainWords, TyperCommand):
+    """A command."""
+
+
 def make_app(asked: str | None = None) -> typer.Typer:
     """Return the application with all commands, or with the one that is asked for, if there is such a one.
 
@@ -42,6 +67,7 @@ def make_app(asked: str | None = None) -> typer.Typer:
     """
     app = typer.Typer(
         name="penstock",
+        cls=_Group,
         add_completion=False,
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
@@ -50,7 +76,7 @@ def make_app(asked: str | None = None) -> typer.Typer:
     )
     for name in (asked,) if asked in _MODULES else _MODULES:
         command = getattr(import_module(f"penstock.cli.{_MODULES[name]}"), name)
-        app.command(help=_in_paragraphs(command.__doc__ or ""))(command)
+        app.command(cls=_Command, help=_in_paragraphs(command.__doc__ or ""))(command)
     return app
 
 

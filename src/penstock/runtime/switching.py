@@ -9,10 +9,9 @@ import torch.distributed as dist
 
 from penstock.comm.collective.hand_out import from_first
 from penstock.comm.p2p.transport import Channel
-from penstock.comm.transports import Transports
-from penstock.runtime.engine import Halt
+from penstock.runtime.engine.engine import Halt
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
-from penstock.runtime.in_flight.adapted import MEASURED, Adaptations, AdaptedInFlight, adapt
+from penstock.runtime.in_flight.adapted import MEASURED, AdaptedInFlight, adapt
 from penstock.runtime.in_flight.agree import measured_by_all
 from penstock.runtime.inspection import Inspection
 from penstock.runtime.plan.method_choice import request_for
@@ -29,18 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Switching(Inspection):
-    """The part of `Pipeline` that replaces its schedule.
-
-    Attributes:
-        schedule: the present one.
-        proof: of it.
-    """
-
-    schedule: Schedule
-    proof: Proof
-    _plan: PipelinePlan
-    _transports: Transports
-    _adaptations: Adaptations
+    """The part of `Pipeline` that replaces its schedule."""
 
     def switch(
         self,
@@ -71,7 +59,7 @@ class Switching(Inspection):
                 given different schedules.
             CapabilityError: the runtime does not offer it, or the optimizer cannot step under it.
         """
-        self._engine.check_idle()
+        self._spans.life.check_idle()
         if evaluate is not None:
             check_evaluating(evaluate)
         depth, microbatches = self.schedule.ranks, self.schedule.microbatches
@@ -140,7 +128,7 @@ class Switching(Inspection):
         if found is None:
             return
         present = self._plan
-        plan = shared_plan(lambda known: present.adapted(found.numbers, found.window, known), self.grid.control)
+        plan = shared_plan(lambda known: present.adapted(found.choice, found.window, known), self.grid.control)
         if plan.schedule.actions_hash == self.schedule.actions_hash:
             self._transports.prepare(Channel.TRAINING, plan.proof.lowered)
             self._engine.widen(plan.proof)
@@ -153,6 +141,6 @@ class Switching(Inspection):
 
         Call it between two runs; all ranks call it together.
         """
-        self._engine.check_idle()
+        self._spans.life.check_idle()
         for state in self._ranks:
             state.decisions.detector.watch_from(first)

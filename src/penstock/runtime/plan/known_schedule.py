@@ -1,4 +1,4 @@
-"""Schedules that another rank has built: what other ranks make their plans from, which do not build them.
+"""Schedules that another rank has built, from which this rank makes its plan.
 
 A method by its name is the same schedule everywhere, and an order that is a user's function is called on rank 0 only. A
 schedule that was made before is there on every rank; what options add to it is not added again.
@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.runtime.plan.requirements import GivenSchedule, schedule_of
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
-from penstock.schedule.methods.table import find_method
+from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.rank_schedule import Json, rank_schedule, schedule_facts
 
 

@@ -1,4 +1,4 @@
-"""From a method by its name, or a schedule, to the request for a plan and the correction of stale weights."""
+"""Turns a method's name, or a schedule, into the request for a plan and the correction of stale weights."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from penstock.runtime.plan.requirements import (
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.proof.check import Proof
-from penstock.simulate.auto_in_flight import asks_for_auto, with_in_flight
+from penstock.simulate.auto_in_flight import InFlightChoice, asks_for_auto
 from penstock.weights.corrections.base import Correction
 
 
@@ -177,16 +177,16 @@ class UnprovenPlan:
         auto = given if isinstance(given, ScheduleRequest) and asks_for_auto(given) else None
         return UnprovenPlan(**self._values() | {"options": options, "given": given, "schedule": schedule, "auto": auto})
 
-    def adapted(self, numbers: tuple[int, ...], window: int, known: KnownSchedule | None = None) -> UnprovenPlan:
+    def adapted(self, choice: InFlightChoice, window: int, known: KnownSchedule | None = None) -> UnprovenPlan:
         """The plan under which the same stages go on, with numbers in place of `auto`.
 
         Args:
-            numbers: microbatches in flight on every rank.
+            choice: of the microbatches in flight.
             window: messages that may be outstanding on a lane.
             known: as of `of`.
         """
         assert self.auto is not None
-        request = replace(with_in_flight(self.auto, numbers), window=window)
+        request = replace(choice.applied(self.auto), window=window)
         following = self.followed_by(request, self.options.staleness.correction, known)
         return replace(following, auto=self.auto)
 

@@ -11,12 +11,13 @@ from penstock.errors import ConfigError
 from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.plan.capabilities import check_offered
 from penstock.runtime.plan.sharded import check_sharding
-from penstock.schedule.build import ScheduleRequest, extend, extended
+from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.extend import extend, extended
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import REPLICATED, Level, Sharding, read_sharding
 from penstock.schedule.methods.choice import MethodChoice
-from penstock.schedule.methods.table import find_method
+from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.rank_proof import RankProof
 from penstock.schedule.transforms.batch_ops import check_together
@@ -94,7 +95,7 @@ def prove_with_all_actions(given: Schedule | Proof, options: PipelineOptions, ti
 
 
 def additions(plain: Schedule, options: PipelineOptions, tied: Collection[int]) -> dict[str, Any]:
-    """What options add to a schedule: the arguments of `penstock.schedule.build.extended`."""
+    """What options add to a schedule: the arguments of `penstock.schedule.extend.extended`."""
     parallel, recompute = options.data_parallel, options.recompute
     combine = parallel.combine
     return {

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from penstock.checks import check_text, in_short, in_words
 from penstock.errors import ConfigError
-from penstock.schedule.methods.table import find_method
+from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.written import written_correction, written_method, written_order
 from penstock.train.config.key_reference import correction_keys, known_keys, order_keys, suggested_keys
 from penstock.train.config.own_schedule import is_file, read_own_schedule, schedule_in, size_fault
@@ -48,9 +48,26 @@ def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = Tru
     for one, other in (("method", "schedule"), ("schedule", "method")):
         if given.get(one) is not None and given.get(other) is None:
             values |= {other: None, "rule": given.get("rule"), "corrected_by": given.get("corrected_by")}
-    values = with_method_options(values)
-    config = validate_config(with_settings(values))
+    try:
+        values = with_method_options(values)
+        config = validate_config(with_settings(values))
+    except ConfigError:
+        if path is not None:
+            _check_file(path)
+        raise
     return _with_own_schedule(config, values, proves)
+
+
+def _check_file(path: Path) -> None:
+    """Check a configuration file without changes.
+
+    Raises:
+        ConfigError: what is wrong in it, with its name.
+    """
+    try:
+        validate_config(with_settings(with_method_options(read_yaml(path))))
+    except ConfigError as error:
+        raise ConfigError(f"{str(path)!r}: {error}") from None
 
 
 def _with_own_schedule(config: TrainConfig, values: Mapping[str, Any], proves: bool) -> TrainConfig:
