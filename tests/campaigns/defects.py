@@ -213,7 +213,7 @@ DEFECTS = (
         "stage/checks",
         "handle = register_optimizer_step_pre_hook(self._check_step)",
         "handle = register_optimizer_step_pre_hook(lambda *_: None)",
-        ("tests/stage/test_touched_gradients.py",),
+        ("tests/stage/test_touched_parameters.py",),
     ),
     Defect(
         "a proposed block leaves out a mask",

@@ -163,6 +163,24 @@ def test_what_is_no_loss(result: Any, said: str) -> None:
         sum_and_weight(result, F.mse_loss, torch.zeros(2), torch.zeros(2), "stage 1")
 
 
+SCALER = torch.amp.GradScaler("cpu")
+
+
+class Scaling:
+    """Has a scaler, as trainers do."""
+
+    def __init__(self) -> None:
+        self.scaler = torch.amp.GradScaler("cpu")
+
+    def loss(self, output: Any, target: Any) -> Any:
+        return self.scaler.scale(F.mse_loss(output, target))
+
+
+def test_a_scaler_that_is_off_is_no_trouble() -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    check_loss(lambda output, target: scaler.scale(F.mse_loss(output, target)))
+
+
 class Weighted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -184,9 +202,22 @@ class OwnMean(nn.CrossEntropyLoss):
         (OwnMean(ignore_index=3), r"OwnMean.*CrossEntropyLoss.*ignore_index.*return \(sum, weight\)"),
         (OwnMean(weight=WEIGHTS), r"OwnMean.*CrossEntropyLoss.*weight.*return \(sum, weight\)"),
         (Weighted(), "loss has a parameter to be trained, scale"),
+        (lambda output, target: SCALER.scale(F.mse_loss(output, target)), "loss uses a GradScaler, SCALER.*fp16"),
+        (Scaling().loss, "loss uses a GradScaler, scaler"),
         ({0: F.mse_loss, 1: None}, "loss must be a function .*got None"),
     ],
-    ids=["class", "text", "sum", "none", "ignored in another way", "weighted in another way", "parameters", "by stage"],
+    ids=[
+        "class",
+        "text",
+        "sum",
+        "none",
+        "ignored in another way",
+        "weighted in another way",
+        "parameters",
+        "scaled",
+        "a method that scales",
+        "by stage",
+    ],
 )
 def test_losses_that_are_refused_before_anything_starts(loss: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -227,6 +227,7 @@ class Pipeline(SavedStates, UserAdvice):
                 reader; then, and after whatever the model itself raises, the pipeline is broken.
         """
         check_same_blocks(*self._given)
+        self._sharing.check()
         if save is not None:
             check_saving(save)
         if evaluate is not None:

@@ -23,7 +23,7 @@ from penstock.runtime.execute.span_borders import SpanBorders
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.snapshot import Saving
 from penstock.stage.checks.held_elsewhere import HeldElsewhere
-from penstock.stage.checks.touched_gradients import GradientWatch
+from penstock.stage.checks.touched_parameters import ParameterWatch
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.stage_weights import TrainedWeights
 
@@ -54,7 +54,8 @@ class Spans:
         stages = [stage for state in ranks for stage in state.stages.values()]
         self._schedules = Schedules(ranks[0].lr_scheduler, stages, grid)
         self._borders = SpanBorders(grid, ranks, combine, held)
-        self._watch = GradientWatch([stage.module for stage in stages], partial(_stepped, stages))
+        alone = grid.group is None or (grid.width == 1 and not any(stage.ties for stage in stages))
+        self._watch = ParameterWatch([stage.module for stage in stages], partial(_stepped, stages), alone=alone)
         entrances = {n.rank for n in setup.schedule.stages if not setup.schedule.predecessors[n.index]}
         self._stop.alone = grid.group is None or grid.width * len(entrances) == 1
         self.reporter = ranks[setup.last if grid.group is None else 0]
@@ -141,6 +142,7 @@ class Spans:
     ) -> Iterator[Report]:
         """Yield reports until the pipeline is empty again, also when the caller leaves the loop early."""
         count, self.life.running = 0, True
+        self._watch.begin()
         try:
             try:
                 for report in reports:

@@ -1,4 +1,4 @@
-"""Gradients that are changed in the loop over reports are an error with what to write; those that are read are not."""
+"""What is changed in the loop over reports is an error with what to write; gradients that are read are not."""
 
 from __future__ import annotations
 
@@ -29,6 +29,23 @@ def zeroed(model: nn.Module) -> object:
 
 def doubled(model: nn.Module) -> object:
     return [p.grad.mul_(2.0) for p in model.parameters() if p.grad is not None]
+
+
+@torch.no_grad()
+def clamped(model: nn.Module) -> object:
+    return [p.clamp_(-0.2, 0.2) for p in model.parameters()]
+
+
+def clamped_as_data(model: nn.Module) -> object:
+    return [p.data.clamp_(-0.2, 0.2) for p in model.parameters()]
+
+
+def loaded(model: nn.Module) -> object:
+    return model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
+
+
+def frozen(model: nn.Module) -> object:
+    return [p.requires_grad_(False) for p in next(model.children()).parameters()]
 
 
 def looked_at(model: nn.Module) -> object:
@@ -65,6 +82,19 @@ def losses(
 def test_it_is_refused_with_what_to_write(method: str, change: Change) -> None:
     with pytest.raises(ConfigError, match=r"the gradient of \S+ was changed in the loop over reports .*max_grad_norm"):
         losses(change, method)
+
+
+@pytest.mark.parametrize("method", ["2bw", "1f1b", "newest"])
+@pytest.mark.parametrize("change", [clamped, clamped_as_data, loaded])
+def test_weights_written_in_the_loop_are_refused(method: str, change: Change) -> None:
+    with pytest.raises(ConfigError, match=r"\S+ was written in the loop over reports .*register_step_post_hook"):
+        losses(change, method)
+
+
+@pytest.mark.parametrize("method", ["2bw", "1f1b", "newest"])
+def test_freezing_in_the_loop_is_refused(method: str) -> None:
+    with pytest.raises(ConfigError, match=r"requires_grad of 0\.weight was changed in the loop over reports"):
+        losses(frozen, method)
 
 
 @pytest.mark.parametrize("method", ["2bw", "1f1b"])
