@@ -20,7 +20,8 @@ from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.from_piper import from_piper
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.stages.devices import DeviceLevel, Devices
-from penstock.schedule.build import extend, prove
+from penstock.schedule.build import prove
+from penstock.schedule.extend import extend
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.predicted import MemoryOptions, StageBytes, peak_bytes
 from penstock.simulate.simulate import play

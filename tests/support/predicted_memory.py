@@ -12,12 +12,12 @@ from penstock.measure.stage_bytes import measure_stages
 from penstock.measure.stage_trial import Training
 from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.build import make_schedule
 from penstock.schedule.methods.corrections import CORRECTIONS
-from penstock.schedule.methods.table import find_method
+from penstock.schedule.methods.find_method import find_method
 from penstock.simulate.memory.predicted import MemoryOptions, peak_bytes
 from penstock.weights.corrections.registry import correction_of
 from support.grouped import grouped
+from support.schedules import make_schedule
 
 WIDTH, SAMPLES = 24, 3
 BATCHES = 4

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from penstock.comm.message.tensor_message import Header, TensorMessage
 from penstock.comm.p2p.gloo import GlooTransport
-from penstock.comm.p2p.message import Header, TensorMessage
 from penstock.launch.launch import launch_local
 from penstock.plan.profile.schema import ProfiledLink
 from penstock.schedule.ir.schedule import Payload

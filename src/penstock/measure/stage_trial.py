@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.recorder import Recorder
-from penstock.comm.p2p.message import copied, detached, leaves_of
+from penstock.comm.message.memory_order import copied
+from penstock.comm.message.trees import detached, leaves_of
 from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.stage_builder import StageBuilder

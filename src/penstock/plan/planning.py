@@ -1,4 +1,4 @@
-"""From a profile and devices to ranked plans: planners and cost functions by name."""
+"""Ranks plans for a profile and devices; planners and cost functions are chosen by name."""
 
 from __future__ import annotations
 

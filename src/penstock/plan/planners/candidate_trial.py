@@ -19,7 +19,7 @@ from penstock.plan.planners.two_bw import Sized, single_device_ways
 from penstock.plan.stages.devices import Devices
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Skipped, StageRating
 from penstock.plan.stages.two_bw_cost import bandwidths
-from penstock.schedule.methods.table import find_method
+from penstock.schedule.methods.find_method import find_method
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.held import HeldKind
 

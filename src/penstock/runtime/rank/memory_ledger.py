@@ -1,4 +1,4 @@
-"""Account of a rank's parameter-sized memory, by role."""
+"""The memory ledger of a rank: bytes of parameter-sized memory, by role."""
 
 from __future__ import annotations
 
