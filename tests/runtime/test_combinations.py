@@ -22,16 +22,16 @@ from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.update.divergence import Divergence, Trouble
 from penstock.runtime.update.events import Evaluated
-from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.build import prove
 from penstock.schedule.machine.batch_border import border_fault
 from penstock.schedule.methods.table import METHODS
 from penstock.stage.autograd.recompute import RecomputeMode
+from penstock.verify.equations import reference_options
 from penstock.verify.pass_order import order_of
 from penstock.verify.reference import Reference, train_reference
 from penstock.verify.reference.decayed import Partials
 from penstock.verify.reference.delays import version_read
 from penstock.verify.reference.methods import FLUSH
-from penstock.verify.verify import _options
 from penstock.weights.corrections.base import Correction
 from penstock.weights.corrections.pipemare import PipeMare
 from support.cases import (
@@ -85,6 +85,7 @@ from support.meetings import (
 )
 from support.offered_methods import OFFERED
 from support.rest_of_a_run import rest_of
+from support.schedules import make_schedule
 from support.sharded import assert_as_whole, train_sharded
 from support.snapshots import Kept
 
@@ -101,7 +102,7 @@ Check = Callable[[Case, Features], None]
 
 @cache
 def _reference(case: Case) -> Reference:
-    return reference_run(case, options=_options(case.correction, case.schedule.rule))
+    return reference_run(case, options=reference_options(case.correction, case.schedule.rule))
 
 
 def wanted(case: Case) -> Reference:
@@ -355,7 +356,7 @@ def chained(case: Case, phases: Sequence[Phase]) -> Reference:
                 divisor=case.divisor,
                 clip=case.clip,
                 parts=parts_of(case),
-                options=_options(correction, METHODS[method].rule),
+                options=reference_options(correction, METHODS[method].rule),
                 order=order_of(METHODS[method].order, make_schedule(method, case.depth, case.m)),
             )
         begin, states = result.versions[-1] | result.buffers, result.optimizers

@@ -9,7 +9,8 @@ import pytest
 
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.runtime.plan.capabilities import check_offered
-from penstock.schedule.build import ScheduleRequest, extend, extended, prove
+from penstock.schedule.build import ScheduleRequest, prove
+from penstock.schedule.extend import extend, extended
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Op, Stage
 from penstock.schedule.ir.sharding import Cache, Level, Sharding, read_sharding

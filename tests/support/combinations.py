@@ -15,7 +15,7 @@ from typing import Any
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.update.divergence import Divergence
-from penstock.schedule.build import make_schedule, smallest_microbatches
+from penstock.schedule.build import smallest_microbatches
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.methods.combine import Combine
 from penstock.schedule.methods.corrections import CORRECTIONS
@@ -24,6 +24,7 @@ from penstock.verify.reference import Scaling
 from penstock.weights.corrections.registry import correction_of
 from support.cases import BALANCE, Case, make_pipeline
 from support.offered_methods import OFFERED
+from support.schedules import make_schedule
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
 REFUSALS = (ConfigError, CapabilityError, ScheduleError)

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from penstock.schedule.build import extend, prove
+from penstock.schedule.build import prove
+from penstock.schedule.extend import extend
 from penstock.simulate.costs import Costs
 from penstock.simulate.network import Network
 from penstock.simulate.simulate import simulate_schedule

@@ -11,9 +11,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from penstock.compare.config import Key, comparison_config, parse_contender
-from penstock.compare.contenders import enter
+from penstock.compare.config import comparison_config
+from penstock.compare.contender import parse_contender
+from penstock.compare.grid import Key
 from penstock.compare.held_out import Score
+from penstock.compare.prepare import enter
 from penstock.compare.results import Findings
 from penstock.compare.tasks import make_task
 from penstock.compare.trial import TrialResult

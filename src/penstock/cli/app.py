@@ -1,4 +1,4 @@
-"""The application: which commands there are, and what becomes of what they raise."""
+"""The command-line application: its commands, and what becomes of the errors that they raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of an error, and how a command ends with it."""
+"""Reports the errors of commands, and ends them with the right exit codes."""
 
 from __future__ import annotations
 

@@ -91,7 +91,8 @@ def _prove(
     """
     from penstock.schedule.build import ScheduleRequest
     from penstock.schedule.ir.in_flight import read_in_flight
-    from penstock.schedule.methods.table import find_method, sharding_of
+    from penstock.schedule.methods.compatibility import sharding_of
+    from penstock.schedule.methods.find_method import find_method
     from penstock.schedule.methods.written import written_method
     from penstock.simulate.auto_in_flight import choose_in_flight
     from penstock.simulate.costs import of_every_rank
@@ -131,7 +132,7 @@ def _extended(proof: Proof, segments: str | None, sharding: str) -> Proof:
     Raises:
         ConfigError: the segments are no number.
     """
-    from penstock.schedule.build import extend
+    from penstock.schedule.extend import extend
 
     if segments is None:
         return extend(proof, sharding=sharding)
@@ -232,6 +233,15 @@ def methods(
         console.print(combines_table())
 
 
+GatherTime = Annotated[
+    float, _at_least_0("TIME", "Time to gather, or to sum, a rank's whole share, if state is sharded.")
+]
+DrawingWidth = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Columns of the drawing.", min=40, max=10**6, show_default="those of the terminal"),
+]
+
+
 def show(
     method: MethodName = None,
     stages: MaybeStages = None,
@@ -251,20 +261,13 @@ def show(
     rule: OrderRule = None,
     correction: OrderCorrection = None,
     sharding: ShardingLevel = None,
-    gather: Annotated[
-        float, _at_least_0("TIME", "Time to gather, or to sum, a rank's whole share, if state is sharded.")
-    ] = 1.0,
+    gather: GatherTime = 1.0,
     text: Annotated[
         bool, typer.Option("--text", metavar=FLAG, help="Print the text form, which --file reads, instead.")
     ] = False,
     as_json: AsJson = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the drawing to this SVG file.")] = None,
-    width: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Columns of the drawing.", min=40, max=10**6, show_default="those of the terminal"
-        ),
-    ] = None,
+    width: DrawingWidth = None,
     whole: Annotated[
         bool, typer.Option("--whole", metavar=FLAG, help="Leave nothing out of the middle of a long drawing.")
     ] = False,

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checks import finite_or_none
-from penstock.compare.config import ComparisonConfig, Key, contenders
+from penstock.compare.config import ComparisonConfig
+from penstock.compare.grid import Key, contenders
 from penstock.compare.held_out import Score
 from penstock.compare.tasks import Task
 from penstock.compare.trial import TrialResult

@@ -17,9 +17,8 @@ from penstock.errors import VersionError
 from penstock.schedule.ir.sharding import Level
 from penstock.weights.memory.buffers import Buffer, Handle, Layout
 from penstock.weights.memory.row_shards import OwnRows, RowShards
-from penstock.weights.optim.step_info import Ahead, Stepped
-from penstock.weights.optim.updater import Updater
 from penstock.weights.store import VersionStore
+from penstock.weights.updates.version_step import VersionStep
 
 
 class ShardedStore(VersionStore):
@@ -70,17 +69,9 @@ class ShardedStore(VersionStore):
         """Return the memory of a version that is to be completed, by owner of what is in it."""
         return self.shards.flat(self.versions[version].views)
 
-    def update(
-        self,
-        batch: int,
-        updater: Updater,
-        factor: float,
-        keeps_old: bool,
-        stepped: Stepped | None = None,
-        ahead: Ahead | None = None,
-    ) -> None:
+    def update(self, batch: int, step: VersionStep, keeps_old: bool) -> None:
         """Write the own rows of version batch + 1; `complete` says when the rest is there."""
-        super().update(batch, updater, factor, keeps_old, stepped, ahead)
+        super().update(batch, step, keeps_old)
         self.incomplete.add(batch + 1)
 
     def complete(self, version: int) -> None:
