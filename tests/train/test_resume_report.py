@@ -172,7 +172,7 @@ def test_another_model_is_refused_before_workers_start(monkeypatch, capsys, trai
     save_file(tensors, being_written(place) / "stage-0.safetensors")
     files = {"stage-0.safetensors": fingerprint(being_written(place) / "stage-0.safetensors")}
     homes = dict.fromkeys(tensors, "stage-0.safetensors")
-    write_index(place, {"facts": {"batch": 2}, "extra": {}, "files": files, "tensors": homes})
+    complete(place, {"facts": {"batch": 2}, "extra": {}, "files": files, "tensors": homes})
     for change, said in (
         ("model.layers=3", "model.layers is 3, but the weights of the run in '[^']*' are of a model with 2; leave"),
         ("model.width=64", "model.width is 64, but the weights .* of a model with 128; leave the change out, or"),
