@@ -42,7 +42,6 @@ from penstock.schedule.proof.check import Proof
 from penstock.schedule.proof.stage_spec import stage_specs
 from penstock.stage.checks.held_elsewhere import HeldElsewhere
 from penstock.stage.checks.touched_gradients import GradientWatch
-from penstock.stage.stage_weights import TrainedWeights
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import add_shares
 
@@ -197,7 +196,7 @@ class Engine:
         if not self._begin(source, trains=True):
             return False
         executors = self._executors(self._proof)
-        evaluators = [] if evaluate is None else self._evaluators(evaluate)
+        evaluators = [] if evaluate is None else self._evaluators(evaluate, executors)
         older = -1 if self.keeps_older and self._bases == 2 else 0
         runs = [
             e.run(source, self.batches, older, at_border=evaluators[i].at_border if evaluators else None, saving=save)
@@ -217,13 +216,13 @@ class Engine:
                 raise failure
         return left
 
-    def _evaluators(self, evaluate: Evaluating) -> list[Evaluator]:
+    def _evaluators(self, evaluate: Evaluating, training: Sequence[Executor]) -> list[Evaluator]:
         executors, delay = self._executors(self._forward_only, Channel.EVALUATION), self._bases - 1
         lacks = self.batches if delay and not self._has_older else None
         data = EvaluationData(evaluate, partial(self._open, evaluates=True), len(self._ranks))
         return [
-            Evaluator(state, executor, evaluate, data, self.ask_to_stop, delay, lacks)
-            for state, executor in zip(self._ranks, executors, strict=True)
+            Evaluator(state, executor, evaluate, data, self.ask_to_stop, delay, lacks, trains)
+            for state, executor, trains in zip(self._ranks, executors, training, strict=True)
         ]
 
     def _span(
@@ -328,7 +327,7 @@ class Engine:
     def evaluate(self, batches: Batches, averaged: bool, version: int | None = None) -> tuple[float, float]:
         """Return the loss sum on batches with the newest weights (or their average), and its weight, on all ranks."""
         kinds = [stage.weights for state in self._ranks for stage in state.stages.values()]
-        if averaged and any(isinstance(weights, TrainedWeights) and weights.average is None for weights in kinds):
+        if averaged and not all(weights.keeps_average for weights in kinds):
             raise ConfigError("there are no averaged weights; give the pipeline a decay, such as ema_decay=0.999")
         self.check_idle()
         source, found, failed = self._open(batches, evaluates=True), [], None
