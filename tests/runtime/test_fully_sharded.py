@@ -21,6 +21,7 @@ from penstock.runtime.update.update_step import Updates
 from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op, Stage
 from penstock.schedule.proof.state_bytes import state_bytes
+from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.verify.reference import Scaling
 from support.cases import Case, Outcome, assert_equal_tensors, expected, make_batches, make_pipeline
 from support.pool import Pool
@@ -241,3 +242,32 @@ def test_gradients_that_are_added_up_in_parts(level: str, method: str, parts: in
             pass
         found.append(pipeline.state_dict())
     assert_equal_tensors(found[1], found[0], "weights")
+
+
+@pytest.mark.parametrize("recompute", ["none", "block", "stage"])
+def test_layered_by_name(recompute: RecomputeMode) -> None:
+    """It is sharded by itself, behind recomputes; another method that follows is sharded alike."""
+    found = []
+    for sharding in ("none", None):
+        torch.manual_seed(3)
+        pipeline = Pipeline(
+            layers(4),
+            "layered",
+            stages=2,
+            microbatches=2,
+            loss=nn.functional.mse_loss,
+            optimizer=lambda named: torch.optim.Adam(named, lr=0.01),
+            recompute=recompute,
+            data_parallel=DataParallel(2, sharding=sharding),
+        )
+        batches = [(torch.randn(8, 48), torch.randn(8, 48)) for _ in range(4)]
+        losses = [report.loss for report in pipeline.run(batches[:2])]
+        if sharding is None:
+            assert str(pipeline.schedule.sharding) == "full:weights=2:gradients=2"
+        pipeline.switch(method="interleaved")
+        assert pipeline.schedule.sharding.level == (sharding or "full")
+        losses += [report.loss for report in pipeline.run(batches[2:])]
+        found.append((losses, pipeline.full_state_dict()))
+    (losses, weights), (others, sharded) = found
+    assert losses == others
+    assert_equal_tensors(sharded, weights, "weights")
