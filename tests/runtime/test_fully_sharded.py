@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from fractions import Fraction
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.comm.collective.shard_exchange import LocalShards
 from penstock.comm.core.ticket import Ticket
@@ -22,6 +23,7 @@ from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op, Stage
 from penstock.schedule.proof.state_bytes import state_bytes
 from penstock.stage.autograd.recompute import RecomputeMode
+from penstock.stage.precision import PrecisionName
 from penstock.verify.reference import Scaling
 from support.cases import Case, Outcome, assert_equal_tensors, expected, make_batches, make_pipeline
 from support.pool import Pool
@@ -271,3 +273,42 @@ def test_layered_by_name(recompute: RecomputeMode) -> None:
     (losses, weights), (others, sharded) = found
     assert losses == others
     assert_equal_tensors(sharded, weights, "weights")
+
+
+def storages_of(nbytes: int) -> int:
+    """Count the storages of this size among all tensors that Python knows of."""
+    found: dict[int, int] = {}
+    for each in gc.get_objects():
+        if type(each) is Tensor or type(each) is nn.Parameter:
+            storage = each.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return sum(size == nbytes for size in found.values())
+
+
+@pytest.mark.parametrize(("level", "precision"), [("full", "fp32"), ("gradients", "bf16"), ("full", "bf16")])
+def test_nothing_else_keeps_whole_weights(level: str, precision: PrecisionName) -> None:
+    """What is alive in the size of a stage is what the ledger says, in a run and between two."""
+    size = 44 * 44 * 4
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(44, 44, bias=False) for _ in range(6)))
+    before = storages_of(size) - len(model)
+    pipeline = Pipeline(
+        model,
+        make_schedule("breadth-first", 2, 2, options={"chunks": 3}, sharding=level),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.01),
+        data_parallel=DataParallel(2),
+        precision=precision,
+    )
+    kinds = {"gradients", "weights between runs", *(["gathered weights"] if precision == "fp32" else [])}
+
+    def held() -> int:
+        return sum(live.get(kind, 0) for live in pipeline.live_bytes().values() for kind in kinds) // size
+
+    batch = torch.randn(8, 44), torch.randn(8, 44)
+    for _ in range(2):
+        for _ in pipeline.run([batch] * 3):
+            assert storages_of(size) - before == held() < 12
+        between = 12 if level == "gradients" or precision == "fp32" else 18  # with casts of half the size
+        assert storages_of(size) - before == 12
+        assert held() == between
