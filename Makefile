@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: train check test faults fuzz planted compiled soak lint bench bench-short bench-overhead bench-links quality clean
+.PHONY: train check test faults fuzz planted compiled memory soak lint bench bench-short bench-overhead bench-links quality clean
 
 train: $(STAMP)
 	$(BIN)/penstock train $(ARGS)
@@ -27,6 +27,9 @@ planted: $(STAMP)
 
 compiled: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m campaigns.compiled $(ARGS)
+
+memory: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m campaigns.memory $(ARGS)
 
 soak: $(STAMP)
 	$(BIN)/python -m tools.soak $(ARGS)

@@ -44,10 +44,11 @@ from torch.nn import functional as F
 import penstock
 from benchmarks.arms import STAGES, Data, PenstockArm, Task, TorchArm, make_optimizer
 from benchmarks.machine import free_port, leave
+from penstock.comm.message.codec import Codec
+from penstock.comm.message.tensor_message import TensorMessage
 from penstock.comm.p2p import gloo_lanes
 from penstock.comm.p2p.gloo_lanes import ReceiveLane, SendLane
 from penstock.comm.p2p.inbox import Inbox
-from penstock.comm.p2p.message import Codec, TensorMessage
 from penstock.comm.p2p.message_buffer import MessageBuffer
 
 NAMES, ADDRESSES = ("penstock-m0", "penstock-m1"), ("10.231.7.1", "10.231.7.2")

@@ -19,7 +19,7 @@ from benchmarks.machine import command_line, describe_machine
 from penstock.schedule.build import call_order
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.machine.lower import lower
-from penstock.schedule.methods.table import find_method
+from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule

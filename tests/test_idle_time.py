@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from penstock.idle_time import Idle, split_time
-from penstock.schedule.build import make_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Interval, Timeline, Waiting
+from support.schedules import make_schedule
 from support.smallest_batch import CHAINS, least
 
 

@@ -4,6 +4,7 @@ The floors are the list in docs/design.md, from the ground up; a folder may impo
 """
 
 import ast
+import math
 import re
 import subprocess
 import sys
@@ -86,13 +87,13 @@ def test_a_folder_imports_only_folders_below():
 
 
 def test_folders_are_small():
-    """A dozen modules or so, one idea each; only the orders have more, one family a file."""
+    """A dozen modules at most, one idea each; only the orders have many more, one family a file."""
+    most = {"view": 14, "verify/reference": 14, "schedule/orders": math.inf}
     counts = dict.fromkeys(FLOORS, 0)
     for name, path in modules():
         if path.name != "__init__.py":
             counts[folder_of(name)] += 1
-    within = {folder: n for folder, n in counts.items() if (ROOT / folder).is_dir() and folder != "schedule/orders"}
-    assert {folder: n for folder, n in within.items() if n > 14} == {}
+    assert {folder: n for folder, n in counts.items() if n > most.get(folder, 12)} == {}
 
 
 def test_no_class_name_stands_twice():

@@ -63,6 +63,7 @@ LINKS = {
         Link("1 Gbit/s", 1000),
         Link("200 Mbit/s", 200),
         Link("100 Mbit/s", 100),
+        Link("10 Mbit/s", 10),
         Link("1 Gbit/s, 5 ms", 1000, 0.005),
     )
 }

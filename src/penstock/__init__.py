@@ -11,6 +11,13 @@
 and simulated without torch.
 """
 
+import os
+import sys
+
+# `python -m penstock` begins the path with the working folder; files in it must not take the place of modules.
+if sys.argv[:1] == ["-m"] and sys.path[:1] == [os.getcwd()] and any(a.endswith("penstock") for a in sys.orig_argv):
+    del sys.path[0]
+
 import lazy_loader
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""A schedule with its proof, as users hold it: what is known of it, and what can be done with it."""
+"""A schedule with its proof, as users hold it, and what can be done with it."""
 
 from __future__ import annotations
 

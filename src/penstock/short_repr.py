@@ -1,4 +1,4 @@
-"""Short forms of values for people: only what is not as usual."""
+"""Short texts of values for people, with what differs from the defaults only."""
 
 from __future__ import annotations
 

@@ -46,12 +46,20 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
     try:
         loaded = yaml_value(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name!r} is not YAML: {error}") from None
+        raise ConfigError(f"{name!r} is not YAML: {_fault(error)}") from None
     except ConfigError as error:
         raise ConfigError(f"{name!r}: {error}") from None
     if not isinstance(loaded, dict | None):
         raise ConfigError(f"{name!r} must hold keys and values, not a {type(loaded).__name__}")
     return loaded or {}
+
+
+def _fault(error: yaml.YAMLError) -> str:
+    """Return what is wrong, and where."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return str(error)
+    mark = error.problem_mark
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem or error.context}"
 
 
 def yaml_value(text: str) -> Any:

@@ -7,7 +7,8 @@ from pathlib import Path
 from random import Random
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.build import ScheduleRequest, extended
+from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.extend import extended
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.methods.table import METHODS

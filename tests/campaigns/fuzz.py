@@ -27,7 +27,7 @@ from penstock.checkpoint.format import Checkpoint
 from penstock.checkpoint.index import INDEX, write_index
 from penstock.cli import main
 from penstock.errors import PenstockError
-from penstock.schedule.build import extend, make_schedule
+from penstock.schedule.extend import extend
 from penstock.schedule.text import parse_schedule
 from penstock.schedule.torch_csv import from_torch_csv
 from penstock.train.config.load import validate_config, with_method_options
@@ -35,6 +35,7 @@ from penstock.train.config.schema import TrainConfig
 from penstock.train.export.sample import load_model
 from penstock.train.setup.run_folder import as_yaml
 from penstock.yaml_file import parse_yaml
+from support.schedules import make_schedule
 from support.time_limit import TooLongError, time_limit
 
 LIMIT = 10.0  # seconds an input may take

@@ -17,7 +17,8 @@ from torch.distributed import FileStore, HashStore
 
 from penstock.checkpoint import format as disk, index as indexes
 from penstock.checkpoint.format import Checkpoint, checkpoints, clear_parts, open_newest, place_of
-from penstock.checkpoint.writer import LocalPosts, Part, Posts, StorePosts, Writer
+from penstock.checkpoint.posts import LocalPosts, Posts, StorePosts
+from penstock.checkpoint.writer import Part, Writer
 from penstock.errors import CheckpointError
 from penstock.runtime.rank.snapshot import Snapshot
 from penstock.train.metrics_file import Metrics
@@ -230,7 +231,7 @@ def test_an_index_may_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     del index["schema"], index["sha256"]
     part = disk.part_of(place_of(tmp_path, 4))
     part.mkdir()
-    disk.write_index(place_of(tmp_path, 4), index)
+    disk.complete(place_of(tmp_path, 4), index)
     with pytest.raises(CheckpointError, match=r"names '\.\./secret', which is not a file of its folder"):
         Checkpoint(place_of(tmp_path, 4))
 
@@ -245,7 +246,7 @@ def test_a_full_disk_costs_the_checkpoint_and_nothing_else(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((disk, "save_file") if where == "file" else (disk, "write_index")), full)
+        patch.setattr(*((disk, "save_file") if where == "file" else (disk, "complete")), full)
         told = Told()
         one = writer(tmp_path, [(0, 0), (1, 0), (0, 1), (1, 1)], LocalPosts(), told)
         for index, pipeline in ((0, 0), (1, 0), (0, 1), (1, 1)):

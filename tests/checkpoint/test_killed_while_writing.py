@@ -29,7 +29,7 @@ def write(run: Path, batch: int, data: str) -> None:
     (part / "stage-1.safetensors").write_text(data)
     files = {path.name: fingerprint(path) for path in part.iterdir() if path.name != INDEX}
     content = {"facts": {"batch": batch, "values": {}}, "extra": {}, "files": files, "tensors": {}}
-    disk.write_index(place, content)
+    disk.complete(place, content)
     disk.rotate(run, place, keep=1)
 
 

@@ -11,18 +11,22 @@ from penstock import __version__
 from penstock.cli import main
 from support.command_line import run
 
-COMMANDS = ("methods", "show", "simulate", "train", "sample", "config", "verify", "compare")
+COMMANDS = (
+    "methods", "show", "simulate", "train", "launch", "sample", "config", "verify", "compare", "profile", "plan"
+)  # fmt: skip
+RUNS = ("train", "launch", "verify", "compare")
+DRAWN = ("show", "simulate")
 ALIKE = {  # what has one name and one form in all of these commands
-    "--stages N": ("methods", "show", "simulate", "train", "verify", "compare"),
-    "--microbatches M": ("methods", "show", "simulate", "train", "verify", "compare"),
-    "--batches T": ("simulate", "train", "verify", "compare"),
-    "--file FILE": ("show", "simulate", "train", "verify", "compare"),
-    "--data PATH": ("train", "verify", "compare"),
-    "--set KEY=VALUE": ("train", "verify", "compare"),
-    "--config,--plan FILE": ("train", "verify", "compare"),
-    "--keys": ("train", "verify", "compare"),
-    "--json": ("methods", "show", "simulate", "verify", "compare"),
-    "[METHOD]": ("show", "simulate", "train", "verify", "compare"),
+    "--stages N": ("methods", *DRAWN, *RUNS),
+    "--microbatches M": ("methods", *DRAWN, *RUNS, "plan"),
+    "--batches T": ("show", "simulate", *RUNS),
+    "--file FILE": (*DRAWN, *RUNS),
+    "--data PATH": RUNS,
+    "--set KEY=VALUE": RUNS,
+    "--config,--plan FILE": RUNS,
+    "--keys": RUNS,  # launch says where they are listed
+    "--json": ("methods", *DRAWN, "verify", "compare", "profile", "plan"),
+    "[METHOD]": (*DRAWN, *RUNS),
 }
 
 
@@ -32,12 +36,15 @@ def test_help_speaks_one_dialect(command, columns, monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, command, "--help", columns=columns)
     assert code == 0
     assert max(map(len, out.splitlines())) <= columns
+    assert not re.search(r"<\w+>", out), "a type stands for a value"
     words = " ".join(out.replace("│", " ").split())
     for option, commands in ALIKE.items():
         assert (command in commands) == (option in words), option
     said = [line.strip() for line in out.splitlines() if re.match(r" \w", line)]
     divided = [one for one, two in pairwise(said) if len(one) + len(two.split()[0]) < columns - 4]
-    assert [line for line in divided if not line.endswith((".", "first", "0.001")) and "Usage" not in line] == []
+    assert [
+        line for line in divided if not line.endswith((".", "first", "0.001", ".sbatch")) and "Usage" not in line
+    ] == []
 
 
 def test_without_arguments_it_lists_its_commands(monkeypatch, capsys):
@@ -55,6 +62,8 @@ def test_without_arguments_it_lists_its_commands(monkeypatch, capsys):
         (["verify", "--learning-rate", "1"], "error: there is no option --learning-rate write --set optimizer.lr=..."),
         (["train", "--epochs", "1"], "error: there is no option --epochs write --batches ..."),
         (["train", "--batch-size", "1"], "write --set microbatch_size=..."),
+        (["train", "--gpus", "2"], "error: there is no option --gpus write --stages ..."),
+        (["train", "--zero-stage", "2"], "write --set sharding=..."),
         (["train", "--every", "3"], "write --set checkpoint.every=... or --set evaluate.every=... or --set combine."),
         (["compare", "--spikes", "3"], "there is no option --spikes write --set spike=..."),
         (["train", "--stage", "3"], "there is no option --stage did you mean --stages?"),
@@ -65,6 +74,8 @@ def test_without_arguments_it_lists_its_commands(monkeypatch, capsys):
         (["train", "1f1b", "2bw"], "error: got unexpected extra argument"),
         (["trian"], "error: no such command 'trian'. Did you mean 'train'?"),
         (["show", "2bw", "--stages", "x"], "error: invalid value for '--stages': "),
+        (["show", "2bw", "--stages", "0"], "greater than or equal to 1, got '0'"),
+        (["show", "2bw", "--stages=4.5"], ", got '4.5' penstock show --help lists what it takes"),
         (["show", "2bw", "--stages"], "error: option '--stages' requires an argument"),
         (["sample"], "error: missing argument 'FOLDER' penstock sample --help lists what it takes"),
     ],
@@ -74,6 +85,42 @@ def test_what_a_command_does_not_take(arguments, said, monkeypatch, capsys):
     assert (code, out) == (2, "")
     assert said in " ".join(err.split())
     assert "╭" not in err  # errors look alike, whoever finds them
+
+
+def test_too_few_microbatches_are_told_in_the_words_of_users(monkeypatch, capsys):
+    """Not in those of the proof, but for an order of one's own, which is written in them."""
+    for command in ("show", "simulate", "train"):
+        _, _, err = run(monkeypatch, capsys, command, "2bw", "--stages", 4, "--microbatches", 2)
+        assert "2bw with 4 stages needs at least 3 microbatches per batch, got 2; raise microbatches to 3. (With" in err
+        assert not re.search(r"STEP|\bt-\d|rule '", err)
+    _, _, err = run(monkeypatch, capsys, "show", "chimera", "--microbatches", 1)
+    assert err.endswith("needs at least 2 microbatches per batch, got 1; raise microbatches to 2\n")
+
+
+def test_a_mistake_in_a_file_is_told_with_its_name(monkeypatch, capsys, tmp_path):
+    """One of an option beside it is not."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("method: 2bw\nlr: 0.1\n")
+    (tmp_path / "bad.yaml").write_text("method: [\n")
+    for arguments, said in (
+        (["--config", "mine.yaml"], "'mine.yaml': unknown configuration key 'lr'; did you mean 'optimizer.lr'?"),
+        (["--config", "bad.yaml"], "'bad.yaml' is not YAML: line 2, column 1: expected the node content, but found "),
+    ):
+        assert run(monkeypatch, capsys, "train", *arguments)[2].startswith(f"error: {said}")
+    (tmp_path / "mine.yaml").write_text("method: 2bw\n")
+    _, _, err = run(monkeypatch, capsys, "train", "--config", "mine.yaml", "--set", "lr=1")
+    assert err.startswith("error: unknown configuration key 'lr'")
+
+
+def test_the_wrong_folder_is_told_with_the_right_one(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("1", "2"):
+        (tmp_path / "runs" / name / "weights").mkdir(parents=True)
+        (tmp_path / "runs" / name / "weights" / "index.json").write_text("{}")
+    assert "the newest finished run in it is 'runs/2'" in run(monkeypatch, capsys, "sample", "runs")[2]
+    (tmp_path / "file").write_text("")
+    _, _, err = run(monkeypatch, capsys, "compare", "1f1b", "2bw", "--out", "file")
+    assert err == "error: cannot write to --out 'file': it is a file; give a folder\n"
 
 
 def test_ctrl_c_ends_a_command_without_a_word(monkeypatch, capsys):

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from penstock.cli import main
 from penstock.errors import ConfigError
-from penstock.schedule.methods.table import METHODS, find_method
+from penstock.schedule.methods.find_method import find_method
+from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import check
 from penstock.simulate.method_facts import Links, facts_of_methods
 from penstock.view.tables import methods_table
@@ -304,8 +305,8 @@ def test_a_method_is_named_as_in_show(command, monkeypatch, tmp_path):
 
     seen, real = [], load.load_config
 
-    def stop(path, changes):
-        seen.append(real(path, changes))
+    def stop(path, changes, **options):
+        seen.append(real(path, changes, **options))
         raise ConfigError("enough")
 
     monkeypatch.setattr(load, "load_config", stop)
@@ -381,3 +382,11 @@ def test_links_show_what_microbatches_in_flight_cost_and_save():
     assert found["auto"]["interleaved"].bubble < found["far"]["interleaved"].bubble
     assert found["auto"]["1f1b"].bubble < found["far"]["1f1b"].bubble
     assert found["auto"]["stash"] == found["far"]["stash"]  # whose delay would grow
+
+
+def test_python_m_penstock_imports_nothing_from_the_working_folder(tmp_path):
+    for name in ("lazy_loader", "random", "rich", "torch", "typer", "yaml"):
+        (tmp_path / f"{name}.py").write_text("open(__file__ + '-has-run', 'w')\nraise ImportError('planted')\n")
+    process = start("-m", "penstock", "config", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert not list(tmp_path.glob("*-has-run"))

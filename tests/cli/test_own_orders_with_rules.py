@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.cli import main
-from penstock.schedule.build import make_schedule
 from support.command_line import settings
+from support.schedules import make_schedule
 
 ENDLESS = """
 def order(stages, microbatches, *, more=0):

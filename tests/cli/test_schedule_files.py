@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from penstock.cli import main
-from penstock.schedule.build import make_schedule
 from penstock.schedule.torch_csv import to_torch_csv
+from support.schedules import make_schedule
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_order.py"
 TWO = "def order(stages, microbatches):\n    return ['F0 F1 B0 B1', '{}']\n"

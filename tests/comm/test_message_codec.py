@@ -1,4 +1,4 @@
-"""Parcels survive being turned into bytes and back, whatever is in them."""
+"""Messages survive being turned into bytes and back, whatever is in them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,11 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.comm.p2p.message import (
-    HEADER_BYTES,
-    Codec,
-    Header,
-    TensorMessage,
-    bytes_of,
-    detached,
-    split,
-    transport_fields,
-)
-from penstock.comm.p2p.tree_classes import find_classes, open_dataclasses
+from penstock.comm.message.codec import Codec
+from penstock.comm.message.tensor_message import Header, TensorMessage
+from penstock.comm.message.tree_classes import find_classes, open_dataclasses
+from penstock.comm.message.trees import detached
+from penstock.comm.message.wire_header import HEADER_BYTES, bytes_of, split, transport_fields
 from penstock.errors import TransportError
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]

@@ -7,8 +7,10 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from penstock.comm.message.codec import Codec
+from penstock.comm.message.tensor_message import Header, TensorMessage
+from penstock.comm.message.wire_header import HEADER_BYTES, split
 from penstock.comm.p2p.gloo_lanes import ReceiveLane
-from penstock.comm.p2p.message import HEADER_BYTES, Codec, Header, TensorMessage, split
 from penstock.schedule.ir.schedule import Payload
 from penstock.schedule.machine.instructions import LaneKey
 

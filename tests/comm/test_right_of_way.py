@@ -15,8 +15,8 @@ from penstock.comm.collective import all_reduce
 from penstock.comm.collective.all_reduce import GlooReducer
 from penstock.comm.core.rank_grid import Holder
 from penstock.comm.core.right_of_way import RightOfWay
+from penstock.comm.message.tensor_message import Header, TensorMessage
 from penstock.comm.p2p.gloo_lanes import SendLane
-from penstock.comm.p2p.message import Header, TensorMessage
 from penstock.schedule.ir.schedule import Payload, Stage
 from penstock.schedule.machine.instructions import LaneKey
 from support.pool import Pool
@@ -102,7 +102,7 @@ def test_no_piece_is_posted_while_a_message_is_under_way() -> None:
 
     reducer = GlooReducer(lambda holder: holder.pipeline, None, {}, way=way)
     reducer._parts, reducer._sums = Parts("part", log), Recorded("sum", log)  # type: ignore[assignment]
-    with patch.object(all_reduce, "_PIECE", PIECE):
+    with patch.object(all_reduce, "PIECE", PIECE):
         reducer._sum([0, 1], 0, {0: [torch.ones(10 * PIECE)]})
     assert (log.count("part"), log.count("sum"), log.count("message")) == (10, 10, 1)
     after = log[log.index("message") + 1 :]
@@ -117,7 +117,7 @@ def sums(group: dist.ProcessGroup) -> tuple[list[Tensor], list[Tensor]]:
     generator = torch.Generator().manual_seed(rank)
     brought = [torch.randn(size, generator=generator) for size in (10 * PIECE + 7, 3, PIECE)]
     totals = [tensor.clone() for tensor in brought]
-    with patch.object(all_reduce, "_PIECE", PIECE), patch.object(all_reduce, "_AHEAD", 1 + 2 * rank):
+    with patch.object(all_reduce, "PIECE", PIECE), patch.object(all_reduce, "AHEAD", 1 + 2 * rank):
         reducer: Any = GlooReducer(lambda holder: holder.pipeline, group, {})
         reducer.reduce(members, members[rank], 0, totals).wait(20.0, "the test")
         reducer.close()

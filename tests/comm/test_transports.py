@@ -15,8 +15,8 @@ from penstock.comm.p2p.local import LocalTransport
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import GlooTransports, LocalTransports, NcclTransports, choose_transports
 from penstock.errors import CapabilityError
-from penstock.schedule.build import make_schedule
 from penstock.schedule.machine.lower import in_one_order, lower
+from support.schedules import make_schedule
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 

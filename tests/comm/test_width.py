@@ -13,7 +13,6 @@ from torch import nn
 
 from penstock.comm.collective.all_reduce import GlooReducer
 from penstock.errors import ConfigError, DataError
-from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op
 from penstock.verify.reference import Scaling
 from support.cases import (
@@ -29,6 +28,7 @@ from support.cases import (
 )
 from support.joined_pipelines import together
 from support.pool import Pool
+from support.schedules import make_schedule
 from support.smallest_batch import least
 
 SHAPES = [(1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1)]  # depth, width

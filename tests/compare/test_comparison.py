@@ -15,16 +15,11 @@ import pytest
 import torch
 
 from penstock.compare import run
-from penstock.compare.config import (
-    ComparisonConfig,
-    Key,
-    comparison_config,
-    grid_of,
-    other_settings,
-    parse_contender,
-)
-from penstock.compare.contenders import enter, make_optimizers, update_times
+from penstock.compare.config import ComparisonConfig, comparison_config
+from penstock.compare.contender import parse_contender
+from penstock.compare.grid import Key, grid_of, other_settings
 from penstock.compare.held_out import Score, Scorer
+from penstock.compare.prepare import enter, make_optimizers, update_times
 from penstock.compare.results import EvaluationRow, Findings, MethodSummary, as_csv
 from penstock.compare.run import ComparisonRun
 from penstock.compare.tasks import make_task, training_batches
@@ -40,7 +35,7 @@ from penstock.simulate.costs import Costs
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.verify.reference import train_reference
 from penstock.view.comparing import caption
-from penstock.weights.optim.lr_schedulers import by_factor
+from penstock.weights.updates.lr_schedulers import by_factor
 
 TEXT = Path(__file__).parents[2] / "LICENSE"  # any text that stays the same
 TINY = (

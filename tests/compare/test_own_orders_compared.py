@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.compare.config import ComparisonConfig, comparison_config, contenders
+from penstock.compare.config import ComparisonConfig, comparison_config
+from penstock.compare.grid import contenders
 from penstock.compare.run import ComparisonRun
 from penstock.errors import ConfigError, ScheduleError
 from support.command_line import run

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.schedule.build import make_schedule
+from support.schedules import make_schedule
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "ir.md").read_text()

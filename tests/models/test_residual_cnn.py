@@ -6,7 +6,7 @@ import torch
 from penstock.errors import ConfigError
 from penstock.models.residual_cnn import CNNConfig, class_loss, count_correct, residual_cnn_blocks
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.build import make_schedule
+from support.schedules import make_schedule
 
 CONFIG = CNNConfig(layers=6, width=8)
 

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import CapabilityError, ConfigError
 from penstock.runtime.options.passes import Staleness
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.build import make_schedule
 from support.cases import Case, Outcome, assert_same, make_batches, make_blocks, make_pipeline, together, train
 from support.delay_cases import VARIED, assert_trained, go_on, long_case, sequential, snapshots
 from support.pool import Pool
+from support.schedules import make_schedule
 
 LATE = {"table": 0, "first": 3, "norm": 2, "second": 0, "head": 4}  # longer, shorter, the same, none and longer
 BOTH: dict[str, Any] = {"delays": VARIED, "backward_delays": LATE}

@@ -18,7 +18,6 @@ from penstock.partition.blocks import LazyBlock
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.options.passes import Staleness
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.build import make_schedule
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.weights.corrections.pipemare import PipeMare
 from penstock.weights.decision import LossScale
@@ -43,6 +42,7 @@ from support.cases import (
 )
 from support.delay_cases import VARIED, assert_trained, go_on, long_case, sequential, snapshots
 from support.pool import Pool
+from support.schedules import make_schedule
 from support.snapshots import Kept
 
 IN_A_ROW = [5, 0, 0, 2, 2, 1]

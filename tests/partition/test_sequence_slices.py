@@ -17,10 +17,10 @@ from penstock.models.gpt_shape import GPTConfig
 from penstock.partition.sequence_slices import Slicing, equal_lengths, equal_time_lengths
 from penstock.runtime.options.division import Partition
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.build import make_schedule
 from support.cases import token_loss
 from support.grouped import grouped
 from support.pool import Pool
+from support.schedules import make_schedule
 
 LENGTH, WIDTH, VOCABULARY = 12, 8, 13
 UNEQUAL = Slicing(lengths=lambda length, k: [length - 2 * (k - 1), *[2] * (k - 1)])

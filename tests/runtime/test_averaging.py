@@ -15,7 +15,6 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.update.divergence import Divergence
 from penstock.runtime.update.events import Evaluated
-from penstock.schedule.build import make_schedule
 from penstock.schedule.methods.combine import COMBINES, Combine
 from penstock.schedule.text import parse_schedule
 from penstock.verify.reference import Scaling
@@ -32,6 +31,7 @@ from support.meetings import (
     uneven_batches,
 )
 from support.pool import Pool
+from support.schedules import make_schedule
 from support.snapshots import Kept
 
 KINDS = [kind for kind in COMBINES if kind != "reduce"]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.comm.message.tensor_message import TensorMessage
+from penstock.comm.message.trees import leaves_of
 from penstock.comm.p2p.local import LocalLane
-from penstock.comm.p2p.message import TensorMessage, leaves_of
 from penstock.errors import ConfigError
 from penstock.schedule.ir.schedule import Payload
 from penstock.stage.precision import PrecisionName

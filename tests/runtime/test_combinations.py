@@ -22,16 +22,16 @@ from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.update.divergence import Divergence, Trouble
 from penstock.runtime.update.events import Evaluated
-from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.build import prove
 from penstock.schedule.machine.batch_border import border_fault
 from penstock.schedule.methods.table import METHODS
 from penstock.stage.autograd.recompute import RecomputeMode
+from penstock.verify.equations import reference_options
 from penstock.verify.pass_order import order_of
 from penstock.verify.reference import Reference, train_reference
 from penstock.verify.reference.decayed import Partials
 from penstock.verify.reference.delays import version_read
 from penstock.verify.reference.methods import FLUSH
-from penstock.verify.verify import _options
 from penstock.weights.corrections.base import Correction
 from penstock.weights.corrections.pipemare import PipeMare
 from support.cases import (
@@ -66,6 +66,7 @@ from support.combinations import (
     MEETING,
     PAGE,
     SCALING,
+    SHARDS,
     Stated,
     answer,
     case_of,
@@ -84,6 +85,8 @@ from support.meetings import (
 )
 from support.offered_methods import OFFERED
 from support.rest_of_a_run import rest_of
+from support.schedules import make_schedule
+from support.sharded import assert_as_whole, train_sharded
 from support.snapshots import Kept
 
 ROUNDED = {"spike", "spike-lwp", "spike-lwp-weights", "gap-aware"}
@@ -99,7 +102,7 @@ Check = Callable[[Case, Features], None]
 
 @cache
 def _reference(case: Case) -> Reference:
-    return reference_run(case, options=_options(case.correction, case.schedule.rule))
+    return reference_run(case, options=reference_options(case.correction, case.schedule.rule))
 
 
 def wanted(case: Case) -> Reference:
@@ -260,6 +263,14 @@ def wide(case: Case, _: Features) -> None:
     compare(case, train(None, case), outcome_of(case, wanted(case)))
 
 
+def sharded(case: Case, chosen: Features) -> None:
+    """With the most that may be split; fewer levels run in test_sharded_state.py."""
+    case, level = replace(case, width=2), SHARDS[list(chosen)[-1]]
+    outcome, parts, _ = train_sharded(None, case, level)
+    sliced = case.schedule.slices > 1  # roundings are those of the whole pipeline, not of the reference
+    assert_as_whole(outcome, [parts], train(None, case) if sliced else outcome_of(case, wanted(case)))
+
+
 def combined(case: Case, _: Features) -> None:
     case = replace(case, width=2)
     schedule, batches, blocks = case.schedule, uneven_batches(4, case.m, 2), precise_blocks(case.model)
@@ -345,7 +356,7 @@ def chained(case: Case, phases: Sequence[Phase]) -> Reference:
                 divisor=case.divisor,
                 clip=case.clip,
                 parts=parts_of(case),
-                options=_options(correction, METHODS[method].rule),
+                options=reference_options(correction, METHODS[method].rule),
                 order=order_of(METHODS[method].order, make_schedule(method, case.depth, case.m)),
             )
         begin, states = result.versions[-1] | result.buffers, result.optimizers
@@ -372,6 +383,7 @@ CHECKS: Mapping[tuple[str, ...], Check] = {
     ("bf16", "recompute block"): with_recompute("bf16", {"precision": "bf16"}, "block"),
     ("tied", "recompute stage"): with_recompute("tied", {"tied": True}, "stage"),
     ("width",): wide,
+    tuple(SHARDS): sharded,
     ("combine",): combined,
     ("delays",): delayed,
     ("slices",): sliced,
@@ -385,6 +397,7 @@ WORDS = {
     "tied": "untie",
     "recompute block": "recompute",
     "recompute stage": "recompute",
+    **dict.fromkeys(SHARDS, "sharding|which a width of 2 needs"),
     "combine": "combine",
     "delays": "delays",
     "slices": "slices",
@@ -420,7 +433,7 @@ def assert_helps(method: str, feature: str, refusal: str) -> None:
     row = METHODS[method]
     sides = (method, repr(row.rule), repr(row.correction), f"order {row.order}")
     assert any(side in refusal for side in sides), refusal
-    assert WORDS[feature] in refusal
+    assert re.search(WORDS[feature], refusal)
     assert ADVICE.search(refusal), refusal
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock.schedule.build import make_schedule
 from penstock.verify.reference import Scaling
 from penstock.weights.decision import LossScale
 from support.cases import (
@@ -25,6 +24,7 @@ from support.cases import (
     train_on_ranks,
 )
 from support.pool import Pool
+from support.schedules import make_schedule
 from support.smallest_batch import least
 
 EVERY = (*METHODS, "2bw-eager")

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from penstock.errors import ConfigError, PenstockError, TransportError
 from penstock.partition.blocks import LazyBlock, named_blocks
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.build import make_schedule
 from support.pool import Pool
+from support.schedules import make_schedule
 from support.snapshots import Kept
 
 VOCABULARY, WIDTH, M = 11, 6, 4

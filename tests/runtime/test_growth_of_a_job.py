@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint import writer
-from penstock.checkpoint.writer import StorePosts, Writer
+from penstock.checkpoint import posts
+from penstock.checkpoint.posts import StorePosts
+from penstock.checkpoint.writer import Writer
 from penstock.comm.collective import gather, hand_out
 from penstock.runtime.rank.snapshot import Snapshot
 from penstock.schedule.build import prove
@@ -174,7 +175,7 @@ def save(folder: Path, ranks: int) -> CountingStore:
 
 def test_requests_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A rank announces its part and reads the verdict. One rank reads all parts, in one request, and removes them."""
-    monkeypatch.setattr(writer, "PrefixStore", lambda _, store: store)
+    monkeypatch.setattr(posts, "PrefixStore", lambda _, store: store)
     sizes = {}
     for ranks in RANKS:
         store = save(tmp_path / str(ranks), ranks)

@@ -30,7 +30,7 @@ from support.cases import (
     together,
 )
 from support.pool import Pool
-from support.slow_links import slow_blocks, slow_links
+from support.slow_links import HOLD, slow_blocks, slow_links
 from support.snapshots import Kept
 
 pytestmark = pytest.mark.processes
@@ -63,6 +63,7 @@ def run(
     evaluates: int | None = None,
     stop: int | None = None,
     fails: int | None = None,
+    hold: float = HOLD,
 ) -> Ran:
     """Run the batches of a case in one span, over slow links, from a saved state or the beginning on.
 
@@ -72,9 +73,10 @@ def run(
         every, evaluates: batches between two snapshots, or evaluations.
         stop: the batch at whose report the run is told to stop.
         fails: the batch at which the loader fails.
+        hold: seconds that a message takes.
     """
     recording, outcome, snapshots, evaluated = Recording(OPTIMIZERS[case.optimizer]), Outcome(), [], []
-    with slow_links():
+    with slow_links(hold):
         pipeline = pipeline_of(group, case, recording, **more)
         if kept is not None:
             pipeline.load(kept)
@@ -217,6 +219,21 @@ def test_parallel_pipelines_choose_alike(pool: Pool) -> None:
     case = replace(CASE, width=2, spans=(6,))
     ran = run_on_ranks(pool, case, ranks=4)
     assert ran[0].numbers == [3, 1]
+
+
+def test_interleaved_gets_a_larger_group_and_keeps_its_bits(pool: Pool) -> None:
+    case = Case("interleaved", 2, 6, spans=(6,), skips=(), clip=0.6)
+    ran = run_on_ranks(pool, case, hold=2 * HOLD)
+    found = ran[0].found
+    assert found is not None
+    assert (found.choice.plain, found.numbers, found.choice.group) == ((5,), (7,), 3)
+    assert ran[0].numbers[0] == found.numbers[0] / 2  # each pass takes a microbatch through half of the rank's share
+    assert AdaptedInFlight.of_state(found.state()) == found
+    assert_same(together([each.outcome for each in ran]), expected(case))
+    scarce = run_on_ranks(pool, case, limit=1.1 * found.measured.nbytes[0], hold=2 * HOLD)[0]
+    assert scarce.found is not None
+    assert (scarce.found.numbers, scarce.numbers[0]) == ((5,), 2.5)
+    assert "memory allows 5" in str(scarce.found)
 
 
 def test_in_one_process_messages_take_no_time() -> None:

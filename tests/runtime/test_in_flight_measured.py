@@ -47,14 +47,15 @@ def recordings(
         for rank, recorder in enumerate(recorders):
             now = 10.0 * k + 5.0 + soon + recorder.origin
             for what, seconds in times[rank].items():
-                recorder.add_work(now, now + slow * seconds, what, Named(), rank, 0, k // M, 0, k)
+                recorder.add_work(now, now + slow * seconds, what, Named(), rank % depth, 0, k // M, 0, k)
         for (rank, payload), seconds in lanes.items():
             receiver = rank + (1 if payload == "activation" else -1)
             if rank // depth != receiver // depth:
                 continue
             sent, label = 10.0 * k + 5.0, f"{payload} {k}"
             at, there = (recorders[r].origin + sent for r in (rank, receiver))
-            recorders[rank].add(f"{payload} x", at, at + 8, "SEND", label, microbatch=k, peer=receiver)
+            to = receiver % depth
+            recorders[rank].add(f"{payload} x", at, at + 8, "SEND", label, to, microbatch=k, peer=receiver)
             if payload not in late:
                 wait = Waiting.MESSAGE
                 cause = f"rank {rank}: {label}"
@@ -65,7 +66,7 @@ def recordings(
 
 
 def measured(parts: Sequence[Any], depth: int) -> Measured | None:
-    told = [measure_rank(part, range(BATCHES)) for part in parts]
+    told = [measure_rank(part, range(BATCHES), depth) for part in parts]
     return merge(told, [messages_of_rank(part, told) for part in parts], depth)
 
 
@@ -80,6 +81,32 @@ def test_passes_and_messages_of_a_chain() -> None:
     assert found.message == pytest.approx(0.8)
     assert found.microbatch == pytest.approx(1.1)
     assert least_in_flight(found.times, found.hops) == (4, 3, 1)
+
+
+def test_chunks_of_a_rank_count_together_and_send_around() -> None:
+    """Rank 0 has stages 0 and 2, rank 1 stages 1 and 3; labels of messages are the same for both chunks."""
+    recorders = [Recorder(rank, origin) for rank, origin in zip(range(2), ORIGINS, strict=False)]
+    took = {1: 0.7, 2: 0.4, 3: 0.6}  # seconds of the activation that a stage takes
+    for recorder in recorders:
+        recorder.begin_span()
+    for k in range(M * BATCHES):
+        for stage in range(4):
+            rank, start = stage % 2, 10.0 * k + 2.0 * stage
+            here, label = recorders[rank], f"activation {k}"
+            if stage:
+                sent, sender = start - 1, recorders[1 - rank]
+                at, arrived = sender.origin + sent, here.origin + sent + took[stage]
+                sender.add("activation x", at, at + 8, "SEND", label, stage, microbatch=k, peer=rank)
+                cause = f"rank {1 - rank}: {label}"
+                here.add("compute", arrived - 0.3, arrived, Waiting.MESSAGE, "", cause=cause, peer=1 - rank)
+            begun = here.origin + start
+            here.add_work(begun, begun + 0.1 * (1 + stage), "F", Named(), stage, 0, k // M, 0, k)
+    found = measured([recorder.recording() for recorder in recorders], 2)
+    assert found is not None
+    assert [times.forward for times in found.times] == pytest.approx([0.1 + 0.3, 0.2 + 0.4])
+    assert found.hops[0] == pytest.approx((0.65, 0))
+    assert found.around == pytest.approx((0.4, 0))
+    assert found.message == pytest.approx(0.65)
 
 
 def test_backwards_in_two_halves_and_recomputes_are_told_apart() -> None:
@@ -106,8 +133,16 @@ def test_of_several_pipelines_the_slowest_counts() -> None:
 
 def test_what_ranks_tell_each_other_does_not_grow() -> None:
     parts = recordings([{"F": 1.0, "B": 1.0}] * 2, {(0, "activation"): 0.7}, 2)
-    many = [part | {"intervals": [i for _ in range(50) for i in part["intervals"]]} for part in parts]
-    assert sum(waited for *_, waited in measure_rank(many[1], range(BATCHES))["taken"]) == 16
+    many = [
+        part
+        | {
+            "intervals": [
+                (*i[:2], i[2] + 1e3 * n, i[3] + 1e3 * n, *i[4:]) for n in range(50) for i in part["intervals"]
+            ]
+        }
+        for part in parts
+    ]
+    assert sum(waited for *_, waited in measure_rank(many[1], range(BATCHES), 2)["taken"]) == 16
 
 
 def test_waits_that_are_exceptions_do_not_count() -> None:
@@ -121,7 +156,7 @@ def test_waits_that_are_exceptions_do_not_count() -> None:
 
 def test_the_first_batch_of_a_span_does_not_count_where_others_follow() -> None:
     parts = recordings([{"F": 0.1, "B": 0.2}] * 2, {(0, "activation"): 0.4}, 2)
-    told = [measure_rank(part, range(2)) for part in parts]  # the first was slow
+    told = [measure_rank(part, range(2), 2) for part in parts]  # the first was slow
     found = merge(told, [messages_of_rank(part, told) for part in parts], 2)
     assert found is not None
     assert found.times[0] == pytest.approx((0.1, 0.2, 0))
@@ -130,6 +165,6 @@ def test_the_first_batch_of_a_span_does_not_count_where_others_follow() -> None:
 
 def test_the_only_batch_of_a_span_counts_and_others_do_not() -> None:
     parts = recordings([{"F": 0.1, "B": 0.2}] * 2, {}, 2)
-    told = [measure_rank(part, range(2, 3)) for part in parts]
+    told = [measure_rank(part, range(2, 3), 2) for part in parts]
     assert told[0]["passes"]["F"] == pytest.approx(0.1)
-    assert merge([measure_rank(part, range(8, 9)) for part in parts], [[], []], 2) is None
+    assert merge([measure_rank(part, range(8, 9), 2) for part in parts], [[], []], 2) is None

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from penstock import Checkpoints, Evaluating, Pipeline, make_schedule
 from penstock.errors import DataError, TransportError
-from penstock.runtime.rank.microbatches import microbatches_of
+from penstock.runtime.data.microbatches import microbatches_of
 from support.pool import Pool
 
 M, STAGES = 4, 2

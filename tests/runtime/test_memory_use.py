@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.build import make_schedule
 from penstock.timeline import Timeline
 from penstock.weights.store import VersionStore
 from support.cases import METHODS, ONE_OF_EACH, OPTIMIZERS, Named
 from support.grouped import grouped
 from support.live_storage import LiveStorage
 from support.pool import Pool
+from support.schedules import make_schedule
 
 WIDTH, SIZE = 32, 4
 BALANCE = {1: (5,), 2: (3, 2), 3: (2, 1, 2), 4: (2, 1, 1, 1)}

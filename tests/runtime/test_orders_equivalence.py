@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import passes
 from support.cases import Case, assert_same, expected, make_batches, make_pipeline, train, train_on_ranks
 from support.order_cases import ORDERS, PAIRS, case_of
 from support.pool import Pool
+from support.schedules import make_schedule
 from support.sharded import assert_as_whole, train_sharded
 
 SHAPES = {

@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
-from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Edge
 from penstock.schedule.machine.batch_border import border_fault
 from penstock.schedule.orders.stage_graph import over
@@ -26,6 +26,7 @@ from support.cases import Case, assert_same, expected, make_batches, make_pipeli
 from support.graph_cases import SHAPES, Join, data, layer, sgd, squares
 from support.order_cases import PAIRS, case_of
 from support.pool import Pool
+from support.schedules import make_schedule
 from support.snapshots import Kept
 
 SEVERAL = [
@@ -178,8 +179,9 @@ def test_a_frozen_last_stage_and_frozen_joins() -> None:
     towers = Pipeline({**fronts, "d": layer()}, make_schedule(joined, 4, 5), loss=squares, optimizer=sgd)
     pairs = [[((x[0].float(), x[1].float()), y.float()) for x, y in batch] for batch in data(SHAPES["two towers"], 3)]
     executors: list[Any] = []
-    make: Any = towers._engine._executors
-    towers._engine._executors = lambda *a, **k: executors.append(make(*a, **k)) or executors[-1]  # type: ignore[method-assign, func-returns-value]
+    setup = towers._spans._setup
+    make: Any = setup.trainers
+    setup.trainers = lambda: executors.append(make()) or executors[-1]  # type: ignore[method-assign, func-returns-value]
     for _ in towers.run(pairs):
         pass
     assert all(not s.routes._sizes for executor in executors[0] for s in executor._span.stages.values())

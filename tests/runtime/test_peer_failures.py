@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from penstock.comm.core.ticket import Ticket
+from penstock.comm.message.tensor_message import TensorMessage
 from penstock.comm.p2p.local import LocalLane
-from penstock.comm.p2p.message import TensorMessage
 from penstock.errors import PenstockError, TransportError
 from support.cases import Case, make_batches, make_pipeline
 from support.pool import Pool

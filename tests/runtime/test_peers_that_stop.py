@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from penstock.comm.core.ticket import Ticket
+from penstock.comm.message.tensor_message import Header, TensorMessage
 from penstock.comm.p2p import gloo_lanes
 from penstock.comm.p2p.gloo import GlooTransport
-from penstock.comm.p2p.message import Header, TensorMessage
 from penstock.schedule.ir.schedule import Payload
 from penstock.schedule.machine.instructions import LaneKey
 from support.cases import Case, make_batches, make_blocks

@@ -14,16 +14,17 @@ from torch import nn
 from penstock import make_schedule as proven
 from penstock.errors import CapabilityError, ConfigError, PenstockError, ScheduleError
 from penstock.partition.blocks import LazyBlock
+from penstock.runtime.from_plan import continue_under, pipeline_of
 from penstock.runtime.options.division import DataParallel, Partition
 from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.options.passes import Precision, Recompute
-from penstock.runtime.pipeline import Pipeline, continue_under, pipeline_of
+from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan import plan as plan_module
 from penstock.runtime.plan.method_choice import request_of
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.update.divergence import Divergence
-from penstock.schedule import build
-from penstock.schedule.build import ScheduleRequest, make_schedule, prove
+from penstock.schedule import build, extend
+from penstock.schedule.build import ScheduleRequest, prove
 from penstock.schedule.methods.choice import method
 from penstock.schedule.methods.combine import Combine
 from penstock.schedule.methods.corrections import CORRECTIONS
@@ -32,6 +33,7 @@ from penstock.weights.corrections.pipemare import PipeMare
 from penstock.weights.corrections.registry import correction_of
 from support.cases import Case, make_pipeline
 from support.offered_methods import OFFERED
+from support.schedules import make_schedule
 
 CHECKS = (
     "check_enough", "cut_blocks", "find_ties", "check_slices", "resolve_both", "with_all_actions",
@@ -67,7 +69,8 @@ def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(*_: object) -> None:
         raise AssertionError("a schedule was proven")
 
-    monkeypatch.setattr(build, "check", check)
+    for module in (build, extend):
+        monkeypatch.setattr(module, "check", check)
 
 
 @pytest.fixture

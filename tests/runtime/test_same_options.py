@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.errors import ConfigError
 from penstock.partition.blocks import LazyBlock
@@ -23,12 +26,13 @@ from penstock.runtime.plan.common_options import common_options
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.runtime.update.divergence import Divergence
-from penstock.schedule.build import ScheduleRequest, make_schedule
+from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.combine import Combine
 from penstock.weights.corrections.registry import correction_of
 from penstock.weights.decision import LossScale
 from support.pool import Pool
+from support.schedules import make_schedule
 
 pytestmark = pytest.mark.processes
 
@@ -65,10 +69,21 @@ def lazy(tied: dict[str, str]) -> dict[str, Any]:
     return {"blocks": blocks, **partition(tied=tied)}
 
 
+def on_a_mesh() -> dict[str, Any]:
+    """Needs the ranks of a job, so it is made there; nobody uses its groups, so it has none."""
+    return parallel(mesh=DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("width", "depth"), _init_backend=False))
+
+
+def as_it_is(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda _: 1.0)
+
+
 BMUF = Combine("bmuf", momentum=0.25)
 ORDERED = {"method": None, "microbatches": None, "schedule": make_schedule("stash", 2, 4)}
 
-DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+Given = dict[str, Any] | Callable[[], dict[str, Any]]
+
+DIFFERENT: dict[str, tuple[Given, Given, str, str]] = {
     "max_grad_norm": ({"max_grad_norm": 0.01}, {"max_grad_norm": 1.0}, "max_grad_norm=0.01", "max_grad_norm=1"),
     "ema_decay": ({}, {"ema_decay": 0.5}, "ema_decay=None", "ema_decay=0.5"),
     "seed": ({}, {"seed": 7}, "seed=0", "seed=7"),
@@ -141,6 +156,8 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "tied=[[['a.weight'], ['d.weight']]]",
         "tied=[[['a.bias'], ['d.bias']]]",
     ),
+    "lr_scheduler": ({}, {"lr_scheduler": as_it_is}, "lr_scheduler=None", "lr_scheduler='given'"),
+    "mesh": (parallel(), on_a_mesh, "mesh=None", "mesh={'depth': 1, 'width': 2}"),
 }
 
 
@@ -148,8 +165,9 @@ def build_all(group: dist.ProcessGroup) -> dict[str, str]:
     """What each rank says of every case; nothing where it builds the pipeline."""
     said = {}
     for what, case in DIFFERENT.items():
+        given = case[dist.get_rank(group)]
         try:
-            make_pipeline(group, case[dist.get_rank(group)])
+            make_pipeline(group, given() if callable(given) else given)
             said[what] = ""
         except ConfigError as error:
             said[what] = str(error)
@@ -172,7 +190,7 @@ def test_every_option_is_compared_or_known_to_concern_one_process() -> None:
     plan = PipelinePlan.make({"a": nn.Linear(2, 2)}, make_schedule("1f1b", 1, 1), PipelineOptions())
     compared = common_options(plan.options, plan.ties, plan.delays, None, plan.schedule.sharding)
     left_out = PipelineOptions.names() - compared.keys()
-    alone = {"mesh", "lr_scheduler", "timeout", "device", "waits", "compile"}
+    alone = {"timeout", "device", "waits", "compile"}
     assert left_out == alone | {"balance", "in_flight"}  # the last two belong to the stages and the schedule
     assert compared.keys() - {"width", "in_flight_bytes"} <= DIFFERENT.keys()
 
@@ -183,9 +201,8 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"timeout": 9.0, "waits": "latency", "max_grad_norm": 1.0, "staleness": Staleness(delays=[1] * 4)},
     ),
     (
-        precision(precision="fp16") | {"lr_scheduler": lambda made: torch.optim.lr_scheduler.LambdaLR(made, float)},
-        precision(precision="fp16", loss_scale=LossScale(65536))
-        | {"lr_scheduler": lambda made: torch.optim.lr_scheduler.LambdaLR(made, float)},
+        precision(precision="fp16") | {"lr_scheduler": as_it_is},
+        precision(precision="fp16", loss_scale=LossScale(65536)) | {"lr_scheduler": lambda made: as_it_is(made)},
     ),
     (partition(), partition(tied={})),
 ]

@@ -14,7 +14,6 @@ from penstock.errors import CheckpointError
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
-from penstock.schedule.build import make_schedule
 from support.cases import (
     Case,
     Outcome,
@@ -26,6 +25,7 @@ from support.cases import (
     make_pipeline,
 )
 from support.pool import Pool
+from support.schedules import make_schedule
 from support.sharded import assert_as_whole, joined, parts_of_state
 from support.snapshots import Kept
 

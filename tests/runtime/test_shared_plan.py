@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,29 +16,29 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.plan import requirements
 from penstock.schedule import build
-from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.build import prove
 from penstock.schedule.machine.instructions import LoweredProgram
+from penstock.schedule.orders.gpipe import gpipe
 from penstock.schedule.proof import check as proofs
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from support.cases import Case, make_pipeline
 from support.pool import Pool
+from support.schedules import make_schedule
 
 pytestmark = pytest.mark.processes
 
 LIMIT = 2.0  # seconds
 
 
-def plain(name: str | None, group: dist.ProcessGroup | None, m: int | None, **changes) -> Pipeline:
+def plain(method: Any, group: dist.ProcessGroup | None, m: int | None, **changes: Any) -> Pipeline:
     torch.manual_seed(0)
     blocks = [torch.nn.Linear(3, 3) for _ in range(4)]
     return Pipeline(
         blocks,
-        method=name,
-        microbatches=m,
-        group=group,
-        **changes,
+        **{"method": method, "microbatches": m, "group": group, **changes},
         loss=torch.nn.functional.mse_loss,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
     )
@@ -72,6 +73,73 @@ def test_one_rank_proves_for_all(pool: Pool, case: Case, ranks: int) -> None:
     assert first == (2, 2, 3, [True] * case.depth)
     for rank, found in enumerate(others, 1):
         assert found == (0, 0, 0, [rank % case.depth == other for other in range(case.depth)])
+
+
+CALLS: list[int] = []
+
+
+def own_order(stages: int, microbatches: int) -> list[str]:
+    """All forwards, then all backwards; it counts how often it is called in this process."""
+    CALLS.append(stages)
+    if microbatches == 5:
+        raise ValueError("five is too much")
+    numbers = range(microbatches)
+    return [" ".join([*(f"F{k}" for k in numbers), *(f"B{k}" for k in numbers)])] * stages
+
+
+def count_of_own(group: dist.ProcessGroup, kind: str) -> tuple[int, ...]:
+    """Make and switch a pipeline of an order of one's own; how often it is called, proven, and given more actions."""
+    CALLS.clear()
+    given = {"schedule": make_schedule("gpipe", 2, 4)} if kind == "a schedule" else {"method": own_order}
+    with (
+        mock.patch.object(proofs, "_prove_versions", wraps=proofs._prove_versions) as proven,
+        mock.patch.object(requirements, "extended", wraps=requirements.extended) as added,
+    ):
+        m = 4 if "method" in given else None
+        pipeline = plain(given.get("method"), group, m, schedule=given.get("schedule"), max_grad_norm=1.0)
+        found = proven.call_count, added.call_count
+        batch = torch.ones(12, 3), torch.ones(12, 3)
+        list(pipeline.run([batch] * 2))
+        pipeline.switch(given.get("schedule") or own_order)
+        list(pipeline.run([batch] * 2))
+    return len(CALLS), *found, proven.call_count, added.call_count
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("a function", 2), ("a schedule", 0)])
+def test_rank_0_alone_calls_extends_and_proves_orders_of_ones_own(pool: Pool, kind: str, calls: int) -> None:
+    """One proof for training and one for evaluations; one for the switch."""
+    first, second = pool.submit(count_of_own, kind, ranks=2)
+    assert first == (calls, 2, 1, 3, 2)
+    assert second == (0, 0, 0, 0, 0)
+
+
+def an_order_that_fails(group: dist.ProcessGroup) -> str:
+    with pytest.raises((ValueError, PenstockError)) as caught:
+        plain(own_order, group, 5)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_all_ranks_hear_that_an_order_of_ones_own_fails(pool: Pool) -> None:
+    first, second = pool.submit(an_order_that_fails, ranks=2)
+    assert first == "ValueError: five is too much"
+    assert second == "TransportError: rank 0, planning the pipeline, failed: ValueError: five is too much"
+
+
+def other_orders(group: dist.ProcessGroup, own: bool) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plain(own_order if own and dist.get_rank(group) else "gpipe", group, 4)
+    return str(caught.value)
+
+
+def test_a_method_and_an_order_of_ones_own_are_two_schedules(pool: Pool) -> None:
+    first, second = pool.submit(other_orders, True, ranks=2)
+    assert "this one gpipe (flush), 2 stages, 4 microbatches, 4 blocks; rank 1 own_order (flush), 2 stages" in first
+    assert "this one own_order" in second
+
+
+def test_an_order_with_other_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="asked for 2 stages, the order has 3 ranks"):
+        plain(lambda stages, m: gpipe(stages + 1, m), None, 4, stages=2)
 
 
 def wrong_schedule(group: dist.ProcessGroup) -> str:

@@ -8,13 +8,15 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.runtime.rank.stage_books import Effect, StageBooks
-from penstock.schedule.build import extend, make_schedule, prove, smallest_microbatches
+from penstock.schedule.build import prove, smallest_microbatches
+from penstock.schedule.extend import extend
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Action, Copy, Op, Schedule, since, split_fused
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.stage_spec import StageSpec, stage_specs
 from penstock.schedule.proof.stage_state import StageState
 from penstock.schedule.text import parse_schedule
+from support.schedules import make_schedule
 
 SHORT, BATCHES = 5, 24  # of spans; every method repeats within the first half of long ones
 SHOWN = [name for name, method in METHODS.items() if not RULES[method.rule].provisional]

@@ -20,7 +20,6 @@ from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.update.divergence import Divergence, DivergenceDetector, Trouble
 from penstock.runtime.update.events import Evaluated
-from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Schedule
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.train.setup.early_stopping import known_after
@@ -50,6 +49,7 @@ from support.cases import (
     token_loss,
 )
 from support.pool import Pool
+from support.schedules import make_schedule
 from support.snapshots import Kept
 
 Phases = Sequence[tuple[str, int]]  # method, batches

@@ -23,7 +23,6 @@ from penstock.runtime.options.division import DataParallel
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.update.divergence import Divergence
-from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.methods.combine import Combine
 from penstock.schedule.text import parse_schedule
@@ -33,6 +32,7 @@ from penstock.weights.waves import WaveWeights
 from support.cases import OPTIMIZERS, Case, make_batches, make_blocks, make_pipeline, mean_loss
 from support.meetings import State, assert_close, states_of
 from support.pool import Pool
+from support.schedules import make_schedule
 from support.snapshots import Kept
 from support.waves_by_hand import Waved, reads_of
 

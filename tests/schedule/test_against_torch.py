@@ -9,8 +9,8 @@ import pytest
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Action, Op, Schedule
+from support.schedules import make_schedule
 from support.torch_schedules import torch_schedule
 
 SAME = {

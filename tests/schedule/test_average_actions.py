@@ -5,14 +5,17 @@ from itertools import pairwise
 import pytest
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.build import extend, make_schedule, smallest_microbatches
+from penstock.schedule.build import smallest_microbatches
+from penstock.schedule.extend import extend
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.methods.combine import COMBINES, Combine, combine_fault
-from penstock.schedule.methods.table import METHODS, compatible
+from penstock.schedule.methods.compatibility import compatible
+from penstock.schedule.methods.table import METHODS
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
+from support.schedules import make_schedule
 
 OFFERED = [name for name, row in METHODS.items() if combine_fault("average", row.rule, row.correction) is None]
 OFFERED.remove("wpipe")  # its updates cannot wait for decisions

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.schedule.transforms.batch_ops import with_decisions, with_reductions, with_ties
+from support.schedules import make_schedule
 from support.smallest_batch import CHAINS, least
 
 GRID = [(method, d) for method in CHAINS for d in (1, 2, 3, 4, 6)]

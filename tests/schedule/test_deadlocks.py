@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
+from support.schedules import make_schedule
 
 
 def two_ranks(rank0, rank1, microbatches=2):

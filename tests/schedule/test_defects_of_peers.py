@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.build import prove
 from penstock.schedule.ir.order import options_of
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.table import METHODS
@@ -20,6 +20,7 @@ from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
+from support.schedules import make_schedule
 from support.smallest_batch import least
 
 # Whether a method refuses m microbatches on p stages; all others take any number.
@@ -123,10 +124,10 @@ def test_wrong_schedules_are_refused_without_asserts_too() -> None:
     """`python -O` leaves them out."""
     code = (
         "from penstock.errors import ScheduleError\n"
-        "from penstock.schedule.build import make_schedule\n"
+        "from penstock.schedule.build import prove\n"
         "for rows in (['F0 B0 F1 B1', 'F1 B1 F0 B0'], ['F0 F1 B0 B1', 'F0 B0 F1']):\n"
         "    try:\n"
-        "        make_schedule(lambda stages, microbatches: rows, 2, 2)\n"
+        "        prove(lambda stages, microbatches: rows, 2, 2)\n"
         "    except ScheduleError as error:\n"
         "        print(error)\n"
     )

@@ -6,7 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from penstock.schedule.build import extend, prove
+from penstock.schedule.build import prove
+from penstock.schedule.extend import extend
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.machine.lower import lower

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Op, Payload, existing
 from penstock.schedule.machine.lower import lower
@@ -13,6 +12,7 @@ from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.schedule.transforms.apply_rule import apply_rule
+from support.schedules import make_schedule
 from support.smallest_batch import CHAINS, least
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.runtime.plan.capabilities import check_offered
-from penstock.schedule.build import make_schedule, prove, smallest_microbatches
+from penstock.schedule.build import prove, smallest_microbatches
 from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.orders.nf1b import version_difference
@@ -17,6 +17,7 @@ from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_bubble
 from penstock.simulate.simulate import simulate_schedule
+from support.schedules import make_schedule
 
 METHODS = ("timeprest", "v-timeprest", "i-timeprest")
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from penstock.errors import ScheduleError
-from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op, Program, WeightRef
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from support.brute_force import complaint
+from support.schedules import make_schedule
 from support.smallest_batch import CHAINS, least
 
 SWEEP = settings(max_examples=100, derandomize=True, deadline=None, database=None)

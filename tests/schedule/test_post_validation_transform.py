@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op, Program, Schedule
 from penstock.schedule.machine.instructions import Instruction
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.schedule.transforms.post_validation import redone
+from support.schedules import make_schedule
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "post_validation.txt"
 ORDERS = (

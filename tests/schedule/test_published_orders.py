@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.schedule.build import make_schedule
 from penstock.schedule.orders import ORDERS
+from support.schedules import make_schedule
 
 # PipeDream-Flush / DAPPLE P_A with p = 4 and m = 8, as Megatron runs it.
 ONE_F_ONE_B = """

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import PenstockError
-from penstock.schedule.build import extend, prove, prove_evaluation
+from penstock.schedule.build import prove
+from penstock.schedule.extend import evaluation_of, extend
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import Proof, check
@@ -83,7 +84,7 @@ def test_parts_of_every_method(method: str) -> None:
     """With what options add to it: decisions, reductions, recomputes, shared parameters."""
     plain = prove(method, 4, max(least(method, 4), 8))
     assert_same(plain)
-    assert_same(prove_evaluation(plain.schedule))
+    assert_same(check(evaluation_of(plain.schedule)))
     for options in ({"decides": True, "reduces": True}, {"recomputes": True}, {"tied": {0, 1}}):
         extended = extended_or_none(plain.schedule, options)
         if extended is not None:

@@ -9,7 +9,8 @@ import pytest
 
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.runtime.plan.capabilities import check_offered
-from penstock.schedule.build import ScheduleRequest, extend, extended, prove
+from penstock.schedule.build import ScheduleRequest, prove
+from penstock.schedule.extend import extend, extended
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Op, Stage
 from penstock.schedule.ir.sharding import Cache, Level, Sharding, read_sharding
@@ -176,7 +177,7 @@ def test_an_optimizer_sharded_gradient_is_not_summed_twice():
         ),
         ("chimera", "full:gradients=1", "stages have several copies in the pipeline, whose gradients stay whole"),
         ("spectrain", "gradients", "not with 'predicted'"),
-        ("1f1b", "zero-3", "unknown sharding 'zero-3'. Known: none, optimizer, gradients, full"),
+        ("1f1b", "zero-3", "unknown sharding 'zero-3'. Known: none, optimizer (as ZeRO-1), gradients (ZeRO-2), full"),
         ("1f1b", "optimizer:gradients=2", "sharding 'optimizer' has no options; got 'gradients=2'"),
         ("1f1b", "full:weights=0", "weights of a sharding is a whole number from 1 to 999999; got '0'"),
         ("1f1b", "full:cache=lru", "the cache of a sharding is optimal or direct; got 'lru'"),

@@ -5,7 +5,8 @@ from contextlib import suppress
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedule.build import make_schedule, prove, smallest_microbatches
+from penstock.schedule.build import prove, smallest_microbatches
+from support.schedules import make_schedule
 from support.smallest_batch import CHAINS, least
 
 DEPTHS = range(1, 7)

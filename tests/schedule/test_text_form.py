@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from penstock.errors import ScheduleError
-from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import (
     Action,
     Copy,
@@ -26,6 +25,7 @@ from penstock.schedule.ir.schedule import (
 )
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_action, parse_schedule
+from support.schedules import make_schedule
 from support.smallest_batch import CHAINS, least
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op
+from support.schedules import make_schedule
 
 DEPTHS = [1, 2, 3, 4, 6]
 SIZES = [1, 2, 3, 4, 7]

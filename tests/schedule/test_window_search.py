@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.build import extend, make_schedule, prove
+from penstock.schedule.build import prove
+from penstock.schedule.extend import extend
 from penstock.schedule.ir.schedule import WINDOW, Schedule
 from penstock.schedule.load import prove_file
 from penstock.schedule.machine.lower import lower
@@ -24,6 +25,7 @@ from penstock.schedule.torch_csv import to_torch_csv
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from support.event_oracle import start_times
+from support.schedules import make_schedule
 
 Case = tuple[str, int, int, tuple[tuple[str, int], ...]]
 CASES: list[Case] = [

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Action, Op
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.window_search import unlimited
@@ -16,6 +16,7 @@ from penstock.schedule.own_order import call_order
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_bubble
 from penstock.simulate.simulate import simulate_schedule
+from support.schedules import make_schedule
 
 GRID = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 4, 7)]
 

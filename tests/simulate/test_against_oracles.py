@@ -6,13 +6,13 @@ from random import Random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from penstock.schedule.build import make_schedule
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import play
 from support.buffer_oracle import bounded_times
 from support.event_oracle import start_times
+from support.schedules import make_schedule
 from support.smallest_batch import CHAINS, least
 
 GOLDEN = {path.stem: parse_schedule(path.read_text()) for path in (Path(__file__).parents[1] / "golden").glob("*.txt")}

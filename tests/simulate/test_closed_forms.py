@@ -2,11 +2,12 @@
 
 import pytest
 
-from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.build import prove
 from penstock.schedule.machine.lower import lower
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.long_run import steady_bubble
 from penstock.simulate.simulate import simulate_schedule
+from support.schedules import make_schedule
 
 STAGES = [1, 2, 3, 5]
 SIZES = [1, 2, 4, 9]

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.schedule.build import make_schedule
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
+from support.schedules import make_schedule
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

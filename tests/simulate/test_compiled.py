@@ -10,7 +10,8 @@ import pytest
 
 from campaigns.compiled import random_costs, run
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.build import extended, make_schedule, prove
+from penstock.schedule.build import prove
+from penstock.schedule.extend import extended
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.machine.instructions import LoweredProgram
 from penstock.schedule.machine.lower import lower
@@ -24,6 +25,7 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.network import Network
 from penstock.simulate.predict import CompiledSpan, predict
 from penstock.simulate.simulate import play
+from support.schedules import make_schedule
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
 

@@ -2,12 +2,13 @@
 
 import pytest
 
-from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.build import prove
 from penstock.schedule.proof.check import check
 from penstock.schedule.transforms.batch_ops import with_decisions, with_reductions
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_bubble
 from penstock.simulate.simulate import simulate_schedule
+from support.schedules import make_schedule
 
 
 def steady(method, depth, m, latency, decides):

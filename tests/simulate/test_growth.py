@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.build import prove
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.orders import ORDERS
@@ -13,6 +13,7 @@ from penstock.schedule.text import parse_schedule
 from penstock.schedule.transforms.apply_rule import apply_rule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import play
+from support.schedules import make_schedule
 
 
 def calls(function):

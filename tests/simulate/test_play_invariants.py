@@ -6,11 +6,11 @@ from pathlib import Path
 
 from hypothesis import given, settings, strategies as st
 
-from penstock.schedule.build import make_schedule
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
+from support.schedules import make_schedule
 from support.smallest_batch import CHAINS, least
 
 GOLDEN = [

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.build import prove
 from penstock.schedule.ir.order import NO_OPTIONS
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
+from support.schedules import make_schedule
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

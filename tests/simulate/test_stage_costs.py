@@ -5,11 +5,11 @@ import json
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Action, Kind, Op, Stage, Unit
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost, read_stage_costs
 from penstock.simulate.simulate import simulate_schedule
+from support.schedules import make_schedule
 
 NODE = Stage(0, 0, 0)
 COSTS = Costs((StageCost(2, 3, 5, 7),), latency=1, collective=11, fused=0.5)

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 from penstock.comm.core.ticket import Ticket
+from penstock.comm.message.tensor_message import TensorMessage
 from penstock.comm.p2p.local import LocalLane
-from penstock.comm.p2p.message import TensorMessage
 from penstock.comm.p2p.parked import ParkedInbox
 from penstock.errors import ScheduleError, TransportError
-from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.machine.instructions import LaneKey
 from penstock.schedule.proof.check import check
@@ -39,6 +38,7 @@ from support.cases import (
 )
 from support.late_copies import LateCopies
 from support.pool import Pool
+from support.schedules import make_schedule
 from support.tree_cases import RAGGED, TreeCase, batches_of, blocks_of, expected as expected_of_trees
 
 GOLDEN = Path(__file__).parents[1] / "golden"

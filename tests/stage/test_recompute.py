@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
@@ -31,6 +30,7 @@ from support.cases import (
     train_on_ranks,
 )
 from support.pool import Pool
+from support.schedules import make_schedule
 from support.smallest_batch import least
 
 WAYS: tuple[RecomputeMode, ...] = ("block", "stage")

@@ -18,12 +18,12 @@ from penstock.errors import CapabilityError
 from penstock.runtime.ops.bound import BoundAction
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.setup.stage_builder import _halved
-from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.text import parse_schedule
 from penstock.stage.autograd.split_backward import BackwardSplitter, ProxyWeights
 from support.cases import OPTIMIZERS, Residual
 from support.live_storage import LiveStorage
+from support.schedules import make_schedule
 
 WIDTH, TOKENS, SAMPLES = 8, 5, 3
 

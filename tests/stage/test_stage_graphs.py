@@ -13,11 +13,12 @@ from torch import Tensor
 
 from penstock.errors import ConfigError, DataError
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.build import prove
 from penstock.schedule.orders.stage_graph import over
 from penstock.schedule.text import parse_schedule
 from support.graph_cases import SHAPES, M, Shape, data, layer, sgd, squares
 from support.pool import Pool
+from support.schedules import make_schedule
 
 
 def losses_of(shape: Shape) -> dict[int, Any]:

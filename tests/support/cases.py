@@ -19,19 +19,19 @@ from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
 from penstock.partition.blocks import LazyBlock
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.build import make_schedule
 from penstock.schedule.ir.schedule import Op, Schedule, passes
-from penstock.schedule.methods.table import find_method
+from penstock.schedule.methods.find_method import find_method
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.precision import BoundaryGradients, PrecisionName, boundary_format, low_precision
-from penstock.train.config.schema import OptimizerName, OptimizerSection
+from penstock.train.config.sections import OptimizerName, OptimizerSection
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.verify.pass_order import order_of
 from penstock.verify.reference import Reference, Scaling, train_reference
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import Decision, LossScale
-from penstock.weights.optim.lr_schedulers import by_factor
+from penstock.weights.updates.lr_schedulers import by_factor
 from support.grouped import grouped
+from support.schedules import make_schedule
 
 VOCABULARY, WIDTH, LENGTH = 13, 8, 4
 SPIKE = VOCABULARY  # a target that no model can mean

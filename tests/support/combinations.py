@@ -15,7 +15,7 @@ from typing import Any
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.update.divergence import Divergence
-from penstock.schedule.build import make_schedule, smallest_microbatches
+from penstock.schedule.build import smallest_microbatches
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.methods.combine import Combine
 from penstock.schedule.methods.corrections import CORRECTIONS
@@ -24,6 +24,7 @@ from penstock.verify.reference import Scaling
 from penstock.weights.corrections.registry import correction_of
 from support.cases import BALANCE, Case, make_pipeline
 from support.offered_methods import OFFERED
+from support.schedules import make_schedule
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
 REFUSALS = (ConfigError, CapabilityError, ScheduleError)
@@ -93,6 +94,15 @@ def synchronous_first(case: Case) -> Pipeline:
     return pipeline
 
 
+SHARDS = {f"shard {level}": level for level in ("optimizer", "gradients", "full")}
+"""Feature -> what parallel pipelines split of the state of a stage."""
+
+
+def sharded(level: str) -> Build:
+    """A pipeline of the case that is divided so over two."""
+    return lambda case: make_pipeline(replace(case, width=2), sharding=level)
+
+
 BUILDS: Mapping[str, Build] = {
     "clip": changed(clip=0.6),
     "loss scale": changed(scaling=SCALING),
@@ -104,6 +114,7 @@ BUILDS: Mapping[str, Build] = {
     "average": given(ema_decay=AVERAGE),
     "resume": built_before,
     "width": changed(width=2),
+    **{feature: sharded(level) for feature, level in SHARDS.items()},
     "combine": lambda case: make_pipeline(replace(case, width=2), combine=MEETING),
     "delays": delayed,
     "slices": changed(options=(("slices", 2),)),
@@ -140,6 +151,8 @@ def reason(method: str, feature: str) -> str | None:
         r"^(?:order|method) [\w-]+ has no option ('\w+'); it has [^.]*\.", r"the order has no option \1.", text
     )
     text = re.sub(r" \(\d+ and \d+\)", "", text)
+    text = re.sub(r"^sharding \w+ (goes|is not offered)", r"sharding \1", text)
+    text = text.replace(f"not with {row.rule!r}", "not with its rule")
     for kind, own in (("rule", row.rule), ("correction", row.correction)):
         text = text.replace(f"{kind} {own!r}", f"its {kind}")
     return re.sub(rf"(?<![\w-]){re.escape(method)}(?![\w-]| gradients)", "the method", text)

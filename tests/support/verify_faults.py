@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.comm.collective import all_reduce
-from penstock.runtime.rank.batch_source import BatchSource
+from penstock.runtime.data.batch_source import BatchSource
 from penstock.runtime.update import decisions
 from penstock.runtime.update.update_step import Updates
 from penstock.stage.autograd.recompute import RecomputeInputSaver
@@ -19,9 +19,9 @@ from penstock.train.setup import build_pipeline, prepare
 from penstock.weights.memory.buffers import Buffer, Handle
 from penstock.weights.memory.squared_norm import squared_norm
 from penstock.weights.mixed_store import MixedStore
-from penstock.weights.optim.rates import Rates
-from penstock.weights.optim.updater import Updater
 from penstock.weights.store import VersionStore
+from penstock.weights.updates.rates import Rates
+from penstock.weights.updates.updater import Updater
 
 Patch = pytest.MonkeyPatch
 

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.methods.table import METHODS, correction_options
+from penstock.schedule.methods.compatibility import correction_options
+from penstock.schedule.methods.table import METHODS
 from penstock.train.config.key_reference import (
     _WORDS_OF_OTHERS,
     commented_reference,

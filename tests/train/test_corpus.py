@@ -11,7 +11,7 @@ import pytest
 
 from penstock.errors import DataError
 from penstock.train.data import corpus as corpus_module
-from penstock.train.data.corpus import SKIPPED_FOLDERS, load_corpus, unigram_entropy
+from penstock.train.data.corpus import SKIPPED_FOLDERS, Corpus, load_corpus, unigram_entropy
 from penstock.train.data.windows import Windows
 from penstock.train.setup.prepare import is_of_a_run
 
@@ -239,3 +239,8 @@ def test_with_a_vocabulary_an_array_is_not_read_as_a_whole(tmp_path, monkeypatch
         windows._read(np.array([0, 1]))
     with pytest.raises(DataError, match=f"holds the token {bad}, but"):
         windows.count_tokens(10)
+
+
+@pytest.mark.parametrize(("number", "said"), [(9, "9"), (17_640, "17,640"), (310_000, "0.3 M"), (12_345_678, "12.3 M")])
+def test_the_size_of_a_small_corpus_is_not_nothing(number, said):
+    assert Corpus("my.txt", np.zeros(number, np.uint8), 256, True).described == f"my.txt, {said} tokens"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.train.config.schema import OptimizerSection, RateSection
+from penstock.train.config.sections import OptimizerSection, RateSection
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.optimizers import optimizer_factory
 

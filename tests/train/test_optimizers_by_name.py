@@ -17,7 +17,8 @@ from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
 from penstock.partition.blocks import LazyBlock
 from penstock.train.config.load import load_config
-from penstock.train.config.schema import OptimizerName, OptimizerSection, TrainConfig
+from penstock.train.config.schema import TrainConfig
+from penstock.train.config.sections import OptimizerName, OptimizerSection
 from penstock.train.setup.optimizers import is_hidden, optimizer_factory
 from penstock.train.setup.prepare import prepare
 from penstock.weights.corrections.base import StagePlace

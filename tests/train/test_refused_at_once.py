@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from penstock import cli
-from penstock.compare.config import comparison_config, contenders
-from penstock.compare.contenders import enter
+from penstock.compare.config import comparison_config
+from penstock.compare.grid import contenders
+from penstock.compare.prepare import enter
 from penstock.compare.tasks import make_task
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import count_blocks, preset
 from penstock.runtime.options.options import PipelineOptions
-from penstock.schedule import build
+from penstock.schedule import build, extend
 from penstock.train.config.load import load_config
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import load_corpus
@@ -33,7 +34,8 @@ def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(*_: object) -> None:
         raise AssertionError("a schedule was proven")
 
-    monkeypatch.setattr(build, "check", check)
+    for module in (build, extend):
+        monkeypatch.setattr(module, "check", check)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.checkpoint.format import checkpoints, part_of as being_written, place_of, write_index
+from penstock.checkpoint.format import checkpoints, complete, part_of as being_written, place_of
 from penstock.cli import main
 from penstock.errors import ConfigError, InterruptedRunError, WorkerError
 from penstock.train.config.load import load_config
@@ -25,7 +25,7 @@ def leave(run: Path, batch: int) -> None:
     """A checkpoint without tensors."""
     place = place_of(run, batch)
     being_written(place).mkdir(parents=True)
-    write_index(place, {"facts": {"batch": batch}, "extra": {}, "files": {}, "tensors": {}})
+    complete(place, {"facts": {"batch": batch}, "extra": {}, "files": {}, "tensors": {}})
 
 
 def test_fewer_batches_than_a_run_has_are_refused(tmp_path: Path) -> None:

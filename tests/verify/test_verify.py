@@ -19,7 +19,7 @@ from penstock.schedule.methods.table import METHODS
 from penstock.stage.module import StageModule
 from penstock.train.config.load import load_config
 from penstock.train.setup import build_pipeline, prepare
-from penstock.verify import verify as verify_module
+from penstock.verify import runs, verify as verify_module
 from penstock.verify.differences import KINDS, Comparison, TensorPlace, apart
 from penstock.verify.report import Verification
 from penstock.verify.verify import TOLERANCE, verify
@@ -188,7 +188,7 @@ def test_plain_torch_stays_as_near_after_many_batches(text: str) -> None:
 
 def test_skipped_updates(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss scale that is too high at first."""
-    for module in (passes_module, verify_module):
+    for module in (passes_module, runs):
         monkeypatch.setattr(module, "LossScale", partial(LossScale, initial=2.0**21))
     found = verified(text, "precision=fp16", count=8)
     assert found.agrees, found.verdict
@@ -239,7 +239,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         return {name: LazyBlock(make, seed=seed + i) for i, (name, make) in enumerate(makers.items())}
 
-    for module in (prepare, build_pipeline, verify_module):
+    for module in (prepare, build_pipeline, runs):
         monkeypatch.setattr(module, "gpt_blocks", blocks)
 
 

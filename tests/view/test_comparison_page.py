@@ -6,13 +6,16 @@ import math
 import re
 from collections.abc import Mapping
 from html.parser import HTMLParser
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 
-from penstock.compare.config import Key, comparison_config, parse_contender
-from penstock.compare.contenders import enter
+from penstock.compare.config import comparison_config
+from penstock.compare.contender import parse_contender
+from penstock.compare.grid import Key
 from penstock.compare.held_out import Score
+from penstock.compare.prepare import enter
 from penstock.compare.results import Findings
 from penstock.compare.tasks import make_task
 from penstock.compare.trial import TrialResult
@@ -233,3 +236,27 @@ def test_bands_crosses_names_and_single_points() -> None:
 )
 def test_numbers_with_their_spread(value: float | None, spread: float | None, text: str) -> None:
     assert plus_minus(value, spread, ".4f") == text
+
+
+@pytest.mark.parametrize("rates", [(1e-3, 3e-3), (1e-3, 2.5e-3), (1e-4, 1e-1), (0.1, 0.30001)])
+def test_numbers_of_an_axis_stay_apart_and_in_the_picture(rates: tuple[float, float]) -> None:
+    """As wide as letters are at most, on a logarithmic axis whose last number stands at its end."""
+    svg = ElementTree.fromstring(
+        plot_svg([Curve("a", [(r, 1.0, 1.0, 1.0) for r in rates], 0)], "t", "x", "y", log_x=True)
+    )
+    below = [
+        text for text in svg.iter("text") if text.get("text-anchor") == "middle" and re.match(r"[\d.]", text.text or "")
+    ]
+    spans = [(float(text.get("x") or 0), 6.2 * len(text.text or "")) for text in below]
+    assert len(spans) >= 2
+    assert all(x - width / 2 >= 0 and x + width / 2 <= float(svg.get("width") or 0) for x, width in spans)
+    assert all(x + width / 2 < after - other / 2 for (x, width), (after, other) in pairwise(spans))
+
+
+def test_every_plot_shrinks_with_the_page() -> None:
+    text = comparison_page(findings({"1f1b": 2.0, "2bw": 2.2}, "lr=0.1,0.2"))
+    plots = re.findall(r"(<div class='plots'>|<div class='scroll'>|</div>|<svg)", text)
+    inside = ""
+    for tag in plots:
+        inside = tag if tag.startswith("<div") else "" if tag == "</div>" else inside
+        assert tag != "<svg" or inside, "it would be wider than a phone"

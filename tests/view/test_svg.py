@@ -12,7 +12,7 @@ from penstock.schedule.methods.table import METHODS
 from penstock.timeline import Interval, Timeline
 from penstock.view.drawing.passes import OPERATIONS
 from penstock.view.drawing.svg_marks import css, fill_of, hatch, luminance, text_on
-from penstock.view.svg import timeline_svg
+from penstock.view.svg import LEFT, RIGHT, ROW, timeline_svg
 from support.drawings import PICTURE, picture
 from support.simulated import simulated
 
@@ -27,7 +27,7 @@ class Picture:
         self.root = ElementTree.fromstring(timeline_svg(timeline, title, width))
         groups = [g for g in self.root.iter(f"{SPACE}g") if g.get("class")]
         self.actions = [g for g in groups if g.get("class") != "legend"]
-        self.passes = [g for g in self.actions if g.get("class") != "STEP"]
+        self.passes = [g for g in self.actions if g.get("class") not in ("STEP", "GATHER", "REDUCE")]
         self.updates = [g for g in self.actions if g.get("class") == "STEP"]
         self.legend = ["".join(g.itertext()) for g in groups if g.get("class") == "legend"]
         self.samples = [g for g in groups if g.get("class") == "legend"]
@@ -145,6 +145,31 @@ def test_updates_are_marked_where_they_happen():
     assert float(bar.get("x")) + 1.2 == pytest.approx(float(drawn.boxes(after)[0].get("x")), abs=0.1)
     assert "update" in drawn.words
     assert "update" not in Picture(Timeline(1, [Interval(0, "compute", 0, 1, "F", "F0")])).words
+
+
+def test_the_network_has_a_lane_below_each_rank():
+    """Every gather and every sum once, at its time, with the number of its stage, under the passes of its rank."""
+    timeline = simulated("layered", 2, 4, 1, gather=0.5)
+    drawn = Picture(timeline)
+    sent = [i for i in timeline.intervals if i.what in ("GATHER", "REDUCE") and i.end > i.start]
+    lanes = [g for g in drawn.actions if g.get("class") in ("GATHER", "REDUCE")]
+    assert len(lanes) == len(sent) == 8
+    assert Counter((g.get("class"), *drawn.numbers(g)) for g in lanes) == Counter((i.what, str(i.stage)) for i in sent)
+    begin = min(i.start for i in sent)
+    assert begin < timeline.start  # the first weights are gathered before the first pass
+    scale = (drawn.width - LEFT - RIGHT) / (timeline.start + timeline.makespan - begin)
+    for lane, interval in zip(lanes, sent, strict=True):
+        (box,) = drawn.boxes(lane)
+        assert float(box.get("x")) == pytest.approx(LEFT + (interval.start - begin) * scale, abs=0.1)
+        assert float(box.get("width")) == pytest.approx((interval.end - interval.start) * scale, abs=0.1)
+        row = next(b for g in drawn.passes for b in drawn.boxes(g) if f"stage {interval.stage}," in drawn.said(g))
+        assert 0 < float(box.get("y")) - float(row.get("y")) - ROW < 5
+    words = "".join(drawn.legend)
+    assert "weights gathered" in words
+    assert "gradients summed" in words
+    assert "on the network: stage" in words
+    assert not {"GATHER", "REDUCE"} & {g.get("class") for g in Picture(simulated("breadth-first", 2, 4, 1)).actions}
+    assert "network" not in Picture(simulated("breadth-first", 2, 4, 1)).words
 
 
 @pytest.mark.parametrize("method", METHODS)

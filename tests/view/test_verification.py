@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -42,3 +43,11 @@ def test_nothing_is_named_where_nothing_differs() -> None:
     console = Console(file=StringIO(), width=80)
     print_verification(console, found(None))
     assert "most in" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3])
+def test_it_says_where_too_few_batches_were_compared(batches: int) -> None:
+    """To see a delay of one update."""
+    console = Console(file=StringIO(), width=300)
+    print_verification(console, replace(found(None), batches=batches))
+    assert ("delays do not show" in console.file.getvalue()) == (batches < 3)  # type: ignore[attr-defined]

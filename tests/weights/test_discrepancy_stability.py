@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from penstock.runtime.options.passes import Staleness
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.build import make_schedule, prove
+from penstock.schedule.build import prove
 from penstock.weights.corrections.registry import correction_of
+from support.schedules import make_schedule
 
 LATE, UPDATES = 10, 300
 LIMITS = {  # updates that backwards are late, T2 or not: sensitivity -> largest stable rate, for a curvature of 1

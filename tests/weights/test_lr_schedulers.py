@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer, lr_scheduler as schedulers
 import penstock
 from penstock import Pipeline, make_schedule
 from penstock.errors import CapabilityError, CheckpointError, ConfigError, PenstockError
-from penstock.weights.optim.lr_schedulers import ScheduledSettings
+from penstock.weights.updates.lr_schedulers import ScheduledSettings
 from support.cases import assert_equal_tensors
 from support.pool import Pool
 from support.snapshots import Kept

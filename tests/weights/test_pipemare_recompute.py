@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.build import extend, make_schedule, prove
+from penstock.schedule.build import prove
+from penstock.schedule.extend import extend
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.text import parse_schedule
 from penstock.schedule.transforms.recompute import length_of, with_recompute
@@ -48,6 +49,7 @@ from support.cases import (
     train,
 )
 from support.pool import Pool
+from support.schedules import make_schedule
 from support.smallest_batch import least
 
 K, D, C = 4, 0.135, 7.0

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import penstock
 from penstock.runtime.options.passes import Staleness
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.build import make_schedule
 from support.cases import Named
+from support.schedules import make_schedule
 
 
 class Scalar(nn.Module):

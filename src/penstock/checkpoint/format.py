@@ -159,7 +159,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return fingerprint(path)
 
 
-def write_index(place: Path, content: Mapping[str, Any]) -> None:
+def complete(place: Path, content: Mapping[str, Any]) -> None:
     """Complete a checkpoint: write the index and rename the folder."""
     part = part_of(place)
     indexes.write_index(part, SCHEMA, content)

@@ -22,11 +22,13 @@ from penstock.checkpoint.format import (
     set_aside,
 )
 from penstock.checkpoint.owner import Owner
-from penstock.checkpoint.writer import LocalPosts, Posts, StorePosts, Writer
+from penstock.checkpoint.posts import LocalPosts, Posts, StorePosts
+from penstock.checkpoint.writer import Writer
 from penstock.comm.collective.gather import gather_json
 from penstock.errors import CheckpointError, ConfigError, PenstockError
-from penstock.runtime.pipeline import Pipeline, check_idle, save_between_runs
+from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
+from penstock.runtime.saved_states import check_idle, save_between_runs
 from penstock.schedule.ir.schedule import Stage
 
 _LOG = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The application: which commands there are, and what becomes of what they raise."""
+"""The command-line application: its commands, and what becomes of the errors that they raise."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from penstock.cli.compare import compare
 from penstock.cli.failures import fail, said_of_usage
@@ -24,15 +25,40 @@ def _in_paragraphs(text: str) -> str:
     return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 
+class _InPlainWords:
+    """Help that calls values by their names, without Python's types and the ranges of numbers, which errors tell."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, --help among them."""
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            said: dict[str, Any] = {"_get_number_range_help_str": lambda: None}
+            if parameter.param_type_name == "argument":
+                said["display_type_rich"] = lambda **_: None
+            elif "--help" in parameter.opts:
+                said["metavar"] = FLAG
+            vars(parameter).update(said)
+        return parameters
+
+
+class _Group(_InPlainWords, TyperGroup):
+    """The list of all commands."""
+
+
+class _Command(_InPlainWords, TyperCommand):
+    """A command."""
+
+
 app = typer.Typer(
     name="penstock",
+    cls=_Group,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (methods, show, simulate, train, launch, sample, config, verify, compare, profile, plan):
-    app.command(help=_in_paragraphs(command.__doc__ or ""))(command)
+    app.command(cls=_Command, help=_in_paragraphs(command.__doc__ or ""))(command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,10 +1,10 @@
-"""What is said of an error, and how a command ends with it."""
+"""Reports the errors of commands, and ends them with the right exit codes."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.text import Text
@@ -35,11 +35,23 @@ def said_of_usage(error: Exception) -> tuple[str, str] | None:
     context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
     command = "penstock COMMAND" if context is None else context.command_path
     hint, message = f"{command} --help lists what it takes", str(error.format_message()).rstrip(".")
+    given = _given_for(getattr(error, "param", None), sys.argv)
+    message += "" if given is None or given in message else f", got {given!r:.80}"
     if context is not None and type(error).__name__ == "NoSuchOption":
         message = f"there is no option {option}"
         known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
         hint = _instead(str(option), command, known) or hint
     return f"{message[0].lower()}{message[1:]}".replace(": Input", ": input"), hint
+
+
+def _given_for(parameter: Any, words: Sequence[str]) -> str | None:
+    """Return the value that an option has among the words of a command line; None if it has none there."""
+    names = tuple(getattr(parameter, "opts", ()))
+    for place, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name in names:
+            return value or next(iter(words[place + 1 :]), None)
+    return None
 
 
 _SIMILAR = 0.7

@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from penstock.cli.options import (
-    Changes,
     ConfigFile,
     DataPath,
     Microbatches4,
@@ -23,6 +22,12 @@ from penstock.cli.options import (
 from penstock.cli.train import changes_of
 
 _LONGEST_NAME = 57  # characters; a host name may have 63, of which -NUMBER of a pod takes up to six
+TrainChanges = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Set anything else; [bold]penstock train --keys[/bold] lists all keys."
+    ),
+]
 Launcher = Annotated[
     str, typer.Option("--print", metavar="LAUNCHER", help="slurm, kubernetes, skypilot or ray.", show_default=False)
 ]
@@ -43,7 +48,7 @@ def launch(
     rule: OrderRule = None,
     correction: OrderCorrection = None,
     data: DataPath = None,
-    changes: Changes = None,
+    changes: TrainChanges = None,
     config: ConfigFile = None,
 ) -> None:
     """Print the file that starts `penstock train` with the same options on a cluster; nothing is started.

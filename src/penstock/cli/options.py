@@ -23,7 +23,7 @@ OptionalMethod = Annotated[str | None, typer.Argument(metavar="METHOD", help=f"{
 MethodNames = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="METHOD", help=f"{_METHOD}, or after 50 batches of 1f1b, as in 2bw:sync=50. 1f1b 2bw if not given."
+        metavar="METHOD", help=f"{_METHOD}, or after 50 batches of 1f1b, as in 2bw:sync=50. 1f1b and 2bw if not given."
     ),
 ]
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from penstock.cli.options import FLAG, AsJson
+from penstock.cli.options import FLAG, AsJson, Changes, ConfigFile, DataPath
 from penstock.cli.output import print_json
+from penstock.cli.train import changes_of
 from penstock.errors import ConfigError
 from penstock.files import write_whole
 
@@ -22,8 +24,26 @@ _UNITS = {
 _SIZE = re.compile(r"(\d+\.?\d*(?:e[-+]?\d+)?|\.\d+)\s*([a-z]*)(/s)?", re.IGNORECASE)
 
 
+MicrobatchSizes = Annotated[
+    str | None,
+    typer.Option(
+        "--microbatch-sizes", metavar="B,B..", help="Samples per microbatch to measure, as in 1,2,4; as configured."
+    ),
+]
+MeasuredSeconds = Annotated[
+    float,
+    typer.Option("--seconds", metavar="S", help="For each block, size and kind of pass.", min=0.0, max=3600.0),
+]
+ProfileOut = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Write the profile there instead of printing it.")
+]
+
+
 def profile(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile, ours or one of another program.")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="A profile, ours or one of another program; measure if not given."),
+    ] = None,
     source: Annotated[
         str | None,
         typer.Option("--from", metavar="PROGRAM", help="Who wrote it: pipedream (*.graph.txt) or piper (*.json)."),
@@ -31,10 +51,75 @@ def profile(
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Of the model; that of the file if not given.")
     ] = None,
+    microbatch_sizes: MicrobatchSizes = None,
+    seconds: MeasuredSeconds = 0.3,
+    links: Annotated[
+        bool, typer.Option("--links/--no-links", help="Measure the link between two processes, too.")
+    ] = True,
+    data: DataPath = None,
+    changes: Changes = None,
+    config: ConfigFile = None,
+    out: ProfileOut = None,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a published profile to a profile of ours, in YAML; or check one of ours, and print it."""
-    from penstock.plan.profile.files import parse_profile, profile_text, read_profile_text
+    """Measure what the blocks of a model cost on this machine; or convert a published profile; or check one of ours.
+
+    Without FILE every distinct block of the GPT that [bold]penstock train[/bold] would train with the same options is
+    measured once, as a stage of its own, and messages between two processes. For example: penstock profile --set
+    model.preset=small --microbatch-sizes 1,2,4 --out small.yaml
+    """
+    if file is None:
+        if source is not None:
+            raise ConfigError("--from converts the profile of another program; give its FILE")
+        found = _measured(changes_of(None, None, changes, data=data), config, microbatch_sizes, seconds, links, name)
+    else:
+        given = {"--microbatch-sizes": microbatch_sizes, "--data": data, "--set": changes, "--config": config}
+        unused = next((option for option, value in given.items() if value is not None), None)
+        if unused is not None:
+            raise ConfigError(f"{unused} is of measuring; leave it out, or FILE")
+        found = _read(file, source, name)
+    _write_profile(found, out, as_json)
+
+
+def _measured(
+    changes: list[str], config: Path | None, sizes: str | None, seconds: float, links: bool, name: str | None
+) -> Any:
+    """Measure a profile.
+
+    Raises:
+        PenstockError: options are wrong, or something that is needed is not there.
+    """
+    from penstock.train.config.load import load_config
+
+    settings = load_config(config, changes)
+    wanted = [settings.microbatch_size] if sizes is None else _whole_numbers("--microbatch-sizes", sizes)
+    from penstock.measure.configured import measure_configured  # not before, as this imports torch
+
+    with Console(stderr=True).status("measuring") as status:
+        return measure_configured(
+            settings, wanted, seconds, links, name, lambda block: status.update(f"measuring {block}")
+        )
+
+
+def _whole_numbers(option: str, text: str) -> list[int]:
+    """Read numbers with commas between them.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 8 for part in parts) or len(parts) > 64:
+        raise ConfigError(f"{option} takes whole numbers, as in 1,2,4, got {text!r:.80}")
+    return [int(part) for part in parts]
+
+
+def _read(file: Path, source: str | None, name: str | None) -> Any:
+    """Read a profile, ours or a published one, and check it.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    from penstock.plan.profile.files import parse_profile, read_profile_text
     from penstock.plan.profile.from_pipedream import from_pipedream
     from penstock.plan.profile.from_piper import from_piper
     from penstock.plan.profile.layer_graph import layer_graph, sizes_of
@@ -53,7 +138,23 @@ def profile(
             raise ConfigError(f"{str(file)!r}: {error}") from None
     for size in sizes_of(found):
         layer_graph(found, size)
-    if as_json:
+    return found
+
+
+def _write_profile(found: Any, out: Path | None, as_json: bool) -> None:
+    """Print a profile, or write it to a file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    from penstock.plan.profile.files import profile_text
+
+    if out is not None:
+        try:
+            write_whole(out, profile_text(found))
+        except OSError as error:
+            raise ConfigError(f"cannot write the profile {str(out)!r}: {error.strerror or error}") from None
+    elif as_json:
         print_json(found.model_dump(exclude_unset=True, exclude_none=True))
     else:
         sys.stdout.write(profile_text(found))
@@ -68,7 +169,9 @@ DeviceCounts = Annotated[
 Bandwidths = Annotated[
     str | None,
     typer.Option(
-        "--bandwidth", metavar="B|B,B..", help="Bytes per second of a link, or of each level, as in 12GB,10Gbit."
+        "--bandwidth",
+        metavar="B|B,B..",
+        help="Bytes per second of a link, or of each level, as in 12GB,10Gbit; as measured if the profile says.",
     ),
 ]
 DeviceMemory = Annotated[
@@ -139,9 +242,10 @@ def plan(
     from penstock.plan.profile.files import read_profile
     from penstock.plan.report import plan_file, planning_json, planning_tables
 
+    known = read_profile(profile)
     request = PlanRequest(
-        read_profile(profile),
-        _devices(devices, bandwidth, memory),
+        known,
+        _devices(devices, bandwidth, memory, known.links),
         planner,
         cost,
         microbatches,
@@ -163,8 +267,8 @@ def plan(
             raise ConfigError(f"cannot write the plan {str(out)!r}: {error.strerror or error}") from None
 
 
-def _devices(devices: str, bandwidth: str | None, memory: str | None) -> Any:
-    """Read the options that describe devices.
+def _devices(devices: str, bandwidth: str | None, memory: str | None, links: Sequence[Any]) -> Any:
+    """Read the options that describe devices; links count as they were measured if no bandwidth is given.
 
     Raises:
         ConfigError: they cannot be read, or do not fit together.
@@ -176,6 +280,9 @@ def _devices(devices: str, bandwidth: str | None, memory: str | None) -> Any:
         raise ConfigError(f"--devices takes a number, or numbers as in 8x4, got {devices!r:.80}")
     if len(parts) > 8:
         raise ConfigError(f"--devices takes 8 levels at most, got {len(parts)}")
+    latency = 0.0
+    if bandwidth is None and links:
+        bandwidth, latency = ",".join(repr(link.bandwidth) for link in links), max(link.latency for link in links)
     if bandwidth is None and {int(part) for part in parts} != {1}:
         raise ConfigError("--bandwidth is missing: bytes per second of a link between devices, as in 12GB or 10Gbit")
     speeds = [_size("--bandwidth", part) for part in (bandwidth or "1GB").split(",")]
@@ -185,7 +292,7 @@ def _devices(devices: str, bandwidth: str | None, memory: str | None) -> Any:
             f"--bandwidth has {len(speeds)} numbers for {len(parts)} levels of devices; give one, or one each"
         )
     levels = tuple(DeviceLevel(int(part), speed) for part, speed in zip(parts, speeds, strict=True))
-    return Devices(levels, None if memory is None else _size("--memory", memory))
+    return Devices(levels, None if memory is None else _size("--memory", memory), latency)
 
 
 def _size(option: str, text: str) -> float:

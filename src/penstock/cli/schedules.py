@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from penstock.cli.options import (
+    FLAG,
     AsJson,
     InFlightNumber,
     MaybeMicrobatches,
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
     from penstock.simulate.network import Network
 
 _MOST_SHOWN = 1_000  # batches
+
+
+def _at_least_0(unit: str, help: str) -> Any:
+    """Return an option that takes a number which is not negative."""
+    return typer.Option(metavar=unit, help=help, min=0)
+
 
 OrderOptions = Annotated[
     list[str] | None,
@@ -56,7 +63,7 @@ ShardingLevel = Annotated[
     typer.Option(
         "--sharding",
         metavar="LEVEL",
-        help="What parallel pipelines split of a stage: optimizer, gradients or full, as in [bold]full[/bold].",
+        help="What parallel pipelines split of a stage: optimizer, gradients or full (ZeRO-1, 2 and 3).",
     ),
 ]
 
@@ -84,7 +91,8 @@ def _prove(
     """
     from penstock.schedule.build import ScheduleRequest
     from penstock.schedule.ir.in_flight import read_in_flight
-    from penstock.schedule.methods.table import find_method, sharding_of
+    from penstock.schedule.methods.compatibility import sharding_of
+    from penstock.schedule.methods.find_method import find_method
     from penstock.schedule.methods.written import written_method
     from penstock.simulate.auto_in_flight import choose_in_flight
     from penstock.simulate.costs import of_every_rank
@@ -124,7 +132,7 @@ def _extended(proof: Proof, segments: str | None, sharding: str) -> Proof:
     Raises:
         ConfigError: the segments are no number.
     """
-    from penstock.schedule.build import extend
+    from penstock.schedule.extend import extend
 
     if segments is None:
         return extend(proof, sharding=sharding)
@@ -203,7 +211,7 @@ def _window(text: str | None) -> int | Literal["unlimited"] | None:
 def methods(
     stages: MaybeStages = None,
     microbatches: MaybeMicrobatches = None,
-    latency: Annotated[float, typer.Option(help="Time of a message; a forward takes 1, a backward 2.", min=0)] = 0.0,
+    latency: Annotated[float, _at_least_0("TIME", "Time of a message; a forward takes 1, a backward 2.")] = 0.0,
     in_flight: InFlightNumber = None,
     as_json: AsJson = False,
 ) -> None:
@@ -225,35 +233,44 @@ def methods(
         console.print(combines_table())
 
 
+GatherTime = Annotated[
+    float, _at_least_0("TIME", "Time to gather, or to sum, a rank's whole share, if state is sharded.")
+]
+DrawingWidth = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Columns of the drawing.", min=40, max=10**6, show_default="those of the terminal"),
+]
+
+
 def show(
     method: MethodName = None,
     stages: MaybeStages = None,
     microbatches: MaybeMicrobatches = None,
     batches: Annotated[
-        int | None, typer.Option(help="Batches to draw; 1 if flushed, else 3.", min=1, max=_MOST_SHOWN)
+        int | None,
+        typer.Option(metavar="T", help="Batches to draw; 1 if flushed, else 3.", min=1, max=_MOST_SHOWN),
     ] = None,
-    forward: Annotated[float, typer.Option(help="Time of a forward.", min=0)] = 1.0,
-    backward: Annotated[float, typer.Option(help="Time of a full backward.", min=0)] = 2.0,
+    forward: Annotated[float, _at_least_0("TIME", "Time of a forward.")] = 1.0,
+    backward: Annotated[float, _at_least_0("TIME", "Time of a full backward.")] = 2.0,
     order: OrderName = None,
     changes: OrderOptions = None,
     segments: Segments = None,
     in_flight: InFlightNumber = None,
-    latency: Annotated[float, typer.Option(help="Time of a message.", min=0)] = 0.0,
+    latency: Annotated[float, _at_least_0("TIME", "Time of a message.")] = 0.0,
     file: OrderFile = None,
     rule: OrderRule = None,
     correction: OrderCorrection = None,
     sharding: ShardingLevel = None,
-    gather: Annotated[
-        float, typer.Option(help="Time to gather, or to sum, a rank's whole share, if state is sharded.", min=0)
-    ] = 1.0,
-    text: Annotated[bool, typer.Option("--text", help="Print the text form, which --file reads, instead.")] = False,
+    gather: GatherTime = 1.0,
+    text: Annotated[
+        bool, typer.Option("--text", metavar=FLAG, help="Print the text form, which --file reads, instead.")
+    ] = False,
     as_json: AsJson = False,
-    svg: Annotated[Path | None, typer.Option(help="Also write the drawing to this SVG file.")] = None,
-    width: Annotated[
-        int | None,
-        typer.Option(help="Columns of the drawing.", min=40, max=10**6, show_default="those of the terminal"),
-    ] = None,
-    whole: Annotated[bool, typer.Option("--whole", help="Leave nothing out of the middle of a long drawing.")] = False,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the drawing to this SVG file.")] = None,
+    width: DrawingWidth = None,
+    whole: Annotated[
+        bool, typer.Option("--whole", metavar=FLAG, help="Leave nothing out of the middle of a long drawing.")
+    ] = False,
 ) -> None:
     """Draw a schedule: what every rank does when, and the version of the weights that each pass reads."""
     from penstock.simulate.costs import Costs, StageCost
@@ -289,11 +306,6 @@ def _say(console: Console, choice: InFlightChoice | None) -> None:
     """Print how many microbatches in flight were chosen, and why no more."""
     if choice is not None:
         console.print(f"in flight: {choice}", markup=False, highlight=False)
-
-
-def _at_least_0(unit: str, help: str) -> Any:
-    """Return an option that takes a number which is not negative."""
-    return typer.Option(metavar=unit, help=help, min=0)
 
 
 PerStage = Annotated[

@@ -138,7 +138,8 @@ def _checked(
     from penstock.train.config.load import load_config
     from penstock.train.setup.enough_blocks import check_blocks
 
-    settings = load_config(config if resume is None else _config_of(resume, config), changes)
+    file = config if resume is None else _config_of(resume, config)
+    settings = load_config(file, changes, proves=local)  # rank 0 of a job that runs already proves for all
     check_blocks(settings)
     from penstock.comm.core.devices import find_device  # not before, as these import torch
     from penstock.train.setup.prepare import check_resume, prepare
@@ -157,12 +158,12 @@ def _config_of(run: Path, config: Path | None) -> Path:
     Raises:
         ConfigError: the folder is none of a run, or a file in it is not a regular one.
     """
-    from penstock.train.setup.run_folder import CONFIG, changed_by_hand, check_is_run, check_own_files, in_short
+    from penstock.train.setup.run_folder import CONFIG, changed_by_hand, changes_in_words, check_is_run, check_own_files
 
     check_is_run(run)
     check_own_files(run)
     if config is None and (by_hand := changed_by_hand(run)):
-        said = f"{run / CONFIG} was changed by hand: {in_short(by_hand)}"
+        said = f"{run / CONFIG} was changed by hand: {changes_in_words(by_hand)}"
         if is_first_to_say(said):
             print_words(Console(stderr=True), Text(said))
     return config or run / CONFIG

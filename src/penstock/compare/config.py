@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from penstock.checks import in_short, is_whole, no_option
+from penstock.compare.contender import DELAYS, SYNC, write_options, written_value
 from penstock.errors import ConfigError
 from penstock.models.limits import LARGEST
-from penstock.schedule.ir.in_flight import write_in_flight
 from penstock.schedule.ir.limits import MOST_BATCHES, MOST_MICROBATCHES, MOST_STAGES
-from penstock.schedule.ir.order import options_of as order_options
-from penstock.schedule.methods.corrections import CORRECTIONS, options_of
-from penstock.schedule.methods.table import Method, find_method
+from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.written import (
     CORRECTION,
     RULE,
-    Written,
-    numbers_of,
     split_options,
-    whole_numbers,
     written_order,
 )
-from penstock.schedule.orders import ORDERS
 from penstock.train.config.load import apply_change, validate
-from penstock.train.config.own_schedule import is_file, own_row, read_own_schedule, size_fault
-from penstock.train.config.schema import MOST_DELAY, MOST_THREADS, Number, OptimizerSection, RateSection, Strict
+from penstock.train.config.own_schedule import is_file, read_own_schedule, size_fault
+from penstock.train.config.sections import OptimizerSection, RateSection
+from penstock.train.config.values import MOST_THREADS, Number, Strict
 
 _MANY = 10**6  # seeds, and samples of a microbatch
-SYNC, DELAYS = "sync", "delays"
-"""Options of every method in a comparison: batches that 1f1b trains first, and updates that weights are late by."""
-NO_SCHEDULES: Mapping[str, str] = MappingProxyType({})
 
 
 class NetSection(Strict):
@@ -202,18 +191,11 @@ def comparison_config(
 def _own_entry(file: str, rule: str | None, correction: str | None) -> tuple[str, str, str]:
     """Return the label of an order of one's own, its name, which is that of its file, and what is to be read."""
     path, options = split_options(file, (RULE, CORRECTION))
-    ours = "".join(f":{option}={_written(options.pop(option))}" for option in (SYNC, DELAYS) if option in options)
-    written = written_order(_with_options(path, options), rule, correction)
+    ours = "".join(f":{option}={written_value(options.pop(option))}" for option in (SYNC, DELAYS) if option in options)
+    written = written_order(write_options(path, options), rule, correction)
     choices = {name: value for name, value in ((RULE, written.rule), (CORRECTION, written.correction)) if value}
-    said = _with_options("", {**written.options, **choices, **written.correcting})
+    said = write_options("", {**written.options, **choices, **written.correcting})
     return f"{Path(path).name}{said}{ours}", f"{Path(path).name}{said}", f"{path}{said}"
-
-
-def _with_options(name: str, options: Mapping[str, Written]) -> str:
-    """Write options after a name: those of an order, its rule, its correction, the options of that, each sorted."""
-    correcting = CORRECTIONS[str(options[CORRECTION])].options if options.get(CORRECTION) in CORRECTIONS else ()
-    ordered = sorted(options, key=lambda option: (option in correcting, option == CORRECTION, option == RULE, option))
-    return ":".join([name, *(f"{option}={_written(options[option])}" for option in ordered)])
 
 
 def _listed(key: str, text: str, kind: type) -> list[Any]:
@@ -222,169 +204,3 @@ def _listed(key: str, text: str, kind: type) -> list[Any]:
         return [kind(part.strip()) for part in text.split(",") if part.strip()]
     except ValueError:
         raise ConfigError(f"{key} takes comma-separated numbers, such as 1e-3,3e-3; got {text!r}") from None
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A method with its options, as one entry of a comparison.
-
-    Attributes:
-        method: its row in the table of methods.
-        options: of its order, such as chunks=4, and of its correction, such as reschedule=100.
-        sync: batches that 1f1b trains before it (PipeMare's T3, arXiv 1910.05124, section 3.3).
-        delays: the number of updates by which all weights are delayed artificially, under a method that flushes.
-        schedule: an order of one's own, as text; None for a method of the table.
-    """
-
-    method: Method
-    options: tuple[tuple[str, Any], ...] = ()
-    sync: int = 0
-    delays: int = 0
-    schedule: str | None = None
-
-    @property
-    def for_order(self) -> dict[str, Any]:
-        """Return the options of the order: those that are no options of the correction.
-
-        Raises:
-            ConfigError: the order has no such option either, or the value is not a whole number.
-        """
-        others = {name: value for name, value in self.options if name not in self._corrections}
-        known = order_options(ORDERS[self.method.order])
-        for name in others:
-            if name not in known:
-                raise ConfigError(no_option(f"method {self.method.name}", name, [*known, *self._corrections]))
-        return whole_numbers(others)
-
-    @property
-    def for_correction(self) -> dict[str, float | None]:
-        """Return all options of the correction, with defaults where none are given."""
-        given = {name: value for name, value in self.options if name in self._corrections}
-        return options_of(self.method.correction, given)
-
-    @property
-    def _corrections(self) -> Collection[str]:
-        return CORRECTIONS[self.method.correction].options
-
-    @property
-    def label(self) -> str:
-        """The name with all options, such as "interleaved:chunks=4", which `parse_contender` can read."""
-        ours = [(name, float(value)) for name, value in ((SYNC, self.sync), (DELAYS, self.delays)) if value]
-        options = [*self.options, *ours]
-        return ":".join([self.method.name, *(f"{name}={_written(value)}" for name, value in options)])
-
-
-def parse_contender(text: str, schedules: Mapping[str, str] = NO_SCHEDULES) -> Contender:
-    """Parse METHOD or METHOD:option=N:option=N.
-
-    Args:
-        text: as it is written.
-        schedules: orders of one's own, as text, by what stands in the place of a method.
-
-    Raises:
-        ConfigError: unknown method, or options of another form.
-    """
-    name, options = split_options(text, (RULE, CORRECTION))
-    ours = {}
-    for option, means, limit in (
-        (SYNC, "batches that 1f1b trains first", MOST_BATCHES),
-        (DELAYS, "updates that weights are late by", MOST_DELAY),
-    ):
-        number = options.pop(option, 0)
-        if not is_whole(number) or number > limit:
-            raise ConfigError(
-                f"methods: {text!r}: {option} is the number of {means}, at most {limit}; got {in_short(number)}"
-            )
-        ours[option] = number
-    if all(ours.values()):
-        raise ConfigError(f"methods: {text!r}: delays and sync cannot be combined; leave one of them out")
-    own = _with_options(name, options)
-    if own in schedules:
-        written = written_order(own)
-        correcting = written.correcting
-        others = {option: value for option, value in options.items() if option not in correcting}
-        row = replace(own_row(schedules[own], written.correction), name=_with_options(name, others))
-        return Contender(row, tuple(sorted(correcting.items())), ours[SYNC], ours[DELAYS], schedules[own])
-    for option, value in options.items():
-        if isinstance(value, str):
-            raise ConfigError(f"methods: {text!r}: {option}={value} is for an order of your own, given with --file")
-    return Contender(find_method(name), tuple(sorted(numbers_of(options).items())), ours[SYNC], ours[DELAYS])
-
-
-def _written(value: Written) -> str:
-    return "null" if value is None else f"{value:.12g}" if isinstance(value, int | float) else write_in_flight(value)
-
-
-def contenders(config: ComparisonConfig) -> list[Contender]:
-    """Return the methods of a comparison, in the order given.
-
-    Raises:
-        ConfigError: see `parse_contender`; also if a method is given twice.
-    """
-    found = [parse_contender(text, config.schedules) for text in config.methods]
-    labels = [contender.label for contender in found]
-    twice = next((label for label in labels if labels.count(label) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"methods: {twice} is given twice (perhaps under another name); name each method once")
-    return found
-
-
-def other_settings(config: ComparisonConfig) -> list[str]:
-    """List settings of methods' papers that differ from the shared ones; `penstock train` would use the papers'."""
-    found = []
-    for contender in contenders(config):
-        for key, value in contender.method.settings.items():
-            section, _, name = key.partition(".")
-            there = getattr(config.optimizer, name) if section == "optimizer" else value
-            if there != value:
-                found.append(f"{contender.label}: its paper has {key}={value}, here all methods have {there}")
-    return found
-
-
-class Key(NamedTuple):
-    """Identifies one run of a comparison.
-
-    Attributes:
-        method: the contender's label.
-        seed: of the initial weights and the order of samples.
-        lr: peak learning rate.
-    """
-
-    method: str
-    seed: int
-    lr: float
-
-    @property
-    def file(self) -> str:
-        """The name of the file with its results."""
-        return f"{self.method.replace(':', '+')}-seed-{self.seed}-lr-{self.lr!r}.json"
-
-    def __str__(self) -> str:
-        return f"{self.method}, seed {self.seed}, lr {self.lr:g}"
-
-
-def grid_of(config: ComparisonConfig) -> Iterator[Key]:
-    """Yield every run that may be needed: all methods with all seeds and all rates."""
-    labels = [contender.label for contender in contenders(config)]
-    for seed in range(config.seeds):
-        for lr in config.rates:
-            for label in labels:
-                yield Key(label, seed, lr)
-
-
-def keys_of(config: ComparisonConfig, best: Callable[[str], float | None]) -> Iterator[Key]:
-    """Yield all runs that are needed, seed by seed, so that early results compare all methods.
-
-    Args:
-        config: the comparison.
-        best: label of a method -> its best rate, asked for when all rates have been tried; if it returns None, the
-            method's further runs are left out.
-    """
-    tuned = config.tuned
-    yield from (key for key in grid_of(config) if key.seed < tuned)
-    labels = [contender.label for contender in contenders(config)]
-    for seed in range(tuned, config.seeds):
-        for label in labels:
-            lr = best(label)
-            if lr is not None:
-                yield Key(label, seed, lr)

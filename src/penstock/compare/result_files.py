@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checks import finite_or_none
-from penstock.compare.config import ComparisonConfig, Key, contenders
+from penstock.compare.config import ComparisonConfig
+from penstock.compare.grid import Key, contenders
 from penstock.compare.held_out import Score
 from penstock.compare.tasks import Task
 from penstock.compare.trial import TrialResult
@@ -113,7 +114,8 @@ class Records:
             write_whole(self.folder / INDEX, json.dumps(index, indent=1))
             (self.folder / RUNS).mkdir(exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"cannot write to --out {str(self.folder)!r}: {error.strerror or error}") from None
+            why = "it is a file; give a folder" if self.folder.is_file() else error.strerror or error
+            raise ConfigError(f"cannot write to --out {str(self.folder)!r}: {why}") from None
 
     def _compare(self, there: dict[str, Any]) -> None:
         """Check that the folder holds the same comparison."""

@@ -9,8 +9,9 @@ from typing import Protocol
 
 import torch
 
-from penstock.compare.config import ComparisonConfig, Key, contenders, grid_of, keys_of
-from penstock.compare.contenders import Entrant, enter
+from penstock.compare.config import ComparisonConfig
+from penstock.compare.grid import Key, contenders, grid_of, keys_of
+from penstock.compare.prepare import Entrant, enter
 from penstock.compare.result_files import Records, joined
 from penstock.compare.results import Findings
 from penstock.compare.tasks import Task, make_task

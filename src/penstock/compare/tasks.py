@@ -104,7 +104,7 @@ class TextTask:
         self.held_out_samples = len(self._windows[0].validation)
         self.title = (
             f"GPT {model.layers} x {model.width}, {model.parameters / 1e6:.2f} M parameters, context {model.context}; "
-            f"{corpus.name}, {len(corpus.tokens) / 1e6:.1f} M tokens"
+            f"{corpus.described}"
         )
 
     def blocks(self, seed: int) -> Mapping[str, LazyBlock]:

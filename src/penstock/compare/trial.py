@@ -10,11 +10,12 @@ from itertools import islice
 
 from torch import Tensor
 
-from penstock.compare.config import ComparisonConfig, Key
-from penstock.compare.contenders import Entrant, make_optimizers, make_pipeline
+from penstock.compare.config import ComparisonConfig
+from penstock.compare.grid import Key
 from penstock.compare.held_out import Gatherer, Score, Scorer
+from penstock.compare.prepare import Entrant, make_optimizers, make_pipeline
 from penstock.compare.tasks import Sample, Task, training_batches
-from penstock.runtime.pipeline import continue_under
+from penstock.runtime.from_plan import continue_under
 from penstock.runtime.rank.reports import Report
 from penstock.weights.decision import Decision
 

@@ -1,4 +1,4 @@
-"""What Slurm says about a step, in its own notations."""
+"""Parses what Slurm says about a step, in its own notations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers of torchrun: which of them says what all of them would say."""
+"""Chooses, among workers of torchrun, the one that prints what all of them would print."""
 
 from __future__ import annotations
 

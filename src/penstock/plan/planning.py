@@ -1,4 +1,4 @@
-"""From a profile and devices to ranked plans: planners and cost functions by name."""
+"""Ranks plans for a profile and devices; planners and cost functions are chosen by name."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from penstock.checks import check_whole, did_you_mean, in_words
 from penstock.errors import ConfigError
 from penstock.plan.planners.best_stages import plan_for_two_bw_cost
+from penstock.plan.planners.candidate_trial import NAME as SIMULATED
 from penstock.plan.planners.pipedream import Choices, plan_as_pipedream, plan_for_pipedream_cost
 from penstock.plan.planners.piper import plan_as_piper, plan_for_piper_cost
-from penstock.plan.planners.simulated import NAME as SIMULATED, simulated_plans
+from penstock.plan.planners.simulated import simulated_plans
 from penstock.plan.planners.two_bw import Sized, plan_as_two_bw
 from penstock.plan.profile.layer_graph import layer_graph, sizes_of
 from penstock.plan.profile.schema import Profile
@@ -87,7 +88,9 @@ def make_plan(request: PlanRequest) -> Planning:
     request = _checked(request)
     sizes = _sizes(request)
     if request.cost == SIMULATED:
-        plans, refused = simulated_plans(sizes, request.devices)
+        plans, refused = simulated_plans(
+            sizes, request.devices, decides=request.profile.settings.get("max_grad_norm", 1.0) is not None
+        )
         why = {} if plans else {"default": "no plan fits: see what was skipped, and why"}
         return Planning(request, sizes, tuple(plans), tuple(refused), why)
     names = [request.planner]

@@ -117,7 +117,10 @@ def plan_file(planning: Planning) -> str:
         f"predicted: {plan.seconds_per_sample:.6g} s per sample; bytes per device, stage by stage: {memory}",
         "model, data and optimizer are yours to set; the model must have as many blocks as balance adds up to",
     ]
-    values = yaml.safe_dump(dict(plan.settings), sort_keys=False, default_flow_style=None)
+    if request.profile.settings:
+        said[-1] = "for the model, the data and the optimizer that were profiled"
+    both = dict(request.profile.settings) | dict(plan.settings)
+    values = yaml.safe_dump(both, sort_keys=False, default_flow_style=None)
     return "".join(f"# {line}\n" for line in said) + values
 
 

@@ -1,1 +1,1 @@
-"""The engine that runs a schedule on ranks."""
+"""The runtime: `Pipeline`, its options and plans, and the engine that runs its ranks."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from penstock.checks import did_you_mean
 
@@ -145,3 +145,36 @@ NO_PICKLE = (
     f"torch.save(weights, path) if there are any (on rank 0); all that training depends on: {_SAVE}"
 )
 NO_CALL = f"a Pipeline is not called. {_LOOP}. For outputs, {_MODEL}"
+
+
+class UserAdvice:
+    """The part of `Pipeline` that answers to names and habits of other libraries: it says what to write instead."""
+
+    if not TYPE_CHECKING:  # or type checkers would take every name
+
+        def __init_subclass__(cls, **more):
+            """Show the signature of `__init__`, not that of `__new__`."""
+            super().__init_subclass__(**more)
+            cls.__signature__ = signature(partial(cls.__init__, None))
+
+        def __new__(cls, *places, **given):
+            """Refuse arguments of other libraries, before Python asks for those that are missing."""
+            if len(places) > 2:
+                raise TypeError(positional(len(places)))
+            known = signature(cls.__init__).parameters
+            unknown = [name for name in given if name not in known]
+            if unknown:
+                raise TypeError(no_argument(unknown[0], list(known)[1:]))
+            return super().__new__(cls)
+
+        def __getattr__(self, name):
+            """Say what to write in place of a name that other libraries have."""
+            raise AttributeError(missing(name, [n for n in dir(type(self)) if not n.startswith("_")]))
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Say what to write instead: there is no forward without its backward and update."""
+        raise TypeError(NO_CALL)
+
+    def __reduce__(self) -> NoReturn:
+        """Say how to save what is worth saving."""
+        raise TypeError(NO_PICKLE)

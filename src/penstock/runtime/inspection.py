@@ -26,7 +26,7 @@ class Inspection(ModelWeights):
     @property
     def batches(self) -> int:
         """The number of batches trained on."""
-        return self._engine.batches
+        return self._spans.batches
 
     @property
     def trouble(self) -> Trouble | None:
@@ -34,7 +34,7 @@ class Inspection(ModelWeights):
 
         All ranks hear of the same one, but not at once. It is part of every snapshot that is taken afterwards.
         """
-        return self._engine.reporter.decisions.detector.trouble
+        return self._spans.reporter.decisions.detector.trouble
 
     def is_finite(self) -> bool:
         """Return whether the newest weights and the optimizer states in this process are free of infinities and NaN."""
@@ -53,11 +53,11 @@ class Inspection(ModelWeights):
 
     def decided(self) -> tuple[Decision, ...]:
         """Return the updates made or skipped since the last report; after a run, those of its last batches."""
-        return self._engine.reporter.decisions.events.take_decided()
+        return self._spans.reporter.decisions.events.take_decided()
 
     def evaluated(self) -> tuple[Evaluated, ...]:
         """Return what evaluations have found since the last report."""
-        return self._engine.reporter.decisions.events.take_evaluated()
+        return self._spans.reporter.decisions.events.take_evaluated()
 
     @property
     def evaluations(self) -> tuple[Evaluated, ...]:
@@ -65,7 +65,7 @@ class Inspection(ModelWeights):
 
         They are part of a snapshot: those that were known when the update before it was made.
         """
-        return tuple(self._engine.reporter.decisions.events.evaluations)
+        return tuple(self._spans.reporter.decisions.events.evaluations)
 
     def optimizers(self) -> dict[Stage, torch.optim.Optimizer]:
         """The optimizers of the stages in this process; of the first pipeline, where it holds several.
@@ -86,7 +86,7 @@ class Inspection(ModelWeights):
     @property
     def doing(self) -> str:
         """What the rank of this process is doing, or waiting for, such as "F3 of stage 1"."""
-        return str(self._engine.reporter.recorder.doing)
+        return str(self._spans.reporter.recorder.doing)
 
     def live_bytes(self) -> dict[int, dict[str, int]]:
         """Return live bytes by purpose, per rank of this process. Ranks count through all pipelines."""

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.comm.core.rank_grid import RankGrid
 from penstock.errors import ConfigError
-from penstock.runtime.engine import Engine
+from penstock.runtime.built_pipeline import BuiltPipeline
 from penstock.runtime.full_state import gather_state, names_in, shares_of, with_all_names, with_the_rest
-from penstock.runtime.setup.rank_state import RankState
-from penstock.schedule.ir.schedule import Stage
 from penstock.stage.stage_runtime import StageRuntime
 
 _LOG = logging.getLogger(__name__)
@@ -23,23 +19,8 @@ _WITHIN_A_RUN = (
 )
 
 
-class ModelWeights:
-    """The part of `Pipeline` that hands out weights and takes others.
-
-    Attributes:
-        grid: all ranks, and which of them are in this process.
-    """
-
-    grid: RankGrid
-    _engine: Engine
-    _ranks: list[RankState]
-    _given: tuple[Any, Mapping[str, Any]]
-
-    @property
-    def stages(self) -> dict[Stage, StageRuntime]:
-        """The stages in this process; of the first pipeline, where it holds several."""
-        first = self._ranks[0].key.pipeline
-        return {n: stage for state in self._ranks if state.key.pipeline == first for n, stage in state.stages.items()}
+class ModelWeights(BuiltPipeline):
+    """The part of `Pipeline` that hands out weights and takes others."""
 
     def full_state_dict(self, model: nn.Module | None = None, *, averaged: bool = False) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model, which the model that was not divided can load.
@@ -66,7 +47,7 @@ class ModelWeights:
             PenstockError: a run is under way.
             TransportError: a peer is dead, or did not call this in time.
         """
-        self._engine.check_idle(_WITHIN_A_RUN)
+        self._spans.life.check_idle(_WITHIN_A_RUN)
         stages = [stage for key, stage in self.stages.items() if key.direction == 0]  # others hold copies of them
         own, fault = {}, None
         try:  # the others must hear of a failure before it is raised here
@@ -95,14 +76,10 @@ class ModelWeights:
         """
         return self._state_of(self._by_place(), averaged)
 
-    def _by_place(self) -> list[StageRuntime]:
-        """The stages in this process, of several copies of one the first last."""
-        return sorted(self.stages.values(), key=lambda stage: -stage.place)
-
     def _state_of(self, stages: Iterable[StageRuntime], averaged: bool) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
         for stage in stages:
-            if self._engine.at_rest:
+            if self._spans.life.at_rest:
                 (stage.adopt if stage.weights.agreement is None else stage.refresh)()
             state.update(stage.module.state())
             state.update(stage.weights.newest_tensors())  # in the middle of a run another version may be bound
@@ -125,7 +102,7 @@ class ModelWeights:
             ConfigError: a name is missing or unknown, or a tensor has another shape; nothing has been loaded then.
             PenstockError: a run is under way.
         """
-        self._engine.check_idle()
+        self._spans.life.check_idle()
         blocks = self._given[1]
         here = dict(pair for stage in self._by_place() for pair in stage.module.named_modules())
         own = here | {name: blocks[name] for name in here if isinstance(blocks[name], nn.Module)}

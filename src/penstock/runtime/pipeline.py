@@ -6,65 +6,49 @@ numbers, bit for bit.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from inspect import signature
-from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from penstock.comm.collective.polling import Waits, choose_polling
-from penstock.comm.communicators import holders_of
+from penstock.comm.collective.polling import Waits
 from penstock.comm.core.rank_grid import RankGrid, check_group, warn_if_alone
-from penstock.comm.mesh import from_mesh, groups_of_holders
-from penstock.comm.p2p.transport import Channel
-from penstock.comm.transports import Transports, choose_transports
+from penstock.comm.mesh import from_mesh
 from penstock.errors import CapabilityError, ConfigError
-from penstock.partition.blocks import Blocks, check_same_blocks, named_blocks
-from penstock.runtime.attribute_hints import NO_CALL, NO_PICKLE, missing, names_checked, no_argument, positional
-from penstock.runtime.engine import Engine
+from penstock.partition.blocks import Blocks, check_same_blocks
+from penstock.runtime.attribute_hints import UserAdvice, names_checked
+from penstock.runtime.data.batch_source import Batches
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
-from penstock.runtime.in_flight.adapted import Adaptations
 from penstock.runtime.options.division import DataParallel, InFlight, Partition
 from penstock.runtime.options.options import PipelineOptions, RunOptions
 from penstock.runtime.options.passes import Precision, Recompute, Staleness
 from penstock.runtime.options.updates import UpdateOptions
 from penstock.runtime.plan.known_schedule import ranks_of
 from penstock.runtime.plan.method_choice import default_stages, request_for, with_options
-from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
-from penstock.runtime.rank.batch_source import Batches
-from penstock.runtime.rank.restore import SavedState, check_names, check_pipelines, has_older, restore
-from penstock.runtime.rank.snapshot import Saving, Snapshot, check_saving
-from penstock.runtime.setup.assemble import blocks_here, make_ranks
+from penstock.runtime.plan.plan import UnprovenPlan
+from penstock.runtime.rank.snapshot import Saving, check_saving
+from penstock.runtime.saved_states import SavedStates
 from penstock.runtime.setup.given import blocks_of
-from penstock.runtime.setup.same_plan import check_same_plans
-from penstock.runtime.setup.shared_plan import share_evaluation, shared_plan
-from penstock.runtime.switching import Switching
+from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.runtime.training_run import TrainingRun
 from penstock.runtime.update.divergence import Divergence
-from penstock.schedule.ir.rules import RULES
+from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.check import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
-from penstock.stage.checks.held_elsewhere import HeldElsewhere
 from penstock.stage.loss import LossFunction, check_loss
 from penstock.stage.precision import PrecisionName
-from penstock.stage.stage_weights import TrainedWeights
 from penstock.weights.corrections.base import Correction
-from penstock.weights.optim.lr_schedulers import SchedulerFactory
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
-from penstock.weights.update_hooks import UpdateHook, UpdateHooks
-
-_LOG = logging.getLogger(__name__)
-IN_FLIGHT = "in_flight"  # among the facts of a saved state
+from penstock.weights.update_hooks import UpdateHook
+from penstock.weights.updates.lr_schedulers import SchedulerFactory
 
 
-class Pipeline(Switching):
+class Pipeline(SavedStates, UserAdvice):
     """A model that is divided into stages and trained by a method of pipeline parallelism.
 
         pipeline = Pipeline(model, method="2bw", stages=4, microbatches=8, loss=loss, optimizer=make_optimizer)
@@ -77,7 +61,8 @@ class Pipeline(Switching):
             those of `full_state_dict`. Hooks on parameters run for each microbatch, as in plain torch where gradients
             accumulate; those of `register_hook` get the gradient of its loss sum divided by `Precision.divisor`.
         schedule: what `make_schedule`, `check` or `load_schedule` returned; or name a method, here or below.
-        method: its name, such as "2bw" (`penstock methods` lists them), or what `penstock.method` returned.
+        method: its name, such as "2bw" (`penstock methods` lists them), or what `penstock.method` returned; or an order
+            of your own, a function as of `make_schedule`, which rank 0 alone calls and proves.
         stages: d, the number of stages (of ranks, if the method places several stages on one). By default, one for each
             rank that the group has for a pipeline.
         microbatches: m, the number of microbatches that a batch is split into, for each of the parallel pipelines.
@@ -142,9 +127,9 @@ class Pipeline(Switching):
     def __init__(
         self,
         blocks: Blocks,
-        schedule: Schedule | Proof | str | MethodChoice | None = None,
+        schedule: Schedule | Proof | str | MethodChoice | OrderFunction | None = None,
         *,
-        method: str | MethodChoice | None = None,
+        method: str | MethodChoice | OrderFunction | None = None,
         stages: int | None = None,
         microbatches: int | None = None,
         loss: LossFunction | Mapping[int, LossFunction],
@@ -173,8 +158,10 @@ class Pipeline(Switching):
             staleness if isinstance(staleness, Staleness) else Staleness(staleness),
             partition if isinstance(partition, Partition) else Partition(partition),
             in_flight if isinstance(in_flight, InFlight) else InFlight(in_flight),
-            UpdateOptions(max_grad_norm, lr_scheduler, ema_decay, divergence),
-            RunOptions(seed, timeout, device, waits),
+            UpdateOptions(
+                max_grad_norm=max_grad_norm, lr_scheduler=lr_scheduler, ema_decay=ema_decay, divergence=divergence
+            ),
+            RunOptions(seed=seed, timeout=timeout, device=device, waits=waits),
         )
         mesh = options.data_parallel.mesh
         correction, width = options.staleness.correction, options.data_parallel.width
@@ -193,77 +180,6 @@ class Pipeline(Switching):
         grid = RankGrid(width, ranks, group, timeout)
         plan = shared_plan(lambda known: UnprovenPlan.of(named, request, options, known), grid.control)
         self._build(plan, grid, blocks, named, loss, optimizer)
-
-    def _build(
-        self,
-        plan: PipelinePlan,
-        grid: RankGrid,
-        blocks: Blocks,
-        named: Mapping[str, Any],
-        loss: LossFunction | Mapping[int, LossFunction],
-        optimizer: OptimizerFactory,
-    ) -> None:
-        """Build the ranks of this process and their communicators."""
-        self._given, self.grid = (blocks, named), grid
-        parallel, timeout = plan.options.data_parallel, plan.options.run.timeout
-        self._plan, self.proof, self.schedule, self.parts = plan, plan.proof, plan.schedule, plan.parts
-        self.timeout, self.combine = timeout, parallel.combine
-        self.delays, self.backward_delays = plan.delays.by_block, (plan.backward_delays or plan.delays).by_block
-        holders = holders_of(self.schedule, parallel.width).values()
-        alike = groups_of_holders(self.grid, holders, parallel.mesh) if parallel.fast else {}
-        self._held = HeldElsewhere(named, blocks_here(plan, self.grid))
-        self._ranks, self._adaptations = make_ranks(named, plan, self.grid, loss, optimizer), Adaptations()
-        self._held.built()
-        self._hooks = UpdateHooks()
-        for stage in {stage.key.index: stage for stage in self._by_place()}.values():
-            if isinstance(stage.weights, TrainedWeights):
-                stage.weights.hooks = self._hooks
-        evaluation = share_evaluation(self.schedule, self.grid.control)
-        self._transports = self._choose_transports()
-        self._transports.prepare(Channel.TRAINING, self.proof.lowered)
-        self._transports.prepare(Channel.EVALUATION, evaluation.lowered)
-        polling = choose_polling(plan.options.run.waits, self.grid.control)
-        self._engine = Engine(
-            self.grid,
-            self._ranks,
-            self.proof,
-            evaluation,
-            self._transports,
-            alike,
-            timeout,
-            plan.options.precision.kernels,
-            parallel.combine,
-            polling,
-            plan.options.staleness.correction,
-            self._held,
-        )
-
-    def _choose_transports(self) -> Transports:
-        return choose_transports(self.grid, {stage.module.device for stage in self.stages.values()})
-
-    if not TYPE_CHECKING:  # or type checkers would take every name
-
-        def __new__(cls, *places, **given):
-            """Refuse arguments of other libraries, before Python asks for those that are missing."""
-            if len(places) > 2:
-                raise TypeError(positional(len(places)))
-            known = signature(cls.__init__).parameters
-            unknown = [name for name in given if name not in known]
-            if unknown:
-                raise TypeError(no_argument(unknown[0], list(known)[1:]))
-            return super().__new__(cls)
-
-        def __getattr__(self, name):
-            """Say what to write in place of a name that other libraries have."""
-            raise AttributeError(missing(name, [n for n in dir(type(self)) if not n.startswith("_")]))
-
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        """Say what to write instead: there is no forward without its backward and update."""
-        raise TypeError(NO_CALL)
-
-    def __reduce__(self) -> NoReturn:
-        """Say how to save what is worth saving."""
-        raise TypeError(NO_PICKLE)
 
     def __repr__(self) -> str:
         """Return the schedule and how far training is."""
@@ -347,7 +263,7 @@ class Pipeline(Switching):
                 model; on the other ranks a DataError.
         """
         check_same_blocks(*self._given)
-        total, weight = self._engine.evaluate(batches, averaged)
+        total, weight = self._spans.evaluate(batches, averaged)
         return (total / weight, weight) if weight else None
 
     def stop(self) -> None:
@@ -356,7 +272,7 @@ class Pipeline(Switching):
         The request travels with gradients, or with what all stages decide together. So in a pipeline whose first stages
         have no backward (`frozen` in its schedule) only their ranks can ask.
         """
-        self._engine.ask_to_stop()
+        self._ranks[0].stop.ask()
 
     def on_update(self, hook: UpdateHook) -> RemovableHandle:
         """Let a function be called at every update of each stage in this process, such as one that averages weights.
@@ -401,122 +317,4 @@ class Pipeline(Switching):
 
     def abandon(self) -> None:
         """Drop the batches in flight when the loop is left, instead of finishing them, because the job is to end."""
-        self._engine.abandon()
-
-    def snapshots(self) -> list[Snapshot]:
-        """Return a snapshot of every stage in this process, between two runs; together they are a saved state."""
-        found: list[Snapshot] = []
-        for snapshot in self._engine.snapshots():
-            self._sink(found.append, snapshot)
-        return found
-
-    def _sink(self, sink: Callable[[Snapshot], None], snapshot: Snapshot, *, shares: bool = False) -> None:
-        """Hand on a snapshot, with the microbatches in flight that have been found; see `Saving` for `shares`."""
-        if not shares:
-            snapshot.own()
-        known = self._adaptations.state()
-        snapshot.facts.update({IN_FLIGHT: known} if known else {})
-        sink(snapshot)
-
-    def load(self, saved: SavedState) -> None:
-        """Continue from a saved state, bit for bit; it may be of another depth, width or method.
-
-        Under another method, training begins with the newest weights of the state; double buffering begins with them
-        twice if it finds no older ones, as after a synchronous run. `Checkpoints.load` calls this.
-
-        Raises:
-            ConfigError: this is no saved state.
-            CheckpointError: something is missing, or of another shape, or of a block that the model does not have.
-        """
-        self._engine.check_idle()
-        if not isinstance(saved, SavedState):
-            raise ConfigError(
-                f"load takes a state that was saved with its facts, not {saved!r:.80}; to load a checkpoint: "
-                "penstock.Checkpoints(pipeline, folder).load(); to begin with other weights: "
-                "pipeline.load_state_dict(weights)"
-            )
-        check_names(saved, [n for part in self.parts for n in part])
-        check_pipelines(saved, self.combine, self.grid.width)
-        self._adaptations.load(saved.facts.get(IN_FLIGHT, {}))
-        self._adopt(None)
-        self._held.loaded()
-        older = RULES[self.schedule.rule].bases == 2 and has_older(saved, self._plan.options.staleness.correction_name)
-        try:
-            for state in self._ranks:
-                for stage in state.stages.values():
-                    restore(stage, saved, older, self.delays)
-                key = state.decisions.key if state.decisions.key in saved.facts else "decisions"
-                state.decisions.load(int(saved.facts["batch"]), saved.facts[key])
-                for stage in state.stages.values():
-                    stage.weights.decided(state.decisions.mean)
-        except BaseException as error:
-            self._engine.break_off(error)  # half of it may have been loaded
-            raise
-        self._engine.batches, self._engine.keeps_older = int(saved.facts["batch"]), older
-
-
-Pipeline.__signature__ = signature(partial(Pipeline.__init__, None))  # type: ignore[arg-type, attr-defined]  # not that of __new__
-
-
-def pipeline_of(
-    plan: PipelinePlan,
-    blocks: Blocks,
-    loss: LossFunction | Mapping[int, LossFunction],
-    optimizer: OptimizerFactory,
-    group: dist.ProcessGroup | None = None,
-) -> Pipeline:
-    """The pipeline of a plan, of which nothing is checked again.
-
-    Args:
-        plan: made of the same blocks; between processes by `shared_plan`, or the like.
-        blocks, loss, optimizer, group: as of `Pipeline`.
-
-    Raises:
-        ConfigError: the group has another size, or blocks are not what the plan takes them for; or ranks were given
-            different plans.
-        CapabilityError: the optimizer cannot step a stage.
-    """
-    check_loss(loss)
-    options, pipeline = plan.options, Pipeline.__new__(Pipeline)
-    grid = RankGrid(options.data_parallel.width, plan.schedule.ranks, group, options.run.timeout)
-    if grid.control is not None:
-        check_same_plans({"": plan}, None, grid.control)
-    pipeline._build(plan, grid, blocks, named_blocks(blocks), loss, optimizer)
-    return pipeline
-
-
-def save_between_runs(pipeline: Pipeline, saving: Saving) -> None:
-    """Hand a snapshot of every stage in this process to the sink of `saving`, between two runs."""
-    for snapshot in pipeline._engine.snapshots():
-        pipeline._sink(saving.sink, snapshot, shares=saving.shares)
-
-
-def check_idle(pipeline: Pipeline, instead: str = "") -> None:
-    """Make sure that a pipeline is between two runs; this is no collective call.
-
-    Args:
-        pipeline: which.
-        instead: what to write within a run, for the message.
-
-    Raises:
-        PenstockError: a run is under way, or the pipeline broke in an earlier one.
-    """
-    pipeline._engine.check_idle(instead)
-
-
-def continue_under(pipeline: Pipeline, plan: PipelinePlan, evaluate: Evaluating | None = None) -> None:
-    """Let a pipeline go on under another plan of it, as `Pipeline.switch` does, without checking the plan again.
-
-    Args:
-        pipeline: whose run is over.
-        plan: of the same blocks; its present one follows it, or is followed by it.
-        evaluate: as of `Pipeline.switch`.
-
-    Raises:
-        ConfigError: ranks were given different plans.
-        CapabilityError: the optimizer cannot step under it.
-    """
-    pipeline._engine.check_idle()
-    if pipeline.grid.control is not None:
-        check_same_plans({"": plan}, None, pipeline.grid.control)
-    pipeline._continue(plan, evaluate)
+        self._spans.life.abandoned = True

@@ -9,15 +9,15 @@ import torch.distributed as dist
 
 from penstock.comm.collective.hand_out import from_first
 from penstock.comm.p2p.transport import Channel
-from penstock.comm.transports import Transports
-from penstock.runtime.engine import Halt
+from penstock.runtime.engine.engine import Halt
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
-from penstock.runtime.in_flight.adapted import MEASURED, Adaptations, AdaptedInFlight, adapt
+from penstock.runtime.in_flight.adapted import MEASURED, AdaptedInFlight, adapt
 from penstock.runtime.in_flight.agree import measured_by_all
 from penstock.runtime.inspection import Inspection
 from penstock.runtime.plan.method_choice import request_for
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.shared_plan import shared_plan
+from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.check import Proof
@@ -28,24 +28,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class Switching(Inspection):
-    """The part of `Pipeline` that replaces its schedule.
-
-    Attributes:
-        schedule: the present one.
-        proof: of it.
-    """
-
-    schedule: Schedule
-    proof: Proof
-    _plan: PipelinePlan
-    _transports: Transports
-    _adaptations: Adaptations
+    """The part of `Pipeline` that replaces its schedule."""
 
     def switch(
         self,
-        schedule: Schedule | Proof | str | MethodChoice | None = None,
+        schedule: Schedule | Proof | str | MethodChoice | OrderFunction | None = None,
         *,
-        method: str | MethodChoice | None = None,
+        method: str | MethodChoice | OrderFunction | None = None,
         correction: Correction | None = None,
         evaluate: Evaluating | None = None,
     ) -> None:
@@ -58,8 +47,8 @@ class Switching(Inspection):
 
         Args:
             schedule: what `make_schedule`, `check` or `load_schedule` returned, or a method.
-            method: a method by its name, or what `penstock.method` returned, for as many ranks and microbatches as
-                before.
+            method: a method by its name, what `penstock.method` returned, or an order of your own, for as many ranks
+                and microbatches as before.
             correction: what is done about stale weights, where the method does not bring it. The one before is over;
                 one that comes back begins anew.
             evaluate: the evaluations of the runs before and after. Version rules evaluate a version at different
@@ -70,7 +59,7 @@ class Switching(Inspection):
                 given different schedules.
             CapabilityError: the runtime does not offer it, or the optimizer cannot step under it.
         """
-        self._engine.check_idle()
+        self._spans.life.check_idle()
         if evaluate is not None:
             check_evaluating(evaluate)
         depth, microbatches = self.schedule.ranks, self.schedule.microbatches
@@ -139,7 +128,7 @@ class Switching(Inspection):
         if found is None:
             return
         present = self._plan
-        plan = shared_plan(lambda known: present.adapted(found.numbers, found.window, known), self.grid.control)
+        plan = shared_plan(lambda known: present.adapted(found.choice, found.window, known), self.grid.control)
         if plan.schedule.actions_hash == self.schedule.actions_hash:
             self._transports.prepare(Channel.TRAINING, plan.proof.lowered)
             self._engine.widen(plan.proof)
@@ -152,6 +141,6 @@ class Switching(Inspection):
 
         Call it between two runs; all ranks call it together.
         """
-        self._engine.check_idle()
+        self._spans.life.check_idle()
         for state in self._ranks:
             state.decisions.detector.watch_from(first)

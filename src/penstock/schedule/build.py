@@ -1,73 +1,30 @@
-"""From a method's name, or a user's order function, to a proven schedule."""
+"""Builds and proves the schedule of a method, or of a user's order function."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from penstock.checks import did_you_mean
 from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.extend import with_window
 from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.ir.rules import RULES
-from penstock.schedule.ir.schedule import Op, Schedule
-from penstock.schedule.ir.sharding import Level, Sharding, read_sharding
-from penstock.schedule.methods.table import METHODS, compatible, find_method, sharding_of
+from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.ir.sharding import Sharding, read_sharding
+from penstock.schedule.methods.compatibility import compatible, sharding_of
+from penstock.schedule.methods.find_method import find_method
+from penstock.schedule.methods.table import METHODS
 from penstock.schedule.orders import ORDERS
-from penstock.schedule.orders.forward_only import forward_through
 from penstock.schedule.own_order import call_order
 from penstock.schedule.proof.check import Proof, check, check_versions
 from penstock.schedule.transforms.apply_rule import apply_rule
 from penstock.schedule.transforms.batch_ops import (
-    with_averages,
     with_decisions,
-    with_reductions,
-    with_ties,
-    without_averages,
 )
-from penstock.schedule.transforms.recompute import Segments, with_recompute
 from penstock.schedule.transforms.sharding import with_sharding
-
-
-def make_schedule(
-    method: str | OrderFunction,
-    stages: int,
-    microbatches: int,
-    *,
-    rule: str | None = None,
-    order: str | OrderFunction | None = None,
-    options: Options = NO_OPTIONS,
-    decides: bool = False,
-    window: int | None = None,
-    sharding: str | Sharding | None = None,
-) -> Schedule:
-    """Build a schedule and prove it.
-
-    Args:
-        method: a row of the method table, or a function (stages, microbatches) -> order, which may return an `Order`
-            or simply, per rank, the passes of one flushed batch as text: ``["F0 F1 B0 B1", "F0 B0 F1 B1"]``.
-        stages: d, the number of stages of the model.
-        microbatches: m, microbatches per batch.
-        rule: another version rule than the method's (for a function: "flush" unless told otherwise).
-        order: another order than the method's.
-        options: of the order, such as {"chunks": 4}.
-        decides: updates wait for a decision of all stages (the global norm, a vote on overflow).
-        window: messages that may be outstanding on a lane from one rank to another, on either side, each of which is
-            memory; the least that costs no time if None, when a forward takes 1, a backward 2 and messages take none.
-            Where messages take time, `simulate_schedule` says how many it takes.
-        sharding: what parallel pipelines split of the state of a stage: "none", "optimizer", "gradients" or "full",
-            also with options, as in "full:weights=3"; that of the method if None.
-
-    Returns:
-        A schedule that `check` accepts.
-
-    Raises:
-        ConfigError: unknown method, order or rule, or choices that cannot go together.
-        ScheduleError: the schedule is wrong; where only m is too small, the message names the smallest legal m.
-    """
-    request = ScheduleRequest(method, stages, microbatches, rule, order, options, decides, window, sharding)
-    return request.prove().schedule
 
 
 def prove(
@@ -82,7 +39,12 @@ def prove(
     window: int | None = None,
     sharding: str | Sharding | None = None,
 ) -> Proof:
-    """As `make_schedule`, but returns the proof with everything that was derived on the way."""
+    """Build a schedule and prove it; the arguments are those of a `ScheduleRequest`.
+
+    Raises:
+        ConfigError: unknown method, order or rule, or choices that cannot go together.
+        ScheduleError: the schedule is wrong; where only m is too small, the message names the smallest legal m.
+    """
     return ScheduleRequest(method, stages, microbatches, rule, order, options, decides, window, sharding).prove()
 
 
@@ -94,7 +56,19 @@ class ScheduleRequest:
     microbatches, if it fails, as long as many proofs; so whatever else may be wrong is best looked for before.
 
     Attributes:
-        method, stages, microbatches, rule, order, options, decides, window, sharding: as of `make_schedule`.
+        method: a row of the method table, or a function (stages, microbatches) -> order, which may return an `Order`
+            or simply, per rank, the passes of one flushed batch as text: ``["F0 F1 B0 B1", "F0 B0 F1 B1"]``.
+        stages: d, the number of stages of the model.
+        microbatches: m, microbatches per batch.
+        rule: another version rule than the method's (for a function: "flush" unless told otherwise).
+        order: another order than the method's.
+        options: of the order, such as {"chunks": 4}.
+        decides: updates wait for a decision of all stages (the global norm, a vote on overflow).
+        window: messages that may be outstanding on a lane from one rank to another, on either side, each of which is
+            memory; the least that costs no time if None, when a forward takes 1, a backward 2 and messages take none.
+            Where messages take time, `simulate_schedule` says how many it takes.
+        sharding: what parallel pipelines split of the state of a stage: "none", "optimizer", "gradients" or "full",
+            also with options, as in "full:weights=3"; that of the method if None.
     """
 
     method: str | OrderFunction
@@ -143,149 +117,18 @@ class ScheduleRequest:
                 raise
             ours = not callable(self.method) and not callable(self.order)
             need = f"needs at least {legal}" if ours else f"cannot run with the given microbatches, but with {legal}"
+            why = _WHY_MORE.get(schedule.rule, "") if ours else f". ({error})"
             raise ScheduleError(
                 f"{schedule.name} with {self.stages} stages {need} microbatches per batch, got {self.microbatches}; "
-                f"raise microbatches to {legal}. ({error})"
+                f"raise microbatches to {legal}{why}"
             ) from None
 
 
-def extended(
-    schedule: Schedule,
-    *,
-    decides: bool = False,
-    reduces: bool = False,
-    recomputes: bool = False,
-    segments: Segments = 1,
-    tied: Collection[int] = (),
-    averages: int | None = None,
-    behind: int = 0,
-    sharding: str | Sharding = "none",
-) -> Schedule:
-    """A schedule with what is asked for and not yet in it; the schedule itself if that is nothing. Nothing is proven.
-
-    Args:
-        schedule: which.
-        decides: updates wait for what all stages decide together.
-        reduces: parallel pipelines add their gradients.
-        recomputes: forwards are run again, in actions of their own.
-        segments: how many stages do so together (`penstock.schedule.transforms.recompute`), where the schedule does not
-            say.
-        tied: stages that share parameters.
-        averages: parallel pipelines average their weights, or the like, after every so many batches.
-        behind: they add there what they have made so many batches before.
-        sharding: what parallel pipelines split of the state of a stage, after recomputes have been added.
-
-    Raises:
-        ConfigError: it is sharded, and recomputes, averages or another sharding are asked for; it has AVERAGEs in other
-            places than behind each STEP, or after other batches; or recomputes of its own, and segments are asked for.
-        ScheduleError: its rule, or its order, is not one for recomputes.
-    """
-    whole, operations = schedule, {a.op for program in schedule.programs for a in program.period}
-    level = schedule.sharding.level
-    if level is not Level.NONE and (averages is not None or (recomputes and Op.R not in operations)):
-        what = "pipelines with weights of their own have nothing to share" if averages else "add recomputes first"
-        raise ConfigError(f"{schedule.name}: the schedule has sharding {level}; {what}")
-    if recomputes and Op.R not in operations:
-        whole = with_recompute(whole, segments)
-    elif recomputes and segments != 1:
-        raise ConfigError(
-            f"{schedule.name}: the schedule has recomputes of its own, so leave segments={segments!r} out"
-        )
-    if reduces and Op.REDUCE not in operations:
-        whole = with_reductions(whole, everywhere=True)
-    whole = with_sharding(whole, read_sharding(sharding))
-    if tied and Op.TIE not in operations:
-        whole = with_ties(whole, tied)
-    if decides and Op.DECIDE not in operations:
-        whole = with_decisions(whole)
-    if averages is not None:
-        averaged = with_averages(without_averages(whole), averages, behind)
-        if Op.AVERAGE in operations and averaged != whole:
-            raise ConfigError(
-                f"{schedule.name}: the schedule has AVERAGEs of its own, but pipelines that meet every {averages} "
-                "batches have them directly after the STEPs of these batches"
-                + (f", of {behind} batches before" if behind else "")
-                + "; leave them out of the schedule"
-            )
-        whole = averaged
-    return whole
-
-
-def extend(
-    given: Schedule | Proof,
-    *,
-    decides: bool = False,
-    reduces: bool = False,
-    recomputes: bool = False,
-    segments: Segments = 1,
-    tied: Collection[int] = (),
-    averages: int | None = None,
-    behind: int = 0,
-    window: int | None = None,
-    sharding: str | Sharding = "none",
-) -> Proof:
-    """Add to a schedule what is asked for and not yet in it, and prove the result.
-
-    Args:
-        given: a schedule, or its proof.
-        decides, reduces, recomputes, segments, tied, averages, behind, sharding: as of `extended`.
-        window: messages that may be outstanding on a lane; what the schedule says if None (see `make_schedule`).
-
-    Raises:
-        ConfigError: as `extended`.
-        ScheduleError: the schedule is wrong, or its order is not one for segments of several stages.
-    """
-    plain = given.schedule if isinstance(given, Proof) else given
-    whole = extended(
-        plain,
-        decides=decides,
-        reduces=reduces,
-        recomputes=recomputes,
-        segments=segments,
-        tied=tied,
-        averages=averages,
-        behind=behind,
-        sharding=sharding,
-    )
-    if window is not None:
-        whole = _with_window(whole, window)
-    if whole is plain and isinstance(given, Proof):
-        return given
-    if whole.segments and not plain.segments:
-        _check_segments(plain, segments)
-    return check(whole)
-
-
-def _check_segments(schedule: Schedule, segments: Segments) -> None:
-    """Refuse segments of several stages that an order is not made for.
-
-    Raises:
-        ScheduleError: some ranks would wait for ever for the recomputes of others, or the like.
-    """
-    made = with_recompute(schedule, segments)
-    try:
-        check(made)
-    except ScheduleError as error:
-        raise ScheduleError(
-            f"{schedule.name}: segments of {len(made.segments[0])} stages that recompute together do not go with "
-            f"this order; set segments to 1, or take one with a stage per rank, such as 1f1b. ({error})"
-        ) from None
-
-
-def prove_evaluation(schedule: Schedule) -> Proof:
-    """Build and prove the forward-only schedule by which the model of another one is evaluated."""
-    return check(evaluation_of(schedule))
-
-
-def evaluation_of(schedule: Schedule) -> Schedule:
-    """Build the forward-only schedule by which the model of another one is evaluated."""
-    order = forward_through(
-        tuple(stage for stage in schedule.stages if not stage.direction),
-        schedule.edges,
-        schedule.ranks,
-        schedule.microbatches,
-    )
-    return apply_rule(replace(order, frozen=schedule.frozen), RULES["frozen"], schedule.microbatches, "evaluation")
+_WHY_MORE = {
+    "double-buffer": ". (With fewer, the first stage begins a batch before the backwards of the batch two before it "
+    "have ended, whose update makes the weights for it.)"
+}
+"""Why a method needs so many microbatches, by its version rule, where that can be said in a sentence."""
 
 
 def smallest_microbatches(
@@ -311,7 +154,7 @@ def smallest_microbatches(
     def legal(m: int, proves: Callable[[Schedule], object] = check) -> bool:
         try:
             proves(_build(ScheduleRequest(method, stages, m, rule, order, options, decides, window, sharding)))
-        except Exception:  # a user's function may refuse some m in its own way
+        except (Exception, SystemExit):  # a user's function may refuse some m in its own way
             return False
         return True
 
@@ -355,18 +198,7 @@ def _build(asked: ScheduleRequest) -> Schedule:
         raise ScheduleError(f"{name}: {fault}")
     schedule = apply_rule(made, RULES[rule_name], asked.microbatches, name)
     if asked.window is not None:
-        schedule = _with_window(schedule, asked.window)
+        schedule = with_window(schedule, asked.window)
     if sharding is not None:
         schedule = with_sharding(schedule, read_sharding(sharding))
     return with_decisions(schedule) if asked.decides else schedule
-
-
-def _with_window(schedule: Schedule, window: int) -> Schedule:
-    """Set how many messages may be outstanding on a lane.
-
-    Raises:
-        ConfigError: it is no positive whole number.
-    """
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ConfigError(f"window must be a whole number of messages, at least 1; got {window!r}")
-    return replace(schedule, window=window)

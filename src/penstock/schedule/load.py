@@ -7,14 +7,18 @@ import inspect
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from penstock.checks import in_words
 from penstock.errors import ConfigError, PenstockError
 from penstock.files import read_given
-from penstock.schedule.build import extend, prove
+from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.extend import extend
 from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
+from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.text import parse_schedule
 from penstock.schedule.torch_csv import from_torch_csv
@@ -32,7 +36,20 @@ def prove_file(
     options: Options = NO_OPTIONS,
     rule: str | None = None,
 ) -> Proof:
-    """Load the schedule in a file and prove it.
+    """Load the schedule in a file and prove it; arguments and errors as of `read_file`."""
+    with _said_of(path):
+        found = _read(path, stages, microbatches, options, rule)
+        return found.prove() if isinstance(found, ScheduleRequest) else extend(found)
+
+
+def read_file(
+    path: Path,
+    stages: int | None = None,
+    microbatches: int | None = None,
+    options: Options = NO_OPTIONS,
+    rule: str | None = None,
+) -> Schedule:
+    """Load the schedule in a file, for somebody else to prove it.
 
     Args:
         path: `*.py` with a function (stages, microbatches, *, options) that returns an order: the one called `order`,
@@ -46,22 +63,37 @@ def prove_file(
             given.
         ScheduleError: the schedule is wrong; the message names the action at fault.
     """
+    with _said_of(path):
+        found = _read(path, stages, microbatches, options, rule)
+        return found.schedule if isinstance(found, ScheduleRequest) else found
+
+
+def _read(
+    path: Path, stages: int | None, microbatches: int | None, options: Options, rule: str | None
+) -> ScheduleRequest | Schedule:
+    """Return what a file holds: a schedule, or what a function in it is asked for."""
     sizes = {"stages": stages, "microbatches": microbatches}
     given = [*(name for name, size in sizes.items() if size is not None), *options, *([] if rule is None else ["rule"])]
     if given and not holds_function(path):
         raise ConfigError(f"{path} holds a finished schedule; leave {in_words(given, 'and')} out")
+    if holds_function(path):
+        if stages is None or microbatches is None:
+            raise ConfigError(
+                f"the order in {str(path)!r} is a function of stages and microbatches; give both, such as "
+                f"load_schedule({str(path)!r}, stages=4, microbatches=8)"
+            )
+        return _asked(path, stages, microbatches, options, rule)
+    text = _text_of(path)
+    if path.suffix == ".csv":
+        return from_torch_csv(text, path.stem)
+    return parse_schedule(text, str(path), path.stem)
+
+
+@contextmanager
+def _said_of(path: Path) -> Iterator[None]:
+    """Name the file in errors, where they do not."""
     try:
-        if holds_function(path):
-            if stages is None or microbatches is None:
-                raise ConfigError(
-                    f"the order in {str(path)!r} is a function of stages and microbatches; give both, such as "
-                    f"load_schedule({str(path)!r}, stages=4, microbatches=8)"
-                )
-            return _prove_function(path, stages, microbatches, options, rule)
-        text = _text_of(path)
-        if path.suffix == ".csv":
-            return extend(from_torch_csv(text, path.stem))
-        return extend(parse_schedule(text, str(path), path.stem))
+        yield
     except PenstockError as error:
         if str(path) in str(error):
             raise
@@ -69,20 +101,22 @@ def prove_file(
         raise type(error)(f"{path}: {said}") from error.__cause__
 
 
-def _prove_function(path: Path, stages: int, microbatches: int, options: Options, rule: str | None) -> Proof:
-    """Prove what the order function in a Python file returns."""
+def _asked(path: Path, stages: int, microbatches: int, options: Options, rule: str | None) -> ScheduleRequest:
+    """Ask the order function in a Python file for a schedule."""
     function = load_function(path)
     taken = inspect.signature(function)
     try:
         taken.bind(stages, microbatches)
     except TypeError:
         raise ConfigError(f"{path}: the function must take (stages, microbatches), but takes {taken}") from None
+    request = ScheduleRequest(_named(function, path.stem), stages, microbatches, rule, options=options)
     try:
-        return prove(_named(function, path.stem), stages, microbatches, rule=rule, options=options)
+        _ = request.schedule
     except PenstockError:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(_failure(path, error)) from error
+    return request
 
 
 def _named(function: OrderFunction, name: str) -> OrderFunction:

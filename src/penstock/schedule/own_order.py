@@ -21,7 +21,7 @@ from penstock.schedule.ir.order import (
     options_of,
 )
 from penstock.schedule.ir.schedule import Action, Op, format_action, passes, split_fused, straight
-from penstock.schedule.orders import CHAINS, ORDERS
+from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
 from penstock.schedule.text import parse_action
 
 
@@ -43,8 +43,11 @@ def call_order(
     name = name_of(function, ORDERS)
     check_options(function, options, ORDERS, asked)
     defaults, ours = options_of(function), function in ORDERS.values()
-    if function in CHAINS:
-        options = _with_in_flight(name, options, stages)
+    given = options.get("in_flight")
+    if given in (AUTO, AUTO_DELAYED) and function in ASK_LINKS:  # no links are known: messages take no time
+        options = {option: value for option, value in options.items() if option != "in_flight"}
+    elif given is not None and function in CHAINS:
+        options = {**options, "in_flight": check_in_flight(f"{name}: in_flight", given, stages)}
     for what, value in (("stages", stages), ("microbatches", microbatches), *options.items()):
         if isinstance(value, tuple) and function in CHAINS:
             continue
@@ -72,16 +75,6 @@ def call_order(
                 f"{microbatches} microbatches, numbered from 0 to {microbatches - 1}"
             )
     return make_order(ranks, [list(_drain(actions, microbatches)) for actions in ranks], stages=straight(len(result)))
-
-
-def _with_in_flight(name: str, options: Options, stages: int) -> Options:
-    """Bring microbatches in flight into the form that orders take; `auto` is their default: messages take no time."""
-    given = options.get("in_flight")
-    if given is None:
-        return options
-    if given in (AUTO, AUTO_DELAYED):
-        return {option: value for option, value in options.items() if option != "in_flight"}
-    return {**options, "in_flight": check_in_flight(f"{name}: in_flight", given, stages)}
 
 
 def _drain(period: Sequence[Action], microbatches: int) -> Iterator[Action]:

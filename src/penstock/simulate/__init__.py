@@ -1,1 +1,1 @@
-"""A schedule and costs give a predicted timeline. Never imports torch."""
+"""The simulator: predicts the timeline of a schedule from costs. Never imports torch."""

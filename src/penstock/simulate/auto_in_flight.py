@@ -10,21 +10,21 @@ from itertools import accumulate
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import ScheduleRequest, smallest_microbatches
 from penstock.schedule.ir.in_flight import AUTO, AUTO_DELAYED, check_in_flight, in_flight_on, write_in_flight
-from penstock.schedule.ir.order import check_options
+from penstock.schedule.ir.order import check_options, options_of
 from penstock.schedule.ir.rules import RULES, Source
-from penstock.schedule.methods.table import find_method
-from penstock.schedule.orders import CHAINS, ORDERS
+from penstock.schedule.methods.find_method import find_method
+from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
 from penstock.schedule.orders.interleaved import groups_of
 from penstock.schedule.proof.check import Proof, check_versions
 from penstock.simulate.costs import Costs
-from penstock.simulate.in_flight import least_in_flight, least_interleaved, rank_times
+from penstock.simulate.in_flight import RankTimes, least_in_flight, least_interleaved, rank_times
 
 _SPLIT_ORDERS, _INTERLEAVED = ("zb-h1",), "interleaved"
 
 
 @dataclass(frozen=True)
 class InFlightChoice:
-    """Microbatches in flight on every rank.
+    """Microbatches in flight on every rank; of interleaved 1F1B, passes of chunks on the first rank only.
 
     Attributes:
         taken: what to run with.
@@ -32,6 +32,7 @@ class InFlightChoice:
         plain: what the order has where messages take no time.
         reasons: why fewer are taken than the links ask for.
         later: by how much weights are read later with them, if they are.
+        group: of interleaved 1F1B, the microbatches that run through a chunk together.
     """
 
     taken: tuple[int, ...]
@@ -39,6 +40,13 @@ class InFlightChoice:
     plain: tuple[int, ...]
     reasons: tuple[str, ...] = ()
     later: str = ""
+    group: int | None = None
+
+    def applied(self, request: ScheduleRequest) -> ScheduleRequest:
+        """Return the request with these numbers in place of `auto`."""
+        if self.group is None:
+            return with_in_flight(request, self.taken)
+        return replace(request, options={**request.options, "in_flight": self.taken[0], "group": self.group})
 
     def __str__(self) -> str:
         """Return the numbers with the reasons, for people."""
@@ -65,7 +73,7 @@ def asks_for_auto(given: object) -> bool:
     order = _order_of(given)
     what = f"method {given.method}" if given.order is None else f"order {order}"
     check_options(ORDERS[order], given.options, ORDERS, what)
-    if ORDERS[order] not in CHAINS and order != _INTERLEAVED:
+    if ORDERS[order] not in ASK_LINKS:
         raise ConfigError(
             f"{what} takes a number of microbatches in flight, such as in_flight=8; got {given.options['in_flight']!r}"
         )
@@ -75,6 +83,11 @@ def asks_for_auto(given: object) -> bool:
 def splits(request: ScheduleRequest) -> bool:
     """Whether its backwards come in two halves."""
     return _order_of(request) in _SPLIT_ORDERS
+
+
+def interleaves(request: ScheduleRequest) -> bool:
+    """Whether its order is interleaved 1F1B, whose numbers count passes of chunks."""
+    return _order_of(request) == _INTERLEAVED
 
 
 def choose_in_flight(
@@ -95,13 +108,15 @@ def choose_in_flight(
     """
     if not asks_for_auto(request):
         return request, None
-    if _order_of(request) == _INTERLEAVED:
-        return _interleaved(request, costs)
+    if interleaves(request):
+        times = rank_times(costs, splits=False)
+        choice = choose_interleaved(request, times, costs.transfer + costs.latency, costs.transfer)
+        return choice.applied(request), choice
     if len(costs.stages) != request.stages:
         raise ConfigError(f"the costs describe {len(costs.stages)} stages, there are {request.stages}")
     times = rank_times(costs, splits=splits(request))
     choice = as_allowed(request, least_in_flight(times, costs.transfer + costs.latency, costs.transfer), most)
-    return with_in_flight(request, choice.taken), choice
+    return choice.applied(request), choice
 
 
 def most_of_a_run(stages: int, microbatches: int) -> int:
@@ -214,20 +229,44 @@ def _delays(proof: Proof) -> list[float]:
     return [max(proof.stages[s].delay.forward, proof.stages[s].delay.backward) for s in stages]
 
 
-def _interleaved(request: ScheduleRequest, costs: Costs) -> tuple[ScheduleRequest, InFlightChoice]:
-    """Choose the group of interleaved 1F1B, unless it is given, and the passes of chunks in flight."""
+def choose_interleaved(
+    request: ScheduleRequest,
+    times: Sequence[RankTimes],
+    hop: float,
+    transfer: float = 0.0,
+    most: int | None = None,
+    **leave: float,
+) -> InFlightChoice:
+    """Return the group of interleaved 1F1B, unless it is given, and the passes of chunks in flight on the first rank.
+
+    Args:
+        request: which asks for `auto`.
+        times, hop, transfer, leave: as of `penstock.simulate.in_flight.least_interleaved`.
+        most: passes of chunks that the memory of the first rank allows.
+    """
     given, ranks, m = request.options, request.stages, request.microbatches
-    chunks = int(given.get("chunks", 2))
-    slots, group = least_interleaved(
-        rank_times(costs, splits=False), chunks, costs.transfer + costs.latency, costs.transfer
-    )
+    chunks = chunks_of(request)
+    slots, group = least_interleaved(times, chunks, hop, transfer, **leave)
     asked = (ranks - 1) * slots + (chunks - 1) * group + 1
     size = len(groups_of(ranks, m, min(max(given.get("group") or group, ranks), max(m, ranks)))[0])
-    reasons = [] if size >= group else [f"a group has {size} microbatches where {group} would do"]
+    reasons = [f"a group has {size} microbatches where {group} would do"] if size < group else []
     slots = max(min(slots, 2 * size // ranks), 2)
-    taken, plain = (ranks - 1) * slots + (chunks - 1) * size + 1, (ranks - 1) * 2 + (chunks - 1) * min(ranks, m) + 1
-    options = {**given, "group": max(size, ranks), "in_flight": taken}
-    return replace(request, options=options), InFlightChoice((taken,), (asked,), (plain,), tuple(reasons))
+
+    def in_flight(slots: int, size: int) -> int:
+        return (ranks - 1) * slots + (chunks - 1) * size + 1
+
+    usual = len(groups_of(ranks, m, None)[0])
+    if most is not None and in_flight(slots, size) > most:
+        reasons.append(f"memory allows {most}")
+        slots = max((most - in_flight(0, size)) // max(ranks - 1, 1), 2)
+        size = size if in_flight(slots, size) <= most else min(size, usual)
+    taken, plain = in_flight(slots, size), in_flight(2, usual)
+    return InFlightChoice((taken,), (asked,), (plain,), tuple(reasons), group=max(size, ranks))
+
+
+def chunks_of(request: ScheduleRequest) -> int:
+    """Return the stages on every rank of interleaved 1F1B."""
+    return int(request.options.get("chunks", options_of(ORDERS[_INTERLEAVED])["chunks"]))
 
 
 def with_in_flight(request: ScheduleRequest, numbers: tuple[int, ...]) -> ScheduleRequest:

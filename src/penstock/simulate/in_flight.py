@@ -91,18 +91,21 @@ def least_in_flight(
     return tuple(reversed(found))
 
 
-def least_interleaved(times: Sequence[RankTimes], chunks: int, hop: float, transfer: float = 0.0) -> tuple[int, int]:
+def least_interleaved(
+    times: Sequence[RankTimes], chunks: int, hop: float, transfer: float = 0.0, leave: float = _ROUNDING
+) -> tuple[int, int]:
     """Return for interleaved 1F1B the least slots h of a hop there and back, at least 2, and the least group g.
 
     Args:
         times: of the whole share of every rank; the slowest ones count for all.
         chunks: v.
-        hop, transfer: as of `least_in_flight`.
+        hop, transfer, leave: as of `least_in_flight`.
     """
     slot = max(max(here.total for here in times) / chunks, transfer)
     if not slot:
         return 2, len(times)
     there = (max(here.forward for here in times) / chunks + hop) / slot
     back = (max(here.returns for here in times) / chunks + hop) / slot
-    slots = max(math.ceil(there + back - _ROUNDING), 2)
-    return slots, max(math.ceil(len(times) * max(slots / 2, there, back) - _ROUNDING), len(times))
+    slots = max(math.ceil((there + back) / (1 + leave) - _ROUNDING), 2)
+    longest = max(slots / 2, there / (1 + leave), back / (1 + leave))
+    return slots, max(math.ceil(len(times) * longest - _ROUNDING), len(times))

@@ -13,9 +13,8 @@ from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.order import NO_OPTIONS, Options
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.corrections import CORRECTIONS
-from penstock.schedule.methods.table import Method
-from penstock.schedule.orders import CHAINS, ORDERS
-from penstock.schedule.orders.interleaved import interleaved
+from penstock.schedule.methods.method import Method
+from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
 from penstock.schedule.proof.check import Proof
 from penstock.simulate.auto_in_flight import choose_in_flight
 from penstock.simulate.costs import Costs, StageCost
@@ -96,7 +95,7 @@ def facts_of_methods(
 def _options(method: Method, costs: Costs, links: Links) -> Options:
     """Return the options of a method's order that the links ask for."""
     order, numbers = ORDERS[method.order], links.in_flight
-    chooses = order in CHAINS if isinstance(numbers, int | tuple) else numbers and order in (*CHAINS, interleaved)
+    chooses = order in CHAINS if isinstance(numbers, int | tuple) else numbers and order in ASK_LINKS
     options = {"in_flight": numbers} if chooses else NO_OPTIONS
     return with_search_options(method.name, None, options, costs, len(costs.stages)) if links.latency else options
 

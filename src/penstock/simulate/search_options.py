@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from penstock.schedule.ir.order import Options, options_of
-from penstock.schedule.methods.table import find_method
+from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.orders import ORDERS
 from penstock.simulate.costs import Costs
 

@@ -12,12 +12,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.comm.core.side_stream import side_stream
-from penstock.comm.p2p.message import check_dense, detached
-from penstock.comm.p2p.tree_classes import open_dataclasses
+from penstock.comm.message.structure import check_dense
+from penstock.comm.message.tree_classes import open_dataclasses
+from penstock.comm.message.trees import detached
 from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.sequence_slices import storages
 from penstock.schedule.proof.in_flight import Piece
 from penstock.stage.autograd.activation_offload import ActivationOffload
+from penstock.stage.autograd.graph import Graph, open_inputs
 from penstock.stage.autograd.graph_walk import edges_of, graph_nodes
 from penstock.stage.autograd.recompute import BufferPlace, RecomputeInput, RecomputeInputSaver
 from penstock.stage.autograd.saved_bytes import SavedBytes, saved_of, signature
@@ -25,31 +27,13 @@ from penstock.stage.autograd.split_backward import BackwardSplitter, ProxyWeight
 from penstock.stage.checks.foreign_hooks import ForeignHooksCheck
 from penstock.stage.checks.leaf_check import LeafCheck
 from penstock.stage.in_flight import Microbatch
-from penstock.stage.module import Graph, StageModule, open_inputs
+from penstock.stage.loss import UnreadLoss, unread
+from penstock.stage.module import StageModule
 from penstock.stage.weight_reads import WeightReads
 from penstock.weights.memory.buffers import Handle, Readable
 
 _NO_HOOKS = "support saved tensor hooks"  # torch.func refuses them in these words
 _NO_STORAGES: frozenset[int] = frozenset()
-
-
-class Loss(NamedTuple):
-    """A loss sum and its weight."""
-
-    total: float
-    weight: float
-
-
-class UnreadLoss(NamedTuple):
-    """The loss sum of a microbatch and its weight.
-
-    Attributes:
-        total: a number; or on a GPU, which one would have to wait for, a tensor of one element.
-        weight: of the sum.
-    """
-
-    total: float | Tensor
-    weight: float
 
 
 class BlockOutput(NamedTuple):
@@ -338,7 +322,7 @@ class StageGraphs:
         if total.dtype in (torch.bfloat16, torch.float16):
             total = total.float()  # S / c may be out of its range on the way
         kept = result if self._module.hands_on else None
-        return (kept, output[1]) if microbatch.piece else kept, total, UnreadLoss(_unread(total), weight)
+        return (kept, output[1]) if microbatch.piece else kept, total, UnreadLoss(unread(total), weight)
 
     def _check_leaves(self, names: Sequence[str], result: Any, handle: Handle | None, own: Collection[object]) -> None:
         """Make sure that an optimizer steps every tensor that is trained, and that backwards read what they should."""
@@ -346,18 +330,6 @@ class StageGraphs:
         self._leaf_check.check(names, result, (*own, *weights))
         if handle is not None:
             self._reading.check_graph(result, weights)
-
-
-def read_losses(losses: Sequence[UnreadLoss]) -> list[Loss]:
-    """Read the sums of several microbatches, waiting for a GPU once."""
-    on_gpu = [loss.total.double() for loss in losses if isinstance(loss.total, Tensor)]
-    numbers = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
-    return [Loss(next(numbers) if isinstance(total, Tensor) else total, weight) for total, weight in losses]
-
-
-def _unread(total: Tensor) -> float | Tensor:
-    """A loss sum as a number, where that is there; else a copy, so that no larger tensor lives on with a view of it."""
-    return float(total.detach()) if total.is_cpu else total.detach().reshape(()).clone()
 
 
 def _offloads(work: Sequence[Graph | RecomputeInput]) -> list[ActivationOffload]:

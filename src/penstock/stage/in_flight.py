@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from penstock.schedule.proof.in_flight import Piece
 from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
+from penstock.stage.autograd.graph import Graph
 from penstock.stage.autograd.recompute import RecomputeInput
-from penstock.stage.module import Graph
 from penstock.stage.rng import RngKey
 from penstock.weights.memory.buffers import Handle
 

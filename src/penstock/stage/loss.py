@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.loss import _Loss
 
-from penstock.comm.p2p.message import leaves_of
+from penstock.comm.message.trees import leaves_of
 from penstock.errors import ConfigError
 
 LossFunction = Callable[[Any, Any], Any]
@@ -182,3 +182,34 @@ def _zero(output: Any, total: Tensor) -> Tensor:
 
 def _named(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+class Loss(NamedTuple):
+    """A loss sum and its weight."""
+
+    total: float
+    weight: float
+
+
+class UnreadLoss(NamedTuple):
+    """The loss sum of a microbatch and its weight.
+
+    Attributes:
+        total: a number; or on a GPU, which one would have to wait for, a tensor of one element.
+        weight: of the sum.
+    """
+
+    total: float | Tensor
+    weight: float
+
+
+def read_losses(losses: Sequence[UnreadLoss]) -> list[Loss]:
+    """Read the sums of several microbatches, waiting for a GPU once."""
+    on_gpu = [loss.total.double() for loss in losses if isinstance(loss.total, Tensor)]
+    numbers = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
+    return [Loss(next(numbers) if isinstance(total, Tensor) else total, weight) for total, weight in losses]
+
+
+def unread(total: Tensor) -> float | Tensor:
+    """A loss sum as a number, where that is there; else a copy, so that no larger tensor lives on with a view of it."""
+    return float(total.detach()) if total.is_cpu else total.detach().reshape(()).clone()

@@ -10,17 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.comm.p2p.message import detached
+from penstock.comm.message.trees import detached
 from penstock.partition.sequence_slices import NOTHING, Carry, with_carry
 from penstock.partition.tied import Tie
 from penstock.schedule.ir.schedule import Copy, Stage
 from penstock.schedule.proof.in_flight import Piece
+from penstock.stage.autograd.graph import run_backward
 from penstock.stage.autograd.recompute import RecomputeInput
 from penstock.stage.autograd.saved_bytes import storage_bytes
 from penstock.stage.checks.absent_weights import absent
-from penstock.stage.graphs import StageGraphs, UnreadLoss
+from penstock.stage.graphs import StageGraphs
 from penstock.stage.in_flight import InFlightMicrobatch, Microbatch
-from penstock.stage.module import StageModule, run_backward
+from penstock.stage.loss import UnreadLoss
+from penstock.stage.module import StageModule
 from penstock.stage.precision import cast
 from penstock.stage.stage_weights import StageWeights
 from penstock.stage.weight_reads import WeightReads

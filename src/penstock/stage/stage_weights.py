@@ -21,11 +21,12 @@ from penstock.weights.memory.divided_rows import DividedRows
 from penstock.weights.memory.older_versions import OlderVersions
 from penstock.weights.memory.parameter_hooks import ParameterHooks
 from penstock.weights.memory.squared_norm import squared_norm
-from penstock.weights.optim.updater import Updater
 from penstock.weights.provisional import Provisional
 from penstock.weights.sharded_store import ShardedStore
 from penstock.weights.store import VersionStore
 from penstock.weights.update_hooks import UpdateHooks, call_hooks
+from penstock.weights.updates.updater import Updater
+from penstock.weights.updates.version_step import VersionStep
 from penstock.weights.waves import WaveWeights
 from penstock.weights.written_check import WrittenCheck
 
@@ -262,7 +263,7 @@ class TrainedWeights(StageWeights):
             write = partial(self.corrector.blend, first, last, newest - older[0])
         else:
             write = partial(self.corrector.predict, self.updater, self.store.master, copy.label)
-        self.store.create_copy(copy, (versions, copy.label, depends), write)
+        self.store.derived.create(copy, (versions, copy.label, depends), write)
 
     def is_finite(self) -> bool:
         """Return whether the newest weights and the optimizer state are finite."""
@@ -310,7 +311,7 @@ class TrainedWeights(StageWeights):
         if self.corrector is not None and factor:
             self.corrector.before_step(self.store.gradient(batch), self.store.master, factor)
         ahead = self.corrector.ahead if self.corrector is not None and self.corrector.reads_ahead else None
-        self.store.update(batch, self.updater, factor, keeps_old, stepped, ahead)
+        self.store.update(batch, VersionStep(self.updater, factor, stepped, ahead), keeps_old)
         if not isinstance(self.store, ShardedStore):
             self._updated(factor)
             return
@@ -420,7 +421,7 @@ class TrainedWeights(StageWeights):
         self.store.refresh()
         if self.watch is not None and self.watch.written:
             self.forget_older()
-        self.store.forget_copies()
+        self.store.derived.forget()
         if self.agreement is not None:
             self.agreement.take_over()
 

@@ -22,8 +22,8 @@ from penstock.stage.in_flight import InFlightMicrobatch
 from penstock.weights.corrections.base import Corrector
 from penstock.weights.memory.buffers import Handle
 from penstock.weights.memory.older_versions import OlderVersions
-from penstock.weights.optim.updater import Updater
 from penstock.weights.store import VersionStore
+from penstock.weights.updates.updater import Updater
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
@@ -162,4 +162,4 @@ def claim(store: VersionStore, version: int, copy: Copy | None) -> Handle:
     Raises:
         VersionError: it is not alive.
     """
-    return store.read(version) if copy is None else store.read_copy(copy, version)
+    return store.read(version) if copy is None else store.derived.read(copy, version)

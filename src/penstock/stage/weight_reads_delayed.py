@@ -28,8 +28,8 @@ from penstock.stage.weight_reads import ForwardWeightReads
 from penstock.stage.weight_reads_newest import complex_among
 from penstock.weights.memory.buffers import Handle
 from penstock.weights.memory.older_versions import OlderVersions
-from penstock.weights.optim.updater import Updater
 from penstock.weights.store import VersionStore
+from penstock.weights.updates.updater import Updater
 
 
 class _Part(NamedTuple):

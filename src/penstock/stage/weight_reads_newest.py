@@ -149,7 +149,7 @@ class EstimatedWeightReads(NewestWeightReads):
             return None
         assert self._corrector is not None
         torch.clear_autocast_cache()  # it remembers casts of leaves whose memory may change now
-        return self._store.estimate(version, gap, partial(self._corrector.estimate, self._store.master, gap))
+        return self._store.derived.estimate(version, gap, partial(self._corrector.estimate, self._store.master, gap))
 
 
 def check_real(rule: VersionRule, trained: Mapping[str, Tensor], where: str) -> None:

@@ -18,9 +18,9 @@ from penstock.comm.collective.hand_out import from_first
 from penstock.errors import CheckpointError
 from penstock.job.agent import end_agent
 from penstock.job.cpus import Cpus, shares
+from penstock.runtime.data.batch_source import Batches
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.malloc import keep_freed_memory
-from penstock.runtime.rank.batch_source import Batches
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.methods.wave_lags import RECORD
 from penstock.train.config.lags_file import write_lags

@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other in its store and agree to start, with few requests of each rank."""
+"""Lets the ranks of a job find each other in its store and agree to start, with few requests per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run tells while it trains and when it ends: lines of metrics, and events for the display.
+"""Reports of a run while it trains and when it ends: lines of metrics, and events for the display.
 
 Every rank posts its figures; the one with the last stage, which knows the losses, reports.
 """

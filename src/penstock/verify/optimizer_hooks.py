@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.weights.optim.adapters import RowHook
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
+from penstock.weights.optim.step_hooks import RowHook
 
 Named = list[tuple[str, nn.Parameter]]
 See = Callable[[str, int, str, Tensor, int], None]

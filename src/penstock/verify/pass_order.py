@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.schedule.build import extend
+from penstock.schedule.extend import extend
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Op, Schedule, passes
 from penstock.schedule.transforms.recompute import Segments

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from penstock.compare.contenders import Entrant
+from penstock.compare.prepare import Entrant
 from penstock.compare.results import EvaluationRow, Findings, MethodSummary, as_csv
 from penstock.compare.trial import TrialResult
 from penstock.errors import ConfigError
@@ -29,7 +29,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-spa
 th { font-weight: 600; border-bottom: 1px solid #888 }
 th, td { padding: 3px 12px; text-align: right } th:first-child, td:first-child, td.words { text-align: left }
 tr:nth-child(even) td { background: #f6f6f6 } p.note, summary { color: #555; max-width: 90ch }
-.scroll { overflow-x: auto } .plots { display: flex; flex-wrap: wrap; gap: 16px 8px }
+.scroll { overflow-x: auto } .plots { margin-top: 14px; display: flex; flex-wrap: wrap; gap: 16px 8px }
 .plots svg { max-width: 100%; height: auto }
 .worse, .diverged { color: #b3261e } .better { color: #146c2e }
 """
@@ -231,7 +231,8 @@ def _rates(findings: Findings) -> Iterator[str]:
                 points.append((lr, mean, min(ends), max(ends)))
         curves.append(Curve(entrant.label, points, style))
     yield "<h2>Learning rates</h2>" + _table(["method", "rate", "loss", "diverged"], rows)
-    yield plot_svg(curves, "validation loss at the end by learning rate", "rate", "loss", log_x=True)
+    plot = plot_svg(curves, "validation loss at the end by learning rate", "rate", "loss", log_x=True)
+    yield f"<div class='plots'>{plot}</div>"
 
 
 def _timelines(entrants: Sequence[Entrant], batches: int) -> Iterator[str]:

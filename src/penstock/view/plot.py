@@ -20,6 +20,7 @@ _MARKS = (  # around the origin: circle, square, triangles, diamond
 )
 _MARKED = 30  # points of a curve whose points are marked; more are only small dots
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 34, 44
+_LETTER = 6.4  # pixels of a letter, at most
 _FONT = "font-family='ui-sans-serif, system-ui, sans-serif'"
 
 
@@ -109,9 +110,13 @@ class _Frame:
     def axes(self, x_label: str, y_label: str) -> list[str]:
         """Draw ticks with grid lines, and the labels of the axes."""
         left, right, bottom = _LEFT, self._width - _RIGHT, self.height - _BOTTOM
-        parts = []
+        parts, edge = [], -math.inf
         for tick in _ticks(self._x0, self._x1, self._log_x, whole=self._whole):
-            parts.append(_text(self._x(tick), bottom + 16, _short(tick), "middle"))
+            half = _LETTER / 2 * len(_short(tick))
+            x = min(self._x(tick), self._width - half)
+            if x - half > edge:
+                parts.append(_text(x, bottom + 16, _short(tick), "middle"))
+                edge = x + half + _LETTER
         for tick in _ticks(self._y0, self._y1, self._log):
             y = self._y(tick)
             parts.append(f"<path d='M{left} {y:.1f}H{right}' stroke='#e4e4e4'/>")
@@ -173,7 +178,7 @@ def _names(curves: Sequence[Curve], width: int) -> list[tuple[Curve, float, int]
     places, x, y = [], float(_LEFT), _TOP
     for curve in curves:
         if curve.label:
-            size = 44 + 6.4 * len(curve.label)
+            size = 44 + _LETTER * len(curve.label)
             if x > _LEFT and x + size > width:
                 x, y = float(_LEFT), y + 16
             places.append((curve, x, y))

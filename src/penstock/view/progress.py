@@ -53,7 +53,7 @@ class TerminalObserver:
         )
         self.console.print(
             f"GPT {model.layers} x {model.width}, {model.parameters / 1e6:.2f} M parameters; "
-            f"{windows.corpus.name}, {len(windows.corpus.tokens) / 1e6:.1f} M tokens",
+            f"{windows.corpus.described}",
             markup=False,
         )
         for stage, names in enumerate(parts):

@@ -48,7 +48,7 @@ def write_svg(path: Path, simulation: Simulation, batches: int) -> None:
         ConfigError: it cannot be written.
     """
     try:
-        path.write_text(timeline_svg(simulation.timeline, _title(simulation, batches)))
+        path.write_text(timeline_svg(simulation.timeline, _title(simulation, batches)), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write the drawing to {str(path)!r}: {error.strerror or error}") from None
 

@@ -1,4 +1,4 @@
-"""The tables that end a run of `penstock train`, for a pipeline of one's own."""
+"""The tables that `penstock train` prints at the end of a run, for any pipeline."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Draw timelines as SVG, as papers do: a row per rank, a box per action with the number of its microbatch.
 
 Colour tells operations apart, shade the chunks of a rank or the two directions, hatching the versions of the weights
-that are read. Passes that run together share a box. Long timelines are wrapped into bands, wide enough that numbers
-can be read, and very long ones shortened in the middle.
+that are read. Passes that run together share a box. Where weights are gathered, each rank has a lane below its row
+for what its network does, a box per gather or sum with the number of its stage. Long timelines are wrapped into
+bands, wide enough that numbers can be read, and very long ones shortened in the middle.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.timeline import Interval, Timeline
-from penstock.view.drawing.passes import Places, parts_of, round_step, unit_of, versions_read
+from penstock.view.drawing.passes import NETWORK, Places, network_of, parts_of, round_step, unit_of, versions_read
 from penstock.view.drawing.svg_legend import legend_entries, place_entries
 from penstock.view.drawing.svg_marks import (
     IDLE,
@@ -33,6 +34,8 @@ from penstock.view.drawing.svg_marks import (
 from penstock.view.words import counted
 
 ROW, GAP, LEFT, RIGHT, TOP, AXIS = 26, 5, 56, 12, 52, 22
+NET, NET_GAP = 14, 1
+"""Heights of the network's lane of a rank, and of the space above it."""
 FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 SMALLEST, LARGEST = 10.0, 12.0
 """Sizes of numbers in boxes, in pixels."""
@@ -77,7 +80,9 @@ def number_width(text: str, size: float) -> float:
 
 
 def number_of(part: Interval) -> str:
-    """Return what stands in the box of a pass: its microbatch or microbatches, and after a colon its slice."""
+    """Return what stands in a box: its microbatches, and after a colon its slice; on the network its stage."""
+    if part.what in NETWORK:
+        return str(part.stage)
     return unit_of(part).removeprefix("e").replace("..", "-")
 
 
@@ -85,7 +90,10 @@ class _SvgDrawing:
     """The layout of a drawing."""
 
     def __init__(self, timeline: Timeline, width: int) -> None:
-        self._timeline, self._places = timeline, Places(timeline)
+        self._timeline, self._places, self._network = timeline, Places(timeline), network_of(timeline)
+        self._start = min([timeline.start, *(i.start for i in self._network)])
+        self._end = max([timeline.start + timeline.makespan, *(i.end for i in self._network)])
+        self._pitch = ROW + GAP + (NET_GAP + NET if self._network else 0)  # from a rank's row to that of the next one
         self._work = sorted((i for i in timeline.work() if i.end > i.start or i.what == "STEP"), key=lambda i: i.start)
         self._passes = [i for i in self._work if i.what != "STEP"]
         room, shortest, needed = width - LEFT - RIGHT, *self._demands()
@@ -95,6 +103,7 @@ class _SvgDrawing:
         self._size = min(LARGEST, SMALLEST * self._scale / needed)
         self._left_out, self._bands = self._banded(borders)
         self._seen = [i for i in self._passes if self._visible(i.start, i.end)]
+        self._sent = [i for i in self._network if self._visible(i.start, i.end)]
         self._updates = [i for i in self._work if i.what == "STEP" and self._band_of(i)]
         self._patterns = {version: place % PATTERNS for place, version in enumerate(versions_read(self._seen))}
         self._width = max(LEFT + longest * self._scale + RIGHT, min(width, _NARROWEST))
@@ -112,7 +121,7 @@ class _SvgDrawing:
 
     def _borders(self, longest: float) -> list[float]:
         """Return the times at which bands of at most this length begin and end: where few boxes are cut."""
-        start, makespan = self._timeline.start, self._timeline.makespan or 1.0
+        start, makespan = self._start, self._end - self._start or 1.0
         if makespan <= longest:
             return [start, start + makespan]
         count = int(-(-makespan * (1 + 2 * _SNAP) // longest))
@@ -127,8 +136,8 @@ class _SvgDrawing:
 
     def _banded(self, borders: Sequence[float]) -> tuple[tuple[float, float] | None, list[Band]]:
         """Return the times between which bands are left out, or None, and the bands that are drawn."""
-        spans, ranks = list(pairwise(borders)), self._timeline.ranks
-        fitting, gap = max(2, _ROWS // ranks), None
+        spans, height = list(pairwise(borders)), self._timeline.ranks * self._pitch
+        fitting, gap = max(2, _ROWS * (ROW + GAP) // height), None
         if len(spans) > fitting:
             before, after = spans[: (fitting + 1) // 2], spans[-(fitting // 2) :]
             gap, spans = (before[-1][1], after[0][0]), before + after
@@ -136,7 +145,7 @@ class _SvgDrawing:
         for start, end in spans:
             y += AXIS if gap and start == gap[1] else 0
             bands.append(Band(start, end, y))
-            y += ranks * (ROW + GAP) + AXIS
+            y += height + AXIS
         self._bottom = y
         return gap, bands
 
@@ -144,7 +153,7 @@ class _SvgDrawing:
 
     def document(self, title: str) -> str:
         """Return the whole document."""
-        entries = legend_entries([*self._seen, *self._updates], self._places, self._patterns)
+        entries = legend_entries([*self._seen, *self._sent, *self._updates], self._places, self._patterns)
         legend, height = place_entries(entries, LEFT, self._bottom + 6, self._width - RIGHT)
         size = f"{self._width:.0f}' height='{height:.0f}"
         bubble = f"bubble {self._timeline.bubble().bubble:.3f} (idle time / total)"
@@ -156,6 +165,7 @@ class _SvgDrawing:
             *(self._background(band) for band in self._bands),
             f"<g font-size='{self._size:.1f}' text-anchor='middle' {OUTLINE}>",
             *map(self._action, self._seen),
+            *map(self._transfer, self._sent),
             "</g>",
             *map(self._update, self._updates),
             self._gap(),
@@ -169,14 +179,18 @@ class _SvgDrawing:
         parts = []
         width = (band.end - band.start) * self._scale
         for rank in range(self._timeline.ranks):
-            y = band.y + rank * (ROW + GAP)
+            y = band.y + rank * self._pitch
             parts.append(f"<text x='8' y='{y + 17:g}' font-size='11.5'>rank {rank}</text>")
             parts.append(f"<rect x='{LEFT}' y='{y:g}' width='{width:.1f}' height='{ROW}' fill='{IDLE}'/>")
-        y, step = band.y + self._timeline.ranks * (ROW + GAP) + 9, round_step(64 / self._scale)
-        first = -(-(band.start - self._timeline.start) // step)
+            if self._network:
+                y += ROW + NET_GAP
+                parts.append(f"<text x='8' y='{y + 11:g}' font-size='10' fill='{PALE}'>network</text>")
+                parts.append(f"<rect x='{LEFT}' y='{y:g}' width='{width:.1f}' height='{NET}' fill='{IDLE}'/>")
+        y, step = band.y + self._timeline.ranks * self._pitch + 9, round_step(64 / self._scale)
+        first = -(-(band.start - self._start) // step)
         time = first * step
-        while time <= band.end - self._timeline.start + 1e-9 * step:
-            x = LEFT + (time + self._timeline.start - band.start) * self._scale
+        while time <= band.end - self._start + 1e-9 * step:
+            x = LEFT + (time + self._start - band.start) * self._scale
             parts.append(
                 f"<text x='{x:.1f}' y='{y:g}' font-size='10' text-anchor='middle' fill='{PALE}'>{time:g}</text>"
             )
@@ -205,7 +219,7 @@ class _SvgDrawing:
         drawn = [f"<title>{escape(_describe(interval))}</title>"]
         numbered = False
         for band, x, width in pieces:
-            y, height = band.y + interval.rank * (ROW + GAP), ROW / len(parts)
+            y, height = band.y + interval.rank * self._pitch, ROW / len(parts)
             for place, part in enumerate(parts):
                 drawn.append(self._box(part, x, y + place * height, width, height))
                 if width == widest and not numbered:
@@ -216,6 +230,19 @@ class _SvgDrawing:
                     f"<rect x='{x:.1f}' y='{y:g}' width='{width:.1f}' height='{ROW}' fill='none' "
                     f"stroke='{INK}' stroke-opacity='1' stroke-width='1'/>"
                 )
+        return f"<g class='{escape(interval.what)}'>{''.join(drawn)}</g>"
+
+    def _transfer(self, interval: Interval) -> str:
+        """Draw a gather or a sum in the network's lane of its rank."""
+        drawn = [f"<title>{escape(_describe(interval))}</title>"]
+        pieces = self._visible(interval.start, interval.end)
+        widest = max(pieces, key=lambda piece: piece[2])
+        for piece in pieces:
+            band, x, width = piece
+            y = band.y + interval.rank * self._pitch + ROW + NET_GAP
+            drawn.append(self._box(interval, x, y, width, NET))
+            if piece == widest:
+                drawn.append(self._number(interval, x + width / 2, y + NET / 2, width, NET))
         return f"<g class='{escape(interval.what)}'>{''.join(drawn)}</g>"
 
     def _box(self, part: Interval, x: float, y: float, width: float, height: float) -> str:
@@ -250,7 +277,7 @@ class _SvgDrawing:
         """Draw an update: a bar between two boxes with a mark above it."""
         band = self._band_of(step)
         assert band is not None
-        x, y = LEFT + (step.start - band.start) * self._scale, band.y + step.rank * (ROW + GAP)
+        x, y = LEFT + (step.start - band.start) * self._scale, band.y + step.rank * self._pitch
         width = max((min(step.end, band.end) - step.start) * self._scale, 2.4)
         return (
             f"<g class='STEP' fill='{UPDATE}' stroke='#ffffff' stroke-width='0.6'>"
@@ -267,7 +294,7 @@ class _SvgDrawing:
         passes, updates = len(self._passes) - len(self._seen), len(self._work) - len(self._passes) - len(self._updates)
         said = counted(passes, "pass") + (f" and {counted(updates, 'update')}" if updates else "")
         y = next(band.y for band in self._bands if band.start == end) - 10
-        first, last = (time - self._timeline.start for time in (start, end))
+        first, last = (time - self._start for time in (start, end))
         return (
             f"<text x='{LEFT}' y='{y:g}' font-size='12' font-weight='600'>⋯ left out, time {first:.4g} to {last:.4g}: "
             f"{said} ⋯</text>"

@@ -13,6 +13,9 @@ from penstock.checks import finite_or_none
 from penstock.verify.differences import Difference, TensorPlace
 from penstock.verify.report import Verification
 
+_DELAYED = 3
+"""Batches of a run in which a delay of one update shows."""
+
 
 def verification_json(found: Verification) -> dict[str, Any]:
     """Return everything as plain values; numbers that are not finite, or have no counterpart, are null."""
@@ -89,7 +92,8 @@ def _notes(found: Verification, apart: bool) -> Text:
     if plain:
         note = f"From plain torch, a relative {max(d.tolerance for d in plain):g} is allowed."
     how_far = "Relative: |a - b| / |b| of a tensor; absolute: of its elements. " if apart else ""
-    notes = f"{how_far}Decisions: norm, loss scale, skipped or not. Final state: what would be saved. {note}"
+    few = " With fewer than 3 batches, delays do not show." if found.batches < _DELAYED else ""
+    notes = f"{how_far}Decisions: norm, loss scale, skipped or not. Final state: what would be saved. {note}{few}"
     return Text(notes, "table.caption")
 
 

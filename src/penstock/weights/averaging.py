@@ -16,8 +16,8 @@ from torch import Tensor
 from penstock.schedule.methods.combine import Combine
 from penstock.weights.memory.buffers import Buffer
 from penstock.weights.optim.adapters import check_averages
-from penstock.weights.optim.updater import Updater
 from penstock.weights.store import VersionStore
+from penstock.weights.updates.updater import Updater
 from penstock.weights.written_check import WrittenCheck
 
 COMMON = ("common", "momentum")  # kinds of tensors that `copies` makes

@@ -21,10 +21,9 @@ from penstock.weights.memory.buffers import NOT_WHOLE, Buffer, Handle
 from penstock.weights.memory.divided_rows import DividedRows
 from penstock.weights.memory.resized_buffer import ResizedBuffer
 from penstock.weights.memory.row_shards import OwnRows, Steppable
-from penstock.weights.optim.step_info import Ahead, Stepped
-from penstock.weights.optim.updater import Updater
 from penstock.weights.sharded_mixed_store import ShardedMixedStore
 from penstock.weights.sharded_store import ShardedStore, allocated
+from penstock.weights.updates.version_step import VersionStep
 
 _BUFFERS = 2  # the gathered version and the gradient, of rule flush
 
@@ -162,26 +161,18 @@ class FullyShardedExactStore(FullyShardedStore):
         self._rows.put(self.shards.own(self._gathered.rows))
         return self.shards.flat(self._gathered.rows)
 
-    def update(
-        self,
-        batch: int,
-        updater: Updater,
-        factor: float,
-        keeps_old: bool,
-        stepped: Stepped | None = None,
-        ahead: Ahead | None = None,
-    ) -> None:
+    def update(self, batch: int, step: VersionStep, keeps_old: bool) -> None:
         """Step the own rows, in place.
 
         Raises:
             VersionError: version `batch` is still gathered, which would then be the old weights.
         """
         assert not keeps_old, "weights are shards under rule flush only"
-        assert ahead is None, "nor is there a correction"
+        assert step.ahead is None, "nor is there a correction"
         self._check_released(batch)
         sums = self._sums if batch == self._settled else None
         gradient = self._finish(batch)
-        self._step_in_place(batch, updater, sums or OwnRows(gradient, self.shards), factor, stepped)
+        self._step_in_place(batch, step, sums or OwnRows(gradient, self.shards))
         self._gathered.rewrite()  # whatever was built on the version before is void
         self._put(gradient)
         self._stepped(batch)
@@ -263,15 +254,7 @@ class FullyShardedMixedStore(FullyShardedStore, ShardedMixedStore):
         self._awake(self.gathered)
         self.refresh()
 
-    def update(
-        self,
-        batch: int,
-        updater: Updater,
-        factor: float,
-        keeps_old: bool,
-        stepped: Stepped | None = None,
-        ahead: Ahead | None = None,
-    ) -> None:
+    def update(self, batch: int, step: VersionStep, keeps_old: bool) -> None:
         """Step the own rows of the master copy.
 
         Raises:
@@ -279,7 +262,7 @@ class FullyShardedMixedStore(FullyShardedStore, ShardedMixedStore):
         """
         assert not keeps_old, "weights are shards under rule flush only"
         self._check_released(batch)
-        super().update(batch, updater, factor, keeps_old, stepped, ahead)
+        super().update(batch, step, keeps_old)
 
     def _write_own(self, buffer: Buffer) -> None:
         """Write nothing: the own rows are cast when they are gathered."""

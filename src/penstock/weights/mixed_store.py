@@ -15,9 +15,8 @@ from torch import Tensor
 
 from penstock.schedule.proof.check import StageFacts
 from penstock.weights.memory.buffers import Buffer, Layout
-from penstock.weights.optim.step_info import Ahead, Stepped
-from penstock.weights.optim.updater import Updater
 from penstock.weights.store import VersionStore
+from penstock.weights.updates.version_step import VersionStep
 
 
 class MixedStore(VersionStore):
@@ -102,23 +101,14 @@ class MixedStore(VersionStore):
     def _keep_weights(self, wanted: bool) -> None:
         """Do nothing: the master copy is there anyway."""
 
-    def update(
-        self,
-        batch: int,
-        updater: Updater,
-        factor: float,
-        keeps_old: bool,
-        stepped: Stepped | None = None,
-        ahead: Ahead | None = None,
-    ) -> None:
+    def update(self, batch: int, step: VersionStep, keeps_old: bool) -> None:
         """Create version batch + 1: step the master copy and cast it, or what passes read ahead of it."""
         gradient = self._finish(batch)
         buffer = self._take(f"version {batch + 1}") if keeps_old else self.versions.pop(batch)
-        if ahead is not None:
-            self._update_ahead(updater, gradient, buffer, factor, ahead)
+        if step.ahead is not None:
+            step.with_forecast(self._master, gradient, buffer)
         else:
-            if factor:
-                updater.in_place(self._master, gradient, factor, stepped)
+            step.in_place(self._master, gradient)
             buffer.load(self._master.views)
         self._free_gradients.append(gradient)
         self.versions[batch + 1] = buffer
@@ -143,7 +133,7 @@ class MixedStore(VersionStore):
     def bytes_by_role(self) -> dict[str, int]:
         """Return the bytes of weights, master copy, gradients and idle buffers."""
         low, full = self.low_layout.nbytes, self.layout.nbytes
-        copies = low * (len(self.copied) + len(self._spare) + len(self._estimates))
+        copies = low * (len(self.derived.buffers))
         return {
             "weights": low * len(self.versions),
             "master weights": full * (1 if self._second is None else 2),

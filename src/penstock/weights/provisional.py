@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from penstock.errors import CapabilityError
-from penstock.weights.optim.updater import Updater
 from penstock.weights.store import VersionStore
+from penstock.weights.updates.updater import Updater
 
 
 class Provisional:

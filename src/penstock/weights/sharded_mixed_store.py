@@ -19,9 +19,8 @@ from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.memory.divided_rows import DividedRows
 from penstock.weights.memory.resized_buffer import ResizedBuffer
 from penstock.weights.memory.row_shards import OwnRows, Steppable
-from penstock.weights.optim.step_info import Ahead, Stepped
-from penstock.weights.optim.updater import Updater
 from penstock.weights.sharded_store import ShardedStore, allocated
+from penstock.weights.updates.version_step import VersionStep
 
 
 class ShardedMixedStore(ShardedStore):
@@ -119,22 +118,13 @@ class ShardedMixedStore(ShardedStore):
         self._hold(facts.versions, facts.copies)
         self._hold_gradients(facts.gradients)
 
-    def update(
-        self,
-        batch: int,
-        updater: Updater,
-        factor: float,
-        keeps_old: bool,
-        stepped: Stepped | None = None,
-        ahead: Ahead | None = None,
-    ) -> None:
+    def update(self, batch: int, step: VersionStep, keeps_old: bool) -> None:
         """Step the own rows of the master copy, and cast them into those of the new version."""
-        assert ahead is None, "passes that read ahead need whole weights"
+        assert step.ahead is None, "passes that read ahead need whole weights"
         settled = batch == self._settled
         gradient = self._finish(batch)
-        if factor:
-            source = self._sums if settled and self._sums is not None else OwnRows(gradient, self.shards)
-            updater.in_place(self.master_rows.own, source, factor, stepped)
+        source = self._sums if settled and self._sums is not None else OwnRows(gradient, self.shards)
+        step.in_place(self.master_rows.own, source)
         buffer = self._take(f"version {batch + 1}") if keeps_old else self.versions.pop(batch)
         buffer.rewrite()
         self.versions[batch + 1] = buffer

@@ -26,9 +26,8 @@ from penstock.weights.memory.buffers import Buffer, Handle, Layout
 from penstock.weights.memory.divided_rows import DividedRows
 from penstock.weights.memory.resized_buffer import ResizedBuffer
 from penstock.weights.memory.row_shards import OwnRows, RowShards, Steppable
-from penstock.weights.optim.step_info import Ahead, Stepped
-from penstock.weights.optim.updater import Updater
 from penstock.weights.store import VersionStore
+from penstock.weights.updates.version_step import VersionStep
 
 
 class ShardedStore(VersionStore):
@@ -212,22 +211,14 @@ class ShardedStore(VersionStore):
         """Return the memory of a version that is to be completed, by owner of what is in it."""
         return self.shards.flat(self.versions[version].views)
 
-    def update(
-        self,
-        batch: int,
-        updater: Updater,
-        factor: float,
-        keeps_old: bool,
-        stepped: Stepped | None = None,
-        ahead: Ahead | None = None,
-    ) -> None:
+    def update(self, batch: int, step: VersionStep, keeps_old: bool) -> None:
         """Write the own rows of version batch + 1; `complete` says when the rest is there."""
         if batch == self._settled and self._sums is not None:
             gradient = self._finish(batch)
-            self._step_in_place(batch, updater, self._sums, factor, stepped)
+            self._step_in_place(batch, step, self._sums)
             self._put_gradient(gradient)
         else:
-            super().update(batch, updater, factor, keeps_old, stepped, ahead)
+            super().update(batch, step, keeps_old)
         self._stepped(batch)
         self.incomplete.add(batch + 1)
 
@@ -238,13 +229,10 @@ class ShardedStore(VersionStore):
         if batch == self._settled:
             self._settled = None
 
-    def _step_in_place(
-        self, batch: int, updater: Updater, gradient: Steppable, factor: float, stepped: Stepped | None
-    ) -> None:
+    def _step_in_place(self, batch: int, step: VersionStep, gradient: Steppable) -> None:
         """Replace version `batch` by the next one in the same buffer."""
         buffer = self.versions.pop(batch)
-        if factor:
-            updater.in_place(self.own_of(buffer), gradient, factor, stepped)
+        step.in_place(self.own_of(buffer), gradient)
         self.versions[batch + 1] = buffer
 
     def complete(self, version: int) -> None:

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from penstock.errors import VersionError
-from penstock.schedule.ir.schedule import Copy
 from penstock.schedule.proof.check import StageFacts
 from penstock.weights.memory.buffers import Buffer, Handle, Layout
+from penstock.weights.memory.derived_copies import DerivedCopies
 from penstock.weights.memory.parameter_hooks import ParameterHooks
 from penstock.weights.memory.row_shards import Steppable
-from penstock.weights.optim.step_info import Ahead, Step, Stepped
-from penstock.weights.optim.updater import Updater
+from penstock.weights.updates.version_step import VersionStep
 
 
 class VersionStore:
@@ -34,6 +33,7 @@ class VersionStore:
 
     Attributes:
         hooks: of the user, on the parameters.
+        derived: copies that are made of the weights.
         reads_ahead: passes read predictions, which updates make; `versions` has these, `master` the newest weights.
     """
 
@@ -42,11 +42,7 @@ class VersionStore:
         self.where = where
         self.hooks = ParameterHooks({}, where)
         self._free = [self._make(f"{i} of {where}") for i in range(buffers)]
-        self.copied: dict[Copy, Buffer] = {}
-        self._spare = [Buffer(self.layout, f"copy {i} of {where}") for i in range(copies)]
-        self._made: dict[Buffer, object] = {}  # copy -> the key of its content
-        self._estimate: Buffer | None = None
-        self._estimated: object = None  # the key of its content
+        self.derived = DerivedCopies(self.layout, where, copies)
         self.reads_ahead = False
         self._weights: Buffer | None = None  # the newest, where passes read ahead of them
         self.versions: dict[int, Buffer] = {0: self._take("version 0")}
@@ -56,8 +52,7 @@ class VersionStore:
     @property
     def storages(self) -> set[int]:
         """Return the identities of all its storages, to tell weights from activations."""
-        copies = (*self._spare, *self.copied.values())
-        held = (*self._free, *self.versions.values(), *self.gradients.values(), *copies, *self._estimates)
+        held = (*self._free, *self.versions.values(), *self.gradients.values(), *self.derived.buffers)
         held += () if self._weights is None else (self._weights,)
         return set().union(*(buffer.storages for buffer in held))
 
@@ -78,50 +73,6 @@ class VersionStore:
             raise VersionError(f"{self.where}: version {version} of the weights does not exist; existing: {alive}")
         return Handle(buffer, buffer.epoch, version)
 
-    def read_copy(self, copy: Copy, version: int) -> Handle:
-        """Claim a derived copy, made of a version.
-
-        Raises:
-            VersionError: it does not exist.
-        """
-        if copy not in self.copied:
-            raise VersionError(f"{self.where}: copy {copy.label}{copy.first} of the weights does not exist")
-        return Handle(self.copied[copy], self.copied[copy].epoch, version)
-
-    def create_copy(self, copy: Copy, made_of: object, write: Callable[[Buffer], None]) -> None:
-        """Create a derived copy of the newest weights, or of two versions.
-
-        Args:
-            copy: its name.
-            made_of: key of its content; a dropped copy with an equal key is reused without writing.
-            write: fills a buffer.
-        """
-        if not self._spare:
-            raise VersionError(f"{self.where}: no buffer is free for copy {copy.label}{copy.first} of the weights")
-        same = [i for i, buffer in enumerate(self._spare) if self._made.get(buffer) == made_of]
-        buffer = self.copied[copy] = self._spare.pop(same[0] if same else 0)
-        if not same:
-            write(buffer)
-            self._made[buffer] = made_of
-
-    def retain_copies(self, alive: Iterable[Copy]) -> None:
-        """Free the buffers of all derived copies except those in `alive`."""
-        for copy in self.copied.keys() - set(alive):
-            self._spare.append(self.copied.pop(copy))
-
-    def forget_copies(self) -> None:
-        """Invalidate the content of dropped copies, because the weights were replaced."""
-        self._made.clear()
-        self._estimated = None
-
-    def hold_estimate(self, wanted: bool) -> None:
-        """Allocate a buffer for estimates of the weights that forwards read, or free it."""
-        self._estimated = None
-        if not wanted:
-            self._estimate = None
-        elif self._estimate is None:
-            self._estimate = Buffer(self._layout, f"estimate of {self.where}")
-
     def read_ahead(self, wanted: bool) -> None:
         """Let passes read predictions instead of versions from the next update on, or versions again.
 
@@ -140,26 +91,6 @@ class VersionStore:
         if wanted:
             self._weights = Buffer(self.layout, f"newest weights of {self.where}")
             self._weights.load(newest.views)
-
-    @property
-    def estimates(self) -> bool:
-        """True if there is a buffer for estimates."""
-        return self._estimate is not None
-
-    def estimate(self, version: int, gap: int, write: Callable[[Buffer], None]) -> Handle:
-        """Claim an estimate of the weights `gap` updates before the newest version.
-
-        Args:
-            version: the newest version; estimates with the same version and gap are equal.
-            gap: number of updates.
-            write: fills the buffer.
-        """
-        buffer = self._estimate
-        assert buffer is not None
-        if self._estimated != (version, gap):
-            write(buffer)
-            self._estimated = version, gap
-        return Handle(buffer, buffer.epoch, version)
 
     def accumulate(self, handle: Handle, batch: int) -> None:
         """Make the backward of a graph on `handle` add to the gradient of `batch`."""
@@ -192,52 +123,28 @@ class VersionStore:
         """The layout of what the optimizer steps."""
         return self.layout
 
-    def update(
-        self,
-        batch: int,
-        updater: Updater,
-        factor: float,
-        keeps_old: bool,
-        stepped: Stepped | None = None,
-        ahead: Ahead | None = None,
-    ) -> None:
+    def update(self, batch: int, step: VersionStep, keeps_old: bool) -> None:
         """Create version batch + 1.
 
         Args:
             batch: the batch, whose gradient is complete.
-            updater: makes the step.
-            factor: factor on the gradient; zero makes the new version a copy.
+            step: makes the version.
             keeps_old: version `batch` stays readable, so the new one is written over the gradient.
-            stepped: called for each parameter that the update changes.
-            ahead: what passes read after the update, where they read ahead; it is written over the gradient.
         """
-        if ahead is not None:
+        if step.ahead is not None:  # what passes read is written over the gradient, too
             gradient = self.versions[batch + 1] = self._finish(batch)
-            self._update_ahead(updater, gradient, gradient, factor, ahead)
+            step.with_forecast(self.master, gradient, gradient)
             if not keeps_old:
                 self.retain(self.versions.keys() - {batch})
         elif keeps_old:
             old, new = self.rotate(batch)
-            if factor:
-                updater.rotate(self.own_of(old), self.own_of(new), factor, stepped=stepped)
+            if step.factor:
+                step.over_gradient(self.own_of(old), self.own_of(new))
             else:
                 new.load(old.views)
         else:
             weights, gradient = self.overwrite(batch)
-            if factor:
-                updater.in_place(self.own_of(weights), self.own_of(gradient), factor, stepped)
-
-    def _update_ahead(self, updater: Updater, gradient: Buffer, out: Buffer, factor: float, ahead: Ahead) -> None:
-        """Step the newest weights, and write what passes read of them; a skipped update predicts nothing."""
-        if not factor:
-            out.load(self.master.views)
-            return
-        out.rewrite()
-
-        def write(step: Step) -> None:
-            out.views[step.name].copy_(ahead(step))
-
-        updater.in_place(self.master, gradient, factor, write)
+            step.in_place(self.own_of(weights), self.own_of(gradient))
 
     def rotate(self, batch: int) -> tuple[Buffer, Buffer]:
         """Turn the gradient of `batch` into the buffer of version batch+1.
@@ -306,7 +213,7 @@ class VersionStore:
             ahead: what passes read of the newest version, if that is something else.
         """
         self.retain(())
-        self.forget_copies()
+        self.derived.forget()
         if self._weights is not None:
             self._weights.load(newest)
         for version, tensors in ((batch, ahead or newest), (batch - 1, older)):
@@ -326,14 +233,10 @@ class VersionStore:
 
     def _hold(self, buffers: int, copies: int) -> None:
         """Free surplus buffers and allocate missing ones; the content of derived copies is lost."""
-        self.retain_copies(())
-        self.forget_copies()
-        self._spare = self._spare[:copies]
-        while len(self._spare) < copies:
-            self._spare.append(Buffer(self._layout, f"copy {len(self._spare)} of {self.where}"))
+        self.derived.resize(copies)
         spare = max(buffers - len(self.versions), 0)
         self._free = self._free[:spare]
-        for buffer in (*self._free, *self._spare, *self._estimates, *self.versions.values()):
+        for buffer in (*self._free, *self.derived.buffers, *self.versions.values()):
             buffer.forget_gradient()  # which may be a buffer that is freed
         while len(self._free) < spare:
             self._free.append(self._make(f"{len(self.versions) + len(self._free)} of {self.where}"))
@@ -377,13 +280,9 @@ class VersionStore:
         """Return the bytes of weights, gradients and idle buffers."""
         size = self.layout.nbytes
         roles = {"weights": self.versions, "gradients": self.gradients, "idle buffers": self._free}
-        copies = len(self.copied) + len(self._spare) + len(self._estimates)
+        copies = len(self.derived.buffers)
         found = {role: size * len(held) for role, held in roles.items()} | ({"copies": size * copies} if copies else {})
         return found | ({} if self._weights is None else {"master weights": size})
-
-    @property
-    def _estimates(self) -> list[Buffer]:
-        return [] if self._estimate is None else [self._estimate]
 
     def _make(self, name: str) -> Buffer:
         """Make a buffer for a version or a gradient."""
@@ -396,13 +295,8 @@ class VersionStore:
         """Remove and return the gradient of a batch, to which nothing is added any more."""
         gradient = self.gradients.pop(batch)
         gradient.finish_gradient()
-        copies = (*self.copied.values(), *self._spare, *self._estimates)
-        for buffer in (
-            *self.versions.values(),
-            *copies,
-            *self._free,
-            gradient,
-        ):  # graphs may still refer to freed buffers
+        # Graphs may still refer to freed buffers.
+        for buffer in (*self.versions.values(), *self.derived.buffers, *self._free, gradient):
             if buffer.gradient is gradient:
                 buffer.gradient = None
         return gradient

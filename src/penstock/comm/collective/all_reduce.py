@@ -27,7 +27,6 @@ from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import ConfigError
 
-_PIECE, _AHEAD = PIECE, AHEAD
 _SUMS = {
     Tag.GRADIENTS: Tag.GRADIENT_SUMS,
     Tag.TIED_GRADIENTS: Tag.TIED_GRADIENT_SUMS,
@@ -150,10 +149,10 @@ class GlooReducer:
 
         def pieces() -> Iterator[tuple[Piece, int]]:
             for tensors in zip(*given.values(), strict=True):
-                for parts in zip(*(torch.split(tensor.reshape(-1), _PIECE) for tensor in tensors), strict=True):
+                for parts in zip(*(torch.split(tensor.reshape(-1), PIECE) for tensor in tensors), strict=True):
                     yield self._add(dict(zip(given, parts, strict=True)), ranks, own), parts[0].nbytes
 
-        in_pieces(pieces(), self._way, _AHEAD)
+        in_pieces(pieces(), self._way, AHEAD)
 
     def _add(self, pieces: Mapping[int, Tensor], ranks: list[int], own: int) -> Piece:
         """Replace one piece of the tensors of this process's members by the sum over all members.

@@ -1,4 +1,4 @@
-"""Rank 0 makes something for a whole job, and hands it out: to all ranks, or to each rank a part of its own."""
+"""Hands out what rank 0 has made for a whole job: all of it to every rank, or a part to each."""
 
 from __future__ import annotations
 

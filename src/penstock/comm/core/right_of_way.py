@@ -1,4 +1,4 @@
-"""Which of the transfers of a rank goes first where they share a link: messages between stages, before sums.
+"""Priorities among the transfers of a rank that share a link: messages between stages go before sums.
 
 Somebody waits for a message, while the sum of a gradient is wanted only by the update. So a sum travels in pieces, few
 of which are under way at a time, and its thread posts no further one while a message of this rank is. Nothing tells a

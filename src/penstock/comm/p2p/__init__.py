@@ -1,1 +1,1 @@
-"""Messages between stages: format, routing, and the transports."""
+"""Messages on their way between stages: routing, mailboxes and transports."""

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.comm.core.right_of_way import RightOfWay
+from penstock.comm.message.wire_header import CREDITED
 from penstock.comm.p2p.gloo_lanes import ReceiveLane, SendLane
-from penstock.comm.p2p.message import CREDITED
 from penstock.comm.p2p.transport import Channel
 from penstock.schedule.machine.instructions import LaneKey
 

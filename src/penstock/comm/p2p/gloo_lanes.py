@@ -32,13 +32,12 @@ from penstock.comm.core.devices import on_device
 from penstock.comm.core.right_of_way import RightOfWay
 from penstock.comm.core.tagged_group import BlockGroup, Tag, Work
 from penstock.comm.core.ticket import LATENCY, Polling, Ticket
-from penstock.comm.p2p.message import (
+from penstock.comm.message.codec import Codec, Frame
+from penstock.comm.message.tensor_message import TensorMessage
+from penstock.comm.message.wire_header import (
     CREDIT_RANGE,
     CREDITED,
     HEADER_BYTES,
-    Codec,
-    Frame,
-    TensorMessage,
     bytes_of,
     expect,
     has_come,

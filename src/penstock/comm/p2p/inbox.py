@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.core.wait import Wait, wait_for
-from penstock.comm.p2p.message import TensorMessage
+from penstock.comm.message.tensor_message import TensorMessage
 from penstock.comm.p2p.message_buffer import MessageBuffer
 from penstock.comm.p2p.transport import Receiver
 from penstock.errors import TransportError

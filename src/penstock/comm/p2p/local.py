@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.comm.core.ticket import Ticket
-from penstock.comm.p2p.message import Structure, TensorMessage, copied, dump_structure, form_of, structure_of
+from penstock.comm.message.memory_order import copied
+from penstock.comm.message.structure import Structure, dump_structure, form_of, structure_of
+from penstock.comm.message.tensor_message import TensorMessage
 from penstock.schedule.machine.instructions import LaneKey
 
 

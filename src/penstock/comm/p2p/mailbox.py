@@ -13,8 +13,8 @@ from typing import NamedTuple
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.core.wait import Wait, wait_for
+from penstock.comm.message.tensor_message import TensorMessage
 from penstock.comm.p2p.inbox import Inbox
-from penstock.comm.p2p.message import TensorMessage
 from penstock.comm.p2p.message_buffer import MessageBuffer
 from penstock.comm.p2p.parked import ParkedInbox, ParkedLane
 from penstock.comm.p2p.transport import Sender, Transport

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.comm.core.recorder import Recorder
-from penstock.comm.p2p.message import TensorMessage
+from penstock.comm.message.tensor_message import TensorMessage
 from penstock.schedule.proof.in_flight import Piece
 
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.comm.message.tensor_message import Header, TensorMessage
+from penstock.comm.message.trees import detached
 from penstock.comm.p2p.mailbox import Mailbox
-from penstock.comm.p2p.message import Header, TensorMessage, detached
 from penstock.errors import DataError
 from penstock.schedule.ir.schedule import Op, Payload, Schedule, Stage, passes
 from penstock.schedule.proof.in_flight import Piece

@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from penstock.comm.core.ticket import Ticket
-from penstock.comm.p2p.message import TensorMessage
+from penstock.comm.message.tensor_message import TensorMessage
 from penstock.schedule.machine.instructions import LaneKey
 
 

@@ -12,15 +12,18 @@ from pydantic import ValidationError
 from penstock.checks import did_you_mean, in_short
 from penstock.errors import ConfigError
 from penstock.files import parse_json, read_given
-from penstock.plan.profile.schema import LayerInput, LayerOption, Profile, ProfiledLayer
+from penstock.plan.profile.schema import LayerInput, LayerOption, Profile, ProfiledLayer, ProfiledLink
 from penstock.yaml_file import parse_yaml
 
 _MOST_BYTES = 1 << 25
 _MOST_FAULTS = 8  # that a message lists
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")  # YAML 1.1 reads 1e-3 as text
 _NUMERIC = frozenset(
-    {"forward", "backward", "output", "stored", "parameters", "seconds", "memory", "memory_per_microbatch", "bytes"}
-)
+    {
+        "forward", "backward", "backward_input", "backward_weight", "output", "stored", "shared", "late", "parameters",
+        "buffer", "optimizer", "step", "seconds", "memory", "memory_per_microbatch", "bytes", "latency", "bandwidth",
+    }
+)  # fmt: skip
 
 
 def read_profile(path: Path) -> Profile:
@@ -100,6 +103,8 @@ def _read_numbers(value: Any) -> None:
             _read_numbers(each)
     elif isinstance(value, dict):
         for key, inner in value.items():
+            if key == "settings":
+                continue
             if key in _NUMERIC or (key in ("sync_in", "sync_out") and isinstance(inner, dict)):
                 value[key] = _numbers_in(inner)
             else:
@@ -120,7 +125,11 @@ def _fault(error: Any) -> str:
     where = ".".join(str(part) for part in error["loc"] if not (isinstance(part, str) and "[" in part))
     if error["type"] == "extra_forbidden":
         known = sorted(
-            {key for model in (Profile, ProfiledLayer, LayerOption, LayerInput) for key in model.model_fields}
+            {
+                key
+                for model in (Profile, ProfiledLink, ProfiledLayer, LayerOption, LayerInput)
+                for key in model.model_fields
+            }
         )
         return f"{where}: no such key.{did_you_mean(error['loc'][-1], known)}"
     if error["type"] == "missing":

@@ -38,6 +38,10 @@ class GraphLayer:
         forward: its part of `seconds`; None if the profile does not tell them apart.
         stored: bytes that are kept from forward to backward.
         ways: how it can be executed; at least one.
+        optimizer: bytes that the optimizer remembers; None if the profile does not say.
+        step: seconds of an update.
+        shared: bytes of `stored` that the layer before keeps as well.
+        buffer: bytes of one copy of the parameters in memory.
     """
 
     name: str
@@ -48,6 +52,10 @@ class GraphLayer:
     ways: tuple[Way, ...]
     forward: float | None = None
     stored: float = 0.0
+    optimizer: float | None = None
+    step: float = 0.0
+    shared: float = 0.0
+    buffer: float = 0.0
 
     @property
     def tensor_degrees(self) -> frozenset[int]:
@@ -230,7 +238,13 @@ class _GraphReader:
                 raise ConfigError(f"{where} needs forward and backward, in seconds, or options")
             seconds = alone[0].seconds
         output = self._value(layer.output, f"{where}, output")
-        return GraphLayer(layer.name, layer.kind, seconds, output, layer.parameters, ways, forward, stored)
+        for key in ("backward_input", "backward_weight", "late"):
+            if (given := getattr(layer, key)) is not None:
+                self._value(given, f"{where}, {key}")
+        shared = 0.0 if layer.shared is None else self._value(layer.shared, f"{where}, shared")
+        buffer = layer.parameters if layer.buffer is None else layer.buffer
+        costs = layer.parameters, ways, forward, stored, layer.optimizer, layer.step, shared, buffer
+        return GraphLayer(layer.name, layer.kind, seconds, output, *costs)
 
     def _way(self, number: int, option: LayerOption, where: str) -> Way:
         """Return an option at this microbatch size."""

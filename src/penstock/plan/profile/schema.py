@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 MOST_LAYERS = 5_000
 MOST_DEVICES = 1 << 20
@@ -71,9 +71,15 @@ class ProfiledLayer(_Strict):
         kind: what it is; layers of one kind may be alike.
         inputs: the layers that it reads; not given: the layer before it in the file. `[]` for none.
         forward, backward: seconds; the backward is the whole one.
+        backward_input, backward_weight: seconds of the two halves of a backward, where it was measured in halves.
         output: bytes of its output.
         stored: bytes that are kept from forward to backward; `output` if not given.
+        shared: bytes of `stored` that the layer before keeps as well, if both are in one stage.
+        late: bytes that are kept between the halves of a backward.
         parameters: bytes.
+        buffer: bytes of one copy of the parameters in memory, padding included; `parameters` if not given.
+        optimizer: bytes that the optimizer remembers; those of Adam if not given.
+        step: seconds of an update.
         options: ways to execute it, if it was profiled in several; then forward and backward may be left out.
     """
 
@@ -82,10 +88,29 @@ class ProfiledLayer(_Strict):
     inputs: Annotated[list[Name | LayerInput], Field(max_length=MOST_LAYERS)] | None = None
     forward: Numbers | None = None
     backward: Numbers | None = None
+    backward_input: Numbers | None = None
+    backward_weight: Numbers | None = None
     output: Numbers = 0.0
     stored: Numbers | None = None
+    shared: Numbers | None = None
+    late: Numbers | None = None
     parameters: Number = 0.0
+    buffer: Number | None = None
+    optimizer: Number | None = None
+    step: Number = 0.0
     options: Annotated[list[LayerOption], Field(max_length=64)] = Field(default_factory=list)
+
+
+class ProfiledLink(_Strict):
+    """A link between two devices, on which a message takes latency + bytes / bandwidth.
+
+    Attributes:
+        latency: seconds.
+        bandwidth: bytes per second.
+    """
+
+    latency: Number = 0.0
+    bandwidth: Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 
 
 class Profile(_Strict):
@@ -97,6 +122,8 @@ class Profile(_Strict):
         source: where the numbers come from.
         microbatch_sizes: the sizes at which lists of numbers were measured, ascending; None if there is one, unnamed.
         microbatches: microbatches per batch, if the profile has an opinion.
+        settings: keys of `penstock train` with which the model was measured, for a plan of it.
+        links: between devices, those of a level each, the innermost first; or one for all levels.
         layers: in any order in which a layer without `inputs` follows the one that it reads.
     """
 
@@ -105,4 +132,6 @@ class Profile(_Strict):
     source: Annotated[str, Field(max_length=2_000)] = ""
     microbatch_sizes: Annotated[list[Annotated[int, Field(ge=1, le=1 << 20)]], Field(min_length=1)] | None = None
     microbatches: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    settings: Annotated[dict[Name, JsonValue], Field(max_length=64)] = Field(default_factory=dict)
+    links: Annotated[list[ProfiledLink], Field(max_length=8)] = Field(default_factory=list)
     layers: Annotated[list[ProfiledLayer], Field(min_length=1, max_length=MOST_LAYERS)]

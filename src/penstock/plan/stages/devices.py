@@ -30,10 +30,12 @@ class Devices:
     Attributes:
         levels: at least one.
         memory: bytes of each device; None for no limit.
+        latency: seconds that a message takes besides its bytes, for costs that know it.
     """
 
     levels: tuple[DeviceLevel, ...]
     memory: float | None = None
+    latency: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be.
@@ -49,6 +51,8 @@ class Devices:
         check_whole("devices, altogether", self.count, 1, MOST_DEVICES)
         if self.memory is not None:
             _check_positive("memory", self.memory)
+        if not is_number(self.latency) or not 0 <= self.latency < 1e30:
+            raise ConfigError(f"latency must be a number of seconds, not negative, got {in_short(self.latency)}")
 
     @property
     def count(self) -> int:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from penstock.checks import check_whole, is_whole
 from penstock.comm.core.wait import Wait
 from penstock.errors import ConfigError, DataError
+from penstock.runtime.data.batch_source import Batches, BatchSource
 from penstock.runtime.execute.executor import Executor
-from penstock.runtime.rank.batch_source import Batches, BatchSource
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.update.events import Evaluated
 

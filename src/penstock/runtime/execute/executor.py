@@ -14,10 +14,10 @@ from functools import partial
 from penstock.comm.communicators import Communicators
 from penstock.comm.core.rank_grid import Holder
 from penstock.comm.core.wait import Wait
+from penstock.runtime.data.batch_source import BatchSource
 from penstock.runtime.execute.build_span import build_span
 from penstock.runtime.ops.bound import Bound
 from penstock.runtime.ops.handlers import bind
-from penstock.runtime.rank.batch_source import BatchSource
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.snapshot import Saving
 from penstock.runtime.rank.snapshot_capture import SnapshotCapture

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.errors import ConfigError, DataError
-from penstock.runtime.rank.batch_source import BatchSource
+from penstock.runtime.data.batch_source import BatchSource
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.setup.settings_by_hand import check_settings, settings_by_hand
 from penstock.runtime.setup.stage_copies import check_written, follow_first, follow_hooks, follow_settings

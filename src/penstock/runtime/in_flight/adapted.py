@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -12,7 +13,15 @@ from penstock.runtime.plan.plan import PipelinePlan
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.in_flight import write_in_flight
 from penstock.schedule.proof.check import Proof
-from penstock.simulate.auto_in_flight import InFlightChoice, as_allowed, most_of_a_run, splits, with_in_flight
+from penstock.simulate.auto_in_flight import (
+    InFlightChoice,
+    as_allowed,
+    choose_interleaved,
+    chunks_of,
+    interleaves,
+    most_of_a_run,
+    splits,
+)
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.in_flight import RankTimes, least_in_flight
 from penstock.simulate.simulate import simulate_schedule
@@ -40,7 +49,7 @@ class AdaptedInFlight:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Microbatches in flight on every rank."""
+        """Microbatches in flight on every rank; of interleaved 1F1B, passes of chunks on the first one."""
         return self.choice.taken
 
     def __repr__(self) -> str:
@@ -63,6 +72,7 @@ class AdaptedInFlight:
             "window": self.window,
             "times": [list(times) for times in self.measured.times],
             "hops": [list(hop) for hop in self.measured.hops],
+            "around": list(self.measured.around),
             "nbytes": list(self.measured.nbytes),
         }
 
@@ -70,10 +80,11 @@ class AdaptedInFlight:
     def of_state(cls, state: Mapping[str, Any]) -> AdaptedInFlight:
         """Read what `state` has returned."""
         taken, asked, plain = (tuple(map(int, state[key])) for key in ("taken", "asked", "plain"))
-        choice = InFlightChoice(taken, asked, plain, tuple(state["reasons"]), state["later"])
+        choice = InFlightChoice(taken, asked, plain, tuple(state["reasons"]), state["later"], state["group"])
         times = tuple(RankTimes(*each) for each in state["times"])
         hops = tuple((there, back) for there, back in state["hops"])
-        return cls(state["from_batch"], choice, state["window"], Measured(times, hops, tuple(state["nbytes"])))
+        measured = Measured(times, hops, tuple(state["nbytes"]), tuple(state["around"]))
+        return cls(state["from_batch"], choice, state["window"], measured)
 
 
 def adapt(plan: PipelinePlan, measured: Measured, batch: int) -> AdaptedInFlight:
@@ -86,39 +97,51 @@ def adapt(plan: PipelinePlan, measured: Measured, batch: int) -> AdaptedInFlight
     """
     request, limit = plan.auto, plan.options.in_flight.in_flight_bytes
     assert request is not None
-    asked = least_in_flight(measured.times, measured.hops, leave=_LEAVE)
-    most = None if limit is None else _most(plan.proof, measured.nbytes, limit, asked)
-    choice = as_allowed(request, asked, most, most_of_a_run(request.stages, request.microbatches))
-    window = _window(request, choice.taken, measured)
+    choice = _choose(request, measured, plan.proof, limit)
+    window = _window(request, choice, measured)
     try:
-        plan.adapted(choice.taken, window).prove()
+        plan.adapted(choice, window).prove()
     except ScheduleError as error:  # with what the options of the pipeline add to the schedule
         reasons = (*choice.reasons, f"they do not go with the other options ({error})")
-        choice, window = replace(choice, taken=choice.plain, reasons=reasons, later=""), plan.proof.lowered.window
+        group = None if choice.group is None else request.stages
+        choice = replace(choice, taken=choice.plain, reasons=reasons, later="", group=group)
+        window = plan.proof.lowered.window
     return AdaptedInFlight(batch, choice, window, measured)
 
 
-def _window(request: ScheduleRequest, numbers: tuple[int, ...], measured: Measured) -> int:
+def _choose(request: ScheduleRequest, measured: Measured, proof: Proof, limit: float | None) -> InFlightChoice:
+    """The microbatches in flight that links ask for, as far as batch, memory (`limit`, in bytes) and delay allow."""
+    if interleaves(request):
+        chunks = chunks_of(request)
+        passes = None if limit is None else _most(proof, measured.nbytes, limit, chunks)[0]
+        return choose_interleaved(request, measured.times, measured.message, most=passes, leave=_LEAVE)
+    asked = least_in_flight(measured.times, measured.hops, leave=_LEAVE)
+    most = None if limit is None else _most(proof, measured.nbytes, limit)
+    return as_allowed(request, asked, most, most_of_a_run(request.stages, request.microbatches))
+
+
+def _window(request: ScheduleRequest, choice: InFlightChoice, measured: Measured) -> int:
     """The least number of outstanding messages that costs no time, or the one that was asked for."""
     if request.window is not None:
         return request.window
-    half = splits(request)
+    chunks = chunks_of(request) if interleaves(request) else 1
+    half, parts = splits(request), [RankTimes(*(time / chunks for time in times)) for times in measured.times]
     costs = Costs(
         tuple(
             StageCost(t.forward, t.returns, t.rest) if half else StageCost(t.forward, t.returns + t.rest, 0.0)
-            for t in measured.times
+            for t in parts * chunks
         ),
         latency=measured.message,
     )
-    window = simulate_schedule(with_in_flight(request, numbers).prove(), costs).window
+    window = simulate_schedule(choice.applied(request).prove(), costs).window
     assert isinstance(window, int)
     return window
 
 
-def _most(proof: Proof, nbytes: Sequence[int], limit: float, asked: Sequence[int]) -> list[int]:
-    """The microbatches whose activations fit on each rank."""
-    each = [held / float(count) for held, count in zip(nbytes, proof.activations, strict=True)]
-    return [max(int(limit // size), 1) if size else wanted for size, wanted in zip(each, asked, strict=True)]
+def _most(proof: Proof, nbytes: Sequence[int], limit: float, chunks: int = 1) -> list[int]:
+    """The passes whose activations fit on each rank, each of which takes a microbatch through one of its chunks."""
+    each = [held / float(count * chunks) for held, count in zip(nbytes, proof.activations, strict=True)]
+    return [max(int(limit // size), 1) if size else sys.maxsize for size in each]
 
 
 def _milliseconds(seconds: float) -> str:

@@ -23,6 +23,6 @@ def measured_by_all(recorder: Recorder, grid: RankGrid, batches: range) -> Measu
         TransportError: a peer is dead.
     """
     recording = recorder.recording()
-    told = gather_json(measure_rank(recording, batches), "measuring passes", grid.control)
+    told = gather_json(measure_rank(recording, batches, grid.depth), "measuring passes", grid.control)
     messages = gather_json(messages_of_rank(recording, told), "measuring messages", grid.control)
     return merge(told, messages, grid.depth)

@@ -1,10 +1,12 @@
-"""What the first batches have taken: passes of every rank, and messages from SEND to the end of the wait for them.
+"""Measures the first batches of a run: passes of every rank, and messages from SEND to the end of the wait for them.
 
 Only a message that its receiver waited for tells how long it was under way; of another one, which lay ready, the pass
 that takes it says how long at most. A lane counts with the median of the first, unless a quarter of the others were
 faster: then those that were waited for are exceptions, such as where a process had lost its core for a while. A lane
 that nobody waited for counts as 0, as more microbatches in flight could bring nothing there. At most 16 messages of
 each kind are told of a lane, so what ranks tell each other does not grow with the batch.
+
+Stage c lies on rank c mod p: that is a chain, or the chunks of interleaved 1F1B, whose last rank sends to the first.
 """
 
 from __future__ import annotations
@@ -31,16 +33,18 @@ class Measured(NamedTuple):
         times: of a microbatch on each rank.
         hops: from each rank but the last, the time of an activation there and of a gradient back.
         nbytes: of the most activations that each rank has held.
+        around: with several chunks on a rank, the same from the last rank to the first.
     """
 
     times: tuple[RankTimes, ...]
     hops: tuple[tuple[float, float], ...]
     nbytes: tuple[int, ...]
+    around: tuple[float, float] = (0.0, 0.0)
 
     @property
     def message(self) -> float:
         """The longest time of a message."""
-        return max((time for hop in self.hops for time in hop), default=0.0)
+        return max(time for hop in (*self.hops, self.around) for time in hop)
 
     @property
     def microbatch(self) -> float:
@@ -48,44 +52,59 @@ class Measured(NamedTuple):
         return max(here.total for here in self.times)
 
 
-def measure_rank(recording: Mapping[str, Any], batches: range) -> dict[str, Any]:
+def measure_rank(recording: Mapping[str, Any], batches: range, depth: int) -> dict[str, Any]:
     """Return what one rank has measured, as plain values.
 
     Args:
         recording: of the rank (`penstock.comm.core.recorder.Recorder.recording`).
         batches: counted from the start of training; the first one of each span, which fills the pipeline, is left out
             where others follow it.
+        depth: p, ranks of a pipeline.
 
     Returns:
-        Under "passes" the median seconds of each kind of pass, under "nbytes" the peak of activations, under "taken"
-        messages: the global rank of the sender, the span, what was sent, by when it had come, whether somebody waited.
+        Under "passes" the median seconds of each kind of pass of a microbatch, through all stages of the rank; under
+        "nbytes" the peak of activations; under "taken" messages: the global rank of the sender, the span, the stage
+        that takes it, what was sent, by when it had come, whether somebody waited.
     """
-    intervals = [Interval(*interval) for interval in recording["intervals"]]
+    intervals = sorted((Interval(*interval) for interval in recording["intervals"]), key=lambda one: one.start)
     passes = [i for i in intervals if i.is_work and i.what in _PASSES and i.batch in batches]
     spans: dict[int, set[int]] = defaultdict(set)
     for one in passes:
         spans[one.span].add(one.batch)
     first = {span: min(found) for span, found in spans.items() if len(found) > 1}
-    seconds: dict[str, list[float]] = defaultdict(list)
-    for one in passes:
-        if one.batch != first.get(one.span):
-            seconds[one.what].append(one.end - one.start)
-    waits = {(one.span, one.cause.partition(": ")[2]): one.end for one in intervals if one.what == Waiting.MESSAGE}
-    taken: dict[tuple[str, bool], list[Any]] = defaultdict(list)
-    for one in passes:
-        if one.batch != first.get(one.span) and one.what in _TAKES:
-            payload, step = _TAKES[one.what]
-            sent = f"{payload} {one.microbatch}"
-            end = waits.get((one.span, sent))
-            waited = end is not None
-            taken[payload, waited].append([one.rank + step, one.span, sent, end if waited else one.start, waited])
+    counted = [one for one in passes if one.batch != first.get(one.span)]
+    seconds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for one in counted:
+        seconds[one.what][one.stage].append(one.end - one.start)
     since = min((one.start for one in passes), default=0.0)
     held = [amount for when, amount in recording["memory"].get(_ACTIVATIONS, ()) if when >= since]
     return {
-        "passes": {what: median(found) for what, found in seconds.items()},
-        "taken": [message for found in taken.values() for message in _spread(found)],
+        "passes": {what: sum(map(median, of_stages.values())) for what, of_stages in seconds.items()},
+        "taken": _taken(intervals, counted, depth),
         "nbytes": max(held, default=0),
     }
+
+
+def _taken(intervals: Sequence[Interval], passes: Sequence[Interval], depth: int) -> list[list[Any]]:
+    """Messages that passes have taken, from the first to the last; a wait for one is the last before the pass."""
+    waits: dict[tuple[int, str], float] = {}
+    taken: dict[tuple[str, int, bool], list[list[Any]]] = defaultdict(list)
+    counted = set(passes)
+    for one in intervals:
+        if one.what == Waiting.MESSAGE:
+            waits[one.span, one.cause.partition(": ")[2]] = one.end
+        elif one.is_work and one.what in _TAKES:
+            payload, step = _TAKES[one.what]
+            sent = f"{payload} {one.microbatch}"
+            end = waits.pop((one.span, sent), None)
+            if one not in counted:
+                continue
+            sender = one.rank // depth * depth + (one.stage + step) % depth
+            waited = end is not None
+            taken[payload, sender, waited].append(
+                [sender, one.span, one.stage, sent, end if waited else one.start, waited]
+            )
+    return [message for found in taken.values() for message in _spread(found)]
 
 
 def messages_of_rank(recording: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -96,14 +115,14 @@ def messages_of_rank(recording: Mapping[str, Any], told: Sequence[Mapping[str, A
         told: by rank, what `measure_rank` has returned there; all on one clock.
     """
     sends = {
-        (one.span, one.peer, one.label): one.start
+        (one.span, one.peer, one.stage, one.label): one.start
         for one in (Interval(*interval) for interval in recording["intervals"])
         if one.what == "SEND"
     }
     found = []
     for receiver, part in enumerate(told):
-        for sender, span, sent, end, waited in part["taken"]:
-            posted = sends.get((span, receiver, sent)) if sender == recording["rank"] else None
+        for sender, span, stage, sent, end, waited in part["taken"]:
+            posted = sends.get((span, receiver, stage, sent)) if sender == recording["rank"] else None
             if posted is not None:
                 found.append([receiver, sent.partition(" ")[0], max(end - posted, 0.0), waited])
     return found
@@ -119,22 +138,25 @@ def merge(told: Sequence[Mapping[str, Any]], messages: Sequence[Iterable[Any]], 
     """
     if any("F" not in part["passes"] for part in told):
         return None
-    seconds: dict[tuple[int, str], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    seconds: dict[tuple[int, int, str], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     for rank, found in enumerate(messages):
         for receiver, payload, time, waited in found:
-            seconds[min(rank, receiver), payload][waited].append(time)
+            seconds[rank, receiver, payload][waited].append(time)
     lanes = {lane: _typical(*found) for lane, found in seconds.items()}
 
     def slowest(rank: int, *kinds: str) -> float:
         return max(float(sum(part["passes"].get(kind, 0.0) for kind in kinds)) for part in told[rank::depth])
 
-    def hop(rank: int, payload: Payload) -> float:
-        return max(lanes.get((row, payload.value), 0.0) for row in range(rank, len(told), depth))
+    def hop(rank: int, behind: int) -> tuple[float, float]:
+        rows = range(0, len(told), depth)
+        there = max(lanes.get((rank + row, behind + row, Payload.ACTIVATION.value), 0.0) for row in rows)
+        return there, max(lanes.get((behind + row, rank + row, Payload.GRADIENT.value), 0.0) for row in rows)
 
     return Measured(
         tuple(RankTimes(slowest(r, "F"), slowest(r, "R", "B", "I"), slowest(r, "W")) for r in range(depth)),
-        tuple((hop(r, Payload.ACTIVATION), hop(r, Payload.GRADIENT)) for r in range(depth - 1)),
+        tuple(hop(r, r + 1) for r in range(depth - 1)),
         tuple(max(part["nbytes"] for part in told[rank::depth]) for rank in range(depth)),
+        hop(depth - 1, 0),
     )
 
 

@@ -165,7 +165,7 @@ class BoundAction(Bound):
                 store.retain([v + self._span.start + turn.t for v in effect.versions])
             if self._copies:
                 k = turn.t * self._m
-                store.retain_copies([copy._replace(first=copy.first + k) for copy in effect.copies])
+                store.derived.retain([copy._replace(first=copy.first + k) for copy in effect.copies])
         if self._span.capture.holds:
             self._span.capture.record()
         if self._is_pass:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from penstock.comm.p2p.message import Header, TensorMessage
+from penstock.comm.message.tensor_message import Header, TensorMessage
 from penstock.comm.p2p.message_buffer import MessageBuffer
 from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.ops.messages import Consumer

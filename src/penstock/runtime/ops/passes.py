@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.comm.core.wait import Wait
-from penstock.comm.p2p.message import Header
+from penstock.comm.message.tensor_message import Header
 from penstock.errors import DataError
+from penstock.runtime.data.batch_source import Sample
 from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.ops.messages import Consumer
 from penstock.runtime.ops.post_validation import Draft
-from penstock.runtime.rank.batch_source import Sample
 from penstock.runtime.rank.span import RankSpan
 from penstock.schedule.ir.schedule import Kind, Op
 from penstock.schedule.machine.instructions import Instruction
-from penstock.stage.graphs import UnreadLoss
 from penstock.stage.in_flight import Microbatch
+from penstock.stage.loss import UnreadLoss
 from penstock.stage.rng import RngKey
 from penstock.timeline import Waiting
 

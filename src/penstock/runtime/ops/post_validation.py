@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from penstock.comm.core.wait import Wait
-from penstock.comm.p2p.message import Header
+from penstock.comm.message.tensor_message import Header
 from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.ops.messages import Consumer
 from penstock.stage.in_flight import Microbatch

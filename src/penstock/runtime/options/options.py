@@ -23,7 +23,7 @@ from penstock.schedule.transforms.batch_ops import what_decides
 from penstock.weights.decision import Policy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """What belongs to a run as a whole.
 

@@ -1,4 +1,4 @@
-"""The options of updates."""
+"""The options of updates: clipping, learning-rate scheduler, average of the weights, what counts as divergence."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from penstock.checks import check_number
 from penstock.errors import ConfigError
 from penstock.runtime.update.divergence import Divergence
 from penstock.weights.decision import Policy
-from penstock.weights.optim.lr_schedulers import SchedulerFactory, check_factory
+from penstock.weights.updates.lr_schedulers import SchedulerFactory, check_factory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UpdateOptions:
     """How the gradient of a batch becomes an update.
 

@@ -11,14 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from penstock.checks import is_number
 from penstock.partition.block_delays import BlockDelays
 from penstock.partition.tied import Tie
 from penstock.runtime.options.options import PipelineOptions
 from penstock.schedule.ir.sharding import Sharding
 
-_MAY_DIFFER = frozenset({"mesh", "lr_scheduler", "timeout", "device", "waits", "compile"})
-"""What concerns one process alone, and what cannot be compared, such as functions."""
+_MAY_DIFFER = frozenset({"timeout", "device", "waits", "compile"})
+"""What concerns one process alone."""
 
 _COMPARED_ELSEWHERE = frozenset({"in_flight", "balance"})
 """What is part of the schedule, or of the blocks of each stage."""
@@ -52,6 +54,8 @@ def common_options(
         "delays": _by_block(delays),
         "backward_delays": _by_block(backward_delays or delays),
         "sharding": str(sharding),
+        "mesh": _sizes(options.data_parallel.mesh),
+        "lr_scheduler": None if options.update.lr_scheduler is None else "given",  # functions cannot be compared
     }
     left_out = _MAY_DIFFER | _COMPARED_ELSEWHERE
     return {name: _short(_text(value)) for name, value in (values | resolved).items() if name not in left_out}
@@ -72,6 +76,11 @@ def differences(
         if names:
             return {name: here[name] for name in names}, {name: there[name] for name in names}
     return {}, {}
+
+
+def _sizes(mesh: DeviceMesh | None) -> dict[str, int] | None:
+    """The dimensions of a mesh, whose ranks are those of the group, in the same order; None if there is none."""
+    return None if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
 def _by_block(delays: BlockDelays) -> Any:

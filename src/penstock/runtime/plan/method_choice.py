@@ -1,17 +1,20 @@
-"""From a method by its name, or a schedule, to the request for a plan and the correction of stale weights."""
+"""Turns a method's name, or a schedule, into the request for a plan and the correction of stale weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeGuard, cast
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.checks import check_whole
 from penstock.errors import ConfigError
 from penstock.runtime.plan.requirements import GivenSchedule, schedule_of
 from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice
 from penstock.schedule.methods.written import written_method
 from penstock.weights.corrections.base import Correction
@@ -29,8 +32,8 @@ def correction_with(schedule: GivenSchedule) -> Correction | None:
 
 
 def request_for(
-    schedule: GivenSchedule | str | MethodChoice | None,
-    method: str | MethodChoice | None,
+    schedule: GivenSchedule | str | MethodChoice | OrderFunction | None,
+    method: str | MethodChoice | OrderFunction | None,
     correction: Correction | None,
     stages: int | Callable[[], int],
     microbatches: int | None,
@@ -47,7 +50,7 @@ def request_for(
     Raises:
         ConfigError: both or neither are given, there is no such method, or a number is missing.
     """
-    if isinstance(schedule, str | MethodChoice):
+    if isinstance(schedule, str | MethodChoice) or _is_order(schedule):
         if method is not None:
             raise ConfigError(f"two methods are given, {schedule!r} and {method!r}; leave one of them out")
         schedule, method = None, schedule
@@ -55,38 +58,46 @@ def request_for(
         raise ConfigError("give a schedule or a method, such as method='2bw', stages=4, microbatches=8; not both")
     if method is None:
         assert schedule is not None
-        schedule_of(schedule)  # refuses what is none
-        return schedule, correction or correction_with(schedule)
+        given = cast(GivenSchedule, schedule)
+        schedule_of(given)  # refuses what is none
+        return given, correction or correction_with(given)
     if correction is not None:
         raise ConfigError("a method brings its correction: method=penstock.method(name, option=...)")
     return request_of(method, stages() if callable(stages) else stages, microbatches)
 
 
 def request_of(
-    chosen: str | MethodChoice, stages: int, microbatches: int | None
+    chosen: str | MethodChoice | OrderFunction, stages: int, microbatches: int | None
 ) -> tuple[ScheduleRequest, Correction | None]:
     """Return the schedule that a method asks for, and its correction.
 
     Args:
-        chosen: the method.
+        chosen: the method, or an order of one's own.
         stages, microbatches: as of `make_schedule`.
 
     Raises:
         ConfigError: there is no such method, or a number is missing.
     """
-    if not isinstance(chosen, MethodChoice):
-        if not isinstance(chosen, str):
-            raise ConfigError(
-                f"method must be a name, or what penstock.method returned, not {chosen!r:.80}; a schedule goes to "
-                "schedule="
-            )
+    if isinstance(chosen, str):
         chosen = written_method(chosen)
+    elif not isinstance(chosen, MethodChoice) and not _is_order(chosen):
+        raise ConfigError(
+            f"method must be a name, what penstock.method returned, or a function (stages, microbatches) -> order, not "
+            f"{chosen!r:.80}; a schedule goes to schedule="
+        )
     if microbatches is None:
         raise ConfigError("how many microbatches is a batch split into? Give microbatches=, such as microbatches=8")
     check_whole("stages", stages)
     check_whole("microbatches", microbatches)
+    if not isinstance(chosen, MethodChoice):
+        return ScheduleRequest(chosen, stages, microbatches), None
     request = ScheduleRequest(chosen.name, stages, microbatches, options=chosen.options)
     return request, correction_of(chosen.name, **chosen.correction)
+
+
+def _is_order(value: object) -> TypeGuard[OrderFunction]:
+    """Return whether a value may be a function that makes an order, and not something else that can be called."""
+    return callable(value) and not isinstance(value, type | nn.Module)
 
 
 def with_options(given: GivenSchedule, in_flight: int | Sequence[int] | str | None) -> GivenSchedule:

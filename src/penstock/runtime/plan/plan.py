@@ -22,10 +22,11 @@ from penstock.partition.tied import Tie, find_ties
 from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.plan.capabilities import check_compiled, check_correction, check_recomputed_blocks, check_slices
 from penstock.runtime.plan.common_options import common_options
-from penstock.runtime.plan.known_schedule import KnownSchedule, OtherScheduleError, described, identity, is_named
+from penstock.runtime.plan.known_schedule import KnownSchedule, described, identity
 from penstock.runtime.plan.requirements import (
     GivenSchedule,
     additions,
+    check_ranks,
     check_same_places,
     prove_with_all_actions,
     schedule_of,
@@ -36,7 +37,7 @@ from penstock.runtime.plan.requirements import (
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.proof.check import Proof
-from penstock.simulate.auto_in_flight import asks_for_auto, with_in_flight
+from penstock.simulate.auto_in_flight import InFlightChoice, asks_for_auto
 from penstock.weights.corrections.base import Correction
 
 
@@ -82,7 +83,7 @@ class UnprovenPlan:
                 meta device).
             given: the schedule.
             options: of the pipeline.
-            known: what another rank has built of it, and checked there; built here if None, or if it has no name.
+            known: what another rank has built of it, and checked there; built here if None.
 
         Raises:
             ConfigError: model, schedule and options do not fit.
@@ -90,10 +91,11 @@ class UnprovenPlan:
             ScheduleError: the schedule cannot be built, or cannot have the recomputes that are wanted.
         """
         options = with_own_sharding(given, options)
-        given, known = _resolved(with_sharding(given, options), known, len(blocks))
+        given = _as_known(with_sharding(given, options), known, len(blocks))
         if isinstance(given, ScheduleRequest):
             check_enough(blocks, given.stages)  # every rank holds a stage, so this much is known before it is built
         plain, staleness, tied = schedule_of(given), options.staleness, options.partition.tied or {}
+        check_ranks(given, plain)
         parallel, recompute = options.data_parallel, options.recompute.recompute
         balance = options.partition.balance
         if balance is None and known is not None:
@@ -166,7 +168,7 @@ class UnprovenPlan:
             raise ConfigError(
                 "a pipeline with delays of its own choice cannot go on under another method; leave delays out"
             )
-        given, known = _resolved(with_sharding(given, self.options), known, sum(map(len, self.parts)))
+        given = _as_known(with_sharding(given, self.options), known, sum(map(len, self.parts)))
         options = self.options.changed(correction=correction)
         schedule = _whole(given, options, self.ties, known)
         check_same_places(self.schedule, schedule)
@@ -177,16 +179,16 @@ class UnprovenPlan:
         auto = given if isinstance(given, ScheduleRequest) and asks_for_auto(given) else None
         return UnprovenPlan(**self._values() | {"options": options, "given": given, "schedule": schedule, "auto": auto})
 
-    def adapted(self, numbers: tuple[int, ...], window: int, known: KnownSchedule | None = None) -> UnprovenPlan:
+    def adapted(self, choice: InFlightChoice, window: int, known: KnownSchedule | None = None) -> UnprovenPlan:
         """The plan under which the same stages go on, with numbers in place of `auto`.
 
         Args:
-            numbers: microbatches in flight on every rank.
+            choice: of the microbatches in flight.
             window: messages that may be outstanding on a lane.
             known: as of `of`.
         """
         assert self.auto is not None
-        request = replace(with_in_flight(self.auto, numbers), window=window)
+        request = replace(choice.applied(self.auto), window=window)
         following = self.followed_by(request, self.options.staleness.correction, known)
         return replace(following, auto=self.auto)
 
@@ -260,19 +262,16 @@ def stages_of(ties: Sequence[Tie]) -> set[int]:
     return {index for tie in ties for index in tie.stages}
 
 
-def _resolved(
-    given: GivenSchedule, known: KnownSchedule | None, blocks: int
-) -> tuple[GivenSchedule, KnownSchedule | None]:
-    """The schedule as it was asked for, and what is known of it, which is nothing where it has no name.
+def _as_known(given: GivenSchedule, known: KnownSchedule | None, blocks: int) -> GivenSchedule:
+    """The schedule as it was asked for, which is not built here if it is known.
 
     Raises:
         OtherScheduleError: another one is known.
     """
-    if known is None or not isinstance(given, ScheduleRequest) or not is_named(given):
-        return given, None
-    if known.asked != identity(given) or sum(known.balance) != blocks:
-        raise OtherScheduleError(f"{described(given)}, {blocks} blocks")
-    return known.given_as(given), known
+    if known is None:
+        return given
+    known.check_asked(given, blocks)
+    return known.given_as(given) if isinstance(given, ScheduleRequest) else given
 
 
 def _whole(

@@ -11,12 +11,13 @@ from penstock.errors import ConfigError
 from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.plan.capabilities import check_offered
 from penstock.runtime.plan.sharded import check_sharding
-from penstock.schedule.build import ScheduleRequest, extend, extended
+from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.extend import extend, extended
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import REPLICATED, Level, Sharding, read_sharding
 from penstock.schedule.methods.choice import MethodChoice
-from penstock.schedule.methods.table import find_method
+from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.rank_proof import RankProof
 from penstock.schedule.transforms.batch_ops import check_together
@@ -41,6 +42,23 @@ def schedule_of(given: GivenSchedule) -> Schedule:
     if not isinstance(given, GivenSchedule):
         raise ConfigError(f"schedule must come from make_schedule, check or load_schedule, not {given!r:.80}")
     return given if isinstance(given, Schedule) else given.schedule
+
+
+def check_ranks(given: GivenSchedule, plain: Schedule) -> None:
+    """Make sure that an order of a user's own has as many ranks as it was asked for.
+
+    Args:
+        given: the schedule as it was asked for.
+        plain: the same, built.
+
+    Raises:
+        ConfigError: it has others.
+    """
+    if isinstance(given, ScheduleRequest) and plain.ranks != given.stages:
+        raise ConfigError(
+            f"{plain.name}: asked for {given.stages} stages, the order has {plain.ranks} ranks; return as many, or "
+            "give what make_schedule returns of it as schedule="
+        )
 
 
 def with_all_actions(given: GivenSchedule, options: PipelineOptions, tied: Collection[int]) -> Schedule:
@@ -77,7 +95,7 @@ def prove_with_all_actions(given: Schedule | Proof, options: PipelineOptions, ti
 
 
 def additions(plain: Schedule, options: PipelineOptions, tied: Collection[int]) -> dict[str, Any]:
-    """What options add to a schedule: the arguments of `penstock.schedule.build.extended`."""
+    """What options add to a schedule: the arguments of `penstock.schedule.extend.extended`."""
     parallel, recompute = options.data_parallel, options.recompute
     combine = parallel.combine
     return {

@@ -1,1 +1,1 @@
-"""The execution of one rank: its coroutine, its data, its reports, its snapshots."""
+"""The state of one rank: its ledgers, its reports, its snapshots."""

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from penstock.schedule.proof.in_flight import Piece
-from penstock.stage.graphs import Loss, UnreadLoss, read_losses
+from penstock.stage.loss import Loss, UnreadLoss, read_losses
 
 
 class BatchLoss(NamedTuple):

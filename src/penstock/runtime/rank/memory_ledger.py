@@ -1,4 +1,4 @@
-"""Account of a rank's parameter-sized memory, by role."""
+"""The memory ledger of a rank: bytes of parameter-sized memory, by role."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class MemoryLedger:
         for role in self._recorder.roles - roles:  # of a method before this one
             self._recorder.hold(role, 0)
         self._recorder.roles = roles
-        for role, nbytes in totals.items():
+        live = self._recorder.live
+        # First those that shrink: a buffer that changes its role must not count twice meanwhile.
+        for role, nbytes in sorted(totals.items(), key=lambda each: each[1] > live.get(each[0], 0)):
             self._recorder.hold(role, nbytes)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.wait import Wait
+from penstock.comm.message.tensor_message import TensorMessage
 from penstock.comm.p2p.mailbox import Mailbox
-from penstock.comm.p2p.message import TensorMessage
 from penstock.comm.p2p.routing import StageRoutes
 from penstock.partition.sequence_slices import Slicing
-from penstock.runtime.rank.batch_source import BatchSource
+from penstock.runtime.data.batch_source import BatchSource
 from penstock.runtime.rank.loss_ledger import LossLedger
 from penstock.runtime.rank.memory_ledger import MemoryLedger, StageMemory
 from penstock.runtime.rank.reports import Reports

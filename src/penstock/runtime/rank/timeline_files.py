@@ -1,4 +1,4 @@
-"""Timelines on disk: a file for each rank, which the rank writes by itself, and whoever wants to read them merges."""
+"""Timelines on disk: every rank writes a file of its own, and whoever reads them merges them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a new pipeline is given first: its model, an optimizer and a scheduler, looked at together."""
+"""Checks the model, the optimizer and the scheduler that a new pipeline is given, together."""
 
 from __future__ import annotations
 

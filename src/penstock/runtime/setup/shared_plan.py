@@ -15,7 +15,7 @@ from penstock.comm.collective.hand_out import HandedOut, hand_out
 from penstock.runtime.plan.known_schedule import KnownSchedule
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.setup.same_plan import check_same_plans
-from penstock.schedule.build import evaluation_of
+from penstock.schedule.extend import evaluation_of
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.proof.check import Proof, check
 from penstock.schedule.rank_proof import common_part, own_part, rank_proof

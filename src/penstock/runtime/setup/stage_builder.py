@@ -20,6 +20,7 @@ from penstock.partition.shared_memory import check_memory
 from penstock.partition.tied import Tie, share_inside
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.sharded_weights import average_of, divide_updates, fit_sums, make_sharded_store
+from penstock.schedule.halved_backwards import halved_units
 from penstock.schedule.ir.rules import RULES, Source, Update, VersionRule
 from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
 from penstock.schedule.ir.sharding import Level
@@ -40,9 +41,9 @@ from penstock.weights.memory.buffers import Layout
 from penstock.weights.memory.older_versions import OlderVersions
 from penstock.weights.mixed_store import MixedStore
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
-from penstock.weights.optim.updater import Updater
 from penstock.weights.sharded_store import ShardedStore
 from penstock.weights.store import VersionStore
+from penstock.weights.updates.updater import Updater
 from penstock.weights.waves import WaveWeights
 
 
@@ -243,7 +244,7 @@ class StageBuilder:
             updater.follow(store.own_of(store.master))
             if store.reads_ahead:
                 weights.watch_writes()
-            store.hold_estimate(self._estimates_whole(stage, proof, corrector))
+            store.derived.hold_estimate(self._estimates_whole(stage, proof, corrector))
             updater.rates.correct(*(None, None) if corrector is None else (_rate(corrector), corrector.begin))
             updater.prepare(store.own_layout, self._rotates(stage, proof, corrector, updater))
             reading = _reading(RULES[proof.schedule.rule], weights, self._plan.backward_delays)
@@ -297,7 +298,7 @@ def _reading(rule: VersionRule, weights: TrainedWeights, backward_delays: BlockD
     """How the passes of a stage find their weights."""
     store, updater, corrector, older = weights.store, weights.updater, weights.corrector, weights.older
     if rule.rebinds:
-        kind = EstimatedWeightReads if store.estimates else NewestWeightReads
+        kind = EstimatedWeightReads if store.derived.holds_estimate else NewestWeightReads
         return kind(store, corrector, rule.recompute is Source.NEWEST)
     if older is not None and backward_delays is not None:
         return DelayedWeightReads(store, updater, older)
@@ -310,21 +311,8 @@ def _rate(corrector: Corrector) -> Callable[[int], float]:
 
 
 def _halved(schedule: Schedule, stage: Stage, sends: bool) -> Callable[[Piece], bool] | None:
-    """Of which microbatches (and slices) a stage runs the backward in two halves.
-
-    Not where the second half follows at once, and the first one finds nothing to send (`sends` is false): one walk
-    through the activations is shorter than two.
-    """
-    m, actions = schedule.microbatches, [p for a in schedule.program(stage.rank).period for p in passes(a)]
-    pairs = zip([None, *actions], actions, strict=False)
-    units = [
-        late.unit
-        for early, late in pairs
-        if late.stage == stage
-        and late.op is Op.W
-        and (sends or early is None or (early.op, early.stage, early.unit) != (Op.I, stage, late.unit))
-    ]
-    halved = {(k % m, unit.slice[0] if unit.slice else 0) for unit in units for k in unit.microbatches}
+    """Of which microbatches (and slices) a stage runs the backward in two halves."""
+    m, halved = schedule.microbatches, halved_units(schedule, stage, sends)
     return (lambda key: (key[0] % m, key[1]) in halved) if halved else None
 
 

@@ -1,4 +1,4 @@
-"""Several copies of a stage (of parallel pipelines, or of two directions) begin every run with the same weights."""
+"""Makes sure that copies of a stage (in parallel pipelines or directions) begin every run with equal weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.errors import ConfigError
-from penstock.runtime.rank.batch_source import checksum
+from penstock.runtime.data.checksum import checksum
 from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.combine import Combine

@@ -1,4 +1,4 @@
-"""Tied parameters of several stages begin with the same values."""
+"""Gives tied parameters of several stages the same initial values."""
 
 from __future__ import annotations
 

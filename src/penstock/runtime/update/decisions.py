@@ -10,7 +10,7 @@ from penstock.runtime.update.divergence import Divergence, DivergenceDetector
 from penstock.runtime.update.events import Evaluated, RunEvents
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.methods.combine import REDUCE, Combine
-from penstock.stage.graphs import Loss
+from penstock.stage.loss import Loss
 from penstock.weights.decision import Decision, Policy, Scaler, Share, decide
 
 

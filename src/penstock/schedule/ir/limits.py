@@ -1,4 +1,4 @@
-"""How large a schedule may be: far above what is of use, so that a mistyped number is refused and not tried."""
+"""Limits on the size of schedules, far above what is of use, so that a mistyped number is refused at once."""
 
 from __future__ import annotations
 

@@ -78,7 +78,8 @@ def read_sharding(given: str | Sharding) -> Sharding:
     level, *options = str(given).split(":")
     if level not in set(Level):
         raise ConfigError(
-            f"unknown sharding {level!r:.40}.{did_you_mean(level, tuple(Level))} Known: {', '.join(Level)}"
+            f"unknown sharding {level!r:.40}.{did_you_mean(level, tuple(Level))} Known: none, optimizer (as ZeRO-1), "
+            "gradients (ZeRO-2), full (ZeRO-3)"
         )
     found = Sharding(Level(level))
     allowed = {Level.GRADIENTS: ("gradients",), Level.FULL: ("weights", "gradients", "cache")}.get(found.level, ())

@@ -1,4 +1,4 @@
-"""The times of actions where nothing is known."""
+"""The times of actions where nothing has been measured."""
 
 from __future__ import annotations
 

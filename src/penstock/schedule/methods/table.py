@@ -1,80 +1,17 @@
 """The method table: every published method is a row, not a class.
 
-A row combines an order, a version rule, a correction, a sharding and a way to combine parallel pipelines;
-`compatible` says what cannot be combined. Everything else about a method (weight copies, delay, activations in
-flight, bubble, the smallest batch) is derived from its schedule by `penstock.schedule.proof.check` and the simulator.
+`penstock.schedule.methods.compatibility` says what cannot be combined. Everything else about a method (weight copies,
+delay, activations in flight, bubble, the smallest batch) is derived from its schedule by the proof
+(`penstock.schedule.proof.check`) and the simulator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import PurePath
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
-from penstock.checks import in_words, similarity
-from penstock.errors import ConfigError
-from penstock.schedule.ir.order import Order
-from penstock.schedule.ir.rules import Source, VersionRule
-from penstock.schedule.ir.sharding import Level, Sharding, read_sharding
-from penstock.schedule.methods.combine import COMBINES, combine_fault
-from penstock.schedule.methods.corrections import CORRECTIONS, correction_fault, options_of
+from penstock.schedule.methods.method import Method
 from penstock.schedule.orders.nf1b import one_version_fault
-from penstock.schedule.transforms.sharding import sharding_fault
-
-
-@dataclass(frozen=True)
-class Method:
-    """One row of the table.
-
-    Attributes:
-        name: the value of `--set method=`.
-        title: the name in the literature.
-        source: paper and section.
-        order: a name in `penstock.schedule.orders.ORDERS`.
-        rule: a name in `penstock.schedule.ir.rules.RULES`.
-        correction: the remedy for stale weights, a name in `penstock.schedule.methods.corrections.CORRECTIONS`.
-        sharding: what of the state of a stage is split over parallel pipelines unless a user says otherwise, as
-            `read_sharding` reads it.
-        combine: the default way to combine parallel pipelines, a name in
-            `penstock.schedule.methods.combine.COMBINES`.
-        aliases: other names in use.
-        limit: (stages, microbatches, options of the order) -> why they cannot be combined, beyond what the proof finds.
-        settings: defaults of `penstock train --set` keys under this method, as it requires or as its paper says.
-    """
-
-    name: str
-    title: str
-    source: str
-    order: str
-    rule: str
-    correction: str = "none"
-    sharding: str = "none"
-    combine: str = "reduce"
-    aliases: tuple[str, ...] = ()
-    limit: Callable[..., str | None] | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def needs_sharded_state(self) -> bool:
-        """Whether it splits the state of stages unless a user says otherwise."""
-        return self.sharding != Level.NONE
-
-    @property
-    def in_turns(self) -> bool:
-        """Whether ranks alternate between stages, or versions of them, with every microbatch or a few of them."""
-        return self.order not in ("breadth-first", "endless-breadth-first")
-
-    @property
-    def shardings(self) -> tuple[Level, ...]:
-        """The levels of sharding that it takes, without `none`."""
-        return tuple(
-            level
-            for level in tuple(Level)[1:]
-            if sharding_fault(self.rule, level, self.correction, self.in_turns) is None
-        )
-
 
 _BACKPROP = MappingProxyType({"optimizer.name": "sgd", "optimizer.nesterov": False})
 _NADAM = MappingProxyType({"optimizer.name": "nadam", "optimizer.weight_decay": 0.01})
@@ -382,120 +319,3 @@ _TABLE = (
 
 METHODS: Mapping[str, Method] = MappingProxyType({row.name: row for row in _TABLE})
 """Every method by its name."""
-
-
-def find_method(name: str) -> Method:
-    """Return the row of a method, by name or alias.
-
-    Raises:
-        ConfigError: no such method; the message suggests the nearest names.
-    """
-    names = {alias: row for row in _TABLE for alias in (row.name, *row.aliases)}
-    key = name.lower().replace("_", "-")
-    key = _CLASSES.get(key.removeprefix("schedule"), key)
-    if key in names:
-        return names[key]
-    near = _nearest_rows(key)
-    hint = _HINTS.get(key) or _FILES.get(PurePath(name).suffix) or (f" Did you mean {in_words(near)}?" if near else "")
-    raise ConfigError(f"unknown method {name!r}.{hint} `penstock methods` lists all {len(METHODS)}.")
-
-
-def _nearest_rows(key: str) -> list[str]:
-    """Return the names of the three rows that are spelled most like `key`, by name or, if not quite as near, alias."""
-    alike = {
-        row.name: max(similarity(key, row.name), *(similarity(key, alias) - 0.01 for alias in row.aliases), 0.0)
-        for row in _TABLE
-    }
-    return sorted((name for name in alike if alike[name] > _SIMILAR), key=lambda name: -alike[name])[:3]
-
-
-_SIMILAR = 0.55
-_COMBINED = " It is a way to combine parallel pipelines, under most methods: width=2 combine.kind={}."
-_OPTIMIZER = " It is an optimizer, for use with most methods: optimizer.name={}."
-_HINTS = MappingProxyType(
-    {
-        "zb-1p": " Use 'zb-auto' with as many microbatches on a rank as ranks: options limit=4 for 4 stages.",
-        "zb-exact": " It is an order, whose search may take minutes: zb-auto with order zb-exact (show --order).",
-        "forward-only": " It is the order of evaluations: any method with order forward-only (show --order).",
-        **dict.fromkeys(("hetpipe", "wsp"), _COMBINED.format("wsp")),
-        **dict.fromkeys(("average", "model-averaging", "local-sgd"), _COMBINED.format("average")),
-        **dict.fromkeys(("bmuf", "block-momentum"), _COMBINED.format("bmuf")),
-        **dict.fromkeys(("avgpipe", "elastic"), _COMBINED.format("elastic")),
-        **{name: _OPTIMIZER.format(name) for name in ("basis-rotation", "muon", "nadam", "adan", "soap")},
-    }
-)
-"""Advice for names that are options, orders or optimizers rather than methods."""
-
-_CLASSES = MappingProxyType(
-    {
-        "1f1b": "1f1b",
-        "gpipe": "gpipe",
-        "interleaved1f1b": "interleaved",
-        "loopedbfs": "breadth-first",
-        "interleavedzerobubble": "zb-interleaved",
-        "zbvzerobubble": "zb-v",
-        "dualpipev": "dualpipe-v",
-        "pipedream2bw": "2bw",
-    }
-)
-"""What torch.distributed.pipelining calls its schedules (without "Schedule") -> the method."""
-
-_OWN = " An order of your own goes after --file (in Python, to load_schedule)."
-_CONFIGURATION = " A configuration goes after --config."
-_FILES = MappingProxyType(
-    {".py": _OWN, ".txt": _OWN, ".csv": _OWN, ".yaml": _CONFIGURATION, ".yml": _CONFIGURATION, ".json": _CONFIGURATION}
-)
-"""Advice for files in the place of a method."""
-
-
-def correction_options(method: Method, given: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Return the options of a method's correction, with the defaults where none are given.
-
-    Raises:
-        ConfigError: it has no correction or no such option, or the option does not accept the value.
-    """
-    if given and not CORRECTIONS[method.correction].options:
-        option = next(iter(given))
-        owners = ", ".join(row.name for row in _TABLE if option in CORRECTIONS[row.correction].options)
-        lacks = "no correction" if method.correction == "none" else "a correction without options"
-        raise ConfigError(
-            f"method {method.name!r} has {lacks}, so correction.{option} does not apply; methods that have it: "
-            f"{owners or 'none'}"
-        )
-    return options_of(method.correction, given)
-
-
-def sharding_of(method: Method, given: str | Sharding | None, rule: str | None = None) -> Sharding:
-    """Return what of a stage's state is split under a method: what is given, or else what the method has.
-
-    Args:
-        method: which.
-        given: as it is written, or the sharding itself; None for that of the method.
-        rule: another version rule than the method's.
-
-    Raises:
-        ConfigError: what is given is no sharding, or does not go with the method.
-    """
-    sharding = read_sharding(method.sharding if given is None else given)
-    fault = sharding_fault(rule or method.rule, sharding.level, method.correction, method.in_turns)
-    if fault is not None:
-        raise ConfigError(f"{method.name}: {fault}")
-    return sharding
-
-
-def compatible(order: Order, rule: VersionRule, correction: str = "none", combine: str = "reduce") -> str | None:
-    """Return why these choices cannot be combined, or None if they can."""
-    if rule.forward is Source.BATCH and order.endless:
-        return (
-            f"rule {rule.name!r} empties the pipeline after each batch, but the order lets batches overlap; name "
-            "another rule, such as double-buffer"
-        )
-    for what, value, known in (
-        ("correction", correction, tuple(CORRECTIONS)),
-        ("combine", combine, tuple(COMBINES)),
-    ):
-        if value not in known:
-            return f"{what} {value!r} is not supported; known: {', '.join(known)}"
-    if correction != "none" and (fault := correction_fault(rule, correction)):
-        return fault
-    return combine_fault(combine, rule.name, correction)

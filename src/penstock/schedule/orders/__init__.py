@@ -69,3 +69,6 @@ ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
 
 CHAINS = (one_f_one_b, endless_1f1b, zb_h1)
 """Orders with a stage on each rank whose option in_flight may be one number for each of them, or "auto"."""
+
+ASK_LINKS = (*CHAINS, interleaved)
+"""Orders whose option in_flight may be "auto"."""

@@ -10,7 +10,7 @@ case m = 1.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,7 +26,6 @@ from penstock.schedule.ir.schedule import (
     Unit,
     format_place,
     format_unit,
-    passes,
     split_fused,
 )
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
@@ -35,16 +34,16 @@ _COUNTED = PASSES | {Op.STEP, Op.VALIDATE, Op.REDUCE, Op.TIE, Op.DECIDE, Op.AVER
 
 
 class _Slot(NamedTuple):
-    """An action that must appear exactly once per batch: an operation on a stage, in any direction for passes."""
+    """What must appear exactly once per batch, or microbatch: an operation on a stage, in any direction for passes."""
 
     place: str  # "stage 3" or "stage 3.1"
     op: Op
     slice: int
-    residue: int  # of the microbatch modulo m; of a batch unit, its `every`
+    every: int  # of a batch unit; 0 of microbatches
 
 
 _Table = dict[_Slot, list[int]]
-"""The offsets at which each slot appears."""
+"""The offsets at which each slot appears, of all microbatches."""
 
 
 def check_coverage(schedule: Schedule) -> None:
@@ -54,15 +53,8 @@ def check_coverage(schedule: Schedule) -> None:
         ScheduleError: an action is missing, doubled, on the wrong rank, or belongs to a batch that has not begun.
     """
     _check_structure(schedule)
-    periods: _Table = defaultdict(list)
-    epilogues: _Table = defaultdict(list)
-    evaluation = False
-    for program in schedule.programs:
-        for actions, table in ((program.period, periods), (program.epilogue, epilogues)):
-            for p in split_fused(actions):
-                evaluation |= p.unit.kind is Kind.EVAL
-                for slot, offset in _slots(p, schedule.microbatches):
-                    table[slot].append(offset)
+    periods, epilogues = (_offsets(schedule, part) for part in (0, 1))
+    evaluation = any(p.unit.kind is Kind.EVAL for q in schedule.programs for part in q for p in split_fused(part))
     trained = {c for c in range(schedule.num_stages) if c not in schedule.frozen and not evaluation}
     for index in range(schedule.num_stages):
         _check_passes(schedule, index, index in trained, periods)
@@ -72,17 +64,23 @@ def check_coverage(schedule: Schedule) -> None:
     _check_averages(schedule, trained, periods, epilogues)
 
 
-def _slots(action: Action, microbatches: int) -> Iterator[tuple[_Slot, int]]:
-    """Yield the slots that an action covers, with its offsets."""
-    op, stage, unit, *_ = action
-    if op not in _COUNTED:
-        return
-    if unit.kind is Kind.BATCH:
-        yield _Slot(f"stage {stage.name}", op, 0, unit.every), unit.first
-        return
-    piece = unit.slice[0] if unit.slice else 0
-    for offset in unit.microbatches:
-        yield _Slot(f"stage {stage.index}", op, piece, offset % microbatches), offset
+def _offsets(schedule: Schedule, part: int) -> _Table:
+    """Return where everything appears in the periods (part 0) or the epilogues (part 1)."""
+    found: dict[tuple[Stage | int, Op, int, int], list[int]] = defaultdict(list)  # names are formatted once each
+    for program in schedule.programs:
+        for op, stage, (first, count, piece, kind, every), *_ in split_fused(program[part]):
+            if op not in _COUNTED:
+                continue
+            if kind is Kind.BATCH:
+                found[stage, op, 0, every].append(first)
+            elif count == 1:
+                found[stage.index, op, piece[0] if piece else 0, 0].append(first)
+            else:
+                found[stage.index, op, piece[0] if piece else 0, 0] += range(first, first + count)
+    table: _Table = defaultdict(list)
+    for (place, op, slice_, every), offsets in found.items():
+        table[_Slot(f"stage {place.name if isinstance(place, Stage) else place}", op, slice_, every)] += offsets
+    return table
 
 
 def _check_structure(schedule: Schedule) -> None:
@@ -103,15 +101,17 @@ def _check_structure(schedule: Schedule) -> None:
             f"{name}: more than one edge from stage {twice[0][0]} to stage {twice[0][1]}; merge them into one"
         )
     _check_segments(schedule, held)
+    fine: set[tuple[object, ...]] = set()  # kinds of actions
     for rank, program in enumerate(schedule.programs):
+        own = {stage for stage in stages if stage.rank == rank}
         for actions, begun in ((program.period, 1), (program.epilogue, 0)):
             for action in actions:
                 if action.parts and any(p.op not in PASSES for p in action.parts):
                     raise ScheduleError(f"{name}: {format_place(schedule, action)} fuses something other than passes")
-                for p in passes(action):
-                    if p.stage not in stages or p.stage.rank != rank:
+                for p in action.parts or (action,):
+                    if p.stage not in own:
                         raise ScheduleError(f"{name}: {p} is in the program of rank {rank}, which holds no such stage")
-                    _check_unit(schedule, p, begun)
+                    _check_unit(schedule, p, begun, fine)
 
 
 def _check_segments(schedule: Schedule, held: set[int]) -> None:
@@ -132,16 +132,34 @@ def _check_segments(schedule: Schedule, held: set[int]) -> None:
                 raise ScheduleError(f"{name}: in a segment stage {before} must be the only input of stage {index}")
 
 
-def _check_unit(schedule: Schedule, action: Action, begun: int) -> None:
-    """Check that a unit lies within one batch that has begun (relative to the action's own: before `begun`)."""
-    fault = _unit_fault(schedule, action, begun)
-    if fault is not None:  # the place is formatted only now, as large schedules have hundreds of thousands of actions
+def _check_unit(schedule: Schedule, action: Action, begun: int, fine: set[tuple[object, ...]]) -> None:
+    """Check that a unit is one of its operation, and lies within one batch that has begun.
+
+    Args:
+        schedule, action: which.
+        begun: the batch, relative to the action's own, before which it must lie.
+        fine: kinds of actions that are known to be right; extended.
+    """
+    first, count, piece, kind, every = action.unit
+    fault = None
+    shape = action.op, count, piece, kind, every, action.peer is None
+    if shape not in fine:  # large schedules have hundreds of thousands of actions, of few kinds
+        fault = _kind_fault(schedule, action)
+        fine.add(shape)
+    size = 1 if kind is Kind.BATCH else schedule.microbatches
+    if fault is None and count > 1 and first // size != (first + count - 1) // size:
+        fault = " crosses the border of a batch"
+    if fault is None and first + count > begun * size:
+        last = schedule.microbatches - 1
+        numbers = f"; microbatches of a batch are numbered from 0 to {last}" if action.op in PASSES else ""
+        fault = f" belongs to a batch that has not begun{numbers}"
+    if fault is not None:
         raise ScheduleError(f"{schedule.name}: {format_place(schedule, action)}{fault}")
 
 
-def _unit_fault(schedule: Schedule, action: Action, begun: int) -> str | None:
-    """Return what is wrong with a unit, to be said after its place; None if nothing is."""
-    op, unit, m = action.op, action.unit, schedule.microbatches
+def _kind_fault(schedule: Schedule, action: Action) -> str | None:
+    """Return what is wrong with an action, whatever the number of its unit, to be said after its place."""
+    op, unit = action.op, action.unit
     if op in (Op.SEND, Op.RECV, Op.REDO, Op.FUSED):
         return f": {op} must not be written in a schedule; lowering adds it"
     if (unit.kind is Kind.BATCH) is (op in PASSES or op in MOVES or op is Op.PREDICT):
@@ -153,23 +171,21 @@ def _unit_fault(schedule: Schedule, action: Action, begun: int) -> str | None:
     pieces = unit.slice[1] if unit.slice else 1
     if unit.count < 1 or (op is not Op.PREDICT and unit.kind is not Kind.BATCH and pieces != schedule.slices):
         return ": a unit must hold at least one microbatch, and all units must have the same number of slices"
-    size = 1 if unit.kind is Kind.BATCH else m
-    if unit.first // size != (unit.first + unit.count - 1) // size:
-        return " crosses the border of a batch"
-    if unit.first + unit.count > begun * size:
-        numbers = f"; microbatches of a batch are numbered from 0 to {m - 1}" if op in PASSES else ""
-        return f" belongs to a batch that has not begun{numbers}"
     return None
 
 
 def _check_passes(schedule: Schedule, index: int, trained: bool, periods: _Table) -> None:
-    place = f"stage {index}"
-    for k in range(schedule.microbatches):
-        for piece in range(schedule.slices):
+    place, m, pieces = f"stage {index}", schedule.microbatches, range(schedule.slices)
+    operations = Op.F, Op.B, Op.I, Op.W, Op.R
+    found = [[_residues(periods.get(_Slot(place, op, piece, 0), ()), m) for op in operations] for piece in pieces]
+    usual = [1, *([1, 0, 0] if trained else [0, 0, 0]), int(index in schedule.recomputed)]
+    for k in range(m):
+        for piece in pieces:
+            counts = [each[k] for each in found[piece]]
+            if counts == usual:
+                continue
+            forwards, *backwards, recomputes = counts
             where = f"{schedule.name}: microbatch {k}{f', slice {piece}' if schedule.slices > 1 else ''}, {place}"
-            forwards, *backwards, recomputes = (
-                len(periods.get(_Slot(place, op, piece, k), ())) for op in (Op.F, Op.B, Op.I, Op.W, Op.R)
-            )
             if forwards != 1:
                 raise ScheduleError(f"{where} has {forwards} forwards per batch instead of 1")
             if not trained and any(backwards):
@@ -179,6 +195,14 @@ def _check_passes(schedule: Schedule, index: int, trained: bool, periods: _Table
                 raise ScheduleError(f"{where} needs one B, or one I and one W, per batch; it has {b} B, {i} I, {w} W")
             if recomputes != (index in schedule.recomputed):
                 raise ScheduleError(f"{where} has {recomputes} recomputes per batch; all or none need one")
+
+
+def _residues(offsets: Iterable[int], m: int) -> list[int]:
+    """Count the offsets of each microbatch of a batch."""
+    counts = [0] * m
+    for offset in offsets:
+        counts[offset % m] += 1
+    return counts
 
 
 def _check_updates(schedule: Schedule, trained: set[int], periods: _Table) -> None:
@@ -207,21 +231,21 @@ def _check_updates(schedule: Schedule, trained: set[int], periods: _Table) -> No
 
 def _check_moves(schedule: Schedule) -> None:
     """Check that activations moved to another rank are received and returned there exactly once."""
+    named = [a for program in schedule.programs for part in program for a in part if a.peer is not None]
     for giving, taking in ((Op.OFFLOAD, Op.HOLD), (Op.RETURN, Op.FETCH)):
         moves: dict[Op, list[tuple[Stage, Stage, Unit]]] = {giving: [], taking: []}
-        for program in schedule.programs:
-            for a in (*program.period, *program.epilogue):
-                if a.op in moves and a.peer is not None:
-                    moves[a.op].append((a.stage, a.peer, a.unit) if a.op is giving else (a.peer, a.stage, a.unit))
-                    if a.peer.rank == a.stage.rank:
-                        raise ScheduleError(
-                            f"{schedule.name}: {a} moves activations to a stage of the same rank, which frees nothing; "
-                            "move them to a stage of another rank, or to the host (without a peer)"
-                        )
-                    if a.payload is not Payload.PARKED:
-                        raise ScheduleError(
-                            f"{schedule.name}: {a} moves activations, so its payload must be /{Payload.PARKED}"
-                        )
+        for a in named:
+            if a.op in moves and a.peer is not None:
+                moves[a.op].append((a.stage, a.peer, a.unit) if a.op is giving else (a.peer, a.stage, a.unit))
+                if a.peer.rank == a.stage.rank:
+                    raise ScheduleError(
+                        f"{schedule.name}: {a} moves activations to a stage of the same rank, which frees nothing; "
+                        "move them to a stage of another rank, or to the host (without a peer)"
+                    )
+                if a.payload is not Payload.PARKED:
+                    raise ScheduleError(
+                        f"{schedule.name}: {a} moves activations, so its payload must be /{Payload.PARKED}"
+                    )
         given, taken = Counter(moves[giving]), Counter(moves[taking])
         for (source, target, unit), n in (given | taken).items():
             if n > 1 or given[source, target, unit] != taken[source, target, unit]:
@@ -237,9 +261,13 @@ def _check_epilogues(schedule: Schedule, periods: _Table, epilogues: _Table) -> 
         if slot.op is Op.AVERAGE:
             continue
         step = 1 if slot.op not in PASSES else schedule.microbatches
-        wanted = [o for offset in periods.get(slot, ()) for o in range(offset, 0, step)]
+        wanted = sorted([o for offset in periods.get(slot, ()) if offset < 0 for o in range(offset, 0, step)])
         found = sorted(epilogues.get(slot, ()))
         if found != wanted:
+            differing = Counter(found)
+            differing.subtract(wanted)
+            residue = min(o % step for o, n in differing.items() if n)  # of one microbatch, to be brief
+            wanted, found = ([o for o in each if o % step == residue] for each in (wanted, found))
             piece = f", slice {slot.slice}" if schedule.slices > 1 else ""
             raise ScheduleError(
                 f"{schedule.name}: to drain, {slot.place}{piece} must run {slot.op} for {wanted or 'nothing'} "
@@ -258,7 +286,7 @@ def _check_averages(schedule: Schedule, trained: set[int], periods: _Table, epil
                 f"{schedule.name}: {slot.place} must AVERAGE once per period, and continue without gaps in the "
                 f"epilogue; it has {starts}, then {rest}"
             )
-        averaged.setdefault(slot.place, []).append((slot.residue, starts[0] + len(rest) - 1))
+        averaged.setdefault(slot.place, []).append((slot.every, starts[0] + len(rest) - 1))
     common = next(iter(averaged.values()), [])
     for place, found in averaged.items():
         if found != common:

@@ -159,23 +159,27 @@ class StageState:
             reason = error.said(t, self.spec.microbatches)
             where = f"rule {self.spec.rule.name!r}, found in batch {t}"
             raise ScheduleError(f"rank {self.spec.stage.rank}, {what}: {reason} ({where})") from None
-        self._drop_dead()
-        self._count()
+        if len(self.versions) > 1:  # the newest is never dropped
+            self._drop_dead()
+        if op is Op.STEP:
+            self._count()
 
     def _pass(self, action: Action, t: int, admitted: dict[int, int]) -> None:
-        op, _, unit, reads, *_ = action
+        op, _, (first, count, piece_of, *_), reads, *_ = action
         if reads is None:
             raise BooksError("names no version of the weights")
         spec, m = self.spec, self.spec.microbatches
-        versions = tuple([max(v + t, spec.older) for v in reads.versions])
+        first, piece, named = first + t * m, piece_of[0] if piece_of else 0, reads.versions
+        if t:
+            named = tuple([v + t for v in named])
+        versions = named if min(named) >= spec.older else tuple([max(v, spec.older) for v in named])
         derive = reads.derive and Copy(reads.derive.label, reads.derive.first + t * m)
-        piece = unit.slice[0] if unit.slice else 0
         source = spec.rule.forward if op is Op.F else spec.rule.recompute if op is Op.R else spec.rule.backward
-        for k in range(unit.first + t * m, unit.first + t * m + unit.count):
+        for k in range(first, first + count):
             key = (k, piece)
             if op is not Op.F:
                 _ = self.flights[key]
-            self._check_rule(source, key, versions, derive, admitted, unit.first + t * m)
+            self._check_rule(source, key, versions, derive, admitted, first)
             if op is Op.F:
                 self.flights.begin(key, versions, derive)
                 if spec.admits and source is Source.ADMISSION:
@@ -185,9 +189,9 @@ class StageState:
         if derive is not None:
             self.copies.read(derive, versions)
         else:
-            self._check_life(op, versions, tuple([v + t for v in reads.versions]))
+            self._check_life(op, versions, named)
         if op is not Op.F and op is not Op.R:
-            for k in range(unit.first + t * m, unit.first + t * m + unit.count):
+            for k in range(first, first + count):
                 self._backward(op, (k, piece), versions)
         if op is Op.F:
             self.forwards = spec.forwards.settled(self.forwards + 1, self.draining)

@@ -1,4 +1,4 @@
-"""From the programs of all ranks to the graph of a span (`penstock.simulate.compiled.graph`).
+"""Builds the graph of a span (`penstock.simulate.compiled.graph`) from the programs of all ranks.
 
 What an event waits for depends on no time, so it can be found before any cost is known. The rules are those of
 `penstock.schedule.machine`, whose interpreter never branches on a time either:

@@ -1,1 +1,1 @@
-"""Backward passes in parts: split backward, recomputation, activation offload."""
+"""Checks of a stage: what blocks must not do, what users have changed on them, and what other processes train."""

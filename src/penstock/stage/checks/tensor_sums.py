@@ -1,4 +1,4 @@
-"""Sums over the bits of tensors, by which it is noticed that they have changed, however that was done.
+"""Checksums over the bits of tensors, which change however a tensor was changed.
 
 Version counters do not tell of what is written through ``.data``, and a copy to compare with takes the memory again.
 """

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from penstock.checks import check_text, in_short, in_words
 from penstock.errors import ConfigError
-from penstock.schedule.methods.table import find_method
+from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.written import written_correction, written_method, written_order
 from penstock.train.config.key_reference import correction_keys, known_keys, order_keys, suggested_keys
 from penstock.train.config.own_schedule import is_file, read_own_schedule, schedule_in, size_fault
@@ -24,7 +24,7 @@ from penstock.yaml_file import read_yaml, yaml_value
 Section = TypeVar("Section", bound=BaseModel)
 
 
-def load_config(path: Path | None, changes: Sequence[str]) -> TrainConfig:
+def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = True) -> TrainConfig:
     """Read a YAML file and apply `key=value` changes.
 
     A method may have its options with it (`method=interleaved:chunks=4`). A file in `schedule` is read here, once: the
@@ -33,6 +33,7 @@ def load_config(path: Path | None, changes: Sequence[str]) -> TrainConfig:
     Args:
         path: a YAML file with keys of `TrainConfig`; None for the defaults.
         changes: such as "method=1f1b" or "optimizer.lr=0.001"; values are read as YAML.
+        proves: False on the ranks of a job that runs already, whose rank 0 proves the schedule for all.
 
     Raises:
         ConfigError: lists every unknown key (with the nearest known one) and every value of a wrong type or range; also
@@ -47,12 +48,29 @@ def load_config(path: Path | None, changes: Sequence[str]) -> TrainConfig:
     for one, other in (("method", "schedule"), ("schedule", "method")):
         if given.get(one) is not None and given.get(other) is None:
             values |= {other: None, "rule": given.get("rule"), "corrected_by": given.get("corrected_by")}
-    values = with_method_options(values)
-    config = validate_config(with_settings(values))
-    return _with_own_schedule(config, values)
+    try:
+        values = with_method_options(values)
+        config = validate_config(with_settings(values))
+    except ConfigError:
+        if path is not None:
+            _check_file(path)
+        raise
+    return _with_own_schedule(config, values, proves)
 
 
-def _with_own_schedule(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+def _check_file(path: Path) -> None:
+    """Check a configuration file without changes.
+
+    Raises:
+        ConfigError: what is wrong in it, with its name.
+    """
+    try:
+        validate_config(with_settings(with_method_options(read_yaml(path))))
+    except ConfigError as error:
+        raise ConfigError(f"{str(path)!r}: {error}") from None
+
+
+def _with_own_schedule(config: TrainConfig, values: Mapping[str, Any], proves: bool) -> TrainConfig:
     """Replace the file that `schedule` names by what it holds, and let sizes that were not given be those of it.
 
     Raises:
@@ -70,7 +88,7 @@ def _with_own_schedule(config: TrainConfig, values: Mapping[str, Any]) -> TrainC
     if is_file(text):
         own = written_order(text, config.rule, config.corrected_by)
         own = replace(own, options={**config.options, **own.options})
-        text, again = read_own_schedule(own, config.stages, config.microbatches), ""
+        text, again = read_own_schedule(own, config.stages, config.microbatches, proves=proves), ""
         name, correcting = own.correction, own.correcting
     else:
         again = ", or give a file with another one (--file)"

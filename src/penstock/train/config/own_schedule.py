@@ -14,9 +14,9 @@ from typing import Any
 from penstock.errors import ConfigError
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule
-from penstock.schedule.load import holds_function, prove_file
+from penstock.schedule.load import holds_function, prove_file, read_file
 from penstock.schedule.methods.corrections import correction_fault
-from penstock.schedule.methods.table import Method
+from penstock.schedule.methods.method import Method
 from penstock.schedule.methods.written import WrittenOrder
 from penstock.schedule.text import parse_schedule
 
@@ -55,12 +55,13 @@ def is_file(schedule: str) -> bool:
     return "\n" not in schedule
 
 
-def read_own_schedule(own: WrittenOrder, stages: int, microbatches: int) -> str:
+def read_own_schedule(own: WrittenOrder, stages: int, microbatches: int, *, proves: bool = True) -> str:
     """Read the schedule in a file, prove it, and return it as text, with the name of the file in its first line.
 
     Args:
         own: the file, with the options and the rule of its order.
         stages, microbatches: of the pipeline; only functions take them.
+        proves: False where somebody else proves it.
 
     Raises:
         ConfigError: the file cannot be read, its function fails, or it holds a finished schedule and options are given.
@@ -68,10 +69,11 @@ def read_own_schedule(own: WrittenOrder, stages: int, microbatches: int) -> str:
     """
     path = Path(own.file)
     takes = holds_function(path)  # the sizes of a finished schedule are compared by `size_fault`
-    proof = prove_file(path, stages if takes else None, microbatches if takes else None, own.options, own.rule)
+    asked = path, stages if takes else None, microbatches if takes else None, own.options, own.rule
+    schedule = prove_file(*asked).schedule if proves else read_file(*asked)
     said = "".join(f":{name}={value}" for name, value in own.options.items())
     ruled = "" if own.rule is None else f":rule={own.rule}"
-    return f"# {path}{said}{ruled}\n{str(proof.schedule).strip()}\n"
+    return f"# {path}{said}{ruled}\n{str(schedule).strip()}\n"
 
 
 def size_fault(text: str, sizes: Mapping[str, Any]) -> str | None:

@@ -47,6 +47,12 @@ class Corpus:
     text: bool
 
     @property
+    def described(self) -> str:
+        """Its name and its size, for display."""
+        number = len(self.tokens)
+        return f"{self.name}, {f'{number / 1e6:.1f} M' if number >= 100_000 else f'{number:,}'} tokens"
+
+    @property
     def fingerprint(self) -> str:
         """The number of tokens, and a checksum of them; in a large corpus, of evenly spread parts."""
         total, step = 0, max(len(self.tokens) // _CHECKED_PARTS, _CHECKED_PART)
@@ -128,7 +134,7 @@ def _join(paths: Iterator[Path], root: Path) -> bytes:
         if _is_text(data):
             texts.append(data)
     if not texts:
-        raise DataError(f"no text files in {str(root)!r}")
+        raise DataError(f"no text files in {str(root)!r}; give a text file, or a folder that holds some")
     return b"\n".join(texts)
 
 

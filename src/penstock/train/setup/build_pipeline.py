@@ -1,11 +1,12 @@
-"""From a checked configuration to the pipeline that trains it."""
+"""Builds the pipeline of a checked configuration."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
 from penstock.models.gpt import gpt_blocks, language_loss
-from penstock.runtime.pipeline import Pipeline, pipeline_of
+from penstock.runtime.from_plan import pipeline_of
+from penstock.runtime.pipeline import Pipeline
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import Course
 from penstock.train.setup.prepare import Prepared

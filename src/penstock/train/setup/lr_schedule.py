@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from penstock.train.config.schema import RateSection
+from penstock.train.config.sections import RateSection
 
 
 def rate_schedule(section: RateSection, updates: int) -> Callable[[int], float]:

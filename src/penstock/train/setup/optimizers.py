@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn, optim
 
 from penstock.errors import CapabilityError
-from penstock.train.config.schema import OptimizerSection
+from penstock.train.config.sections import OptimizerSection
 from penstock.weights.optim.adapters import ByParameter, Joined
 from penstock.weights.optim.basis_rotation import BasisRotation
 from penstock.weights.optim.optimizer_factory import OptimizerFactory

@@ -1,4 +1,4 @@
-"""From a configuration to the options of its pipeline."""
+"""Takes the options of a pipeline from a configuration."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from penstock.models.gpt import TIED_EMBEDDINGS
 from penstock.models.gpt_shape import GPTConfig
 from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.update.divergence import Divergence
-from penstock.schedule.methods.table import correction_options
-from penstock.train.config.schema import FallbackSection, TrainConfig
+from penstock.schedule.methods.compatibility import correction_options
+from penstock.train.config.schema import TrainConfig
+from penstock.train.config.sections import FallbackSection
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.weights.corrections.base import Correction
 from penstock.weights.corrections.registry import make_correction
-from penstock.weights.optim.lr_schedulers import by_factor
+from penstock.weights.updates.lr_schedulers import by_factor
 
 
 def pipeline_options(config: TrainConfig, model: GPTConfig) -> PipelineOptions:

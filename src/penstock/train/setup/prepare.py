@@ -22,7 +22,7 @@ from penstock.runtime.setup.shared_plan import Known, shared_plans
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Schedule
-from penstock.schedule.methods.table import find_method
+from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.wave_lags import place_of, record_fault
 from penstock.simulate.auto_in_flight import later_with
 from penstock.train.config.own_schedule import own_schedule

@@ -1,4 +1,4 @@
-"""What the metrics of a run say of how far it is, for those who resume it."""
+"""Reads from the metrics of a run how far it has come, for resuming it."""
 
 from __future__ import annotations
 

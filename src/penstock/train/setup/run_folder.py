@@ -24,7 +24,8 @@ from penstock.checkpoint.format import FOLDER, Checkpoint, checkpoints, open_new
 from penstock.errors import CheckpointError, ConfigError, UnsavedRunError
 from penstock.files import check_own_folder, check_regular, read_text, write_whole
 from penstock.train.config.load import load_config, validate_config
-from penstock.train.config.schema import Strict, TrainConfig
+from penstock.train.config.schema import TrainConfig
+from penstock.train.config.values import Strict
 from penstock.train.setup.recorded import METRICS, recorded
 from penstock.yaml_file import LARGEST, parse_yaml, read_yaml
 
@@ -221,7 +222,7 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     return {key: {"before": before[key], "now": now[key]} for key in before if before[key] != now[key]}
 
 
-def in_short(changes: Changes) -> str:
+def changes_in_words(changes: Changes) -> str:
     """Return changes in one line."""
     return ", ".join(f"{option_of(key, c['now'])} (before: {_written(c['before'])})" for key, c in changes.items())
 
@@ -267,7 +268,7 @@ def note_changes(config: TrainConfig, folder: Path, batch: int) -> Changes:
     if before == now:
         return {}
     if changes and batch:
-        history.append(f"# From batch {batch} on: {in_short(changes)}")
+        history.append(f"# From batch {batch} on: {changes_in_words(changes)}")
     try:
         write_config(config, folder, history)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Takes a changed configuration back where a run that was resumed with it has failed before its first batch."""
+"""Restores the configuration of a run if the run fails before its first batch when it is resumed with changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from penstock.files import read_text, write_whole
 from penstock.train.config.schema import TrainConfig
 from penstock.train.setup.recorded import recorded
-from penstock.train.setup.run_folder import CONFIG, WRITTEN, changed_by_hand, changed_since, in_short, option_of
+from penstock.train.setup.run_folder import CONFIG, WRITTEN, changed_by_hand, changed_since, changes_in_words, option_of
 from penstock.yaml_file import LARGEST
 
 
@@ -39,4 +39,4 @@ class ConfigBefore:
         else:
             said = "which the run has not kept; to go on as before:"
         resumed = " ".join([f"  penstock train --resume {self._folder}", *(f"--set {option}" for option in back)])
-        return f"no batch was trained with {in_short(self._changes)}, {said}\n{resumed}"
+        return f"no batch was trained with {changes_in_words(self._changes)}, {said}\n{resumed}"

@@ -25,7 +25,10 @@ OPERATIONS = {
 """Words for the operations that a compute lane may show, in the order of legends."""
 
 NETWORK = {"GATHER": "G", "REDUCE": "S"}
-"""Signs of what a lane of the network shows: weights gathered, gradients summed."""
+"""Signs of what a lane of the network shows."""
+
+SENT = {"GATHER": "weights gathered", "REDUCE": "gradients summed"}
+"""Words for it, in the order of legends."""
 
 _ORDINALS = ("first", "second", "third", "fourth")
 

@@ -7,7 +7,7 @@ from html import escape
 from typing import NamedTuple
 
 from penstock.timeline import Interval
-from penstock.view.drawing.passes import OPERATIONS, Places, operations, parts_of, unit_of
+from penstock.view.drawing.passes import OPERATIONS, SENT, Places, operations, parts_of, unit_of
 from penstock.view.drawing.svg_marks import IDLE, INK, OUTLINE, PATTERNS, UPDATE, box, fill_of, hatch
 
 _SAMPLE, _HEIGHT, _LINE = 18, 14, 22
@@ -32,16 +32,18 @@ def legend_entries(work: Sequence[Interval], places: Places, patterns: Mapping[i
     """Return the entries for all marks of a drawing.
 
     Args:
-        work: what is drawn.
+        work: what is drawn, transfers of the network among it.
         places: tells the stages of a rank apart.
         patterns: the pattern of each version that is read.
     """
-    passes = [part for i in work if i.what != "STEP" for part in parts_of(i)]
+    passes = [part for i in work if i.what != "STEP" and i.what not in SENT for part in parts_of(i)]
+    sent = [i for i in work if i.what in SENT]
     entries = []
-    for op in operations(work):
-        used = sorted({places.shade(part) for part in passes if part.what == op})
+    for op in [*operations(work), *(op for op in SENT if any(i.what == op for i in sent))]:
+        used = sorted({places.shade(part) for part in (sent if op in SENT else passes) if part.what == op})
         boxes = [box(op, fill_of(op, s, places.shades), n * _SAMPLE, 0, _SAMPLE, _HEIGHT) for n, s in enumerate(used)]
-        entries.append(Entry(_SAMPLE * len(used), "".join(boxes), OPERATIONS.get(op, op.lower())))
+        words = SENT.get(op) or OPERATIONS.get(op, op.lower())
+        entries.append(Entry(_SAMPLE * len(used), "".join(boxes), words))
     names = places.shade_names()
     if names:
         entries.append(Entry(0, "", f"shades, dark to light: {'; '.join(names)}"))
@@ -64,6 +66,7 @@ def legend_entries(work: Sequence[Interval], places: Places, patterns: Mapping[i
     what += ["subscript: slice of its sequence"] if ":" in units else []
     what += ["a-b: microbatches a to b together"] if ".." in units else []
     what += ["in an evaluation"] if "e" in units else []
+    what += ["on the network: stage"] if sent else []
     return [*entries, Entry(0, "", ", ".join(what))]
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.directions import check_predictable
-from penstock.weights.optim.step_info import Step
-from penstock.weights.optim.updater import Updater
+from penstock.weights.updates.step_info import Step
+from penstock.weights.updates.updater import Updater
 
 NO_RECOMPUTE = (
     "recompute is not supported: the predicted weights that a forward read are gone before it could be recomputed; set "

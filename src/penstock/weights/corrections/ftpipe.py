@@ -35,8 +35,8 @@ from penstock.weights.corrections.base import NO_RECOMPUTE, Corrector, StagePlac
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.adapters import name_of
 from penstock.weights.optim.directions import check_predictable
-from penstock.weights.optim.step_info import Forecast
-from penstock.weights.optim.updater import Updater
+from penstock.weights.updates.forecasts import Forecast, forecast
+from penstock.weights.updates.updater import Updater
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class _FTPipeOnStage(Corrector):
 
     def predict(self, updater: Updater, weights: Buffer, label: str, out: Buffer) -> None:  # noqa: ARG002
         """Write the prediction that the last `look_ahead` described."""
-        updater.foresee(weights, self._guess, out)
+        forecast(updater, weights, self._guess, out)
 
     def _guess(self, known: Forecast) -> Tensor:
         if not self._updates or not known.optimizer.state.get(known.parameter):

@@ -22,8 +22,8 @@ from penstock.errors import CapabilityError, ConfigError
 from penstock.weights.corrections.base import Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.adapters import name_of
-from penstock.weights.optim.step_info import Step
-from penstock.weights.optim.updater import Updater
+from penstock.weights.updates.step_info import Step
+from penstock.weights.updates.updater import Updater
 
 
 @dataclass(frozen=True)

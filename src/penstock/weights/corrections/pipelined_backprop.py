@@ -22,8 +22,9 @@ from penstock.errors import CapabilityError
 from penstock.weights.corrections.base import NO_RECOMPUTE, Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.adapters import name_of
-from penstock.weights.optim.step_info import Step
-from penstock.weights.optim.updater import Updater
+from penstock.weights.updates.forecasts import go_on
+from penstock.weights.updates.step_info import Step
+from penstock.weights.updates.updater import Updater
 
 Form = Literal["none", "velocity", "weights"]
 
@@ -97,7 +98,7 @@ class _BackpropOnStage(Corrector):
     def predict(self, updater: Updater, weights: Buffer, label: str, out: Buffer) -> None:  # noqa: ARG002
         """Write the weights predicted D updates ahead."""
         if self.predicts or self._last is None:
-            updater.predict(weights, self._delay if self.predicts else 0.0, False, out)
+            go_on(updater, weights, self._delay if self.predicts else 0.0, False, out)
             return
         out.rewrite()
         with torch.no_grad():

@@ -14,7 +14,8 @@ import torch
 from penstock.schedule.transforms.predictions import BACKWARD, FORWARD
 from penstock.weights.corrections.base import NO_RECOMPUTE, Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
-from penstock.weights.optim.updater import Updater
+from penstock.weights.updates.forecasts import go_on
+from penstock.weights.updates.updater import Updater
 
 
 @dataclass(frozen=True)
@@ -70,4 +71,4 @@ class _Predicted(Corrector):
 
     def predict(self, updater: Updater, weights: Buffer, label: str, out: Buffer) -> None:
         """Write the weights predicted for forwards or backwards, by the label."""
-        updater.predict(weights, self._horizons[label], self._uncorrected, out)
+        go_on(updater, weights, self._horizons[label], self._uncorrected, out)

@@ -23,7 +23,7 @@ from penstock.weights.corrections.base import Corrector, StagePlace
 from penstock.weights.corrections.repeated_gradient import check_repeatable, is_elementwise, repeated_step
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.optim.adapters import Joined, part_of
-from penstock.weights.optim.step_info import Step
+from penstock.weights.updates.step_info import Step
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from penstock.errors import ConfigError
-from penstock.schedule.methods.table import correction_options, find_method
+from penstock.schedule.methods.compatibility import correction_options
+from penstock.schedule.methods.find_method import find_method
 from penstock.weights.corrections.base import Correction
 from penstock.weights.corrections.blending import Blending
 from penstock.weights.corrections.error_feedback import ErrorFeedback

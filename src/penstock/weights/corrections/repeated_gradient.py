@@ -27,7 +27,7 @@ from torch.optim import SGD, Adam, AdamW, Muon, NAdam, Optimizer
 
 from penstock.errors import CapabilityError
 from penstock.weights.optim.adapters import Joined, name_of, part_of
-from penstock.weights.optim.step_info import Step
+from penstock.weights.updates.step_info import Step
 
 Weights = tuple[float, float]
 """a and b, the weights of the mean of gradients and of the last gradient."""

@@ -1,1 +1,1 @@
-"""Optimizer steps on buffers, and predictions from optimizer state."""
+"""Optimizers as stages take them: made, adapted, saved, and what is known of torch's own."""

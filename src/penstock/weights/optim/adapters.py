@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from penstock.errors import CapabilityError
 from penstock.weights.optim.basis_rotation import BasisRotation
@@ -124,58 +123,16 @@ def part_of(optimizer: Optimizer, parameter: nn.Parameter) -> Optimizer:
     return optimizer.part_of(parameter) if isinstance(optimizer, Joined) else optimizer
 
 
+def optimizers_in(optimizer: Optimizer) -> Sequence[Optimizer]:
+    """Return the optimizers that an optimizer joins, or itself."""
+    return optimizer.parts if isinstance(optimizer, Joined) else (optimizer,)
+
+
 def is_separable(optimizer: Optimizer) -> bool:
     """Return whether parameters may be stepped a few at a time; torch's own classes skip those without a gradient."""
     if isinstance(optimizer, Joined):
         return all(map(is_separable, optimizer.parts))
     return isinstance(optimizer, ByParameter | BasisRotation) or type(optimizer).__module__.startswith("torch.optim")
-
-
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether something is called with every step: hooks of torch, or a `step` that was replaced.
-
-    It wants to see all parameters together, once per update.
-    """
-    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
-        return True
-    parts = (optimizer, *optimizer.parts) if isinstance(optimizer, Joined) else (optimizer,)
-    return any(
-        part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks or _is_replaced(part) for part in parts
-    )
-
-
-class RowHook:
-    """A step hook that also makes sense of some rows of the parameters.
-
-    Args:
-        hook: as torch takes it.
-    """
-
-    def __init__(self, hook: Callable[..., None]) -> None:
-        self._hook = hook
-
-    def __call__(self, *args: Any) -> None:
-        """Call the hook."""
-        self._hook(*args)
-
-
-def hooks_take_rows(optimizer: Optimizer) -> bool:
-    """Return whether all that is called with every step (`has_step_hooks`) makes sense of some rows only."""
-    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
-        return False
-    parts = (optimizer, *optimizer.parts) if isinstance(optimizer, Joined) else (optimizer,)
-    hooks = [
-        hook
-        for part in parts
-        for hook in (*part._optimizer_step_pre_hooks.values(), *part._optimizer_step_post_hooks.values())
-    ]
-    return all(isinstance(hook, RowHook) for hook in hooks) and not any(map(_is_replaced, parts))
-
-
-def _is_replaced(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has a `step` of its own; that of torch's schedulers only notes that it was called."""
-    step = vars(optimizer).get("step")
-    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
 
 
 def takes_rows(optimizer: Optimizer) -> bool:
@@ -189,8 +146,7 @@ def takes_rows(optimizer: Optimizer) -> bool:
             f"{name_of(optimizer)} may look at several parameters together, but with sharding each pipeline steps some "
             "of them; use an optimizer of torch (penstock train: any of its own), or set sharding to none"
         )
-    parts = optimizer.parts if isinstance(optimizer, Joined) else (optimizer,)
-    return all(type(part) in _ELEMENTWISE for part in parts)
+    return all(type(part) in _ELEMENTWISE for part in optimizers_in(optimizer))
 
 
 def check_averages(optimizer: Optimizer, averages: bool) -> None:
@@ -199,8 +155,7 @@ def check_averages(optimizer: Optimizer, averages: bool) -> None:
     Raises:
         CapabilityError: it holds orthogonal matrices, whose mean is not orthogonal.
     """
-    parts = optimizer.parts if isinstance(optimizer, Joined) else (optimizer,)
-    for part in parts:
+    for part in optimizers_in(optimizer):
         if averages and (isinstance(part, BasisRotation) or name_of(part) == "SOAP"):
             raise CapabilityError(
                 f"{name_of(part)} holds orthogonal bases, whose mean is not orthogonal; use optimizer_state=keep or "

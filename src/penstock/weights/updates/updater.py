@@ -21,15 +21,15 @@ from penstock.errors import CapabilityError
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.memory.row_shards import RowShards, Steppable
 from penstock.weights.memory.scratch import Scratch
-from penstock.weights.optim.adapters import has_step_hooks, is_separable, name_of
-from penstock.weights.optim.directions import direction
-from penstock.weights.optim.lr_schedulers import SchedulerFactory
+from penstock.weights.optim.adapters import is_separable, name_of
 from penstock.weights.optim.optimizer_factory import OptimizerFactory, make_optimizer
 from penstock.weights.optim.optimizer_state import copy_state, remembered_values, restore_state, state_tensors
-from penstock.weights.optim.optimizer_step import OptimizerStep
-from penstock.weights.optim.rates import Factor, Rates
-from penstock.weights.optim.step_info import Forecast, Step, Stepped
+from penstock.weights.optim.step_hooks import step_hooks
 from penstock.weights.optim.undo import check_undoable, undo_step
+from penstock.weights.updates.lr_schedulers import SchedulerFactory
+from penstock.weights.updates.optimizer_step import OptimizerStep
+from penstock.weights.updates.rates import Factor, Rates
+from penstock.weights.updates.step_info import Step, Stepped
 
 
 class Updater:
@@ -87,7 +87,7 @@ class Updater:
         if not rotates or self.optimizer is None:
             self._scratch = None
         elif self._scratch is None:
-            separable = is_separable(self.optimizer) and not has_step_hooks(self.optimizer)
+            separable = is_separable(self.optimizer) and not step_hooks(self.optimizer)
             self._scratch = Scratch(layout, separable)
 
     def divide(self, shards: RowShards, weights: Steppable) -> None:
@@ -117,7 +117,7 @@ class Updater:
         """
         if self._scratch is None or self.optimizer is None:
             return ()
-        if len(self._scratch.groups) > 1 and has_step_hooks(self.optimizer):
+        if len(self._scratch.groups) > 1 and step_hooks(self.optimizer):
             self._scratch = Scratch(self._layout, separable=False)
         return self._scratch.groups
 
@@ -232,37 +232,12 @@ class Updater:
             parameter = self.parameters[name]
             figures = before[name], after[name], gradients[name]
             group, place = groups[id(parameter)]
-            rate = partial(self._later, place)
+            rate = partial(self._rate_after, self.updates, place)
             stepped(Step(name, *figures, self.updates, self.optimizer, parameter, group, rate))
 
-    def predict(self, weights: Buffer, updates: float, uncorrected: bool, out: Buffer) -> None:
-        """Write the weights expected some updates later into `out`, at the rate of the next update."""
-
-        def guess(known: Forecast) -> Tensor:
-            found = (known.optimizer, known.parameter, known.group, uncorrected)
-            ahead = direction(*found) if updates else None
-            return known.weights if ahead is None else known.weights - (updates * known.rate(1)) * ahead
-
-        self.foresee(weights, guess, out)
-
-    def foresee(self, weights: Buffer, guess: Callable[[Forecast], Tensor], out: Buffer) -> None:
-        """Write the values that `guess` predicts for each parameter of `weights`, the newest ones, into `out`."""
-        out.rewrite()
-        place = {id(p): (group, number) for number, group in enumerate(self.rates.groups) for p in group["params"]}
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                assert self.optimizer is not None
-                group, number = place[id(parameter)]
-                view, ahead = weights.views[name], partial(self._ahead, number)
-                out.views[name].copy_(guess(Forecast(name, view, self.optimizer, parameter, group, ahead)))
-
-    def _later(self, place: int, update: int) -> float:
-        """Return the rate of a group at the `update`-th update after the one that is being made."""
-        return self.rates.of_group(place, self.updates + update)
-
-    def _ahead(self, place: int, update: int) -> float:
-        """Return the rate of a group at the `update`-th update from now."""
-        return self.rates.of_group(place, self.updates + update - 1)
+    def _rate_after(self, update: int, place: int, later: int) -> float:
+        """Return the rate of a group at the `later`-th update after one."""
+        return self.rates.of_group(place, update + later)
 
     def check_undoable(self) -> None:
         """Raise an error if steps cannot be undone in place.

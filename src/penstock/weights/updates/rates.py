@@ -14,8 +14,8 @@ from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.weights.optim.adapters import name_of
-from penstock.weights.optim.group_settings import GroupSettings
-from penstock.weights.optim.lr_schedulers import ScheduledSettings, SchedulerFactory
+from penstock.weights.updates.group_settings import GroupSettings
+from penstock.weights.updates.lr_schedulers import ScheduledSettings, SchedulerFactory
 
 Factor = Callable[[int], float]
 """The number of an update (0, 1, ...) -> a factor on its learning rates."""

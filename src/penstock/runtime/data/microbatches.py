@@ -1,4 +1,4 @@
-"""From what a loader yields to the microbatches of a batch."""
+"""Splits the batches that a loader yields into microbatches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.comm.p2p.tree_classes import open_dataclasses
+from penstock.comm.message.tree_classes import open_dataclasses
 from penstock.errors import DataError
 
 Microbatches = Sequence[tuple[Any, Any]]

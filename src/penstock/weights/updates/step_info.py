@@ -1,4 +1,4 @@
-"""Records of a parameter: for callbacks on its update, and for predictions of its next values."""
+"""The change of one parameter by an update, for those who follow it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-
-class Forecast(NamedTuple):
-    """The inputs for predicting the next values of one parameter.
-
-    Attributes:
-        name: canonical name.
-        weights: its newest values.
-        optimizer, parameter, group: the optimizer that steps it, with its key there and its settings.
-        rate: the learning rate of the j-th update from now, j from 1.
-    """
-
-    name: str
-    weights: Tensor
-    optimizer: torch.optim.Optimizer
-    parameter: nn.Parameter
-    group: Mapping[str, Any]
-    rate: Callable[[int], float]
 
 
 class Step(NamedTuple):

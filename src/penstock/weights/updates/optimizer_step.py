@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CapabilityError
-from penstock.weights.optim.adapters import has_step_hooks, is_separable, name_of
+from penstock.weights.optim.adapters import is_separable, name_of
+from penstock.weights.optim.step_hooks import step_hooks
 
 
 class OptimizerStep:
@@ -46,7 +47,7 @@ class OptimizerStep:
         optimizer = self._optimizer
         if optimizer is None:
             return
-        trusted = is_separable(optimizer) and not has_step_hooks(optimizer)
+        trusted = is_separable(optimizer) and not step_hooks(optimizer)
         copies = not trusted and self._copies
         given = {name: gradients[name].clone() if copies else gradients[name] for name in names}
         before = {} if trusted else _uses(given.values())

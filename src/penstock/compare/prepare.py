@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from penstock.compare.config import ComparisonConfig, Contender
+from penstock.compare.config import ComparisonConfig
+from penstock.compare.contender import Contender
 from penstock.compare.tasks import Task
 from penstock.errors import ConfigError, PenstockError
+from penstock.runtime.from_plan import pipeline_of
 from penstock.runtime.options.options import PipelineOptions
-from penstock.runtime.pipeline import Pipeline, pipeline_of
+from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
@@ -20,8 +22,8 @@ from penstock.train.config.own_schedule import own_schedule
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.optimizers import check_hidden, optimizer_factory
 from penstock.weights.corrections.registry import make_correction
-from penstock.weights.optim.lr_schedulers import by_factor
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
+from penstock.weights.updates.lr_schedulers import by_factor
 
 FORWARD, BACKWARD = 1.0, 2.0
 """Times of one microbatch on a rank's whole share of the model in the simulation; messages and updates take none."""

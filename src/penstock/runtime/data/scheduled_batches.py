@@ -12,10 +12,10 @@ from typing import Any
 
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.core.rank_grid import RankGrid
-from penstock.runtime.rank.batch_source import Batches
+from penstock.runtime.data.batch_source import Batches
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.stage_weights import TrainedWeights
-from penstock.weights.optim.lr_schedulers import ScheduledSettings, SchedulerFactory
+from penstock.weights.updates.lr_schedulers import ScheduledSettings, SchedulerFactory
 
 Scheduled = tuple[ScheduledSettings, int]
 """What a scheduler sets by update, and how many updates have been made."""

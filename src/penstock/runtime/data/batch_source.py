@@ -11,27 +11,22 @@ differ.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.comm.p2p.message import leaves_of
 from penstock.errors import DataError
-from penstock.runtime.rank.microbatches import Microbatches, microbatches_of
-from penstock.runtime.rank.reuse_watch import ReuseWatch
+from penstock.runtime.data.checksum import checksum
+from penstock.runtime.data.microbatches import Microbatches, microbatches_of
+from penstock.runtime.data.reuse_watch import ReuseWatch
 from penstock.runtime.update.stop_request import StopRequest
 
 Batches = Iterable[Any]
 """What `microbatches_of` takes: whole batches, or lists of microbatches."""
-_CHECKED_BYTES = 1 << 16
 _END = object()
-_NUMPY = frozenset({torch.float32, torch.float64, torch.int64, torch.int32})  # types of samples that numpy has, too
 
 
 class Sample(NamedTuple):
@@ -277,31 +272,3 @@ def _filled(batch: Any, wanted: int, number: int) -> tuple[Microbatches, int]:
     count = min(samples, wanted)
     parts = microbatches_of(batch, count, number)
     return [*parts, *[parts[-1]] * (wanted - count)], count
-
-
-def checksum(tree: Any, limit: int | None = _CHECKED_BYTES) -> int:
-    """Compute a CRC-32 of shapes, plain values and the first `limit` bytes of each tensor (all bytes if None)."""
-    total = 0
-    for leaf in leaves_of(tree):
-        if isinstance(leaf, Tensor):
-            total = zlib.crc32(_described(leaf.dtype, leaf.shape), total)
-            total = zlib.crc32(_first_bytes(leaf, limit), total)
-        else:
-            total = zlib.crc32(repr(leaf).encode(), total)
-    return total
-
-
-@lru_cache(maxsize=64)
-def _described(dtype: torch.dtype, shape: torch.Size) -> bytes:
-    return str((dtype, tuple(shape))).encode()
-
-
-def _first_bytes(tensor: Tensor, limit: int | None) -> memoryview:
-    """Return the first `limit` bytes of a tensor's elements, at least of one element."""
-    short = limit is None or tensor.nbytes <= limit
-    if short and tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in _NUMPY:
-        return (tensor.detach() if tensor.requires_grad else tensor).numpy().data
-    flat = tensor.detach().reshape(-1)
-    if not short and limit is not None:
-        flat = flat[: max(1, limit // max(tensor.element_size(), 1))]
-    return flat.cpu().contiguous().view(torch.uint8).numpy().data

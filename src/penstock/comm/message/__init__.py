@@ -1,0 +1,1 @@
+"""A message between two stages, and its form as bytes."""

@@ -1,0 +1,110 @@
+"""What one block takes: seconds of its passes and updates, and bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from penstock.errors import CapabilityError
+from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training
+
+_FEWEST, _MOST = 3, 200  # repetitions
+
+
+@dataclass(frozen=True)
+class PassFigures:
+    """What one microbatch of a block takes.
+
+    Attributes:
+        forward, backward: seconds; the loss is part of the last block's.
+        output: bytes of what is handed to the next block; 0 for the last one.
+        stored: bytes that are kept from forward to backward.
+        halves: seconds of the backward for the inputs and of that for the weights; None where it cannot be halved.
+        late: bytes that are kept between them; None as `halves`.
+    """
+
+    forward: float
+    backward: float
+    output: int
+    stored: int
+    halves: tuple[float, float] | None = None
+    late: int | None = None
+
+
+@dataclass(frozen=True)
+class BlockFigures:
+    """What the weights of a block take.
+
+    Attributes:
+        parameters: bytes of its trained parameters.
+        buffer: bytes of one copy of them as passes read it, padding included.
+        optimizer: bytes that the optimizer remembers of them.
+        step: seconds of an update, the norm of its gradient included where gradients are clipped.
+    """
+
+    parameters: int
+    buffer: int
+    optimizer: int
+    step: float
+
+
+def measure_block(
+    name: str, block: Any, place: BlockPlace, inputs: Mapping[int, BlockInput], training: Training, seconds: float
+) -> tuple[dict[int, PassFigures], BlockFigures, dict[int, BlockInput]]:
+    """Measure one block at several microbatch sizes.
+
+    Args:
+        name: of the block.
+        block: a module or plain function.
+        place: in the model.
+        inputs: by microbatch size.
+        training: how the model is trained.
+        seconds: for each size and kind of backward, and for updates.
+
+    Returns:
+        What passes take by microbatch size, what weights take, and the inputs of the next block.
+    """
+    with closing(StageTrial({name: block}, place, training)) as trial:
+        passes = {size: _measure(trial, given, seconds) for size, given in inputs.items()}
+        behind = {} if place.last else {size: trial.output_of(given) for size, given in inputs.items()}
+        weights = _measure_update(trial, inputs[min(inputs)], training, seconds)
+    try:
+        with closing(StageTrial({name: block}, place, training, halved=True)) as trial:
+            halved = {size: _measure(trial, given, seconds) for size, given in inputs.items()}
+    except CapabilityError:
+        return passes, weights, behind
+    passes = {size: replace(each, halves=halved[size].halves, late=halved[size].late) for size, each in passes.items()}
+    return passes, weights, behind
+
+
+def _measure(trial: StageTrial, given: BlockInput, seconds: float) -> PassFigures:
+    """Measure the passes of a microbatch, for so many seconds or a few times.
+
+    The first run is not counted: it allocates memory, and finds out what autograd saves.
+    """
+    trial.run(given)
+    runs, end = [trial.run(given)], time.perf_counter() + seconds
+    while len(runs) < _FEWEST or (len(runs) < _MOST and time.perf_counter() < end):
+        runs.append(trial.run(given))
+    last = runs[-1]
+    forward, backward = median(run.forward for run in runs), median(run.first + run.second for run in runs)
+    if not trial.halved:
+        return PassFigures(forward, backward, last.output, last.stored)
+    halves = median(run.first for run in runs), median(run.second for run in runs)
+    return PassFigures(forward, backward, last.output, last.stored, halves, last.late)
+
+
+def _measure_update(trial: StageTrial, given: BlockInput, training: Training, seconds: float) -> BlockFigures:
+    """Measure the update, for so many seconds or a few times; the first one, which makes the state, is not counted."""
+    if not trial.parameters:
+        return BlockFigures(0, 0, 0, 0.0)
+    clips = training.options.update.max_grad_norm is not None
+    trial.update(given, clips)
+    times, end = [trial.update(given, clips)], time.perf_counter() + seconds
+    while len(times) < _FEWEST or (len(times) < _MOST and time.perf_counter() < end):
+        times.append(trial.update(given, clips))
+    return BlockFigures(trial.parameters, trial.buffer, trial.weights.optimizer_bytes, median(times))

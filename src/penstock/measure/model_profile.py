@@ -1,0 +1,217 @@
+"""The profile of a model: every distinct block measured once, and the links between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple
+
+from penstock.errors import ConfigError
+from penstock.measure.block_figures import BlockFigures, PassFigures, measure_block
+from penstock.measure.distinct_blocks import kind_of, title_of
+from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training
+from penstock.partition.blocks import named_blocks
+from penstock.plan.profile.schema import Numbers, Profile, ProfiledLayer, ProfiledLink
+from penstock.runtime.options.options import PipelineOptions
+from penstock.stage.loss import LossFunction
+from penstock.weights.optim.optimizer_factory import OptimizerFactory
+
+
+class MeasuredBlock(NamedTuple):
+    """What was measured of a block, or of another one of its kind.
+
+    Attributes:
+        name: of the block.
+        kind: what it is; blocks of one kind are alike.
+        passes: by microbatch size.
+        weights: what its weights take.
+        shared: by microbatch size, bytes that it and the block before both keep, if they are in one stage.
+    """
+
+    name: str
+    kind: str
+    passes: Mapping[int, PassFigures]
+    weights: BlockFigures
+    shared: Mapping[int, int]
+
+
+def measure_blocks(
+    blocks: Any,
+    samples: Mapping[int, tuple[Any, Any]],
+    loss: LossFunction,
+    optimizer: OptimizerFactory,
+    options: PipelineOptions,
+    seconds: float = 0.3,
+    told: Callable[[str], None] = lambda name: None,  # noqa: ARG005
+) -> list[MeasuredBlock]:
+    """Measure every distinct block of a model once, as a stage of its own.
+
+    Args:
+        blocks: as of `penstock.runtime.pipeline.Pipeline`; lazy ones are built one after the other.
+        samples: by microbatch size, an input of the model and its target.
+        loss, optimizer: as of `Pipeline`.
+        options: of passes and updates; what divides model or batch must not be set.
+        seconds: for each size of each block, once for every kind of pass.
+        told: called with the name of each block that is measured.
+
+    Raises:
+        ConfigError: there is no block, or one cannot be a stage.
+        CapabilityError: a block does something that stages cannot do.
+    """
+    named = named_blocks(blocks)
+    walk = _Walk(len(named), samples, Training(loss, optimizer, options), seconds, told)
+    with options.precision.kernels.applied():
+        return [walk.measured(name, block) for name, block in named.items()]
+
+
+class _Known(NamedTuple):
+    """What was measured of a kind of blocks, and what the next block is given."""
+
+    label: str
+    passes: dict[int, PassFigures]
+    weights: BlockFigures
+    behind: dict[int, BlockInput]
+
+
+class _Place(NamedTuple):
+    """A block, where it stands, what it is given, and its kind."""
+
+    name: str
+    block: Any
+    place: BlockPlace
+    inputs: dict[int, BlockInput]
+    kind: Hashable
+
+
+class _Walk:
+    """Goes through a model from block to block, and measures each kind once."""
+
+    def __init__(
+        self,
+        count: int,
+        samples: Mapping[int, tuple[Any, Any]],
+        training: Training,
+        seconds: float,
+        told: Callable[[str], None],
+    ) -> None:
+        self._count, self._samples, self._training = count, samples, training
+        self._seconds, self._told = seconds, told
+        self._known: dict[Hashable, _Known] = {}
+        self._pairs: dict[tuple[Hashable, Hashable], dict[int, int]] = {}
+        self._titles: dict[str, int] = {}
+        self._inputs = {size: BlockInput(value) for size, (value, _) in sorted(samples.items())}
+        self._before: _Place | None = None
+        self._number = 0
+
+    def measured(self, name: str, block: Any) -> MeasuredBlock:
+        """Return what the next block takes."""
+        place = BlockPlace(self._number == 0, self._number == self._count - 1)
+        self._number += 1
+        here = _Place(name, block, place, self._with_targets(self._inputs, place), kind_of(block, place, self._inputs))
+        if here.kind not in self._known:
+            self._told(name)
+            self._known[here.kind] = self._measure(here)
+        label, passes, weights, behind = self._known[here.kind]
+        shared, before = dict.fromkeys(self._inputs, 0), self._before
+        if before is not None:
+            pair = before.kind, here.kind
+            if pair not in self._pairs:
+                self._pairs[pair] = self._shared(before, here)
+            shared = self._pairs[pair]
+        self._before, self._inputs = here, behind
+        return MeasuredBlock(name, label, passes, weights, shared)
+
+    def _with_targets(self, inputs: dict[int, BlockInput], place: BlockPlace) -> dict[int, BlockInput]:
+        """Return inputs with what the loss takes, if they are those of a last block."""
+        if not place.last:
+            return inputs
+        return {size: each._replace(target=self._samples[size][1]) for size, each in inputs.items()}
+
+    def _measure(self, here: _Place) -> _Known:
+        title = title_of(here.block)
+        self._titles[title] = count = self._titles.get(title, 0) + 1
+        measured = measure_block(here.name, here.block, here.place, here.inputs, self._training, self._seconds)
+        return _Known(title if count == 1 else f"{title} {count}", *measured)
+
+    def _shared(self, before: _Place, here: _Place) -> dict[int, int]:
+        """Return the bytes that two blocks both keep, by microbatch size: by how much less one stage of both keeps."""
+        place = BlockPlace(before.place.first, here.place.last)
+        blocks, found = {before.name: before.block, here.name: here.block}, {}
+        with closing(StageTrial(blocks, place, self._training)) as both:
+            for size, given in self._with_targets(before.inputs, place).items():
+                alone = (self._known[each.kind].passes[size].stored for each in (before, here))
+                found[size] = sum(alone) - both.run(given).stored
+        return found
+
+
+def profile_of(
+    name: str,
+    measured: Sequence[MeasuredBlock],
+    links: Sequence[ProfiledLink],
+    source: str,
+    settings: Mapping[str, Any],
+) -> Profile:
+    """Return measured blocks as a profile.
+
+    Args:
+        name: of the model.
+        measured: all its blocks.
+        links: between devices.
+        source: where the numbers come from.
+        settings: keys of `penstock train` that the model was measured with.
+    """
+    sizes = list(measured[0].passes)
+    given: dict[str, Any] = {"format": "penstock profile 1", "name": name, "source": source, "microbatch_sizes": sizes}
+    given |= {"settings": dict(settings)} if settings else {}
+    given |= {"links": list(links)} if links else {}
+    return Profile(**given, layers=[_layer(block) for block in measured])
+
+
+def _layer(block: MeasuredBlock) -> ProfiledLayer:
+    """Return a block as a layer of a profile."""
+
+    def each(value: Callable[[PassFigures], float]) -> Numbers:
+        return _numbers([value(figures) for figures in block.passes.values()])
+
+    weights, halves = block.weights, dict[str, Any]()
+    if all(figures.halves is not None for figures in block.passes.values()):
+        halves = {
+            "backward_input": each(lambda p: _rounded((p.halves or (0.0, 0.0))[0])),
+            "backward_weight": each(lambda p: _rounded((p.halves or (0.0, 0.0))[1])),
+            "late": each(lambda p: p.late or 0),
+        }
+    return ProfiledLayer(
+        name=block.name,
+        kind=block.kind,
+        forward=each(lambda p: _rounded(p.forward)),
+        backward=each(lambda p: _rounded(p.backward)),
+        output=each(lambda p: p.output),
+        stored=each(lambda p: p.stored),
+        shared=_numbers(list(block.shared.values())),
+        parameters=float(weights.parameters),
+        buffer=float(weights.buffer),
+        optimizer=float(weights.optimizer),
+        step=_rounded(weights.step),
+        **halves,
+    )
+
+
+def _rounded(seconds: float) -> float:
+    """Return seconds with the digits that mean something."""
+    return float(f"{seconds:.4g}")
+
+
+def _numbers(values: Sequence[float]) -> Numbers:
+    """Return numbers by microbatch size, as a profile has them: one if all are equal."""
+    found = [float(value) for value in values]
+    return found[0] if len(set(found)) == 1 else found
+
+
+def check_microbatch_sizes(sizes: Sequence[int]) -> None:
+    """Refuse microbatch sizes that do not ascend.
+
+    Raises:
+        ConfigError: they do not, or there is none.
+    """
+    if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+        raise ConfigError(f"microbatch sizes must be positive and ascend, as in 1,2,4; got {list(sizes)}")

@@ -1,0 +1,134 @@
+"""The bytes that the stages of a model take, to predict the memory of a run with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training, Trial
+from penstock.partition.blocks import LazyBlock, named_blocks
+from penstock.simulate.memory.held import HeldKind
+from penstock.simulate.memory.predicted import StageBytes
+from penstock.stage.stage_weights import TrainedWeights
+from penstock.weights.memory.scratch import Scratch
+from penstock.weights.optim.adapters import is_separable
+
+
+class _Joined(nn.Module):
+    """Several blocks as one."""
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        super().__init__()
+        self.modules_of = nn.ModuleList(block for block in blocks if isinstance(block, nn.Module))
+        self._run = list(blocks)
+
+    def forward(self, value: Any) -> Any:
+        """Run one after the other."""
+        for block in self._run:
+            value = block(value)
+        return value
+
+
+def measure_stages(
+    blocks: Any, parts: Sequence[Sequence[str]], sample: tuple[Any, Any], training: Training, recompute: bool = False
+) -> dict[int, StageBytes]:
+    """Measure the bytes of every stage of a model, by running a microbatch or two through each.
+
+    Args:
+        blocks: as of `penstock.runtime.pipeline.Pipeline`.
+        parts: the names of the blocks of each stage.
+        sample: a microbatch of the model, and its target.
+        training: how it is trained; width and sharding count for what the optimizer remembers.
+        recompute: also what stages take whose blocks, or that as a whole, are recomputed.
+
+    Returns:
+        By the index of the stage.
+    """
+    named = {name: b.make() if isinstance(b, LazyBlock) else b for name, b in named_blocks(blocks).items()}
+    given, found = BlockInput(sample[0]), {}
+    for index, part in enumerate(parts):
+        place = BlockPlace(index == 0, index == len(parts) - 1)
+        if place.last:
+            given = given._replace(target=sample[1])
+        own = {name: named[name] for name in part}
+        found[index], given = _measure_stage(own, place, given, training, recompute)
+    return found
+
+
+def _measure_stage(
+    blocks: Mapping[str, Any], place: BlockPlace, given: BlockInput, training: Training, recompute: bool
+) -> tuple[StageBytes, BlockInput]:
+    """Measure one stage; returns the input of the next one, too."""
+    alone = training._replace(options=training.options.changed(width=1, sharding=None, recompute="none"))
+    with closing(StageTrial(blocks, place, alone)) as trial:
+        passes, stage = trial.run(given), _weights(trial)
+        behind = given if place.last else trial.output_of(given)
+    kinds = {HeldKind.GRAPH: passes.stored, **_halved(blocks, place, given, alone)}
+    if recompute:
+        kinds |= _recomputed(blocks, place, given, alone)
+    stage = replace(stage, passes=kinds, output=passes.output, gradient=passes.gradient)
+    optimizers, scratches = zip(*_optimizers(blocks, place, given, training), strict=True)
+    return replace(stage, optimizer=optimizers, scratch=scratches), behind
+
+
+def _halved(blocks: Mapping[str, Any], place: BlockPlace, given: BlockInput, training: Training) -> dict[HeldKind, int]:
+    with closing(StageTrial(blocks, place, training, halved=True)) as trial:
+        passes = trial.run(given)
+    return {HeldKind.HALVED: passes.stored, HeldKind.LATE: passes.late}
+
+
+def _recomputed(
+    blocks: Mapping[str, Any], place: BlockPlace, given: BlockInput, training: Training
+) -> dict[HeldKind, int]:
+    """Return what a stage takes whose blocks are recomputed, and what it keeps that is recomputed as a whole."""
+    training = training._replace(options=training.options.changed(recompute="block"))
+    whole, halved = (_second(StageTrial(blocks, place, training, halved), given) for halved in (False, True))
+    joined = {"all": _Joined(list(blocks.values()))}
+    return {
+        HeldKind.FORWARD: whole.most_forward,
+        HeldKind.FORWARD_HALVED: halved.most_forward,
+        HeldKind.SAVED: whole.stored,
+        HeldKind.BACKWARD: whole.most_backward,
+        HeldKind.BACKWARD_HALVED: halved.most_backward,
+        HeldKind.INPUT: _second(StageTrial(joined, place, training), given).stored,
+    }
+
+
+def _second(trial: StageTrial, given: BlockInput) -> Trial:
+    """Run two microbatches, and return the second: which buffers a forward changes is known after the first."""
+    with closing(trial):
+        trial.run(given)
+        return trial.run(given)
+
+
+def _weights(trial: StageTrial) -> StageBytes:
+    """Return what is there once for a stage."""
+    weights = trial.weights
+    if not isinstance(weights, TrainedWeights):
+        return StageBytes(0, 0, (0,), trial.frozen)
+    return StageBytes(trial.buffer, weights.store.layout.nbytes, (0,), trial.frozen)
+
+
+def _optimizers(
+    blocks: Mapping[str, Any], place: BlockPlace, given: BlockInput, training: Training
+) -> list[tuple[int, int]]:
+    """Return what the optimizer remembers after an update, and the scratch that it may take, by pipeline."""
+    training = training._replace(options=training.options.changed(recompute="none"))
+    parallel = training.options.data_parallel
+    if parallel.sharding in (None, "none"):
+        training = training._replace(options=training.options.changed(width=1))
+    found = []
+    for pipeline in range(training.options.data_parallel.width):
+        with closing(StageTrial(blocks, place, training, pipeline=pipeline)) as trial:
+            weights = trial.weights
+            if not isinstance(weights, TrainedWeights) or weights.updater.optimizer is None:
+                found.append((0, 0))
+                continue
+            trial.update(given, clips=False)
+            scratch = Scratch(weights.store.own_layout, is_separable(weights.updater.optimizer)).nbytes
+            found.append((sum(tensor.nbytes for tensor in weights.updater.tensors), scratch))
+    return found

@@ -1,0 +1,258 @@
+"""Blocks as one stage, whose passes and updates are run one by one, timed, and counted in bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.comm.core.rank_grid import RankKey
+from penstock.comm.core.recorder import Recorder
+from penstock.comm.message.memory_order import copied
+from penstock.comm.message.trees import detached, leaves_of
+from penstock.runtime.options.options import PipelineOptions
+from penstock.runtime.plan.plan import PipelinePlan
+from penstock.runtime.setup.stage_builder import StageBuilder
+from penstock.schedule.build import ScheduleRequest
+from penstock.stage.in_flight import Microbatch
+from penstock.stage.loss import LossFunction
+from penstock.stage.rng import RngKey
+from penstock.stage.stage_weights import StageWeights, TrainedWeights
+from penstock.weights.mixed_store import MixedStore
+from penstock.weights.optim.optimizer_factory import OptimizerFactory
+from penstock.weights.sharded_store import ShardedStore
+
+_ACTIVATIONS = "activations"
+_MICROBATCHES = 2
+
+
+class BlockPlace(NamedTuple):
+    """Where blocks stand in their model.
+
+    Attributes:
+        first: they read the samples, so nothing wants a gradient of their input.
+        last: the loss is computed from their output.
+    """
+
+    first: bool
+    last: bool
+
+
+class BlockInput(NamedTuple):
+    """What blocks are given.
+
+    Attributes:
+        value: their input tree; that of the model for the first block, a message for others.
+        wants: which leaves of a message want a gradient.
+        target: the second argument of the loss, for the last block.
+    """
+
+    value: Any
+    wants: tuple[bool, ...] = ()
+    target: Any = None
+
+
+class Training(NamedTuple):
+    """How blocks are trained.
+
+    Attributes:
+        loss, optimizer: as of `penstock.runtime.pipeline.Pipeline`.
+        options: of passes and updates; those that divide the model or the batch must have their defaults.
+    """
+
+    loss: LossFunction
+    optimizer: OptimizerFactory
+    options: PipelineOptions
+
+
+class Trial(NamedTuple):
+    """One microbatch.
+
+    Attributes:
+        forward, first, second: seconds of the forward, and of both parts of the backward; all in `first` if not halved.
+        most_forward, most_backward: bytes of activations, at most, in each.
+        stored, late: bytes of activations after the forward, and between the parts of the backward.
+        output, gradient: bytes of the output, and of the gradient of the input.
+    """
+
+    forward: float
+    first: float
+    second: float
+    most_forward: int
+    most_backward: int
+    stored: int
+    late: int
+    output: int
+    gradient: int
+
+
+class StageTrial:
+    """Some blocks as the only stage that exists of a pipeline.
+
+    Args:
+        blocks: by name.
+        place: in the model.
+        training: how they are trained.
+        halved: their backwards come in two halves.
+        pipeline: which of several parallel pipelines.
+
+    Attributes:
+        halved: as given.
+
+    Raises:
+        CapabilityError: they cannot be such a stage.
+    """
+
+    def __init__(
+        self, blocks: Mapping[str, Any], place: BlockPlace, training: Training, halved: bool = False, pipeline: int = 0
+    ) -> None:
+        around: dict[str, Any] = {} if place.first else {"the block before": nn.Identity()}
+        around |= blocks
+        if not place.last:
+            around["the block behind"] = nn.Identity()
+        depth = 3 - place.first - place.last
+        balance = [*([] if place.first else [1]), len(blocks), *([] if place.last else [1])]
+        options = training.options.changed(balance=balance, max_grad_norm=None)
+        plan = PipelinePlan.make(around, ScheduleRequest(_halves if halved else "1f1b", depth, _MICROBATCHES), options)
+        (stage,) = plan.schedule.on_rank(0 if place.first else 1)
+        self._place, self.halved = place, halved
+        self._recorder = Recorder(stage.rank, time.perf_counter())
+        key = RankKey(pipeline, stage.rank)
+        self._runtime = StageBuilder(key, plan, *training[:2], self._recorder).build(stage, blocks)
+        self._k = self._batch = 0
+        self._given: list[Tensor | None] = []  # gradients of the output
+
+    def close(self) -> None:
+        """Give the modules their own parameters back."""
+        self._runtime.restore()
+
+    @property
+    def weights(self) -> StageWeights:
+        """The weights of the stage."""
+        return self._runtime.weights
+
+    @property
+    def parameters(self) -> int:
+        """Bytes of its trained parameters."""
+        return sum(p.nbytes for p in self._runtime.module.trained.values())
+
+    @property
+    def buffer(self) -> int:
+        """Bytes of one copy of these, as passes read it, with its padding."""
+        weights = self._runtime.weights
+        if not isinstance(weights, TrainedWeights):
+            return 0
+        return (weights.store.low_layout if isinstance(weights.store, MixedStore) else weights.store.layout).nbytes
+
+    @property
+    def frozen(self) -> int:
+        """Bytes of its frozen parameters and buffers."""
+        return sum(tensor.nbytes for tensor in self._runtime.module.fixed)
+
+    def output_of(self, given: BlockInput) -> BlockInput:
+        """Return what the next stage is given if this one is given something."""
+        output, _ = self._forward(given)
+        value, wants = detached(output)
+        self._backward(output)
+        return BlockInput(pytree.tree_map(lambda x: copied(x) if isinstance(x, Tensor) else x, value), wants)
+
+    def run(self, given: BlockInput) -> Trial:
+        """Run a microbatch."""
+        live = self._recorder.live
+        forward, most_forward, (output, _) = self._timed(lambda: self._forward(given))
+        stored = live.get(_ACTIVATIONS, 0)
+        sent = 0 if self._place.last else _bytes_of(leaves_of(output))
+        first, most_backward, found = self._timed(lambda: self._backward_for_inputs(output))
+        late = live.get(_ACTIVATIONS, 0)
+        second, _, _ = self._timed(self._backward_for_weights)
+        return Trial(forward, first, second, most_forward, most_backward, stored, late, sent, _bytes_of(found))
+
+    def update(self, given: BlockInput, clips: bool) -> float:
+        """Run a microbatch, and the update with its gradient, of which this returns the seconds.
+
+        Args:
+            given: the microbatch.
+            clips: the norm of the gradient is computed, too.
+        """
+        self._backward(self._forward(given)[0])
+        weights = self._runtime.weights
+
+        def step() -> None:
+            if clips:
+                weights.gradient_squares(self._batch)
+            weights.step(self._batch, 1.0, keeps_old=False)
+
+        seconds, _, _ = self._timed(step)
+        self._batch += 1
+        if isinstance(weights, TrainedWeights):
+            weights.store.retain([self._batch])
+            if isinstance(weights.store, ShardedStore):  # the other rows never come
+                weights.complete(self._batch)
+        return seconds
+
+    def _forward(self, given: BlockInput) -> tuple[Any, Any]:
+        runtime, key = self._runtime, RngKey(self._batch, self._k)
+        value = runtime.module.take(given.value) if self._place.first else given.value
+        return runtime.forward(Microbatch(self._k, key, given.target), value, given.wants, self._batch)
+
+    def _backward(self, output: Any) -> None:
+        self._backward_for_inputs(output)
+        self._backward_for_weights()
+
+    def _backward_for_inputs(self, output: Any) -> list[Tensor | None]:
+        """Run the first half of a backward, or all of it; returns the gradients of the input."""
+        runtime, key = self._runtime, (self._k, 0)
+        gradients = None if runtime.has_loss else self._gradients(output)
+        run = runtime.backward_for_inputs if self.halved else runtime.backward
+        return run(key, self._batch, self._batch, gradients)
+
+    def _backward_for_weights(self) -> None:
+        """Run the second half of a backward, if there is one."""
+        if self.halved:
+            self._runtime.backward_for_weights((self._k, 0), self._batch, self._batch)
+        self._k += 1
+
+    def _gradients(self, output: Any) -> list[Tensor | None]:
+        """Return gradients for the leaves of an output, made once for each shape."""
+        leaves = leaves_of(output)
+        shapes = [x.shape if isinstance(x, Tensor) else None for x in leaves]
+        if shapes != [None if g is None else g.shape for g in self._given]:
+            self._given = [
+                torch.full_like(x.detach(), 1e-3) if isinstance(x, Tensor) and x.requires_grad else None for x in leaves
+            ]
+        return self._given
+
+    def _timed(self, work: Callable[[], Any]) -> tuple[float, int, Any]:
+        """Run something, and wait until its device has done it.
+
+        Returns:
+            The seconds; the most bytes of activations meanwhile; and what it has returned.
+        """
+        device, recorder = self._runtime.module.device, self._recorder
+        recorder.peak[_ACTIVATIONS] = recorder.live.setdefault(_ACTIVATIONS, 0)
+        _wait_for(device)
+        start = time.perf_counter()
+        found = work()
+        _wait_for(device)
+        return time.perf_counter() - start, recorder.peak[_ACTIVATIONS], found
+
+
+def _halves(stages: int, microbatches: int) -> list[str]:
+    """Return an order in which no second half of a backward follows its first one, so that all are halved."""
+    parts = (" ".join(f"{op}{k}" for k in range(microbatches)) for op in "FIW")
+    return [" ".join(parts)] * stages
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait until a device has done its work; the processor computes while it is called."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _bytes_of(leaves: Any) -> int:
+    """Return the bytes of the tensors among some leaves."""
+    return sum(x.nbytes for x in leaves if isinstance(x, Tensor))

@@ -1,0 +1,294 @@
+"""One configuration, tried: cut where it fits and is fastest, proven, and simulated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations, pairwise, product
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import ScheduleError
+from penstock.plan.planners.block_chain import BlockChain, Floats, by_kind
+from penstock.plan.planners.foreseen import forecast
+from penstock.plan.planners.two_bw import Sized, single_device_ways
+from penstock.plan.stages.devices import Devices
+from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Skipped, StageRating
+from penstock.plan.stages.two_bw_cost import bandwidths
+from penstock.schedule.build import prove
+from penstock.schedule.extend import extend
+from penstock.schedule.methods.find_method import find_method
+from penstock.schedule.proof.check import Proof
+from penstock.simulate.compiled.joint import NotCompiledError
+from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.memory.held import HeldKind
+from penstock.simulate.memory.in_process_run import most_held
+from penstock.simulate.predict import CompiledSpan, predict
+from penstock.timeline import Bubble
+
+Cuts: TypeAlias = tuple[int, ...]
+"""Where stages begin, and where the last one ends."""
+
+NAME = "simulated"
+_MOST_PASSES = 1 << 16  # stages x microbatches of a schedule that is proven and simulated
+_MOST_CUTS = 256  # that are all simulated
+_SPANS = (3, 5)  # batches: what two more of them take
+_ALL_COUNT = ("gpipe", "2bw-eager")  # methods where what is held depends on the number of microbatches
+_PLAYED = 4  # batches, to find out what is held
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration before it is cut into stages.
+
+    Attributes:
+        sized: the graph at a microbatch size.
+        method: a row of the method table.
+        depth, width: d and w.
+        recompute: of every layer, or of none.
+    """
+
+    sized: Sized
+    method: str
+    depth: int
+    width: int
+    recompute: bool
+
+    @property
+    def microbatches(self) -> int:
+        """Per pipeline and batch."""
+        return self.sized.microbatches // self.width
+
+    def bound(self, slowest: float, total: float) -> float:
+        """Return the seconds per sample that it takes at least, with a slowest stage and all stages of such times."""
+        flushes = find_method(self.method).rule == "flush"
+        batch = total + (self.microbatches - 1) * slowest if flushes else self.microbatches * slowest
+        return batch / (self.sized.microbatches * self.sized.samples)
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        size = f", microbatch {self.sized.samples}" if self.sized.samples > 1 else ""
+        again = ", recompute" if self.recompute else ""
+        return f"{self.method}, depth {self.depth}, width {self.width}{size}{again}"
+
+
+@dataclass
+class KnownSchedules:
+    """Schedules that have been proven for other candidates, and what their ranks hold.
+
+    Attributes:
+        decides: updates wait for a decision of all stages.
+        proofs: by method, depth and microbatches.
+        held: by method, depth, microbatches and whether blocks are recomputed: what each rank holds, moment by moment.
+    """
+
+    decides: bool = True
+    proofs: dict[tuple[str, int, int], Proof] = field(default_factory=dict)
+    held: dict[tuple[str, int, int, bool], list[list[dict[HeldKind, float]]]] = field(default_factory=dict)
+
+    def proof(self, method: str, depth: int, microbatches: int) -> Proof:
+        """Return the proof of a schedule.
+
+        Raises:
+            ScheduleError: there is none.
+        """
+        key = method, depth, microbatches
+        if key not in self.proofs:
+            self.proofs[key] = prove(*key, decides=self.decides)
+        return self.proofs[key]
+
+    def moments(self, method: str, depth: int, microbatches: int, recompute: bool) -> list[list[dict[HeldKind, float]]]:
+        """Return what each rank of a single pipeline holds at the moments that count.
+
+        With twice as many microbatches as stages it is as much as with more, for most methods.
+
+        Raises:
+            ScheduleError: there is no such schedule.
+        """
+        few = microbatches if method in _ALL_COUNT else min(microbatches, 2 * depth)
+        key = method, depth, few, recompute
+        if key not in self.held:
+            lowered = self.proof(method, depth, few).lowered
+            found = most_held(lowered, _PLAYED, blockwise=recompute)
+            self.held[key] = [[by_kind(each) for each in found[0, rank]] for rank in range(depth)]
+        return self.held[key]
+
+
+class CandidateTrial:
+    """One configuration: cut, proven and simulated."""
+
+    def __init__(self, candidate: Candidate, chain: BlockChain, devices: Devices, known: KnownSchedules) -> None:
+        self._of, self._chain, self._devices, self._known = candidate, chain, devices, known
+        self._limit = math.inf if devices.memory is None else devices.memory
+        self._best: Cuts = ()
+        self._held: list[Floats] = []
+        self._spans: dict[int, Callable[[list[Costs]], list[Bubble]]] = {}
+
+    def plan(self, best: float) -> Plan | Skipped:
+        """Return the plan, or why there is none that is faster than `best` seconds per sample."""
+        of, name = self._of, str(self._of)
+        if of.depth * of.microbatches > _MOST_PASSES:
+            return Skipped(
+                name, f"{of.depth} x {of.microbatches} passes are too many to prove it here ({_MOST_PASSES:,})"
+            )
+        foreseen = [forecast(of.method, of.depth, of.microbatches, stage) for stage in range(of.depth)]
+        chain = self._chain
+        self._held = [chain.memory(f.buffers, [chain.in_flight(f.activations, f.scratch)]) for f in foreseen]
+        cuts = self._cuts()
+        if cuts is None:
+            return self._too_large()
+        times = np.diff(chain.seconds[list(cuts)])
+        bound = of.bound(float(times.max()), float(times.sum()))
+        if bound >= best:
+            return Skipped(
+                name, f"its best stages take {bound:.4g} s per sample at least, the best plan so far {best:.4g}"
+            )
+        try:
+            proof = self._proven()
+            self._held = self._memory(proof)
+        except ScheduleError as error:
+            return Skipped(name, f"refused: {str(error).splitlines()[0]}")
+        cuts = self._cuts()
+        return self._too_large() if cuts is None else self._simulated(proof, cuts)
+
+    def _too_large(self) -> Skipped:
+        least = sum(float(memory[0, -1]) for memory in self._held) / len(self._held) / self._of.depth
+        return Skipped(
+            str(self._of), f"does not fit: at least {least:.4g} bytes per device on average, {self._limit:.4g} there"
+        )
+
+    def _proven(self) -> Proof:
+        """Return the proof of the schedule.
+
+        Raises:
+            ScheduleError: there is none.
+        """
+        of = self._of
+        proof = self._known.proof(of.method, of.depth, of.microbatches)
+        return extend(proof, reduces=True) if of.width > 1 else proof
+
+    def _memory(self, proof: Proof) -> list[Floats]:
+        """Return the bytes of each stage between each cut and each later one, as the runtime's ledger counts them.
+
+        Raises:
+            ScheduleError: there is no schedule.
+        """
+        of, chain = self._of, self._chain
+        moments = self._known.moments(of.method, of.depth, of.microbatches, of.recompute)
+        facts = proof.stages.values()
+        return [
+            chain.memory(each.buffers, [_without_scratch(m) if each.versions == 1 else m for m in here])
+            for each, here in zip(facts, moments, strict=True)
+        ]
+
+    def _cuts(self) -> Cuts | None:
+        """Return where stages begin and end, so that the slowest is fastest and all fit; None if they cannot."""
+        count = self._chain.blocks
+        later = np.triu(np.ones((count + 1, count + 1), dtype=bool), 1)
+        reached = np.full(count + 1, np.inf)
+        reached[0], trail = 0.0, []
+        for memory in self._held:
+            times = np.where(later & (memory <= self._limit), self._chain.times, np.inf)
+            through = np.maximum(reached[:, None], times)
+            trail.append(through.argmin(axis=0))
+            reached = through.min(axis=0)
+        if not math.isfinite(reached[-1]):
+            return None
+        cuts = [count]
+        for from_ in reversed(trail):
+            cuts.append(int(from_[cuts[-1]]))
+        return tuple(reversed(cuts))
+
+    def _trials(self, cuts: Cuts) -> Iterator[list[Cuts]]:
+        """Return cuts to try, group by group: all if they are few, otherwise those with one end moved by a block."""
+        count, depth = cuts[-1], self._of.depth
+        if math.comb(count - 1, depth - 1) <= _MOST_CUTS:
+            every = ((0, *inner, count) for inner in combinations(range(1, count), depth - 1))
+            yield [each for each in every if each != cuts and self._fit(each)]
+            return
+        while True:
+            near = []
+            for at, step in product(range(1, depth), (-1, 1)):
+                moved = (*self._best[:at], self._best[at] + step, *self._best[at + 1 :])
+                if moved[at - 1] < moved[at] < moved[at + 1] and self._fit(moved):
+                    near.append(moved)
+            before = self._best
+            yield near
+            if self._best == before:
+                return
+
+    def _fit(self, cuts: Cuts) -> bool:
+        """Return whether all stages fit."""
+        return all(memory[ends] <= self._limit for memory, ends in zip(self._held, pairwise(cuts), strict=True))
+
+    def _batch_times(self, proof: Proof, several: list[Cuts]) -> list[float]:
+        """Return what one more batch of a long run takes, for each of several cuts."""
+        costs = [self._costs(np.array(cuts)) for cuts in several]
+        short, long = (self._span(proof, batches)(costs) for batches in _SPANS)
+        return [(b.makespan - a.makespan) / (_SPANS[1] - _SPANS[0]) for a, b in zip(short, long, strict=True)]
+
+    def _span(self, proof: Proof, batches: int) -> Callable[[list[Costs]], list[Bubble]]:
+        """Return what predicts a span of so many batches, compiled once for all cuts if it can be."""
+        if batches not in self._spans:
+            try:
+                self._spans[batches] = CompiledSpan(proof.lowered, batches, transfers=True).bubbles
+            except NotCompiledError:
+                self._spans[batches] = partial(predict, proof.lowered, batches=batches)
+        return self._spans[batches]
+
+    def _costs(self, cuts: npt.NDArray[np.intp]) -> Costs:
+        """Return the times of stages and messages; all messages take the time of the largest."""
+        of, chain = self._of, self._chain
+        across, along = bandwidths(self._devices, of.width, of.depth)
+        forwards, times, steps = (np.diff(sums[cuts]) for sums in (chain.forward, chain.seconds, chain.steps))
+        none = np.zeros(of.depth)
+        return Costs(
+            tuple(StageCost(*map(float, each)) for each in zip(forwards, times - forwards, none, steps, strict=True)),
+            latency=self._devices.latency,
+            transfer=float(chain.crossing[cuts[1:-1]].max(initial=0.0)) / along,
+            collective=2 * (of.width - 1) / of.width * float(chain.parameters[cuts[:-1], cuts[1:]].max()) / across,
+        )
+
+    def _simulated(self, proof: Proof, cuts: Cuts) -> Plan:
+        """Return the plan with the cut that is simulated to be fastest, and what a batch takes."""
+        self._best, (batch,) = cuts, self._batch_times(proof, [cuts])
+        for several in self._trials(cuts):
+            if several:
+                times = self._batch_times(proof, several)
+                least = int(np.argmin(times))
+                if times[least] < batch:
+                    self._best, batch = several[least], times[least]
+        return self._planned(self._best, batch)
+
+    def _planned(self, cuts: Cuts, batch: float) -> Plan:
+        """Return the plan with a cut."""
+        of, chain = self._of, self._chain
+        seconds = batch / of.sized.microbatches
+        ways = single_device_ways(of.sized.graph, of.recompute)
+        stages, ratings = [], []
+        for stage, (first, last) in enumerate(pairwise(cuts)):
+            layers = tuple(range(first, last))
+            stages.append(PlannedStage(layers, of.width, 1, tuple(ways[n].name for n in layers) if ways else ()))
+            busy = float(chain.seconds[last] - chain.seconds[first]) / of.width
+            parts = {"compute": busy, "bubble": max(seconds - busy, 0.0)}
+            ratings.append(StageRating(busy, parts, float(self._held[stage][first, last])))
+        settings = {
+            "method": of.method,
+            "stages": of.depth,
+            "width": of.width,
+            "microbatches": of.microbatches,
+            "microbatch_size": of.sized.samples,
+            "recompute": "block" if of.recompute else "none",
+            "balance": [last - first for first, last in pairwise(cuts)],
+        }
+        notes = (f"{of}: one more batch of a long run takes {batch:.4g} s",)
+        return Plan(of.method, tuple(stages), Rating(NAME, seconds, tuple(ratings)), notes, of.sized.samples, settings)
+
+
+def _without_scratch(held: dict[HeldKind, float]) -> dict[HeldKind, float]:
+    """Return what is held where updates take no scratch: with one version of the weights."""
+    return {kind: count for kind, count in held.items() if kind is not HeldKind.SCRATCH}

@@ -1,0 +1,99 @@
+"""What a pipeline consists of, built from its plan: ranks, transports, spans and the engine that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.comm.collective.polling import choose_polling
+from penstock.comm.communicators import holders_of
+from penstock.comm.core.rank_grid import RankGrid
+from penstock.comm.mesh import groups_of_holders
+from penstock.comm.p2p.transport import Channel
+from penstock.comm.transports import Transports, choose_transports
+from penstock.partition.blocks import Blocks
+from penstock.runtime.engine.engine import Engine
+from penstock.runtime.engine.span_setup import SpanSetup
+from penstock.runtime.engine.spans import Spans
+from penstock.runtime.in_flight.adapted import Adaptations
+from penstock.runtime.plan.plan import PipelinePlan
+from penstock.runtime.setup.assemble import blocks_here, make_ranks
+from penstock.runtime.setup.shared_plan import share_evaluation
+from penstock.schedule.ir.schedule import Stage
+from penstock.stage.checks.held_elsewhere import HeldElsewhere
+from penstock.stage.loss import LossFunction
+from penstock.stage.stage_runtime import StageRuntime
+from penstock.stage.stage_weights import TrainedWeights
+from penstock.weights.optim.optimizer_factory import OptimizerFactory
+from penstock.weights.update_hooks import UpdateHooks
+
+
+class BuiltPipeline:
+    """The part of `Pipeline` that the others work on: what was built of a plan.
+
+    Attributes:
+        schedule: the present one.
+        proof: of it.
+        parts: the names of the blocks of each stage.
+        grid: all ranks, and which of them are in this process.
+        delays, backward_delays: by how many updates the weights that each block reads are late by choice.
+        combine: how parallel pipelines agree.
+        timeout: seconds after which a missing message is an error during a run.
+    """
+
+    def _build(
+        self,
+        plan: PipelinePlan,
+        grid: RankGrid,
+        blocks: Blocks,
+        named: Mapping[str, Any],
+        loss: LossFunction | Mapping[int, LossFunction],
+        optimizer: OptimizerFactory,
+    ) -> None:
+        """Build the ranks of this process and their communicators."""
+        self._given, self.grid = (blocks, named), grid
+        parallel, timeout = plan.options.data_parallel, plan.options.run.timeout
+        self._plan, self.proof, self.schedule, self.parts = plan, plan.proof, plan.schedule, plan.parts
+        self.timeout, self.combine = timeout, parallel.combine
+        self.delays, self.backward_delays = plan.delays.by_block, (plan.backward_delays or plan.delays).by_block
+        holders = holders_of(self.schedule, parallel.width).values()
+        alike = groups_of_holders(self.grid, holders, parallel.mesh) if parallel.fast else {}
+        self._held = HeldElsewhere(named, blocks_here(plan, self.grid))
+        self._ranks, self._adaptations = make_ranks(named, plan, self.grid, loss, optimizer), Adaptations()
+        self._held.built()
+        self._hooks = UpdateHooks()
+        for stage in {stage.key.index: stage for stage in self._by_place()}.values():
+            if isinstance(stage.weights, TrainedWeights):
+                stage.weights.hooks = self._hooks
+        evaluation = share_evaluation(self.schedule, self.grid.control)
+        self._transports = self._choose_transports()
+        self._transports.prepare(Channel.TRAINING, self.proof.lowered)
+        self._transports.prepare(Channel.EVALUATION, evaluation.lowered)
+        setup = SpanSetup(
+            self.grid,
+            self._ranks,
+            self.proof,
+            evaluation,
+            self._transports,
+            alike,
+            timeout,
+            plan.options.precision.kernels,
+            parallel.combine,
+            choose_polling(plan.options.run.waits, self.grid.control),
+            plan.options.staleness.correction,
+        )
+        self._spans = Spans(setup, self._held)
+        self._engine = Engine(setup, self._spans)
+
+    def _choose_transports(self) -> Transports:
+        return choose_transports(self.grid, {stage.module.device for stage in self.stages.values()})
+
+    @property
+    def stages(self) -> dict[Stage, StageRuntime]:
+        """The stages in this process; of the first pipeline, where it holds several."""
+        first = self._ranks[0].key.pipeline
+        return {n: stage for state in self._ranks if state.key.pipeline == first for n, stage in state.stages.items()}
+
+    def _by_place(self) -> list[StageRuntime]:
+        """The stages in this process, of several copies of one the first last."""
+        return sorted(self.stages.values(), key=lambda stage: -stage.place)

@@ -1,0 +1,1 @@
+"""The engine behind `Pipeline`: it runs a pipeline span by span."""

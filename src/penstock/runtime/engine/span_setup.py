@@ -1,0 +1,149 @@
+"""What a span runs with: the executors of the ranks in this process, their data, and the loop that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from penstock.comm.communicators import connect, holders_of
+from penstock.comm.core.rank_grid import RankGrid
+from penstock.comm.core.ticket import LATENCY, Polling
+from penstock.comm.mesh import Groups
+from penstock.comm.p2p.routing import reads_of
+from penstock.comm.p2p.transport import Channel
+from penstock.comm.transports import Transports
+from penstock.runtime.data.batch_source import Batches, BatchSource
+from penstock.runtime.execute.executor import Executor
+from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
+from penstock.runtime.options.kernels import Kernels
+from penstock.runtime.rank.reports import Report
+from penstock.runtime.setup.rank_state import RankState
+from penstock.schedule.ir.rules import RULES
+from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.methods.combine import REDUCE, Combine
+from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.stage_spec import stage_specs
+from penstock.weights.corrections.base import Correction
+from penstock.weights.decision import add_shares
+
+
+class SpanSetup:
+    """Makes what a span runs with.
+
+    Args:
+        grid: all ranks.
+        ranks: those of this process.
+        proof: of the training schedule.
+        forward_only: of the schedule of evaluations.
+        transports: carry their messages.
+        holder_groups: of those that hold the same weights; empty where gradients are added in order.
+        timeout: seconds after which a missing message is an error.
+        kernels: settings of torch that are made while passes run.
+        combine: how parallel pipelines agree.
+        polling: how this process waits, where it has one rank.
+        correction: of the method.
+
+    Attributes:
+        grid, ranks, combine: as given.
+        proof: of the present training schedule; another one may take its place between two spans.
+        reads_ahead: passes read predictions, and no version that was decided.
+        last: the rank of the last stage.
+    """
+
+    def __init__(
+        self,
+        grid: RankGrid,
+        ranks: Sequence[RankState],
+        proof: Proof,
+        forward_only: Proof,
+        transports: Transports,
+        holder_groups: Groups,
+        timeout: float,
+        kernels: Kernels,
+        combine: Combine = REDUCE,
+        polling: Polling = LATENCY,
+        correction: Correction | None = None,
+    ) -> None:
+        self.switch(proof, correction)
+        self._forward_only = forward_only
+        self.grid, self.ranks, self.combine = grid, ranks, combine
+        self._transports, self._holder_groups = transports, holder_groups
+        self._timeout, self._kernels, self._polling = timeout, kernels, polling
+        self.last = self.schedule.stage_at[self.schedule.num_stages - 1, 0].rank
+
+    def switch(self, proof: Proof, correction: Correction | None) -> None:
+        """Make spans of another schedule, of a method with this correction, from now on."""
+        self.proof = proof
+        self.reads_ahead = correction is not None and CORRECTIONS[correction.name].reads_ahead
+
+    @property
+    def schedule(self) -> Schedule:
+        """The training schedule."""
+        return self.proof.schedule
+
+    @property
+    def bases(self) -> int:
+        """With how many versions a span may begin."""
+        return RULES[self.schedule.rule].bases
+
+    def training_data(self, batches: Batches, first: int) -> BatchSource:
+        """The data of a span of training that begins with batch `first`."""
+        schedule, stop = self.schedule, self.ranks[0].stop
+        reads, shared = self._reads(schedule), self.grid.group is None
+        return BatchSource(
+            batches, schedule.microbatches, self.grid.width, reads, len(self.grid.pipelines), stop,
+            shared=shared, first=first, ahead=0 if shared or not any(reads) else self._ahead(stop.alone),
+            overlap=self.proof.reading().overlap,
+        )  # fmt: skip
+
+    def evaluation_data(self, batches: Batches) -> BatchSource:
+        """The data of an evaluation, whose batches are counted by themselves."""
+        schedule, grid = self._forward_only.schedule, self.grid
+        return BatchSource(
+            batches, schedule.microbatches, grid.width, self._reads(schedule), len(grid.pipelines),
+            fills=True, shared=grid.group is None,
+        )  # fmt: skip
+
+    def _reads(self, schedule: Schedule) -> list[int]:
+        return reads_of(schedule, {key.rank for key in self.grid.local})
+
+    def _ahead(self, announces_alone: bool) -> int:
+        """How far this rank reads ahead: not where it alone announces batches, or pipelines meet now and then."""
+        entrance = self.schedule.stage_at[0, 0].rank in {key.rank for key in self.grid.local}
+        if self.combine.apart or (entrance and announces_alone):
+            return 0
+        found = self.proof.reading()
+        return found.alone if self.grid.width == 1 else found.together
+
+    def trainers(self) -> list[Executor]:
+        """The executors of a span of training."""
+        return self._executors(self.proof, Channel.TRAINING, self.combine)
+
+    def evaluators(self, channel: Channel) -> list[Executor]:
+        """The executors of an evaluation, whose messages travel on a channel."""
+        return self._executors(self._forward_only, channel, REDUCE)
+
+    def _executors(self, proof: Proof, channel: Channel, combine: Combine) -> list[Executor]:
+        ranks = {key.rank for key in self.grid.local}
+        specs = stage_specs(proof.schedule, 0, ranks)
+        lowered = self._transports.placed(proof.lowered)
+        links = connect(self.grid, lowered, add_shares, channel, self._transports, self._holder_groups, combine)
+        holders = holders_of(proof.schedule, self.grid.width)
+        return [
+            Executor(
+                state,
+                lowered,
+                {spec.stage: spec for spec in specs if spec.stage.rank == state.key.rank},
+                holders,
+                links[state.key],
+                combine,
+            )
+            for state in self.ranks
+        ]
+
+    def drive(self, runs: list[Run], pipelines: int) -> Iterator[Report]:
+        """Run the ranks; yield the reports of the last stage, where it is in this process, of so many pipelines."""
+        if self.grid.group is not None:
+            return self._kernels.during(drive_one(runs[0], self._timeout, self._polling))
+        last = [pipeline * self.grid.depth + self.last for pipeline in range(pipelines)]
+        return self._kernels.during(drive_all(runs, last))

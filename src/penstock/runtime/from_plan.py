@@ -1,0 +1,62 @@
+"""Makes pipelines from plans that have been checked already, and lets them go on under others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from penstock.comm.core.rank_grid import RankGrid
+from penstock.partition.blocks import Blocks, named_blocks
+from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.plan.plan import PipelinePlan
+from penstock.runtime.saved_states import check_idle
+from penstock.runtime.setup.same_plan import check_same_plans
+from penstock.stage.loss import LossFunction, check_loss
+from penstock.weights.optim.optimizer_factory import OptimizerFactory
+
+
+def pipeline_of(
+    plan: PipelinePlan,
+    blocks: Blocks,
+    loss: LossFunction | Mapping[int, LossFunction],
+    optimizer: OptimizerFactory,
+    group: dist.ProcessGroup | None = None,
+) -> Pipeline:
+    """The pipeline of a plan, of which nothing is checked again.
+
+    Args:
+        plan: made of the same blocks; between processes by `shared_plan`, or the like.
+        blocks, loss, optimizer, group: as of `Pipeline`.
+
+    Raises:
+        ConfigError: the group has another size, or blocks are not what the plan takes them for; or ranks were given
+            different plans.
+        CapabilityError: the optimizer cannot step a stage.
+    """
+    check_loss(loss)
+    options, pipeline = plan.options, Pipeline.__new__(Pipeline)
+    grid = RankGrid(options.data_parallel.width, plan.schedule.ranks, group, options.run.timeout)
+    if grid.control is not None:
+        check_same_plans({"": plan}, None, grid.control)
+    pipeline._build(plan, grid, blocks, named_blocks(blocks), loss, optimizer)
+    return pipeline
+
+
+def continue_under(pipeline: Pipeline, plan: PipelinePlan, evaluate: Evaluating | None = None) -> None:
+    """Let a pipeline go on under another plan of it, as `Pipeline.switch` does, without checking the plan again.
+
+    Args:
+        pipeline: whose run is over.
+        plan: of the same blocks; its present one follows it, or is followed by it.
+        evaluate: as of `Pipeline.switch`.
+
+    Raises:
+        ConfigError: ranks were given different plans.
+        CapabilityError: the optimizer cannot step under it.
+    """
+    check_idle(pipeline)
+    if pipeline.grid.control is not None:
+        check_same_plans({"": plan}, None, pipeline.grid.control)
+    pipeline._continue(plan, evaluate)

@@ -1,0 +1,87 @@
+"""Snapshots of a whole pipeline, and loading of saved states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.errors import ConfigError
+from penstock.runtime.rank.restore import SavedState, check_names, check_pipelines, has_older, restore
+from penstock.runtime.rank.snapshot import Saving, Snapshot
+from penstock.runtime.switching import Switching
+from penstock.schedule.ir.rules import RULES
+
+IN_FLIGHT = "in_flight"  # among the facts of a saved state
+
+
+class SavedStates(Switching):
+    """The part of `Pipeline` that saves its state, and continues from one."""
+
+    def snapshots(self) -> list[Snapshot]:
+        """Return a snapshot of every stage in this process, between two runs; together they are a saved state."""
+        found: list[Snapshot] = []
+        for snapshot in self._engine.snapshots():
+            self._sink(found.append, snapshot)
+        return found
+
+    def _sink(self, sink: Callable[[Snapshot], None], snapshot: Snapshot, *, shares: bool = False) -> None:
+        """Hand on a snapshot, with the microbatches in flight that have been found; see `Saving` for `shares`."""
+        if not shares:
+            snapshot.own()
+        known = self._adaptations.state()
+        snapshot.facts.update({IN_FLIGHT: known} if known else {})
+        sink(snapshot)
+
+    def load(self, saved: SavedState) -> None:
+        """Continue from a saved state, bit for bit; it may be of another depth, width or method.
+
+        Under another method, training begins with the newest weights of the state; double buffering begins with them
+        twice if it finds no older ones, as after a synchronous run. `Checkpoints.load` calls this.
+
+        Raises:
+            ConfigError: this is no saved state.
+            CheckpointError: something is missing, or of another shape, or of a block that the model does not have.
+        """
+        self._spans.life.check_idle()
+        if not isinstance(saved, SavedState):
+            raise ConfigError(
+                f"load takes a state that was saved with its facts, not {saved!r:.80}; to load a checkpoint: "
+                "penstock.Checkpoints(pipeline, folder).load(); to begin with other weights: "
+                "pipeline.load_state_dict(weights)"
+            )
+        check_names(saved, [n for part in self.parts for n in part])
+        check_pipelines(saved, self.combine, self.grid.width)
+        self._adaptations.load(saved.facts.get(IN_FLIGHT, {}))
+        self._adopt(None)
+        self._held.loaded()
+        older = RULES[self.schedule.rule].bases == 2 and has_older(saved, self._plan.options.staleness.correction_name)
+        try:
+            for state in self._ranks:
+                for stage in state.stages.values():
+                    restore(stage, saved, older, self.delays)
+                key = state.decisions.key if state.decisions.key in saved.facts else "decisions"
+                state.decisions.load(int(saved.facts["batch"]), saved.facts[key])
+                for stage in state.stages.values():
+                    stage.weights.decided(state.decisions.mean)
+        except BaseException as error:
+            self._spans.life.broken = error  # half of it may have been loaded
+            raise
+        self._spans.batches, self._spans.keeps_older = int(saved.facts["batch"]), older
+
+
+def save_between_runs(pipeline: SavedStates, saving: Saving) -> None:
+    """Hand a snapshot of every stage in this process to the sink of `saving`, between two runs."""
+    for snapshot in pipeline._engine.snapshots():
+        pipeline._sink(saving.sink, snapshot, shares=saving.shares)
+
+
+def check_idle(pipeline: SavedStates, instead: str = "") -> None:
+    """Make sure that a pipeline is between two runs; this is no collective call.
+
+    Args:
+        pipeline: which.
+        instead: what to write within a run, for the message.
+
+    Raises:
+        PenstockError: a run is under way, or the pipeline broke in an earlier one.
+    """
+    pipeline._spans.life.check_idle(instead)

@@ -1,0 +1,68 @@
+"""Which options, shardings and ways to combine pipelines go with which methods, orders and rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.errors import ConfigError
+from penstock.schedule.ir.order import Order
+from penstock.schedule.ir.rules import Source, VersionRule
+from penstock.schedule.ir.sharding import Sharding, read_sharding
+from penstock.schedule.methods.combine import COMBINES, combine_fault
+from penstock.schedule.methods.corrections import CORRECTIONS, correction_fault, options_of
+from penstock.schedule.methods.method import Method
+from penstock.schedule.methods.table import METHODS
+from penstock.schedule.transforms.sharding import sharding_fault
+
+
+def correction_options(method: Method, given: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Return the options of a method's correction, with the defaults where none are given.
+
+    Raises:
+        ConfigError: it has no correction or no such option, or the option does not accept the value.
+    """
+    if given and not CORRECTIONS[method.correction].options:
+        option = next(iter(given))
+        owners = ", ".join(row.name for row in METHODS.values() if option in CORRECTIONS[row.correction].options)
+        lacks = "no correction" if method.correction == "none" else "a correction without options"
+        raise ConfigError(
+            f"method {method.name!r} has {lacks}, so correction.{option} does not apply; methods that have it: "
+            f"{owners or 'none'}"
+        )
+    return options_of(method.correction, given)
+
+
+def sharding_of(method: Method, given: str | Sharding | None, rule: str | None = None) -> Sharding:
+    """Return what of a stage's state is split under a method: what is given, or else what the method has.
+
+    Args:
+        method: which.
+        given: as it is written, or the sharding itself; None for that of the method.
+        rule: another version rule than the method's.
+
+    Raises:
+        ConfigError: what is given is no sharding, or does not go with the method.
+    """
+    sharding = read_sharding(method.sharding if given is None else given)
+    fault = sharding_fault(rule or method.rule, sharding.level, method.correction, method.in_turns)
+    if fault is not None:
+        raise ConfigError(f"{method.name}: {fault}")
+    return sharding
+
+
+def compatible(order: Order, rule: VersionRule, correction: str = "none", combine: str = "reduce") -> str | None:
+    """Return why these choices cannot be combined, or None if they can."""
+    if rule.forward is Source.BATCH and order.endless:
+        return (
+            f"rule {rule.name!r} empties the pipeline after each batch, but the order lets batches overlap; name "
+            "another rule, such as double-buffer"
+        )
+    for what, value, known in (
+        ("correction", correction, tuple(CORRECTIONS)),
+        ("combine", combine, tuple(COMBINES)),
+    ):
+        if value not in known:
+            return f"{what} {value!r} is not supported; known: {', '.join(known)}"
+    if correction != "none" and (fault := correction_fault(rule, correction)):
+        return fault
+    return combine_fault(combine, rule.name, correction)

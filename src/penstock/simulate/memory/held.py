@@ -1,0 +1,95 @@
+"""What a rank holds, counted by kind, and the combinations that no other one exceeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class HeldKind(StrEnum):
+    """What is held.
+
+    The graphs of one microbatch on a stage, from forward to backward, are `GRAPH`, or `HALVED` where the backward comes
+    in two halves, which leave `LATE` between them. Where blocks are recomputed, a forward holds `FORWARD` (`_HALVED`)
+    for a while, then `SAVED`, and its backward `BACKWARD`. Where a stage is, its forward leaves `INPUT`.
+    """
+
+    GRAPH = "graph"
+    HALVED = "halved graph"
+    LATE = "between halves"
+    FORWARD = "in a forward"
+    FORWARD_HALVED = "in a halved forward"
+    BACKWARD = "in a backward"
+    BACKWARD_HALVED = "in a halved backward"
+    SAVED = "inputs of blocks"
+    INPUT = "input of the stage"
+    OUTPUT = "output"  # a message from `stage` to `peer`
+    GRADIENT = "gradient"  # a message from `stage` to `peer`
+    OPTIMIZER = "optimizer"
+    BEFORE = "optimizer before"  # a copy of what the optimizer remembers, while an update may be taken back
+    SCRATCH = "scratch"
+
+
+class Held(NamedTuple):
+    """One kind of thing that is held: of a stage, by its index, and for messages of two."""
+
+    kind: HeldKind
+    stage: int
+    peer: int = -1
+
+
+Combination = frozenset[tuple[Held, int]]
+"""What is held at one moment: how many of each."""
+
+
+class Holdings:
+    """What one rank holds, over time.
+
+    Attributes:
+        counts: what it holds now.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[Held, int] = {}
+        self._rising = False
+        self._seen: set[Combination] = set()
+
+    def change(self, what: Held, count: int) -> None:
+        """Hold more or, negative, less of something."""
+        if count < 0 and self._rising:
+            self._note()
+        self._rising = count > 0
+        now = self.counts.get(what, 0) + count
+        assert now >= 0, f"less than nothing is held of {what}"
+        if now:
+            self.counts[what] = now
+        else:
+            self.counts.pop(what, None)
+
+    def largest(self) -> tuple[Combination, ...]:
+        """Return the combinations that have been held, without those that another one exceeds or equals in all."""
+        self._note()
+        found: list[dict[Held, int]] = []
+        for each in sorted(self._seen, key=lambda seen: -sum(count for _, count in seen)):
+            counts = dict(each)
+            if not any(_covers(other, counts) for other in found):
+                found.append(counts)
+        return tuple(frozenset(each.items()) for each in found)
+
+    def _note(self) -> None:
+        self._seen.add(frozenset(self.counts.items()))
+
+
+def _covers(other: Mapping[Held, int], counts: Mapping[Held, int]) -> bool:
+    return all(other.get(what, 0) >= count for what, count in counts.items())
+
+
+def most_bytes(combinations: Iterable[Combination], sizes: Mapping[Held, int]) -> int:
+    """Return the most bytes that any of the combinations takes.
+
+    Args:
+        combinations: of a rank.
+        sizes: bytes of one of each; what is not there takes none.
+    """
+    return max((sum(sizes.get(what, 0) * count for what, count in each) for each in combinations), default=0)

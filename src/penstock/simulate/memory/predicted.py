@@ -1,0 +1,146 @@
+"""The bytes that every rank of a run holds at most, equal to what the runtime's ledger says in one process.
+
+What takes the same room from beginning to end is counted at once: every buffer of weights and gradients that the proof
+asks for exists all the time, in use or idle, and so do master weights, copies, and the buffers of a correction. What
+comes and goes is played (`penstock.simulate.memory.in_process_run`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.schedule.ir.rules import RULES, Update
+from penstock.schedule.ir.sharding import Level
+from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.proof.check import Proof, StageFacts
+from penstock.simulate.memory.held import Combination, Held, HeldKind, most_bytes
+from penstock.simulate.memory.in_process_run import most_held
+from penstock.simulate.memory.tickets import Part
+
+_ESTIMATING = "pipemare"
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What one stage takes.
+
+    Attributes:
+        version: bytes of one version of the weights as passes read it, with its padding.
+        whole: bytes of one gradient, or of weights that are updated; `version` unless passes compute in low precision.
+        optimizer: bytes that the optimizer remembers; of a sharded one, by pipeline.
+        frozen: bytes of frozen parameters and module buffers.
+        scratch: bytes to which gradients move while weights are written over them; as `optimizer`.
+        passes: by kind, bytes of one microbatch, as `HeldKind` has them; a kind that is not there takes none.
+        output: bytes of its output, as a message.
+        gradient: bytes of the gradient of its input, as a message.
+    """
+
+    version: int
+    whole: int
+    optimizer: Sequence[int]
+    frozen: int = 0
+    scratch: Sequence[int] = (0,)
+    passes: Mapping[HeldKind, int] = field(default_factory=dict)
+    output: int = 0
+    gradient: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """How a schedule is run, as far as memory depends on it.
+
+    Attributes:
+        width: parallel pipelines.
+        low_precision: passes compute in 16 bits, so there are master weights.
+        blockwise: blocks are recomputed one by one.
+        correction: of stale weights, by name.
+        batches: of the span; the last new peak comes soon after `Proof.steady_from`.
+    """
+
+    width: int = 1
+    low_precision: bool = False
+    blockwise: bool = False
+    correction: str = "none"
+    batches: int = 4
+
+
+def peak_bytes(proof: Proof, sizes: Mapping[int, StageBytes], options: MemoryOptions) -> dict[Part, int]:
+    """Return the most bytes that every rank holds, of all kinds together.
+
+    Args:
+        proof: of the schedule with all actions that its run has.
+        sizes: of every stage, by index.
+        options: how it is run.
+
+    Raises:
+        CapabilityError: the schedule does something that is not predicted.
+    """
+    held = most_held(proof.lowered, options.batches, options.width, options.blockwise)
+    return {part: peak_of(proof, part, held[part], sizes, options) for part in held}
+
+
+def peak_of(
+    proof: Proof,
+    part: Part,
+    combinations: Sequence[Combination],
+    sizes: Mapping[int, StageBytes],
+    options: MemoryOptions,
+) -> int:
+    """Return the most bytes of one rank, given what it holds besides what is always there."""
+    pipeline, rank = part
+    of_each: dict[Held, int] = {}
+    for what in {what for each in combinations for what, _ in each}:
+        of_each[what] = _bytes_of(what, sizes, proof, pipeline, options)
+    always = sum(
+        fixed_bytes(proof, proof.stages[stage], sizes[stage.index], options) for stage in proof.schedule.on_rank(rank)
+    )
+    return always + most_bytes(combinations, of_each)
+
+
+def fixed_bytes(proof: Proof, facts: StageFacts, stage: StageBytes, options: MemoryOptions) -> int:
+    """Return the bytes of a stage that are there all the time."""
+    rule, spec, delayed = RULES[proof.schedule.rule], CORRECTIONS[options.correction], facts.delay.forward > 0
+    again = options.blockwise or bool(proof.schedule.recomputed)
+    estimates = options.correction == _ESTIMATING and delayed and (options.low_precision or again)
+    copies = stage.version * (facts.copies + estimates)
+    if spec.reads_ahead:  # its buffer is that of the newest weights, which low precision has anyway
+        delayed = not options.low_precision
+    corrected = stage.whole * (spec.buffers if delayed or options.correction in _ALWAYS else 0)
+    if not options.low_precision:
+        return stage.frozen + copies + corrected + stage.version * facts.buffers
+    masters = 2 if rule.update is Update.APART else 1
+    return (
+        stage.frozen + copies + corrected + stage.version * facts.versions + stage.whole * (facts.gradients + masters)
+    )
+
+
+def rotates(proof: Proof, facts: StageFacts, options: MemoryOptions) -> bool:
+    """Return whether updates of a stage take a scratch."""
+    rule, spec = RULES[proof.schedule.rule], CORRECTIONS[options.correction]
+    if spec.reads_ahead:
+        return False
+    watches = options.correction in _ALWAYS or (options.correction in _WATCHING and facts.delay.forward > 0)
+    return rule.update is Update.APART or watches or (not options.low_precision and facts.versions > 1)
+
+
+_ALWAYS = ("error-feedback",)
+_WATCHING = (_ESTIMATING, "gap-aware", "spike", "spike-lwp", "lwp-weights", "spike-lwp-weights")
+
+
+def _bytes_of(what: Held, sizes: Mapping[int, StageBytes], proof: Proof, pipeline: int, options: MemoryOptions) -> int:
+    """Return the bytes of one of something."""
+    stage, kind = sizes[what.stage], what.kind
+    if kind is HeldKind.OUTPUT:
+        return stage.output
+    if kind is HeldKind.GRADIENT:
+        return stage.gradient
+    place = pipeline if proof.schedule.sharding.level is not Level.NONE else 0
+    if kind is HeldKind.OPTIMIZER:
+        return stage.optimizer[place]
+    if kind is HeldKind.BEFORE:
+        return stage.optimizer[place] if RULES[proof.schedule.rule].update is Update.APART else 0
+    if kind is HeldKind.SCRATCH:
+        facts = next(facts for key, facts in proof.stages.items() if key.index == what.stage)
+        return stage.scratch[place] if rotates(proof, facts, options) else 0
+    return stage.passes.get(kind, 0)

@@ -1,0 +1,71 @@
+"""Types and limits of the values of a configuration, as YAML and command lines have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, PlainSerializer, PlainValidator, WrapValidator
+from pydantic_core import PydanticCustomError
+
+from penstock.errors import ConfigError
+from penstock.schedule.ir.in_flight import read_in_flight
+
+MANY, MOST = 10**6, 1e12  # largest counts and numbers, far above what is of use
+LONGEST = 1e7  # seconds, about four months
+MOST_THREADS = 4096
+MOST_DELAY = 10_000  # updates; so many versions of the weights are kept
+
+
+def _as_number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-3 as text; a number is meant where the field is one."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _as_delays(value: Any) -> Any:
+    """Names of blocks may look like numbers; what the names and numbers mean is the runtime's business."""
+    whole = {str(key): number for key, number in value.items()} if isinstance(value, dict) else value
+    numbers = whole.values() if isinstance(whole, dict) else whole if isinstance(whole, list) else [whole or 0]
+    if not isinstance(whole, str) and not all(
+        isinstance(n, int) and not isinstance(n, bool) and n <= MOST_DELAY for n in numbers
+    ):
+        raise PydanticCustomError(
+            "delays", "Input should be a number, a list of numbers, {block: number, ...} or a profile such as 1f1b:8"
+        )
+    return whole
+
+
+def _as_plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+
+
+def _as_options(value: Any, others: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    """Options of orders are whole numbers; microbatches in flight may be one for every rank, or a word."""
+    if not isinstance(value, dict) or "in_flight" not in value:
+        return others(value)
+    found, given = others({name: number for name, number in value.items() if name != "in_flight"}), value["in_flight"]
+    try:
+        found["in_flight"] = read_in_flight(given) if isinstance(given, str) else given
+    except ConfigError as error:
+        raise PydanticCustomError("in_flight", "{why}", {"why": str(error)}) from None
+    if isinstance(given, list | tuple):
+        found["in_flight"] = tuple(given)  # their number is checked with that of the ranks
+    elif not isinstance(given, str | int) or isinstance(given, bool):
+        raise PydanticCustomError("in_flight", "in_flight takes a number, one for every rank, or auto")
+    return found
+
+
+Number = Annotated[float, BeforeValidator(_as_number), AllowInfNan(False)]
+BlockDelays = Annotated[int | str | list[int] | dict[str, int] | None, PlainValidator(_as_delays)]
+OrderOptions = Annotated[dict[str, int], WrapValidator(_as_options), PlainSerializer(_as_plain)]
+
+
+class Strict(BaseModel):
+    """Refuses unknown keys and values of other types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())

@@ -1,0 +1,1 @@
+"""Updates of the weights of a stage: the steps of its optimizer, and their rates."""

@@ -1,0 +1,53 @@
+"""Compares predicted memory with the ledger of runs in one process: `make memory`; ARGS="--methods 1f1b" for less.
+
+Every method on 1 to 4 ranks with several numbers of microbatches, recompute none, block and stage, fp32 and bf16, and
+one pipeline, or two whose optimizer states or gradients are sharded. What the runtime refuses is counted; every other
+run must have exactly the peak that was predicted, on every rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections import Counter
+
+from penstock.errors import PenstockError
+from penstock.schedule.methods.table import METHODS
+from support.predicted_memory import Run, peaks_of_a_run
+
+PARALLEL = ((1, None), (2, None), (2, "optimizer"), (2, "gradients"))
+
+
+def runs(methods: list[str]) -> list[Run]:
+    """All combinations."""
+    return [
+        Run(method, depth, m, recompute, precision, width, sharding)
+        for method, depth, m, recompute, precision, (width, sharding) in itertools.product(
+            methods, (1, 2, 3, 4), (1, 2, 4, 7), ("none", "block", "stage"), ("fp32", "bf16"), PARALLEL
+        )
+    ]
+
+
+def main() -> None:
+    """Run the campaign; exit code 1 if a prediction is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    wanted = parser.parse_args().methods
+    counts: Counter[str] = Counter()
+    for run in runs(wanted):
+        try:
+            predicted, found = peaks_of_a_run(run)
+        except PenstockError as error:
+            counts[f"refused: {type(error).__name__}"] += 1
+            continue
+        counts["equal" if predicted == found else "different"] += 1
+        if predicted != found:
+            sys.stdout.write(f"{run}: predicted {predicted}, recorded {found}\n")
+    for what, count in sorted(counts.items()):
+        sys.stdout.write(f"{what}: {count}\n")
+    sys.exit(bool(counts["different"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Predicted memory is that of the runtime's ledger, byte for byte, in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import CapabilityError
+from penstock.schedule.build import prove
+from penstock.schedule.methods.table import METHODS
+from penstock.simulate.memory.held import Held, HeldKind, Holdings, most_bytes
+from penstock.simulate.memory.in_process_run import most_held
+from penstock.simulate.memory.predicted import MemoryOptions, StageBytes, peak_bytes
+from support.predicted_memory import Run, peaks_of_a_run
+
+NOT_PREDICTED = {"seq1f1b", "terapipe", "bpipe", "layered", "depth-first-full", "2bw-layered"}
+EVEN = ("bitpipe", "chimera", "dualpipe", "dualpipe-v")
+PREDICTED = sorted(METHODS.keys() - NOT_PREDICTED)
+
+
+@pytest.mark.parametrize("method", PREDICTED)
+def test_the_predicted_peak_is_that_of_the_ledger(method: str) -> None:
+    """Every method on three ranks, or on two; the campaign `make memory` has the other sizes and options."""
+    predicted, found = peaks_of_a_run(Run(method, 2 if method in EVEN else 3, 4))
+    assert predicted == found
+
+
+PAIRS = (
+    Run("1f1b", 2, 3, recompute="block", precision="bf16", clip=1.0),
+    Run("1f1b", 3, 2, recompute="stage", width=2, sharding="optimizer"),
+    Run("2bw", 2, 4, recompute="block", width=2),
+    Run("2bw", 3, 3, precision="bf16", width=2, clip=0.1),
+    Run("2bw", 2, 2, width=2, sharding="gradients", clip=1.0),
+    Run("gpipe", 4, 4, recompute="stage", precision="bf16"),
+    Run("eager", 4, 7, recompute="block", clip=1.0),
+    Run("zb-h1", 3, 5, recompute="stage"),
+    Run("zb-h1", 4, 4, recompute="block", precision="bf16"),
+    Run("zb-v", 2, 4, precision="bf16", width=2),
+    Run("interleaved", 2, 4, recompute="block", sharding="gradients", width=2),
+    Run("stash", 4, 2, recompute="stage", precision="bf16"),
+    Run("pipemare", 3, 2, recompute="block"),
+    Run("pipemare", 3, 2, precision="bf16"),
+    Run("error-feedback", 2, 3, precision="bf16", clip=1.0),
+    Run("zb-h2-post", 2, 4, precision="bf16", clip=1.0),
+    Run("sequential", 1, 2, recompute="block"),
+)
+
+
+@pytest.mark.parametrize("run", PAIRS, ids=str)
+def test_also_with_other_options(run: Run) -> None:
+    """Pairs of options; `make memory` runs their product."""
+    predicted, found = peaks_of_a_run(run)
+    assert predicted == found
+
+
+def test_only_the_largest_combinations_are_kept() -> None:
+    holdings = Holdings()
+    graph, sent = Held(HeldKind.GRAPH, 0), Held(HeldKind.OUTPUT, 0, 1)
+    for what, count in ((graph, 1), (sent, 1), (sent, -1), (graph, 1), (graph, -2), (sent, 3), (sent, -3)):
+        holdings.change(what, count)
+    found = {frozenset(each) for each in holdings.largest()}
+    assert found == {frozenset({(graph, 2)}), frozenset({(graph, 1), (sent, 1)}), frozenset({(sent, 3)})}
+    assert most_bytes(found, {graph: 10, sent: 7}) == 21
+    assert most_bytes(found, {graph: 10}) == 20
+    assert most_bytes((), {graph: 10}) == 0
+
+
+def test_what_two_ranks_hold_in_a_batch_of_two() -> None:
+    """1F1B: F0 F1 B0 B1 on the first rank, which sends both outputs before the second rank takes its turn."""
+    lowered = prove("1f1b", 2, 2).lowered
+    held = most_held(lowered, 1)
+    both = {(Held(HeldKind.GRAPH, 0), 2), (Held(HeldKind.OUTPUT, 0, 1), 2)}
+    assert any(both <= each for each in held[0, 0])
+    assert all(count <= 1 for each in held[0, 1] for what, count in each if what.kind is HeldKind.GRAPH)
+
+
+def test_what_is_always_there_is_counted_once() -> None:
+    proof = prove("1f1b", 2, 2)
+    sizes = {n: StageBytes(100, 100, (0,), frozen=5) for n in range(2)}
+    assert peak_bytes(proof, sizes, MemoryOptions()) == {(0, 0): 205, (0, 1): 205}
+    assert peak_bytes(proof, sizes, MemoryOptions(low_precision=True)) == {(0, 0): 305, (0, 1): 305}
+
+
+@pytest.mark.parametrize(("method", "said"), [("seq1f1b", "slices of sequences"), ("bpipe", "FETCH, HOLD, OFFLOAD")])
+def test_what_is_not_predicted_is_refused(method: str, said: str) -> None:
+    lowered = prove(method, 4, 8).lowered
+    with pytest.raises(CapabilityError, match=f"memory is not predicted for schedules with {said}"):
+        most_held(lowered, 2)

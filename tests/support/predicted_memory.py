@@ -1,0 +1,109 @@
+"""Runs whose predicted and recorded peaks are compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.measure.stage_bytes import measure_stages
+from penstock.measure.stage_trial import Training
+from penstock.proven_schedule import make_schedule
+from penstock.runtime.options.options import PipelineOptions
+from penstock.runtime.pipeline import Pipeline
+from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.methods.find_method import find_method
+from penstock.simulate.memory.predicted import MemoryOptions, peak_bytes
+from penstock.weights.corrections.registry import correction_of
+from support.grouped import grouped
+
+WIDTH, SAMPLES = 24, 3
+BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """A method and how it is run."""
+
+    method: str
+    depth: int
+    m: int
+    recompute: str = "none"
+    precision: str = "fp32"
+    width: int = 1
+    sharding: str | None = None
+    clip: float | None = None
+
+
+class Widening(nn.Module):
+    """A layer with a bias, a norm, and another width inside: its stages are not alike."""
+
+    def __init__(self, inside: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, inside), nn.Linear(inside, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(torch.tanh(self.wide(self.norm(x))))
+
+
+def blocks_for(stages: int) -> dict[str, Any]:
+    """Two blocks for each stage, some of them functions."""
+    torch.manual_seed(1)
+    blocks: dict[str, Any] = {}
+    for n in range(stages):
+        blocks[f"layer{n}"] = Widening(16 + 8 * (n % 3))
+        blocks[f"sin{n}"] = torch.sin
+    return blocks
+
+
+def squared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def optimizer_for(method: str) -> Any:
+    """An optimizer that goes with the method."""
+    name = find_method(method).settings.get("optimizer.name")
+    if name == "sgd":
+        return lambda named: torch.optim.SGD(named, lr=0.01, momentum=0.9)
+    if name == "nadam":
+        return lambda named: torch.optim.NAdam(named, lr=0.01)
+    return lambda named: torch.optim.AdamW(named, lr=0.01)
+
+
+def _options(correction: str) -> dict[str, Any]:
+    """Options that have no default outside of `penstock train`."""
+    return {"reschedule": 4} if "reschedule" in CORRECTIONS[correction].options else {}
+
+
+def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
+    """The predicted peaks of all ranks, and those that the ledger has recorded."""
+    row = find_method(run.method)
+    m = int(row.settings.get("microbatches", run.m))
+    options = {"precision": run.precision, "recompute": run.recompute, "width": run.width, "sharding": run.sharding}
+    correction = None if row.correction == "none" else correction_of(row.correction, **_options(row.correction))
+    schedule = make_schedule(run.method, run.depth, m)
+    blocks = blocks_for(schedule.num_stages)
+    optimizer = optimizer_for(run.method)
+    arguments = {
+        "blocks": blocks,
+        "schedule": schedule,
+        "loss": squared,
+        "optimizer": optimizer,
+        "max_grad_norm": run.clip,
+    }
+    divided = {"balance": [2] * schedule.num_stages, "correction": correction}
+    pipeline = Pipeline(**grouped(arguments | divided | options))
+    data = [[tuple(torch.randn(2, SAMPLES, WIDTH)) for _ in range(m * run.width)] for _ in range(BATCHES)]
+    list(pipeline.run(data))
+    found = {rank: kinds["total"] for rank, kinds in pipeline.peak_bytes().items()}
+    training = Training(squared, optimizer, PipelineOptions().changed(**options))
+    sizes = measure_stages(
+        blocks_for(schedule.num_stages), pipeline.parts, data[0][0], training, run.recompute != "none"
+    )
+    asked = MemoryOptions(run.width, run.precision != "fp32", run.recompute == "block", row.correction, BATCHES)
+    predicted = peak_bytes(pipeline.proof, sizes, asked)
+    depth = schedule.ranks
+    return {pipeline_ * depth + rank: peak for (pipeline_, rank), peak in predicted.items()}, found
