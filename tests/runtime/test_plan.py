@@ -284,14 +284,13 @@ def test_options_may_follow_the_name_of_a_method_as_on_the_command_line() -> Non
         request_of("1f1b:chunks=2", 2, 4)
 
 
-@pytest.mark.parametrize(("asked", "level"), [("gradients", "gradients:gradients=2"), ("none", "none"), (None, "full")])
+@pytest.mark.parametrize(
+    ("asked", "level"),
+    [("gradients", "gradients:gradients=2"), ("none", "none"), (None, "full:weights=2:gradients=2")],
+)
 def test_the_sharding_of_a_method_gives_way_to_the_one_that_is_asked_for(asked: str | None, level: str) -> None:
     options = PipelineOptions(data_parallel=DataParallel(2, sharding=asked))
     request = ScheduleRequest("layered", 2, 4)
-    if level == "full":
-        with pytest.raises(CapabilityError, match="layered: sharding full .* set sharding to gradients"):
-            UnprovenPlan.of(linear(4), request, options)
-    else:
-        plan = UnprovenPlan.of(linear(4), request, options)
-        assert str(plan.schedule.sharding) == level
-        assert str(plan.followed_by(request, None).schedule.sharding) == level
+    plan = UnprovenPlan.of(linear(4), request, options)
+    assert str(plan.schedule.sharding) == level
+    assert str(plan.followed_by(request, None).schedule.sharding) == level

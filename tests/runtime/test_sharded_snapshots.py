@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +43,16 @@ def others(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("method", "optimizer"), [("1f1b", "adamw"), ("2bw", "adamw"), ("2bw", "configured soap"), ("1f1b", "adafactor")]
-)
-@pytest.mark.parametrize(
-    ("before", "after"), [("gradients", "none"), ("none", "optimizer"), ("optimizer", "gradients")]
+    ("method", "optimizer", "before", "after"),
+    [
+        *(
+            (method, optimizer, before, after)
+            for method, optimizer in (("1f1b", "adamw"), ("2bw", "adamw"), ("2bw", "configured soap"))
+            for before, after in (("gradients", "none"), ("none", "optimizer"), ("optimizer", "gradients"))
+        ),
+        *(("1f1b", "adamw", *change) for change in (("full", "none"), ("none", "full"), ("full", "full"))),
+        *(("1f1b", "adafactor", *change) for change in (("full", "optimizer"), ("gradients", "full"))),
+    ],
 )
 def test_a_run_goes_on_under_another_sharding(method: str, optimizer: str, before: str, after: str) -> None:
     case = Case(method, 2, 2, "mixed", optimizer, width=2, spans=(7,), clip=0.4, skips=())
@@ -67,18 +72,20 @@ def test_a_run_goes_on_under_another_sharding(method: str, optimizer: str, befor
 
 
 SHAPES = [(2, 2, "gradients"), (1, 1, "none"), (3, 1, "none"), (2, 4, "gradients"), (1, 3, "optimizer"), (2, 2, "none")]
+FULL = [(2, 2, "full"), (1, 1, "none"), (3, 1, "none"), (2, 4, "full"), (1, 2, "optimizer"), (1, 3, "full")]
 
 
-def test_any_depth_width_and_sharding_reads_any_other() -> None:
+@pytest.mark.parametrize(("method", "shapes"), [("2bw", SHAPES), ("1f1b", FULL)])
+def test_any_depth_width_and_sharding_reads_any_other(method: str, shapes: list[tuple[int, int, str]]) -> None:
     """A state goes through all shapes and comes back as it was."""
-    first = Case("2bw", *(2, 2), width=2, spans=(5,), clip=0.4)
-    wanted = kept = saved_by(first, "gradients", 3)
-    for (_, _, before), (depth, width, level) in pairwise([*SHAPES, SHAPES[0]]):
-        case = Case("2bw", depth, 4, width=width, spans=(5,), clip=0.4)
+    first = Case(method, *(2, 2), width=2, spans=(5,), clip=0.4)
+    wanted = kept = saved_by(first, shapes[0][2], 3)
+    assert any(name.startswith("weights@") for name in wanted.names) is (shapes is FULL)
+    for depth, width, level in [*shapes[1:], shapes[0]]:
+        case = Case(method, depth, 4, width=width, spans=(5,), clip=0.4)
         pipeline = make_pipeline(case, sharding=level, blocks=others(case))
         pipeline.load(kept)
         kept = Kept(pipeline.snapshots())
-        assert before
     tensors = {n: t for n, t in kept.tensors.items() if not n.startswith("fixed")}
     assert_equal_tensors(tensors, {n: t for n, t in wanted.tensors.items() if not n.startswith("fixed")}, "state")
     assert any("@" in name for name in tensors)
@@ -99,11 +106,12 @@ def test_each_pipeline_saves_its_own_rows_and_the_first_one_the_rest() -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 5, 10])
-def test_rows_that_are_missing_in_a_saved_state(lost: int) -> None:
-    case = Case("2bw", 1, 2, width=3, spans=(2,))
-    kept = saved_by(case, "gradients", 2)
-    del kept.tensors[f"optimizer/exp_avg@{lost}/table.weight"]
-    with pytest.raises(CheckpointError, match=r"lacks (the first rows|rows \d+ to \d+) of optimizer/exp_avg/table"):
+@pytest.mark.parametrize(("level", "kind"), [("gradients", "optimizer/exp_avg"), ("full", "weights")])
+def test_rows_that_are_missing_in_a_saved_state(lost: int, level: str, kind: str) -> None:
+    case = Case("1f1b", 1, 2, width=3, spans=(2,))
+    kept = saved_by(case, level, 2)
+    del kept.tensors[f"{kind}@{lost}/table.weight"]
+    with pytest.raises(CheckpointError, match=rf"lacks (the first rows|rows \d+ to \d+) of {kind}/table"):
         make_pipeline(case, blocks=others(case)).load(kept)
 
 
@@ -113,7 +121,7 @@ def test_averages_and_evaluations_of_a_sharded_run() -> None:
         case = Case(method, 2, 2, width=2, spans=(6,), clip=0.4, options=options)
         held = make_batches(case)[:1]
         seen = []
-        for level in ("none", "gradients"):
+        for level in ("none", "gradients", *(["full"] if method != "2bw" else [])):
             pipeline = make_pipeline(case, sharding=level, ema_decay=0.9)
             shown: dict[str, torch.Tensor] = {}
             pipeline.on_update(lambda n, w, shown=shown: shown.update({f"{k} {n}": v.clone() for k, v in w.items()}))
@@ -122,17 +130,19 @@ def test_averages_and_evaluations_of_a_sharded_run() -> None:
                 evaluated += report.evaluated
             evaluated += pipeline.evaluated()
             seen.append((shown, evaluated, pipeline))
-        (plain, plainly, whole), (sharded, too, divided) = seen
-        assert_equal_tensors(sharded, plain, "what hooks see")
-        assert too == plainly
+        (plain, plainly, whole), *others_ = seen
         assert len(plainly) == 2
-        assert divided.evaluate(held) == whole.evaluate(held)
-        assert divided.evaluate(held, averaged=True) == whole.evaluate(held, averaged=True)
-        assert_equal_tensors(divided.full_state_dict(averaged=True), whole.full_state_dict(averaged=True), "average")
+        for sharded, too, divided in others_:
+            assert_equal_tensors(sharded, plain, "what hooks see")
+            assert too == plainly
+            assert divided.evaluate(held) == whole.evaluate(held)
+            assert divided.evaluate(held, averaged=True) == whole.evaluate(held, averaged=True)
+            average = divided.full_state_dict(averaged=True)
+            assert_equal_tensors(average, whole.full_state_dict(averaged=True), "average")
 
 
-def save_on_ranks(group: dist.ProcessGroup, case: Case, folder: str) -> Any:
-    pipeline = make_pipeline(case, group, sharding="gradients")
+def save_on_ranks(group: dist.ProcessGroup, case: Case, level: str, folder: str) -> Any:
+    pipeline = make_pipeline(case, group, sharding=level)
     checkpoints = Checkpoints(pipeline, folder)
     for _ in pipeline.run(make_batches(case)[:3], save=checkpoints.every(3)):
         pass
@@ -140,11 +150,12 @@ def save_on_ranks(group: dist.ProcessGroup, case: Case, folder: str) -> Any:
     return parts_of_state(pipeline)
 
 
-def test_a_checkpoint_of_processes_is_read_in_one(pool: Pool, tmp_path: Path) -> None:
-    case = Case("2bw", 2, 2, width=2, spans=(6,), clip=0.4, skips=())
-    parts = pool.submit(save_on_ranks, case, str(tmp_path), ranks=4)
+@pytest.mark.parametrize(("method", "divided"), [("2bw", "gradients"), ("1f1b", "full")])
+def test_a_checkpoint_of_processes_is_read_in_one(pool: Pool, tmp_path: Path, method: str, divided: str) -> None:
+    case = Case(method, 2, 2, width=2, spans=(6,), clip=0.4, skips=())
+    parts = pool.submit(save_on_ranks, case, divided, str(tmp_path), ranks=4)
     for level, width in (("none", 1), ("optimizer", 4)):
-        here = Case("2bw", 1, 4 // width, width=width, spans=(6,), clip=0.4, skips=())
+        here = Case(method, 1, 4 // width, width=width, spans=(6,), clip=0.4, skips=())
         pipeline: Pipeline = make_pipeline(here, sharding=level, blocks=others(here))
         loaded = Checkpoints(pipeline, tmp_path).load()
         assert loaded is not None

@@ -299,6 +299,7 @@ def test_faults_in_fully_sharded_2bw_are_found(there, instead, said):
         check(parse_schedule(text.replace(there, instead, 1)))
 
 
-def test_the_runtime_refuses_level_full_by_name():
-    with pytest.raises(CapabilityError, match="1f1b: sharding full is computed and simulated"):
-        check_offered(prove("1f1b", 2, 2, sharding="full").schedule)
+def test_the_runtime_refuses_level_full_where_batches_overlap():
+    check_offered(prove("1f1b", 2, 2, sharding="full").schedule)
+    with pytest.raises(CapabilityError, match="2bw-layered: sharding full where batches overlap is computed and simul"):
+        check_offered(prove("2bw-layered", 2, 3).schedule)

@@ -1,6 +1,6 @@
-"""The methods that a pipeline runs. Those that split the state of stages by themselves are only simulated so far."""
+"""The methods that one pipeline runs. Those that split the state of stages by themselves need parallel ones."""
 
 from penstock.schedule.methods.table import METHODS
 
 OFFERED = {name: row for name, row in METHODS.items() if not row.needs_sharded_state}
-"""All of the table, once the runtime has sharded state: then the table takes its place."""
+"""The others are in tests/runtime/test_fully_sharded.py; 2bw-layered is only simulated so far."""

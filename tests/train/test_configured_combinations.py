@@ -72,7 +72,9 @@ def test_sharded_updates_are_built_or_refused_before(optimizer: str, data: Path)
     changes = [*changes_of("2bw", "width", data), f"optimizer.name={optimizer}"]
     for level in ("optimizer", "gradients"):
         built(prepare(load_config(None, [*changes, f"sharding={level}", "fallback.at=3", "fallback.method=gpipe"])))
-    for wrong in ("sharding=full", "sharding=some", "sharding=optimizer width=1", "sharding=gradients precision=bf16"):
+    flushing = changes_of("1f1b", "width", data)
+    built(prepare(load_config(None, [*flushing, f"optimizer.name={optimizer}", "sharding=full", "precision=bf16"])))
+    for wrong in ("sharding=full", "sharding=some", "sharding=optimizer width=1"):
         with pytest.raises(REFUSALS):
             prepare(load_config(None, [*changes, *wrong.split()]))
 

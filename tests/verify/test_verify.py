@@ -140,6 +140,7 @@ def test_slices_in_low_precision_are_refused(text: str) -> None:
         ("2bw", ["width=2"]),
         ("2bw", ["width=3", "sharding=gradients"]),
         ("1f1b", ["width=2", "sharding=optimizer", "model.tied=true"]),
+        ("layered", ["width=2", "stages=2"]),
         ("stash", ["width=2"]),
         ("1f1b", ["precision=bf16"]),
         ("2bw", ["precision=fp16"]),

@@ -132,5 +132,5 @@ def with_carry(value: Any, wants: Sequence[bool], carry: Carry) -> tuple[Any, tu
 
 
 def storages(carry: Carry) -> set[int]:
-    """Return the addresses of its tensors."""
-    return {t.untyped_storage().data_ptr() for t in pytree.tree_leaves(carry[0]) if isinstance(t, torch.Tensor)}
+    """Return the identities of the storages of its tensors."""
+    return {t.untyped_storage()._cdata for t in pytree.tree_leaves(carry[0]) if isinstance(t, torch.Tensor)}

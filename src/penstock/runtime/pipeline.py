@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.comm.core.rank_grid import RankGrid, check_group, warn_if_alone
 from penstock.comm.mesh import from_mesh
-from penstock.errors import ConfigError
+from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.blocks import Blocks, check_same_blocks
 from penstock.runtime.attribute_hints import UserAdvice, names_checked
 from penstock.runtime.data.batch_source import Batches
@@ -36,6 +36,7 @@ from penstock.runtime.training_run import TrainingRun
 from penstock.runtime.update.divergence import Divergence
 from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.ir.sharding import Level
 from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.check import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
@@ -283,10 +284,11 @@ class Pipeline(SavedStates, UserAdvice):
         Updates are not in step with the loop over reports: what is done there sees weights that are one or more updates
         older or newer. The function is called on the rank of each stage, directly after its update, with the number of
         updates made so far (1 at the first, going on in a resumed run) and the new weights in the precision of the
-        optimizer, by name. Skipped updates do not count. The next update writes over the weights: clone what is to
-        outlive the call, and write nothing into them. Where this process holds several copies of a stage, it is called
-        for the first; where pipelines have weights of their own (`Combine`), before they meet. What it keeps is not
-        part of checkpoints.
+        optimizer, by name. With sharding it is called when a gather has made these whole: before the first forward of
+        the stage that reads them, or at the end of the run. Skipped updates do not count. The next update writes over
+        the weights: clone what is to outlive the call, and write nothing into them. Where this process holds several
+        copies of a stage, it is called for the first; where pipelines have weights of their own (`Combine`), before
+        they meet. What it keeps is not part of checkpoints.
 
         Args:
             hook: (update, weights) -> anything.
@@ -296,9 +298,15 @@ class Pipeline(SavedStates, UserAdvice):
 
         Raises:
             ConfigError: it is no function; within a run, it has written into the weights.
+            CapabilityError: with sharding in low precision no pipeline has the weights that it would be shown.
         """
         if not callable(hook):
             raise ConfigError(f"on_update takes a function, (update, weights) -> None; got {hook!r:.80}")
+        if self._plan.options.precision.low is not None and self.schedule.sharding.level is not Level.NONE:
+            raise CapabilityError(
+                "on_update: with sharding in low precision no pipeline has the weights in float32 after an update, but "
+                "its rows of them; set sharding to none, or read the weights between two runs"
+            )
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = hook
         return handle

@@ -49,7 +49,7 @@ class StageGraphs:
 
     Args:
         module: the blocks, to which the weights to be read are bound whenever this runs.
-        storages: addresses of the memory of its weights.
+        storages: identities of those of its weights.
         divisor: c; backward runs on the loss sum divided by it.
         parts: names of the blocks that are recomputed together; empty where graphs are kept from forward to backward.
         splits: returns True for a microbatch (or slice) whose backward comes in two halves
@@ -81,7 +81,7 @@ class StageGraphs:
         self._trained = bool(storages)
         self._inputs = RecomputeInputSaver(module.blocks, module.where, saves_inputs, lambda: module.rng.drawing)
         # Memory that lives anyway, to tell it from activations.
-        self._known = {*storages, *(t.untyped_storage().data_ptr() for t in module.fixed)}
+        self._known = {*storages, *(t.untyped_storage()._cdata for t in module.fixed)}
         self._leaf_check = LeafCheck(module.where)
         self._before: Mapping[BufferPlace, Tensor] | None = None  # the buffers, before the first draft
         self._proxies: WeakKeyDictionary[Readable, ProxyWeights] = WeakKeyDictionary()

@@ -19,6 +19,7 @@ from penstock.comm.message.tree_classes import open_dataclasses
 from penstock.comm.message.trees import detached
 from penstock.errors import CapabilityError, ConfigError
 from penstock.stage.autograd.graph import open_inputs
+from penstock.stage.checks.absent_weights import hide
 from penstock.stage.checks.changed_modules import check_changes, find_parameters, take_over_values
 from penstock.stage.loss import LossFunction, sum_and_weight
 from penstock.stage.precision import cast, check_formats, in_full, kept_full
@@ -109,12 +110,16 @@ class StageModule:
         """The blocks that are modules."""
         return [block for block in self.blocks.values() if isinstance(block, nn.Module)]
 
-    def state(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers by canonical name, with their present values; shared ones once."""
+    def state(self, *, detached: bool = True) -> dict[str, Tensor]:
+        """Parameters and persistent buffers by canonical name, with their present values; shared ones once.
+
+        Args:
+            detached: from their graphs, which takes weights that are there.
+        """
         state: dict[str, Tensor] = {}
         for prefix, block in self.blocks.items():
             if isinstance(block, nn.Module):
-                state.update(block.state_dict(prefix=f"{prefix}."))
+                state.update(block.state_dict(prefix=f"{prefix}.", keep_vars=not detached))
         return {name: tensor for name, tensor in state.items() if self._found.paths.get(name, name) == name}
 
     def aliases(self) -> dict[str, str]:
@@ -130,7 +135,7 @@ class StageModule:
     def unversioned(self) -> dict[str, Tensor]:
         """Tensors that no optimizer steps, by canonical name: frozen parameters and persistent buffers."""
         buffers = {f"{prefix}.{name}" for prefix, block in self.named_modules() for name, _ in block.named_buffers()}
-        state = {name: tensor for name, tensor in self.state().items() if name in buffers}
+        state = {name: tensor.detach() for name, tensor in self.state(detached=False).items() if name in buffers}
         return state | self.frozen()
 
     def frozen(self) -> dict[str, Tensor]:
@@ -185,6 +190,11 @@ class StageModule:
             for name, tensor in self._frozen.items():
                 tensor.copy_(self._originals[name])
         self.rng.inspect()
+
+    def hide(self) -> None:
+        """Let the modules' own trained parameters have no values: their memory goes while weights are rows."""
+        for parameter in self.trained.values():
+            hide(parameter)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Put the modules' own parameters back, over the memory of `tensors`."""

@@ -18,6 +18,7 @@ from penstock.schedule.proof.in_flight import Piece
 from penstock.stage.autograd.graph import run_backward
 from penstock.stage.autograd.recompute import RecomputeInput
 from penstock.stage.autograd.saved_bytes import storage_bytes
+from penstock.stage.checks.absent_weights import absent
 from penstock.stage.graphs import StageGraphs
 from penstock.stage.in_flight import InFlightMicrobatch, Microbatch
 from penstock.stage.loss import UnreadLoss
@@ -48,6 +49,7 @@ class StageRuntime:
         carry_gradients: the gradients that come back for it.
         averaged: what evaluations read instead of the newest weights, while they do.
         evaluated: the version that they read instead.
+        absent: what modules have while weights are not whole; None where they always are.
         frozen_sums: of its frozen parameters, when a snapshot was last taken (`penstock.stage.checks.tensor_sums`).
     """
 
@@ -63,6 +65,7 @@ class StageRuntime:
     carry_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
     averaged: Mapping[str, Tensor] | None = None
     evaluated: int | None = None
+    absent: Mapping[str, Tensor] | None = None
     frozen_sums: Mapping[str, int] | None = None
 
     def __repr__(self) -> str:
@@ -230,6 +233,24 @@ class StageRuntime:
             self.graphs.discard_drafts(piece for key in drafts for piece in self.flights.pop(key).work)
         self.graphs.accept_drafts()
         self.weights.settle_step(decision)
+
+    # --- weights as rows --------------------------------------------------------------------------------------------
+
+    def begin_run(self) -> None:
+        """Begin a span of training: where weights are rows, nothing else is left of them."""
+        if not self.weights.keeps_rows:
+            return
+        if self.absent is None:
+            self.absent = absent(self.weights.newest_tensors(), self.module.where)
+        self.module.hide()
+        self.module.bind(self.absent)
+        self.weights.begin_run()
+
+    def release(self, version: int) -> None:
+        """Give the memory of a gathered version back, where weights are shards."""
+        self.weights.release(version)
+        if self.absent is not None:
+            self.module.bind(self.absent)
 
     # --- between passes ---------------------------------------------------------------------------------------------
 

@@ -15,7 +15,9 @@ from penstock.schedule.ir.schedule import Copy
 from penstock.weights.averaging import Agreement
 from penstock.weights.corrections.base import Corrector
 from penstock.weights.decision import Decision
+from penstock.weights.fully_sharded_store import FullyShardedStore
 from penstock.weights.memory.buffers import Buffer, Handle
+from penstock.weights.memory.divided_rows import DividedRows
 from penstock.weights.memory.older_versions import OlderVersions
 from penstock.weights.memory.parameter_hooks import ParameterHooks
 from penstock.weights.memory.squared_norm import squared_norm
@@ -98,6 +100,9 @@ class StageWeights:
         """Return the gradient of a batch, by the pipeline that owns a shard of its sum."""
         return []
 
+    def settle_sum(self, batch: int) -> None:
+        """Go on with a gradient whose shard of the sum is here."""
+
     # --- updates ----------------------------------------------------------------------------------------------------
 
     def step(self, batch: int, factor: float, keeps_old: bool) -> None:
@@ -115,6 +120,39 @@ class StageWeights:
 
     def complete(self, version: int) -> None:
         """Go on with a version whose other shards have come."""
+
+    def release(self, version: int) -> None:
+        """Give the memory of a gathered version back, where weights are shards."""
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the newest version is whole, or is being gathered."""
+        return True
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether there is an average of the weights."""
+        return True
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether weights are rows while a span trains."""
+        return False
+
+    @property
+    def keeps_sums_apart(self) -> bool:
+        """Whether gradients give their memory back when their sums have ended."""
+        return False
+
+    def begin_run(self) -> None:
+        """Begin a span of training: where weights are shards, keep those only."""
+
+    def end_run(self) -> list[list[Tensor]]:
+        """End it: return the memory of what is to be whole between two runs, by the owner of what is in it."""
+        return []
+
+    def completed(self) -> None:
+        """Go on with what `end_run` returned, which is whole."""
 
     def try_step(self, batch: int, factor: float) -> None:
         """Create version batch + 1 as `step` does, but so that it can be made again."""
@@ -159,7 +197,8 @@ class TrainedWeights(StageWeights):
         store: the versions and gradients.
         updater: the optimizer.
         decay: of the average: A(t+1) = decay A(t) + (1 - decay) W(t+1) at every update that is made; A(0) = W(0).
-        average: exponential moving average of the weights; None where none is kept.
+        average: exponential moving average of the weights; None where none is kept, or only its rows are here.
+        average_rows: its own rows, where weights are rows while a span trains, as it is then.
         counted_elsewhere: parameters whose gradients count in the norm of another stage, which shares them.
         older: versions that training passes read instead of the newest; None where none is delayed.
         corrector: what is done about staleness; None for nothing.
@@ -175,6 +214,7 @@ class TrainedWeights(StageWeights):
     updater: Updater
     decay: float = 0.0
     average: Buffer | None = None
+    average_rows: DividedRows | None = None
     counted_elsewhere: Collection[str] = ()
     older: OlderVersions | None = None
     agreement: Agreement | WaveWeights | None = None
@@ -228,7 +268,7 @@ class TrainedWeights(StageWeights):
     def is_finite(self) -> bool:
         """Return whether the newest weights and the optimizer state are finite."""
         remembered = [value for value in self.updater.tensors if value.is_floating_point()]
-        return all(bool(tensor.isfinite().all()) for tensor in (*self.store.master.views.values(), *remembered))
+        return all(bool(tensor.isfinite().all()) for tensor in (*self.store.held.values(), *remembered))
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -255,6 +295,11 @@ class TrainedWeights(StageWeights):
         assert isinstance(self.store, ShardedStore)
         return self.store.gradient_shards(batch)
 
+    def settle_sum(self, batch: int) -> None:
+        """Go on with a gradient whose shard of the sum is here."""
+        assert isinstance(self.store, ShardedStore)
+        self.store.settle(batch)
+
     # --- updates ----------------------------------------------------------------------------------------------------
 
     def step(self, batch: int, factor: float, keeps_old: bool) -> None:
@@ -267,10 +312,12 @@ class TrainedWeights(StageWeights):
             self.corrector.before_step(self.store.gradient(batch), self.store.master, factor)
         ahead = self.corrector.ahead if self.corrector is not None and self.corrector.reads_ahead else None
         self.store.update(batch, VersionStep(self.updater, factor, stepped, ahead), keeps_old)
-        if isinstance(self.store, ShardedStore):
-            self.pending = factor  # the rest of the version comes later
-        else:
+        if not isinstance(self.store, ShardedStore):
             self._updated(factor)
+            return
+        self.pending = factor  # the rest of the version comes later
+        if factor and self.average_rows is not None and self.store.rows is not None:
+            self.average_rows.own.approach(self.store.rows.own, 1.0 - self.decay)
 
     def version_shards(self, version: int) -> list[list[Tensor]]:
         """Return the memory of a version of which only the own shard has been written, by owner."""
@@ -281,7 +328,62 @@ class TrainedWeights(StageWeights):
         """Go on with a version whose other shards have come."""
         assert isinstance(self.store, ShardedStore)
         self.store.complete(version)
-        self._updated(self.pending)
+        pending, self.pending = self.pending, 0.0  # weights that are shards are gathered several times
+        self._updated(pending)
+
+    # --- weights as shards ------------------------------------------------------------------------------------------
+
+    def release(self, version: int) -> None:
+        """Give the memory of a gathered version back."""
+        assert isinstance(self.store, FullyShardedStore)
+        self.store.release(version)
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the newest version is whole, or is being gathered."""
+        return not isinstance(self.store, FullyShardedStore) or self.store.gathered.allocated
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether there is an average of the weights."""
+        return self.average is not None or self.average_rows is not None
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether weights are rows while a span trains."""
+        return isinstance(self.store, ShardedStore) and self.store.rows is not None
+
+    @property
+    def keeps_sums_apart(self) -> bool:
+        """Whether gradients give their memory back when their sums have ended."""
+        return isinstance(self.store, ShardedStore) and self.store.keeps_sums_apart
+
+    def begin_run(self) -> None:
+        """Begin a span of training with the own rows of weights and average."""
+        assert isinstance(self.store, ShardedStore)
+        self.store.begin_run()
+        if self.average_rows is not None:
+            self.average_rows.divide()
+            self.average = None
+
+    def end_run(self) -> list[list[Tensor]]:
+        """End it: allocate the newest weights and their average."""
+        assert isinstance(self.store, ShardedStore)
+        parts = self.store.end_run()
+        if self.average_rows is None:
+            return parts
+        return [[*mine, *theirs] for mine, theirs in zip(parts, self.average_rows.begin_whole(), strict=True)]
+
+    def completed(self) -> None:
+        """Show whole weights until the next span begins."""
+        assert isinstance(self.store, ShardedStore)
+        self.store.completed()
+        pending, self.pending = self.pending, 0.0
+        self._updated(pending)
+        if self.average_rows is not None:
+            self.average = self.average_rows.whole
+
+    # --- updates that may be taken back -----------------------------------------------------------------------------
 
     def try_step(self, batch: int, factor: float) -> None:
         """Create version batch + 1 as `step` does, but so that it can be made again."""
@@ -306,7 +408,7 @@ class TrainedWeights(StageWeights):
         """Move the average towards the new version and call the hooks, unless the update was skipped."""
         if not factor:
             return
-        if self.average is not None:
+        if self.average is not None and self.average_rows is None:
             self.average.approach(self.store.master, 1.0 - self.decay)
         if self.hooks:
             call_hooks(self.hooks, self.updater.updates, self.store)
@@ -362,7 +464,8 @@ class TrainedWeights(StageWeights):
     def bytes_by_role(self) -> dict[str, int]:
         """Return the parameter-sized bytes by role, without the optimizer's."""
         roles = self.store.bytes_by_role()
-        parts = {"averaged weights": self.average, "delayed weights": self.older, "correction": self.corrector}
+        average = self.average if self.average_rows is None else self.average_rows
+        parts = {"averaged weights": average, "delayed weights": self.older, "correction": self.corrector}
         roles |= {role: part.nbytes for role, part in parts.items() if part is not None}
         if self.agreement is not None:
             roles |= self.agreement.bytes_by_role()

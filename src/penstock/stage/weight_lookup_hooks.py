@@ -23,7 +23,7 @@ class WeightLookupHooks(SavedBytes):
     """Saved-tensor hooks for a forward whose backward looks weights up; they count the other saved bytes.
 
     Args:
-        known: addresses of storages that live anyway.
+        known: identities of storages that live anyway.
         position: returns the position of a tensor among the weights; None if it is none of them.
         present: returns the tensor at a position while the forward runs: a block may take gradients itself.
         find: returns the tensor at a position when the backward runs.

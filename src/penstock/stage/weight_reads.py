@@ -83,7 +83,7 @@ class WeightReads:
         """Return the hooks under which a forward on `weights` runs; None where graphs keep the weights themselves.
 
         Args:
-            known: addresses of memory that lives anyway; the hooks count what else the graph keeps.
+            known: identities of storages that live anyway; the hooks count what else the graph keeps.
             weights: claimed.
         """
 

@@ -117,7 +117,7 @@ def _part_in(leaves: Mapping[str, Tensor]) -> Callable[[Tensor], _Part | None]:
     places: dict[int, list[tuple[int, int, str]]] = {}  # per storage: begin, end and name of what is read
     for name, leaf in leaves.items():
         begin = int(leaf.storage_offset())
-        inside = places.setdefault(leaf.untyped_storage().data_ptr(), [])
+        inside = places.setdefault(leaf.untyped_storage()._cdata, [])
         inside.append((begin, begin + leaf.numel(), name))
     for inside in places.values():
         inside.sort()
@@ -125,7 +125,7 @@ def _part_in(leaves: Mapping[str, Tensor]) -> Callable[[Tensor], _Part | None]:
     def part(tensor: Tensor) -> _Part | None:
         if not has_memory(tensor):
             return None
-        inside = places.get(tensor.untyped_storage().data_ptr(), ())
+        inside = places.get(tensor.untyped_storage()._cdata, ())
         offset = int(tensor.storage_offset())
         at = bisect_right(inside, offset, key=lambda place: place[0]) - 1
         if at < 0 or offset >= inside[at][1]:

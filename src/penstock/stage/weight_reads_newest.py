@@ -110,10 +110,10 @@ def _placed(flats: Mapping[torch.dtype, Tensor], place: _TensorSlot) -> Tensor:
 
 def _position_in(weights: Buffer) -> Callable[[Tensor], _TensorSlot | None]:
     """Return a function that finds the position of a tensor in a buffer; None for tensors that are not in it."""
-    dtypes = {flat.untyped_storage().data_ptr(): flat.dtype for flat in weights.flats}
+    dtypes = {flat.untyped_storage()._cdata: flat.dtype for flat in weights.flats}
 
     def place(tensor: Tensor) -> _TensorSlot | None:
-        dtype = dtypes.get(tensor.untyped_storage().data_ptr()) if has_memory(tensor) else None
+        dtype = dtypes.get(tensor.untyped_storage()._cdata) if has_memory(tensor) else None
         if dtype is None or dtype != tensor.dtype:
             return None
         return _TensorSlot(dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())

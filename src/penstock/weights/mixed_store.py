@@ -57,7 +57,7 @@ class MixedStore(VersionStore):
 
     @property
     def storages(self) -> set[int]:
-        """Return the addresses of all its memory."""
+        """Return the identities of all its storages."""
         held = [self._master, *([] if self._second is None else [self._second]), *self._free_gradients]
         return super().storages.union(*(buffer.storages for buffer in held))
 

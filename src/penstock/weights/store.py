@@ -41,7 +41,7 @@ class VersionStore:
         self.layout = self._layout = Layout(parameters)  # `_layout` is that of the versions that passes read
         self.where = where
         self.hooks = ParameterHooks({}, where)
-        self._free = [Buffer(self.layout, f"{i} of {where}") for i in range(buffers)]
+        self._free = [self._make(f"{i} of {where}") for i in range(buffers)]
         self.derived = DerivedCopies(self.layout, where, copies)
         self.reads_ahead = False
         self._weights: Buffer | None = None  # the newest, where passes read ahead of them
@@ -51,7 +51,7 @@ class VersionStore:
 
     @property
     def storages(self) -> set[int]:
-        """Return the addresses of all its memory, to tell weights from activations."""
+        """Return the identities of all its storages, to tell weights from activations."""
         held = (*self._free, *self.versions.values(), *self.gradients.values(), *self.derived.buffers)
         held += () if self._weights is None else (self._weights,)
         return set().union(*(buffer.storages for buffer in held))
@@ -187,7 +187,7 @@ class VersionStore:
 
     def release_gradient(self, batch: int) -> None:
         """Free the gradient of `batch`."""
-        self._free.append(self._finish(batch))
+        self._put(self._finish(batch))
 
     def retain(self, alive: Iterable[int]) -> None:
         """Free the buffers of all versions except those in `alive`."""
@@ -195,7 +195,7 @@ class VersionStore:
             buffer = self.versions.pop(version)
             buffer.gradient = None
             buffer.rewrite()
-            self._free.append(buffer)
+            self._put(buffer)
 
     def restart(
         self,
@@ -239,7 +239,7 @@ class VersionStore:
         for buffer in (*self._free, *self.derived.buffers, *self.versions.values()):
             buffer.forget_gradient()  # which may be a buffer that is freed
         while len(self._free) < spare:
-            self._free.append(Buffer(self._layout, f"{len(self.versions) + len(self._free)} of {self.where}"))
+            self._free.append(self._make(f"{len(self.versions) + len(self._free)} of {self.where}"))
 
     def copies(self, version: int) -> dict[str, Tensor]:
         """Copy what passes read of a version that is alive, by name."""
@@ -257,6 +257,11 @@ class VersionStore:
     def master(self) -> Buffer:
         """The buffer that the optimizer steps: the newest weights."""
         return self.versions[self.newest] if self._weights is None else self._weights
+
+    @property
+    def held(self) -> Mapping[str, Tensor]:
+        """What is here of the newest weights, by name."""
+        return self.master.views
 
     def refresh(self) -> None:
         """Take note that the newest weights may have been written from outside between two runs."""
@@ -279,6 +284,10 @@ class VersionStore:
         found = {role: size * len(held) for role, held in roles.items()} | ({"copies": size * copies} if copies else {})
         return found | ({} if self._weights is None else {"master weights": size})
 
+    def _make(self, name: str) -> Buffer:
+        """Make a buffer for a version or a gradient."""
+        return Buffer(self._layout, name)
+
     def _take_gradient(self, batch: int) -> Buffer:
         return self._take(f"the gradient of batch {batch}")
 
@@ -291,6 +300,10 @@ class VersionStore:
             if buffer.gradient is gradient:
                 buffer.gradient = None
         return gradient
+
+    def _put(self, buffer: Buffer) -> None:
+        """Take back a buffer that holds nothing any more."""
+        self._free.append(buffer)
 
     def _take(self, purpose: str) -> Buffer:
         if not self._free:

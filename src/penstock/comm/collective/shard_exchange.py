@@ -168,7 +168,8 @@ class GlooShards:
         def pieces() -> Iterator[tuple[Piece, int]]:
             for groups in zip_longest(*(cut(shard, size) for shard in all_), fillvalue=()):
                 here: list[Sequence[Tensor]] = list(groups)
-                yield act(here, ranks, place), sum(tensor.nbytes for group in here for tensor in group)
+                gone = sum(tensor.nbytes for i, group in enumerate(here) if i != place for tensor in group)
+                yield act(here, ranks, place), gone
 
         in_pieces(pieces(), self._way, AHEAD)
 

@@ -76,7 +76,7 @@ class Spans:
         if not self._begin(source, trains=True):
             return False
         executors = self._setup.trainers()
-        evaluators = [] if evaluate is None else self._evaluators(evaluate)
+        evaluators = [] if evaluate is None else self._evaluators(evaluate, executors)
         older = -1 if self.keeps_older and self._setup.bases == 2 else 0
         runs = [
             e.run(source, self.batches, older, at_border=evaluators[i].at_border if evaluators else None, saving=save)
@@ -96,19 +96,19 @@ class Spans:
                 raise failure
         return left
 
-    def _evaluators(self, evaluate: Evaluating) -> list[Evaluator]:
+    def _evaluators(self, evaluate: Evaluating, training: Sequence[Executor]) -> list[Evaluator]:
         executors, delay = self._setup.evaluators(Channel.EVALUATION), self._setup.bases - 1
         lacks = self.batches if delay and not self.has_older else None
         data = EvaluationData(evaluate, self._setup.evaluation_data, len(self._ranks))
         return [
-            Evaluator(state, executor, evaluate, data, self._stop.ask, delay, lacks)
-            for state, executor in zip(self._ranks, executors, strict=True)
+            Evaluator(state, executor, evaluate, data, self._stop.ask, delay, lacks, trains)
+            for state, executor, trains in zip(self._ranks, executors, training, strict=True)
         ]
 
     def evaluate(self, batches: Batches, averaged: bool, version: int | None = None) -> tuple[float, float]:
         """Return the loss sum on batches with the newest weights (or their average), and its weight, on all ranks."""
         kinds = [stage.weights for state in self._ranks for stage in state.stages.values()]
-        if averaged and any(isinstance(weights, TrainedWeights) and weights.average is None for weights in kinds):
+        if averaged and not all(weights.keeps_average for weights in kinds):
             raise ConfigError("there are no averaged weights; give the pipeline a decay, such as ema_decay=0.999")
         self.life.check_idle()
         source, found, failed = self._setup.evaluation_data(batches), [], None

@@ -9,12 +9,13 @@ from penstock.comm.core.rank_grid import Holder
 from penstock.comm.p2p.mailbox import Mailbox
 from penstock.comm.p2p.routing import StageRoutes
 from penstock.runtime.rank.loss_ledger import LossLedger
-from penstock.runtime.rank.memory_ledger import MemoryLedger, StageMemory
+from penstock.runtime.rank.memory_ledger import MemoryLedger, StageMemory, WatchfulMemory
 from penstock.runtime.rank.reports import Reports
 from penstock.runtime.rank.span import RankSpan, StageSpan
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.update.averaging import Combining, Meetings, NoMeetings, Party
 from penstock.runtime.update.gathers import Gathers
+from penstock.runtime.update.gradient_places import GradientPlaces
 from penstock.runtime.update.tied_gradients import TiedGradients
 from penstock.runtime.update.update_step import Updates
 from penstock.runtime.update.waves import WaveCombining
@@ -43,12 +44,20 @@ def build_span(
     provisional = RULES[schedule.rule].provisional
     memory = MemoryLedger(recorder, state.stages.values())
     always = all(instruction.action.unit.every == 1 for instruction in lowered.programs[rank].period)
+    gathers, kind = None, StageMemory
+    if links.shards is not None:
+        places = schedule.sharding.gradients
+        apart = any(runtime.weights.keeps_sums_apart for runtime in state.stages.values())
+        room = GradientPlaces(places) if places is not None and apart else None
+        kind = StageMemory if room is None else WatchfulMemory
+        level = schedule.sharding.level
+        gathers = Gathers(pipeline, holders, links.shards, recorder, level, room, memory.freed)
     stages = {
         key: StageSpan(
             state.stages[key],
             spec,
             StageRoutes(schedule, key, mailbox, state.boundary_gradients),
-            StageMemory(memory, state.stages[key].weights),
+            kind(memory, state.stages[key].weights),
             is_last=key.index == schedule.num_stages - 1,
             name=f"rank {recorder.rank}, stage {key.name}",
             repeats=always and not provisional and isinstance(meetings, NoMeetings),
@@ -56,10 +65,6 @@ def build_span(
         for key, spec in specs.items()
     }
     tying = TiedGradients(pipeline, holders, links.ties, sum(bool(runtime.ties) for runtime in state.stages.values()))
-    gathers = None
-    if links.shards is not None:
-        splits = schedule.sharding.level.splits_gradients
-        gathers = Gathers(pipeline, holders, links.shards, recorder, splits)
     updates = Updates(pipeline, holders, links.reducer, tying, links.control, decisions, recorder, provisional, gathers)
     forwards = sum(instruction.action.op is Op.F for instruction in lowered.programs[rank].period)
     decides = any(spec.decides for spec in specs.values())

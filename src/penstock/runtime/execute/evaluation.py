@@ -134,6 +134,7 @@ class Evaluator:
         ask_to_stop: ends the run after what is under way.
         delay: before batch t, version t - delay is read.
         lacks: the batch before which that version is not alive: the first one, after a synchronous span; or None.
+        training: runs the training schedule, whose weights may have to be gathered.
 
     Attributes:
         failure: what reading the data has raised first; None while nothing has.
@@ -148,7 +149,9 @@ class Evaluator:
         ask_to_stop: Callable[[], None],
         delay: int,
         lacks: int | None,
+        training: Executor,
     ) -> None:
+        self._training = training
         self._state, self._executor, self._evaluating = state, executor, evaluating
         self._data, self._ask_to_stop, self._delay, self._lacks = data, ask_to_stop, delay, lacks
         self.failure: Exception | None = None
@@ -160,6 +163,7 @@ class Evaluator:
             return
         source = self._data.open(batch)  # what its loader raises is no trouble to what is in flight
         total, weight, count, recorder = 0.0, 0.0, 0, self._state.recorder
+        release = yield from self._training.gather_rest(version)
         training = recorder.span
         recorder.begin_span()
         with self._state.evaluating(version=version):
@@ -171,6 +175,7 @@ class Evaluator:
                 if event.loss is not None and event.weight:
                     total, weight = total + event.loss * event.weight, weight + event.weight
         recorder.span = training
+        release()
         follows = self._state.has_loss and source.follows(count)  # it may not be readable on any rank
         if source.failure is not None:
             self._fail(source.failure)

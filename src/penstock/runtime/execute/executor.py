@@ -8,7 +8,8 @@ refuse at once whatever the proof would have refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 
 from penstock.comm.communicators import Communicators
 from penstock.comm.core.rank_grid import Holder
@@ -119,12 +120,23 @@ class Executor:
             if not stage.trained:
                 span.capture.untrained(stage.runtime, span.start + t)
             span.capture.before_update(stage.runtime)  # whoever reads or writes the weights between two runs
+        yield from span.make_whole(span.start + t)
         yield from span.reports.hand_out()
         trained = [stage.runtime for stage in span.stages.values() if stage.trained]
         ends = yield from span.meetings.drain(trained, span.start + t, span.hold_bytes)
         if ends:
             span.stop.agreed = True
         yield from span.mailbox.flush()
+
+    def gather_rest(self, version: int) -> Generator[Wait, None, Callable[[], None]]:
+        """Make the newest weights of all stages whole between two batches; returns what gives the memory back.
+
+        Args:
+            version: the newest.
+        """
+        span = self._span
+        rest = yield from span.gather_rest(version, f"rank {span.recorder.rank}, evaluation of version {version}")
+        return partial(span.release, rest, version)
 
     def _capture(self, saving: Saving | None, start: int) -> SnapshotCapture:
         span = self._span

@@ -1,4 +1,4 @@
-"""Actions on whole batches: REDUCE, TIE, DECIDE, STEP, GATHER and AVERAGE."""
+"""Actions on whole batches: REDUCE, TIE, DECIDE, STEP, GATHER, RELEASE and AVERAGE."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class StepAction(BoundAction):
         weight = span.losses.weight_for_update(batch)
         decision = span.updates.step(self._runtime, batch, weight, self.stage.books.last.rotated)
         span.stop.agreed |= decision.stop
-        final = span.updates.gathers is None and not span.meetings.meets(batch)
+        gathers = span.updates.gathers
+        final = (gathers is None or gathers.full) and not span.meetings.meets(batch)
         (span.capture.after_step if final else span.capture.keep_older)(self._runtime, batch + 1)
 
 
@@ -68,13 +69,21 @@ class ProvisionalStep(StepAction):
 
 
 class GatherAction(BoundAction):
-    """Begins to complete a version of which the STEP before has written a shard; the first pass on it waits."""
+    """Begins to make a version whole of which a shard is here; the first pass on it waits."""
 
     def work(self, turn: Turn) -> None:
         """Begin."""
         gathers = self._span.updates.gathers
         assert gathers is not None, "only sharded schedules have GATHERs"
         gathers.begin(self._runtime, turn.version)
+
+
+class ReleaseAction(BoundAction):
+    """Gives the memory of a gathered version back."""
+
+    def work(self, turn: Turn) -> None:
+        """Give it back."""
+        self._runtime.release(turn.version)
 
 
 class AverageAction(BoundAction):

@@ -10,6 +10,7 @@ from penstock.runtime.ops.batch_ops import (
     DecideAction,
     GatherAction,
     ReduceAction,
+    ReleaseAction,
     TieAction,
     bind_step,
 )
@@ -18,6 +19,7 @@ from penstock.runtime.ops.messages import Receive, Send
 from penstock.runtime.ops.moves import bind_move
 from penstock.runtime.ops.passes import Backward, Predict, RecomputeForward, WeightBackward, bind_forward
 from penstock.runtime.ops.post_validation import Redo, Validate
+from penstock.runtime.ops.sharded_passes import HeldBackward, HeldForward, HeldRecomputeForward, HeldWeightBackward
 from penstock.runtime.rank.span import RankSpan
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.machine.instructions import Instruction
@@ -38,6 +40,7 @@ HANDLERS: Mapping[Op, Callable[[Instruction, RankSpan], Bound]] = MappingProxyTy
         Op.DECIDE: DecideAction,
         Op.STEP: bind_step,
         Op.GATHER: GatherAction,
+        Op.RELEASE: ReleaseAction,
         Op.VALIDATE: Validate,
         Op.AVERAGE: AverageAction,
         Op.OFFLOAD: bind_move,
@@ -48,6 +51,25 @@ HANDLERS: Mapping[Op, Callable[[Instruction, RankSpan], Bound]] = MappingProxyTy
 )
 
 
+_HELD: Mapping[Op, Callable[[Instruction, RankSpan], Bound]] = MappingProxyType(
+    {
+        Op.F: HeldForward,
+        Op.B: HeldBackward,
+        Op.I: HeldBackward,
+        Op.W: HeldWeightBackward,
+        Op.R: HeldRecomputeForward,
+    }
+)
+"""Passes of trained stages where weights are shards, or gradients wait for room."""
+
+
 def bind(instructions: Sequence[Instruction], span: RankSpan) -> list[Bound]:
     """Bind the instructions of a rank, in their order."""
-    return [HANDLERS[instruction.action.op](instruction, span) for instruction in instructions]
+    return [_handler(instruction, span)(instruction, span) for instruction in instructions]
+
+
+def _handler(instruction: Instruction, span: RankSpan) -> Callable[[Instruction, RankSpan], Bound]:
+    action, gathers = instruction.action, span.updates.gathers
+    if gathers is not None and gathers.holds_up_passes and action.op in _HELD and span.stages[action.stage].trained:
+        return _HELD[action.op]
+    return HANDLERS[action.op]

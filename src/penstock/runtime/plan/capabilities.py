@@ -37,10 +37,10 @@ def check_offered(schedule: Schedule, combine: Combine = REDUCE) -> None:
     """
     whole = [action for program in schedule.programs for part in program for action in part]
     actions = [p for action in whole for p in passes(action)]
-    if schedule.sharding.level is Level.FULL:
+    if schedule.sharding.level is Level.FULL and schedule.rule != "flush":
         raise CapabilityError(
-            f"{schedule.name}: sharding full is computed and simulated (penstock simulate), not yet run; set sharding "
-            "to gradients, or take the method without it"
+            f"{schedule.name}: sharding full where batches overlap is computed and simulated (penstock simulate), not "
+            "yet run; take layered, which flushes, or 2bw with sharding=gradients"
         )
     missing = sorted(op.value for op in {a.op for a in (*whole, *actions)} - _OPS)
     if not combine.apart and any(a.op is Op.AVERAGE for a in actions):

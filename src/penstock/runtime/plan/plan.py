@@ -31,6 +31,7 @@ from penstock.runtime.plan.requirements import (
     prove_with_all_actions,
     schedule_of,
     with_all_actions,
+    with_own_sharding,
     with_sharding,
 )
 from penstock.schedule.build import ScheduleRequest
@@ -89,6 +90,7 @@ class UnprovenPlan:
             CapabilityError: the runtime does not offer it.
             ScheduleError: the schedule cannot be built, or cannot have the recomputes that are wanted.
         """
+        options = with_own_sharding(given, options)
         given = _as_known(with_sharding(given, options), known, len(blocks))
         if isinstance(given, ScheduleRequest):
             check_enough(blocks, given.stages)  # every rank holds a stage, so this much is known before it is built

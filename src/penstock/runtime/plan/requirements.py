@@ -110,8 +110,21 @@ def additions(plain: Schedule, options: PipelineOptions, tied: Collection[int]) 
     }
 
 
+def with_own_sharding(given: GivenSchedule, options: PipelineOptions) -> PipelineOptions:
+    """Options with the sharding that a method has by itself, where they ask for none.
+
+    So it is added behind what else options add, such as recomputes, and other methods that follow are sharded alike.
+    """
+    if not isinstance(given, ScheduleRequest) or not isinstance(given.method, str):
+        return options
+    if options.data_parallel.sharding is not None or given.sharding is not None:
+        return options
+    own = find_method(given.method).sharding
+    return options if own == Level.NONE else options.changed(sharding=own)
+
+
 def with_sharding(given: GivenSchedule, options: PipelineOptions) -> GivenSchedule:
-    """A schedule without the sharding that its method has by itself, where options ask for another one."""
+    """A schedule without the sharding that its method has by itself, where options ask for one."""
     if not isinstance(given, ScheduleRequest) or not isinstance(given.method, str):
         return given
     if options.data_parallel.sharding is None or given.sharding is not None:

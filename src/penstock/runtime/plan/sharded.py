@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from penstock.errors import CapabilityError, ConfigError
 from penstock.runtime.options.options import PipelineOptions
-from penstock.schedule.ir.schedule import Op, Schedule
+from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Level
 
 
@@ -41,21 +39,8 @@ def check_sharding(schedule: Schedule, options: PipelineOptions) -> None:
 
 def _missing(schedule: Schedule, options: PipelineOptions) -> str | None:
     """Say with what the runtime does not offer the sharding of a schedule yet; None if it does."""
-    if options.precision.low is not None:
-        return "in low precision yet; set precision to fp32, or sharding to none"
     if options.staleness.correction is not None or options.staleness.chosen:
         return "with corrections of staleness or chosen delays yet; take 2bw or a method that flushes, or sharding none"
     if schedule.directions > 1:
         return "where a pipeline holds stages twice yet; take 1f1b or interleaved, or sharding none"
-    reductions = Counter(a.stage for program in schedule.programs for a in program.period if a.op is Op.REDUCE)
-    places = schedule.sharding.gradients
-    if max(reductions.values(), default=1) > 1:
-        return f"where a gradient is added up in parts yet; allow more of them, as in {_more(schedule)}"
-    if schedule.rule == "flush" and places is not None and max(Counter(s.rank for s in reductions).values()) > places:
-        return f"with fewer full-size gradients than a rank has stages yet; allow as many, as in {_more(schedule)}"
     return None
-
-
-def _more(schedule: Schedule) -> str:
-    most = max(Counter(stage.rank for stage in schedule.stages).values())
-    return f"sharding={schedule.sharding.level}:gradients={most}"

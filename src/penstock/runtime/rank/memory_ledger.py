@@ -18,10 +18,17 @@ class MemoryLedger:
     Args:
         recorder: receives the bytes of every role (weights, gradients, optimizer, ...).
         stages: the stages of the rank.
+
+    Attributes:
+        stale: memory was freed beside the actions of the rank since the last report.
     """
 
     def __init__(self, recorder: Recorder, stages: Collection[StageRuntime]) -> None:
-        self._recorder, self._stages = recorder, stages
+        self._recorder, self._stages, self.stale = recorder, stages, False
+
+    def freed(self) -> None:
+        """Note that memory was freed, in whatever thread; the next action reports it."""
+        self.stale = True
 
     def record(self, *, optimizers: bool) -> None:
         """Report the bytes that the stages hold now, by role.
@@ -29,6 +36,7 @@ class MemoryLedger:
         Args:
             optimizers: optimizer states may have changed since the last time, too.
         """
+        self.stale = False
         totals: Counter[str] = Counter()
         for stage in self._stages:
             totals.update(stage.weights.bytes_by_role())
@@ -72,3 +80,14 @@ class StageMemory:
         store = self._store
         self._seen = (0, 0) if store is None else (len(store.versions), len(store.gradients))
         self._ledger.record(optimizers=optimizers)
+
+
+class WatchfulMemory(StageMemory):
+    """The same where memory is freed beside the actions of the rank: gradients whose sums have ended."""
+
+    def after_pass(self) -> None:
+        """Report the memory if the pass has changed any, or some was freed."""
+        if self._ledger.stale:
+            self.after_action(optimizers=False)
+        else:
+            super().after_pass()

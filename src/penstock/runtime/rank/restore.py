@@ -161,6 +161,7 @@ class _StageReader:
         for tie in stage.ties:
             for place, name in enumerate(tie.names_at(index)):
                 self._names[name] = [name, *(names[place] for names in tie.names)]
+        self._firsts = _first_rows(saved.names)
 
     def check(self, blocks: Collection[str]) -> None:
         """Make sure that the optimizer is of the saved kind, and that the blocks have all tensors saved for them.
@@ -182,7 +183,7 @@ class _StageReader:
             for name in saved.names:
                 kind, _, rest = name.partition("/")
                 if (
-                    kind.partition(".")[0] in ("weights", "fixed")
+                    kind.partition("@")[0].partition(".")[0] in ("weights", "fixed")
                     and rest not in known
                     and block_of(rest, blocks) == block
                 ):
@@ -190,7 +191,11 @@ class _StageReader:
 
     def has(self, kind: str, name: str) -> bool:
         """Return True if the checkpoint has a tensor of this kind."""
-        return any(kind + known in self._saved.names for known in self._known(name))
+        return any(self._saved_as(kind, known) for known in self._known(name))
+
+    def _saved_as(self, kind: str, known: str) -> bool:
+        """Return True if the checkpoint has a tensor by this name, or rows of it."""
+        return kind + known in self._saved.names or kind + known in self._firsts
 
     def kind(self, what: str, name: str) -> str:
         """Return the prefix of a tensor: of the stage's own pipeline if saved, else of the first one."""
@@ -203,10 +208,11 @@ class _StageReader:
         Raises:
             CheckpointError: it is missing or has another shape.
         """
-        found = next((kind + known for known in self._known(name) if kind + known in self._saved.names), None)
-        if found is None:
+        known = next((known for known in self._known(name) if self._saved_as(kind, known)), None)
+        if known is None:
             raise CheckpointError(f"the checkpoint has no {kind}{name}, which {self._stage.module.where} needs")
-        tensor = self._saved.tensor(found)
+        count = like.shape[0] if like.dim() else 1
+        tensor = self._rows(kind[:-1], known, Rows(0, count, count))
         if tensor.shape != like.shape:
             raise CheckpointError(
                 f"{name} has shape {tuple(tensor.shape)} in the checkpoint and {tuple(like.shape)} in the model; give "
@@ -250,25 +256,33 @@ class _StageReader:
         Raises:
             CheckpointError: rows are missing.
         """
-        store, whole = self._store, f"{prefix}/{known}"
+        store = self._store
         assert store is not None
-        rows = store.shards.rows(name) if isinstance(store, ShardedStore) else None
+        shape = store.layout.slots[name].shape
+        count = shape[0] if shape else 1
+        rows = store.shards.rows(name) if isinstance(store, ShardedStore) else Rows(0, count, count)
+        return self._rows(prefix, known, rows)
+
+    def _rows(self, prefix: str, known: str, rows: Rows) -> Tensor:
+        """Read rows of a tensor, which was saved whole or by rows.
+
+        Raises:
+            CheckpointError: rows are missing.
+        """
+        whole = f"{prefix}/{known}"
         if whole in self._saved.names:
             tensor = self._saved.tensor(whole)
-            return tensor if rows is None or not tensor.dim() or rows.end - rows.first == rows.all else rows.of(tensor)
-        count = store.layout.slots[name].shape[0]
-        rows = rows or Rows(0, count, count)
-        saved = (n.removeprefix(f"{prefix}@").split("/", 1) for n in self._saved.names if n.startswith(f"{prefix}@"))
-        firsts = sorted(int(first) for first, other in saved if other == known)
+            return tensor if not tensor.dim() or rows.end - rows.first == rows.all else rows.of(tensor)
+        firsts = self._firsts.get(whole, [])
+        if not firsts or firsts[0]:
+            raise CheckpointError(f"the checkpoint lacks the first rows of {whole}")
         found: list[Tensor] = []
-        for first, end in zip(firsts, [*firsts[1:], count], strict=True):
+        for first, end in zip(firsts, [*firsts[1:], rows.all], strict=True):
             if first < rows.end and end > rows.first:
                 part = self._saved.tensor(f"{prefix}@{first}/{known}")
                 if len(part) != end - first:
                     raise CheckpointError(f"the checkpoint lacks rows {first + len(part)} to {end - 1} of {whole}")
                 found.append(part[max(rows.first - first, 0) : rows.end - first])
-        if not firsts or firsts[0]:
-            raise CheckpointError(f"the checkpoint lacks the first rows of {whole}")
         return torch.cat(found) if found else self._saved.tensor(f"{prefix}@{firsts[0]}/{known}")[:0]
 
     def settings(self) -> dict[str, dict[str, Any]]:
@@ -284,3 +298,15 @@ class _StageReader:
 
     def _known(self, name: str) -> list[str]:
         return self._names.get(name, [name])
+
+
+def _first_rows(names: Collection[str]) -> dict[str, list[int]]:
+    """Return, by what tensors saved by rows would be called as a whole, the first rows of their parts, in order."""
+    found: dict[str, list[int]] = {}
+    for name in names:
+        kind, at, rest = name.partition("@")
+        if at and kind.count("/") == kind.startswith("optimizer"):  # else it is in the name of a parameter
+            first, _, known = rest.partition("/")
+            if first.isdecimal():
+                found.setdefault(f"{kind}/{known}", []).append(int(first))
+    return {whole: sorted(firsts) for whole, firsts in found.items()}

@@ -12,7 +12,8 @@ Names in a snapshot: `weights/NAME` (newest, in full precision), `older/NAME` (t
 `fixed/NAME` (frozen parameters and persistent buffers; `fixed.1/NAME` for the second stage that holds them, in another
 pipeline or in another direction of the same one, and so on) and
 `optimizer/KIND/NAME`, where NAME is that of a parameter, the same at every depth; where pipelines have divided it by
-rows, `optimizer/KIND@8/NAME` has those of one of them, from row 8 on. Of values that are not tensors,
+rows, `optimizer/KIND@8/NAME` has those of one of them, from row 8 on, and so have `weights@8/NAME` and
+`average@8/NAME` where weights are divided, too. Of values that are not tensors,
 `setting/KEY/NAME` was set by hand in the parameter group of NAME between two runs. Where parallel pipelines have
 weights of their own, `weights.1/NAME`, `older.1/NAME` and `optimizer.1/KIND/NAME` are those of the second pipeline, and
 so on; weights are left out when pipelines have just met and agree. `common/NAME` and `momentum/NAME` are what they
@@ -165,8 +166,9 @@ def take_snapshot(
         settled = torch.clone if side is None or weights.agreement is not None else torch.Tensor.detach
         _add_trained(weights, batch, older or {}, tensors, values, facts, settled)
     elif isinstance(weights, TrainedWeights) and isinstance(weights.store, ShardedStore):
-        rows, values = _optimizer_state(weights, torch.clone if side is None else torch.Tensor.detach)
-        tensors |= rows
+        settled = torch.clone if side is None else torch.Tensor.detach
+        rows, values = _optimizer_state(weights, settled)
+        tensors |= rows | _rows_of_weights(weights, settled)
     if side is None:
         copied = _copied(tensors)
     else:
@@ -203,7 +205,10 @@ def _add_trained(
     store, updater, agreement, corrector = weights.store, weights.updater, weights.agreement, weights.corrector
     own = suffix(0 if agreement is None else agreement.pipeline)
     apart = agreement is not None and not agreement.agrees(batch)
-    if not own or apart:
+    divided = isinstance(store, ShardedStore) and store.rows is not None
+    if divided:
+        tensors |= _rows_of_weights(weights, settled)
+    elif not own or apart:
         tensors |= {f"weights{own}/{name}": tensor for name, tensor in store.newest_copies(settled).items()}
     read_before = "ahead.1" if store.reads_ahead else f"older{own}"
     tensors |= {f"{read_before}/{name}": tensor for name, tensor in older.items()}
@@ -218,7 +223,7 @@ def _add_trained(
         return
     if weights.older is not None:
         tensors |= {f"delayed.{place}": tensor for place, tensor in weights.older.copies(batch).items()}
-    if weights.average is not None:
+    if weights.average is not None and not divided:
         tensors |= {f"average/{name}": settled(view) for name, view in weights.average.views.items()}
     if corrector is not None:
         facts |= {"correction": corrector.name, "corrected_from": corrector.began}
@@ -228,6 +233,18 @@ def _add_trained(
         tensors |= agreement.copies()
     values |= {f"stepped/{name}": updater.stepper(name) for name in updater.parameters}
     values |= {f"setting/{key}/{name}": value for (key, name), value in updater.rates.by_hand().items()}
+
+
+def _rows_of_weights(weights: TrainedWeights, settled: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Return the own rows of the newest weights and of their average, where weights are divided; else nothing."""
+    store = weights.store
+    if not isinstance(store, ShardedStore) or store.rows is None:
+        return {}
+    found = {store.shards.saved_as("weights", name): t for name, t in store.newest_copies(settled).items()}
+    if weights.average_rows is not None:
+        rows = weights.average_rows.present
+        found |= {store.shards.saved_as("average", name): settled(view) for name, view in rows.items()}
+    return found
 
 
 def _optimizer_state(

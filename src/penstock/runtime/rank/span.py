@@ -6,7 +6,7 @@ leaves the rank (reports, headers, versions of the store) is counted from the st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -144,6 +144,8 @@ class RankSpan:
         self.more, self.begun, self.rejected = True, -1, False
         for stage in self.stages.values():
             stage.begin_span(older)
+        if self.updates.gathers is not None:
+            self.updates.gathers.begin_run(self._trained)
 
     def begin_batch(self, stage: StageSpan, batch: int) -> Iterator[Wait]:
         """Do what comes before the first forward of a batch on a stage, and on the rank."""
@@ -151,7 +153,7 @@ class RankSpan:
         if first:
             self.recorder.read_clock()
         self.begun = stage.begun = batch
-        if self.updates.gathers is not None:
+        if self.updates.gathers is not None and not self.updates.gathers.full:
             waited = self.stages.values() if first and self.at_border is not None else (stage,)
             for each in waited:
                 yield from self.complete(each, f"{each.name}, batch {batch}")
@@ -171,8 +173,36 @@ class RankSpan:
         """
         if self.updates.gathers is not None:
             version = yield from self.updates.gathers.wait(stage.runtime.key, what)
-            if version is not None:
+            if version is not None and not self.updates.gathers.full:
                 self.capture.after_step(stage.runtime, version)
+
+    @property
+    def _trained(self) -> list[StageRuntime]:
+        """The trained stages, in an order that parallel pipelines have in common."""
+        return [stage.runtime for _, stage in sorted(self.stages.items()) if stage.trained]
+
+    def gather_rest(self, version: int, what: str) -> Generator[Wait, None, list[StageRuntime]]:
+        """Make the newest weights whole for an evaluation, where they are shards; returns what to `release` then."""
+        if self.updates.gathers is None or not self.updates.gathers.full:
+            return []
+        rest = yield from self.updates.gathers.gather_rest(self._trained, version, what)
+        self.memory.record(optimizers=False)
+        return rest
+
+    def release(self, stages: Sequence[StageRuntime], version: int) -> None:
+        """Give back what `gather_rest` has made whole."""
+        if stages:
+            for stage in stages:
+                stage.release(version)
+            self.memory.record(optimizers=False)
+
+    def make_whole(self, version: int) -> Iterator[Wait]:
+        """Make the newest weights whole until the next span, where they are rows."""
+        if self.updates.gathers is not None:
+            yield from self.updates.gathers.end_run(
+                self._trained, version, f"rank {self.recorder.rank}, end of the run"
+            )
+            self.memory.record(optimizers=False)
 
     def hold_bytes(self) -> None:
         """Record what the parameter-sized memory of the rank is used for, while pipelines meet."""

@@ -12,13 +12,14 @@ from penstock.comm.core.devices import find_device
 from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.p2p.routing import neighbors_of
-from penstock.errors import CapabilityError, ConfigError
+from penstock.errors import ConfigError
 from penstock.partition.block_delays import BlockDelays
 from penstock.partition.blocks import LazyBlock, check_shapes
 from penstock.partition.sequence_slices import check_blocks
 from penstock.partition.shared_memory import check_memory
 from penstock.partition.tied import Tie, share_inside
 from penstock.runtime.plan.plan import PipelinePlan
+from penstock.runtime.setup.sharded_weights import average_of, divide_updates, fit_sums, make_sharded_store
 from penstock.schedule.halved_backwards import halved_units
 from penstock.schedule.ir.rules import RULES, Source, Update, VersionRule
 from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
@@ -36,12 +37,10 @@ from penstock.stage.weight_reads_delayed import DelayedWeightReads, check_real_d
 from penstock.stage.weight_reads_newest import EstimatedWeightReads, NewestWeightReads, check_real
 from penstock.weights.averaging import Agreement
 from penstock.weights.corrections.base import Correction, Corrector, StagePlace
-from penstock.weights.memory.buffers import Buffer, Layout
+from penstock.weights.memory.buffers import Layout
 from penstock.weights.memory.older_versions import OlderVersions
 from penstock.weights.mixed_store import MixedStore
-from penstock.weights.optim.adapters import takes_rows
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
-from penstock.weights.optim.step_hooks import hooks_take_rows
 from penstock.weights.sharded_store import ShardedStore
 from penstock.weights.store import VersionStore
 from penstock.weights.updates.updater import Updater
@@ -180,30 +179,18 @@ class StageBuilder:
             check_real_delays(module.trained, module.where)
         # `_fit` says whether it rotates.
         updater = Updater(self._optimizer, store.layout, store.master, rotates=False, scheduler=update.lr_scheduler)
-        if isinstance(store, ShardedStore) and updater.optimizer is not None:
-            if not hooks_take_rows(updater.optimizer):
-                raise CapabilityError(
-                    f"{module.where}: {updater.name} has step hooks, which would see rows of parameters only; leave "
-                    "them out, or set sharding to none"
-                )
-            whole = not takes_rows(updater.optimizer)
-            store.divide(whole=whole)
-            if ties and whole:
-                raise CapabilityError(
-                    f"{module.where} shares {ties[0].names_at(stage.index)[0]} with another stage, which may have it "
-                    f"in another shard, as {updater.name} needs whole parameters; untie them, or set sharding to none"
-                )
-            updater.divide(store.shards, store.own_of(store.master))
-        average = None
+        if isinstance(store, ShardedStore):
+            divide_updates(store, updater, ties, stage)
+        average, average_rows = None, None
         if update.ema_decay is not None:
-            average = Buffer(store.layout, f"average of {module.where}")
-            average.load(store.master.views)
+            average, average_rows = average_of(store, module.where)
         elsewhere = {name for tie in ties for name in tie.names_at(stage.index) if tie.stages[0] != stage.index}
         return TrainedWeights(
             store,
             updater,
             decay=update.ema_decay or 0.0,
             average=average,
+            average_rows=average_rows,
             counted_elsewhere=elsewhere,
             older=older,
             agreement=self._make_agreement(stage, store, updater),
@@ -214,7 +201,7 @@ class StageBuilder:
         facts, apart, level = proof.stages[stage], _steps_apart(proof), proof.schedule.sharding.level
         if level is not Level.NONE:
             holders = self._options.data_parallel.width, self._key.pipeline
-            return ShardedStore(module.trained, facts.buffers, module.where, level, *holders)
+            return make_sharded_store(module, stage, proof, *holders, low)
         if low is None:
             return VersionStore(module.trained, facts.buffers, module.where, facts.copies)
         numbers = facts.versions, facts.gradients
@@ -253,6 +240,7 @@ class StageBuilder:
             corrector = weights.corrector = self._make_corrector(stage, weights, proof, correction)
             weights.apart = _steps_apart(proof)
             store.read_ahead(corrector is not None and corrector.reads_ahead)
+            fit_sums(store, proof, stage, self._low is not None)
             updater.follow(store.own_of(store.master))
             if store.reads_ahead:
                 weights.watch_writes()

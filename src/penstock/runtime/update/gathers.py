@@ -1,15 +1,24 @@
-"""Gathers of weights of which every pipeline has updated a shard, while passes of the batches before go on."""
+"""Gathers of weights of which every pipeline has a shard, and sums of gradients as shards, while passes go on.
+
+With levels optimizer and gradients a gather completes the version of which an update has written the own rows. With
+level full it makes a version whole, for the passes between it and the next RELEASE.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from functools import partial
+
+from torch import Tensor
 
 from penstock.comm.collective.shard_exchange import ShardExchange
 from penstock.comm.core.rank_grid import Holder, Members
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.core.wait import Wait, wait_for
+from penstock.runtime.update.gradient_places import GradientPlaces, Key
 from penstock.schedule.ir.schedule import Op, Stage
+from penstock.schedule.ir.sharding import Level
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.timeline import Waiting
 
@@ -22,7 +31,12 @@ class Gathers:
         holders: by stage index, the copies of that stage in all parallel pipelines.
         exchange: gathers, and adds.
         recorder: takes down what happens.
-        splits_gradients: sums of gradients are sharded, too.
+        level: what is sharded.
+        room: places for full-size gradients, where a rank has fewer than gradients; else None.
+        freed: called when the memory of a gradient was freed, in whatever thread.
+
+    Attributes:
+        full: weights are shards.
     """
 
     def __init__(
@@ -31,27 +45,59 @@ class Gathers:
         holders: Mapping[int, tuple[Holder, ...]],
         exchange: ShardExchange,
         recorder: Recorder,
-        splits_gradients: bool,
+        level: Level,
+        room: GradientPlaces | None = None,
+        freed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._exchange, self.splits_gradients = exchange, splits_gradients
+        self._exchange, self._room, self._freed = exchange, room, freed
+        self.full, self.splits_gradients = level is Level.FULL, level.splits_gradients
         self._pipeline, self._holders, self._recorder = pipeline, holders, recorder
         self._begun: dict[Stage, tuple[StageRuntime, int, Ticket]] = {}
+
+    @property
+    def holds_up_passes(self) -> bool:
+        """Whether passes wait for gathers, or backwards for room."""
+        return self.full or self._room is not None
+
+    # --- gradients --------------------------------------------------------------------------------------------------
 
     def reduce(self, stage: StageRuntime, batch: int) -> Ticket:
         """Begin to add the gradient of a batch, each shard at the pipeline that owns it."""
         members, me = self._members(stage)
         shards = stage.weights.gradient_shards(batch)
-        return self._exchange.scatter(members, me, batch, shards or [()] * len(members))
+        added = self._exchange.scatter(members, me, batch, shards or [()] * len(members))
+        if self._room is None:
+            return added
+        settled = Ticket(added.where)
+        settled.made_at = added.made_at
+        added.then(partial(self._settle, stage, batch, added, settled))
+        self._room.reduce((stage.key, batch), settled)
+        return settled
+
+    def _settle(self, stage: StageRuntime, batch: int, added: Ticket, settled: Ticket) -> None:
+        """Free a gradient whose shard of the sum is there; this may be the thread of the sums."""
+        error = added.error
+        try:
+            if error is None:
+                stage.weights.settle_sum(batch)
+                self._freed()
+        except Exception as raised:  # the executor raises it where it waits
+            error = raised
+        settled.complete(error=error)
+
+    # --- weights ----------------------------------------------------------------------------------------------------
 
     def begin(self, stage: StageRuntime, version: int) -> None:
-        """Begin to complete a version of which the own shard has been written."""
+        """Begin to complete a version of which the own shard is there."""
         assert stage.key not in self._begun, "the version before is complete"
+        self._join(stage, version, stage.weights.version_shards(version))
+
+    def _join(self, stage: StageRuntime, version: int, shards: list[list[Tensor]]) -> None:
         members, me = self._members(stage)
-        shards = stage.weights.version_shards(version)
         ticket = self._exchange.gather(members, me, version, shards or [()] * len(members))
         self._begun[stage.key] = stage, version, ticket
 
-    def wait(self, stage: Stage, what: str) -> Generator[Wait, None, int | None]:
+    def wait(self, stage: Stage, what: object) -> Generator[Wait, None, int | None]:
         """Wait until the newest version of a stage is whole; returns which it is if that is news, else None.
 
         Args:
@@ -63,6 +109,11 @@ class Gathers:
         """
         if stage not in self._begun:
             return None
+        runtime, version = yield from self._arrive(stage, what)
+        runtime.weights.complete(version)
+        return version
+
+    def _arrive(self, stage: Stage, what: object) -> Generator[Wait, None, tuple[StageRuntime, int]]:
         runtime, version, ticket = self._begun[stage]
         cause = f"the other pipelines: to gather version {version}"
         yield from wait_for(self._recorder, ticket, what, cause, Waiting.CONTROL)
@@ -70,8 +121,77 @@ class Gathers:
         place = stage.index, stage.direction, version - 1
         label = f"{Op.GATHER}{version}"
         self._recorder.add("collective", ticket.made_at, ticket.done_at, Op.GATHER.value, label, *place)
-        runtime.weights.complete(version)
-        return version
+        return runtime, version
+
+    # --- passes -----------------------------------------------------------------------------------------------------
+
+    def ready(self, stage: Stage, batch: int | None) -> bool:
+        """Whether a pass of a stage need not wait; if so, a gradient that it begins has a place.
+
+        Args:
+            stage: which.
+            batch: to whose gradient it adds; None if to none.
+        """
+        if stage in self._begun:
+            return False
+        if self._room is None or batch is None:
+            return True
+        if self._room.needed((stage, batch)) is not None:
+            return False
+        self._room.take((stage, batch))
+        return True
+
+    def before_pass(self, stage: Stage, batch: int | None, what: object) -> Iterator[Wait]:
+        """Wait for what `ready` asks for."""
+        yield from self.wait(stage, what)
+        if self._room is None or batch is None:
+            return
+        key: Key = (stage, batch)
+        while (ticket := self._room.needed(key)) is not None:
+            cause = "the other pipelines: to add up the gradient whose place the next one takes"
+            yield from wait_for(self._recorder, ticket, what, cause, Waiting.CONTROL)
+        self._room.take(key)
+
+    # --- between batches, and between runs --------------------------------------------------------------------------
+
+    def begin_run(self, stages: Iterable[StageRuntime]) -> None:
+        """Begin a span: where weights are rows, nothing else is left of them."""
+        for stage in stages:
+            stage.begin_run()
+
+    def gather_rest(
+        self, stages: Iterable[StageRuntime], version: int, what: str
+    ) -> Generator[Wait, None, list[StageRuntime]]:
+        """Make the newest weights of all stages whole for an evaluation; returns those that were not, to be released.
+
+        Args:
+            stages: of the rank, in an order that all pipelines have in common.
+            version: the newest.
+            what: comes next, for messages.
+        """
+        all_ = list(stages) if self.full else []
+        rest = [stage for stage in all_ if not stage.weights.gathered]
+        for stage in rest:
+            self.begin(stage, version)
+        for stage in all_:
+            yield from self.wait(stage.key, what)
+        return rest
+
+    def end_run(self, stages: Iterable[StageRuntime], version: int, what: str) -> Iterator[Wait]:
+        """End a span: where weights are rows, they are whole until the next one.
+
+        Args:
+            stages, version, what: as of `gather_rest`.
+        """
+        whole = []
+        for stage in stages:
+            shards = stage.weights.end_run()
+            if shards:
+                self._join(stage, version, shards)
+                whole.append(stage)
+        for stage in whole:
+            yield from self._arrive(stage.key, what)
+            stage.weights.completed()
 
     def _members(self, stage: StageRuntime) -> tuple[Members, Holder]:
         """Return the stages that hold the weights of a stage, which may train nothing, and which of them it is."""

@@ -6,21 +6,17 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from torch import Tensor
-
 from penstock.comm.collective.all_reduce import Reducer
 from penstock.comm.core.rank_grid import Holder
 from penstock.comm.core.ticket import Ticket, after_all
-from penstock.partition.tied import Tie
 from penstock.schedule.ir.schedule import Stage
 from penstock.stage.stage_runtime import StageRuntime
 
 
 class _Share(NamedTuple):
-    """The gradients that a stage contributes to the sums of a batch."""
+    """A stage that contributes gradients to the sums of a batch."""
 
-    stage: Stage
-    gradients: list[tuple[Tie, list[Tensor]]]
+    stage: StageRuntime
     before: Sequence[Ticket]
     ticket: Ticket
 
@@ -52,9 +48,8 @@ class TiedGradients:
             before: earlier sums of its gradient.
         """
         ticket = Ticket(f"the reduction lane of stages that share parameters (batch {batch})")
-        gradients = [(tie, stage.weights.gradients_of(batch, tie.names_at(stage.key.index))) for tie in stage.ties]
         shares = self._joined.setdefault(batch, [])
-        shares.append(_Share(stage.key, gradients, before, ticket))
+        shares.append(_Share(stage, before, ticket))
         if len(shares) == self._stages:
             del self._joined[batch]
             earlier = [waiting for share in shares for waiting in share.before]
@@ -64,11 +59,13 @@ class TiedGradients:
     def _add(self, shares: Sequence[_Share], batch: int, before: Sequence[Ticket]) -> None:
         """Begin the sums, unless an earlier one has failed."""
         sums: dict[Stage, list[Ticket]] = {
-            share.stage: [ticket for ticket in before if ticket.error] for share in shares
+            share.stage.key: [ticket for ticket in before if ticket.error] for share in shares
         }
         if not any(sums.values()):
-            parts = [(tie, share.stage, tensors) for share in shares for tie, tensors in share.gradients]
-            for tie, stage, tensors in sorted(parts, key=lambda part: (part[0].stages, part[1].direction)):
+            parts = [(tie, share.stage) for share in shares for tie in share.stage.ties]
+            for tie, runtime in sorted(parts, key=lambda part: (part[0].stages, part[1].key.direction)):
+                stage = runtime.key
+                tensors = runtime.weights.gradients_of(batch, tie.names_at(stage.index))  # now: sums may have moved
                 all_holders = [h for index in tie.stages for h in self._holders[index]]
                 members = [
                     h for h in all_holders if (h.pipeline, h.stage.direction) == (self._pipeline, stage.direction)
@@ -76,7 +73,7 @@ class TiedGradients:
                 me = Holder(self._pipeline, stage)
                 sums[stage].append(self._reducer.reduce(tuple(members), me, batch, tensors))
         for share in shares:
-            after_all(sums[share.stage], partial(_settle, share.ticket, sums[share.stage]))
+            after_all(sums[share.stage.key], partial(_settle, share.ticket, sums[share.stage.key]))
 
 
 def _settle(ticket: Ticket, parts: Sequence[Ticket]) -> None:

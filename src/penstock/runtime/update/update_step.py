@@ -75,7 +75,7 @@ class Updates:
             ticket = self.gathers.reduce(stage, batch)
         else:
             ticket = self._reducer.reduce(members, me, batch, stage.weights.gradient(batch))
-        self._sums[stage.key, batch] = [(Op.REDUCE, ticket)]
+        self._sums.setdefault((stage.key, batch), []).append((Op.REDUCE, ticket))
 
     def tie(self, stage: StageRuntime, batch: int) -> None:
         """Begin to add the gradients of parameters that this stage shares with others."""

@@ -27,8 +27,8 @@ def border_fault(lowered: Lowered) -> str | None:
         return f"with rule {schedule.rule!r} stages have different newest versions where a batch begins"
     if RULES[schedule.rule].provisional:
         return f"with rule {schedule.rule!r} the newest versions are not decided on yet where a batch begins"
-    if schedule.sharding.level is Level.FULL:
-        return "with sharding full a version is whole only where passes read it"
+    if schedule.sharding.level is Level.FULL and RULES[schedule.rule].step is Placing.LATE:
+        return "with sharding full the rows of the newest version are made only after a batch has begun"
     borders = [_border(lowered, rank) for rank in range(schedule.ranks)]
     for rank, plain in enumerate(schedule.programs):
         if RULES[schedule.rule].step is not Placing.LATE:

@@ -14,9 +14,12 @@ from math import lcm
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
+from penstock.schedule.ir.rules import RULES, Update
 from penstock.schedule.ir.schedule import Action, Op, Schedule, Stage, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.machine.collectives import ADDING
+
+_SETTLED = 4  # batches after which everything has repeated
 
 
 class RankShards(NamedTuple):
@@ -81,6 +84,22 @@ def _of_rank(schedule: Schedule, rank: int, batches: int) -> RankShards:
         gradients,
         *(Fraction(each, unit) for each in (shares.gathered, held, waiting)),
     )
+
+
+def sums_wait(schedule: Schedule, rank: int, low_precision: bool = False) -> bool:
+    """Return whether shards of sums wait for their STEP on a rank, as full-size gradients have fewer places.
+
+    Where there is room for all of them, and where updates are written over gradients, sums stay in the gradients.
+
+    Args:
+        schedule: sharded.
+        rank: which.
+        low_precision: weights that are updated are not those that passes read, so no update is written over a gradient.
+    """
+    limit = schedule.sharding.gradients
+    if limit is None or (RULES[schedule.rule].update is Update.ROTATE and not low_precision):
+        return False
+    return _most_whole(schedule, rank, _SETTLED, lambda _: Fraction(1)).gradients > limit
 
 
 class _Most(NamedTuple):

@@ -48,7 +48,7 @@ class ActivationOffload(SavedBytes):
     """Saved-tensor hooks that record what a graph saves while a forward runs, so that it can be moved.
 
     Args:
-        known: addresses of memory that lives anyway, such as weights; it is never moved.
+        known: identities of storages that live anyway, such as weights; they are never moved.
         side: copies beside the work of the device; None where the host computes.
     """
 
@@ -100,16 +100,16 @@ class ActivationOffload(SavedBytes):
             place.storage = tensor.clone().untyped_storage()
 
     def _movable(self) -> list[_StorageSlot]:
-        return [place for address, place in self._places.items() if address not in self._pinned]
+        return [place for storage, place in self._places.items() if storage not in self._pinned]
 
     def _record(self, tensor: Tensor) -> Tensor | _SavedView:
         self.add([tensor])
         if not has_memory(tensor):
             return tensor.detach()  # sparse ones stay where they are
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in self._known:
+        if storage._cdata in self._known:
             return tensor.detach()
-        place = self._places.setdefault(storage.data_ptr(), _StorageSlot(storage, tensor.device))
+        place = self._places.setdefault(storage._cdata, _StorageSlot(storage, tensor.device))
         return _SavedView(place, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
 

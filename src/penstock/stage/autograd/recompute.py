@@ -82,7 +82,7 @@ class RecomputeInputSaver:
         Args:
             names: the blocks.
             value, wants: their input.
-            known: addresses of memory that lives anyway.
+            known: identities of storages that live anyway.
         """
         leaves, places = pytree.tree_leaves(value), self.buffers(names)
         restless = self._restless.get(tuple(names), places.keys())

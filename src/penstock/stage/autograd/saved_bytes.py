@@ -18,7 +18,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     they are used only for the first forward of each input shape.
 
     Args:
-        known: addresses of storages that live anyway: weights, buffers.
+        known: identities of storages that live anyway: weights, buffers.
         pack: turns a tensor into the object that the graph keeps; the tensor itself by default.
         unpack: turns that object back into the tensor.
 
@@ -55,9 +55,9 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
     def add(self, tensors: Iterable[object]) -> None:
         """Count the storages of these tensors, too."""
-        for address, nbytes in storage_sizes(tensors).items():
-            if address not in self._known:
-                self._target[address] = nbytes
+        for storage, nbytes in storage_sizes(tensors).items():
+            if storage not in self._known:
+                self._target[storage] = nbytes
 
     @contextmanager
     def counting_deferred(self) -> Iterator[None]:
@@ -89,14 +89,14 @@ def saved_of(nodes: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def storage_bytes(tensors: Iterable[object], known: Collection[int]) -> int:
-    """Sum the bytes of the storages of `tensors`, each once, without those whose addresses are known."""
-    return sum(nbytes for address, nbytes in storage_sizes(tensors).items() if address not in known)
+    """Sum the bytes of the storages of `tensors`, each once, without those that are known."""
+    return sum(nbytes for storage, nbytes in storage_sizes(tensors).items() if storage not in known)
 
 
 def storage_sizes(tensors: Iterable[object]) -> dict[int, int]:
-    """Return the bytes of the storages of `tensors` by address."""
+    """Return the bytes of the storages of `tensors` by identity, which stays where memory is allocated again."""
     storages = [part.untyped_storage() for t in tensors if isinstance(t, Tensor) for part in _dense_parts(t)]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -56,8 +56,8 @@ class TrainConfig(Strict):
     )
     sharding: str | None = Field(
         default=None,
-        description="what of each stage parallel pipelines divide among them: none, optimizer (ZeRO-1) or gradients "
-        "(ZeRO-2); by default what the method has",
+        description="what of each stage parallel pipelines divide among them: none, optimizer (ZeRO-1), gradients "
+        "(ZeRO-2) or full (ZeRO-3); by default what the method has",
     )
     microbatches: int = Field(
         default=4, ge=1, le=MOST_MICROBATCHES, description="m, microbatches per batch (per update) and pipeline"

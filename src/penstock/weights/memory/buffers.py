@@ -23,6 +23,7 @@ from penstock.errors import VersionError
 from penstock.weights.memory.parameter_hooks import ParameterHooks
 
 ALIGNMENT = 64  # bytes; kernels may round differently on unaligned data
+NOT_WHOLE = -1  # the epoch of a buffer that is not whole, which no handle has
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Readable(Protocol):
 
     @property
     def epoch(self) -> int:
-        """A counter that is raised at every rewrite."""
+        """A counter that is raised at every rewrite; `NOT_WHOLE` while the buffer may not be read."""
         ...
 
     @property
@@ -151,8 +152,11 @@ class Buffer:
 
     @property
     def storages(self) -> set[int]:
-        """Addresses of the flat tensors, to tell weights from activations."""
-        return {flat.untyped_storage().data_ptr() for flat in self._flats.values()}
+        """The identities of the flat tensors' storages, to tell weights from activations.
+
+        Not their addresses, which change where memory is freed and allocated again (`ResizedBuffer`).
+        """
+        return {flat.untyped_storage()._cdata for flat in self._flats.values()}
 
     def rewrite(self) -> None:
         """Begin a new epoch, which invalidates everything that depends on the old content."""
@@ -311,8 +315,13 @@ class Handle:
         """Raise an error if the buffer no longer has the claimed content.
 
         Raises:
-            VersionError: the buffer has been rewritten.
+            VersionError: the buffer has been rewritten, or its memory released.
         """
+        if self.buffer.epoch == NOT_WHOLE:
+            raise VersionError(
+                f"{who} needs version {self.version} of the weights, which are not whole: buffer {self.buffer.name} "
+                "was released, and no gather has completed it since"
+            )
         if self.buffer.epoch != self.epoch:
             raise VersionError(
                 f"{who} needs version {self.version} of the weights, but buffer {self.buffer.name} has been rewritten "

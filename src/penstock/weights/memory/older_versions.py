@@ -100,7 +100,7 @@ class OlderVersions:
 
     @property
     def storages(self) -> set[int]:
-        """Addresses of the flat tensors, to tell weights from activations."""
+        """The identities of its storages, to tell weights from activations."""
         return set[int]().union(*(buffer.storages for buffer in self._buffers()))
 
     @property

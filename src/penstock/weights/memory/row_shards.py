@@ -121,6 +121,14 @@ class RowShards:
         found = {name: self.rows(name).of(view) for name, view in views.items()}
         return {name: rows for name, rows in found.items() if rows.numel()}
 
+    def saved_as(self, kind: str, name: str) -> str:
+        """Return the name in a saved state of the own rows of something of a parameter: "weights@8/NAME" from row 8 on.
+
+        Without a number where they are all rows.
+        """
+        rows = self.rows(name)
+        return f"{kind}/{name}" if rows.end - rows.first == rows.all else f"{kind}@{rows.first}/{name}"
+
     def flat(self, views: Mapping[str, Tensor]) -> list[list[Tensor]]:
         """Return, by holder, the rows of all parameters as flat tensors over the same memory."""
         return [

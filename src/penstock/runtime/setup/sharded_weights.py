@@ -1,0 +1,92 @@
+"""Weights of a stage that parallel pipelines divide among them: the store, and what of it the optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.errors import CapabilityError
+from penstock.partition.tied import Tie
+from penstock.schedule.ir.schedule import Op, Stage
+from penstock.schedule.ir.sharding import Level
+from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.shard_facts import sums_wait
+from penstock.stage.module import StageModule
+from penstock.weights.fully_sharded_store import FullyShardedExactStore, FullyShardedMixedStore
+from penstock.weights.memory.buffers import Buffer
+from penstock.weights.memory.divided_rows import DividedRows
+from penstock.weights.optim.adapters import takes_rows
+from penstock.weights.optim.step_hooks import hooks_take_rows
+from penstock.weights.sharded_mixed_store import ShardedMixedStore
+from penstock.weights.sharded_store import ShardedStore
+from penstock.weights.store import VersionStore
+from penstock.weights.updates.updater import Updater
+
+
+def make_sharded_store(
+    module: StageModule, stage: Stage, proof: Proof, holders: int, place: int, low: torch.dtype | None
+) -> ShardedStore:
+    """Make the store of a stage.
+
+    Args:
+        module: its blocks.
+        stage: which.
+        proof: of a sharded schedule.
+        holders, place: the number of pipelines, and which of them this is.
+        low: the precision of passes, if not that of the weights.
+    """
+    level, facts, where = proof.schedule.sharding.level, proof.stages[stage], module.where
+    if level is Level.FULL:
+        if low is None:
+            return FullyShardedExactStore(module.trained, where, holders, place)
+        return FullyShardedMixedStore(module.trained, facts, where, holders, place, low, module.full)
+    if low is None:
+        return ShardedStore(module.trained, facts.buffers, where, level, holders, place)
+    return ShardedMixedStore(module.trained, facts, where, level, holders, place, low, module.full)
+
+
+def divide_updates(store: ShardedStore, updater: Updater, ties: Sequence[Tie], stage: Stage) -> None:
+    """Let an optimizer step the own rows, or whole parameters where it needs these.
+
+    Args:
+        store: of the stage.
+        updater: has the optimizer.
+        ties: parameters that other stages share.
+        stage: which.
+
+    Raises:
+        CapabilityError: it cannot.
+    """
+    if updater.optimizer is None:
+        return
+    if not hooks_take_rows(updater.optimizer):
+        raise CapabilityError(
+            f"{store.where}: {updater.name} has step hooks, which would see rows of parameters only; leave them out, "
+            "or set sharding to none"
+        )
+    whole = not takes_rows(updater.optimizer)
+    store.divide(whole=whole)
+    if ties and whole and store.splits_gradients:  # else every holder has the sums of all parameters
+        raise CapabilityError(
+            f"{store.where} shares {ties[0].names_at(stage.index)[0]} with another stage, which may have it in another "
+            f"shard, as {updater.name} needs whole parameters; untie them, or set sharding to none"
+        )
+    updater.divide(store.shards, store.own_of(store.master))
+
+
+def fit_sums(store: VersionStore, proof: Proof, stage: Stage, low_precision: bool) -> None:
+    """Decide where sums of gradients wait for their update, under a schedule."""
+    if isinstance(store, ShardedStore):
+        period = proof.schedule.program(stage.rank).period
+        parts = sum(action.op is Op.REDUCE and action.stage == stage for action in period)
+        store.keep_sums_apart(sums_wait(proof.schedule, stage.rank, low_precision), max(parts, 1))
+
+
+def average_of(store: VersionStore, where: str) -> tuple[Buffer, DividedRows | None]:
+    """Return room for an average of the weights, which begins with them, and where these are rows in a run its rows."""
+    average = Buffer(store.layout, f"average of {where}")
+    average.load(store.master.views)
+    if not isinstance(store, ShardedStore) or store.rows is None:
+        return average, None
+    return average, DividedRows(average, store.layout, store.shards)
