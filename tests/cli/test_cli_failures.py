@@ -14,7 +14,7 @@ from support.command_line import run
 COMMANDS = (
     "methods", "show", "simulate", "train", "launch", "sample", "config", "verify", "compare", "profile", "plan"
 )  # fmt: skip
-RUNS = ("train", "launch", "verify", "compare", "profile")
+RUNS = ("train", "launch", "verify", "compare")
 DRAWN = ("show", "simulate")
 ALIKE = {  # what has one name and one form in all of these commands
     "--stages N": ("methods", *DRAWN, *RUNS),
