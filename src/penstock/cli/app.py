@@ -46,7 +46,7 @@ class _InPlainWords:
             said: dict[str, Any] = {"_get_number_range_help_str": lambda: None}
             if parameter.param_type_name == "argument":
                 said["display_type_rich"] = lambda **_: None
-            elif "--help" in parameter.opts:
+            elif parameter.is_flag:
                 said["metavar"] = FLAG
             vars(parameter).update(said)
         return parameters
