@@ -187,6 +187,7 @@ def test_no_plan_is_faster_than_its_bound(method):
         (batch,) = trial._batch_times([cuts])
         slowest = max(blocks.times[a, b] for a, b in itertools.pairwise(cuts))
         assert of.bound(blocks, devices, slowest) * m * width <= batch * (1 + 1e-9)
+        assert trial.least_batch(cuts) <= batch * (1 + 1e-9)
 
 
 def test_what_does_not_fit_is_skipped_with_its_size():

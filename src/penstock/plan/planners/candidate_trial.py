@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 from typing import TypeAlias
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from penstock.errors import ScheduleError
 from penstock.plan.planners.block_chain import BlockChain, Floats
-from penstock.plan.planners.foreseen import forecast, least_microbatches
+from penstock.plan.planners.foreseen import StageForecast, forecast, least_microbatches
 from penstock.plan.planners.known_schedules import KnownSchedules, ScheduleKey
 from penstock.plan.planners.two_bw import Sized, single_device_ways
 from penstock.plan.stages.devices import Devices
@@ -128,15 +128,30 @@ class CandidateTrial:
                 name, f"its best stages take {bound:.4g} s per sample at least, the best plan so far {best:.4g}"
             )
         try:
-            moments = self._known.moments(of.schedule, of.recompute)
+            if self._limit < math.inf:
+                self._held = self._memory(foreseen)
+                cuts = self._cuts()
+                if cuts is None:
+                    return self._too_large()
+            seconds = self._simulated(cuts) / (of.sized.microbatches * of.sized.samples)
+            if seconds >= best:
+                return Skipped(name, f"takes {seconds:.4g} s per sample, the best plan so far {best:.4g}")
+            self._held = self._memory(foreseen)
         except ScheduleError as error:
             return Skipped(name, f"refused: {str(error).splitlines()[0]}")
-        self._held = [
-            chain.memory(f.buffers, here if f.scratch else [_without_scratch(each) for each in here])
+        return self._planned(self._best, seconds * of.sized.microbatches * of.sized.samples)
+
+    def _memory(self, foreseen: Sequence[StageForecast]) -> list[Floats]:
+        """Return the bytes of each stage between each cut and each later one, as the runtime's ledger counts them.
+
+        Raises:
+            ScheduleError: there is no schedule.
+        """
+        moments = self._known.moments(self._of.schedule, self._of.recompute)
+        return [
+            self._chain.memory(f.buffers, here if f.scratch else [_without_scratch(each) for each in here])
             for f, here in zip(foreseen, moments, strict=True)
         ]
-        cuts = self._cuts()
-        return self._too_large() if cuts is None else self._simulated(cuts)
 
     def _too_large(self) -> Skipped:
         least = sum(float(memory[0, -1]) for memory in self._held) / len(self._held) / self._of.depth
@@ -203,16 +218,26 @@ class CandidateTrial:
             collective=of.reduction(float(chain.parameters[cuts[:-1], cuts[1:]].max()), across),
         )
 
-    def _simulated(self, cuts: Cuts) -> Plan:
-        """Return the plan with the cut that is simulated to be fastest, and what a batch takes."""
+    def least_batch(self, cuts: Cuts) -> float:
+        """Return the seconds that a batch takes at least with these cuts, as `Candidate.bound` says."""
+        of, costs = self._of, self._costs(np.array(cuts))
+        times, m = np.diff(self._chain.seconds[list(cuts)]), of.microbatches
+        if find_method(of.method).rule != "flush":
+            return max(m * float(times.max()), m * costs.transfer, costs.collective)
+        before = np.cumsum(times) - times + 2 * np.arange(of.depth) * (costs.transfer + costs.latency)
+        return max(float((m * times + before).max()), m * costs.transfer) + costs.collective
+
+    def _simulated(self, cuts: Cuts) -> float:
+        """Find the cut that is simulated to be fastest; returns what a batch takes with it."""
         self._best, (batch,) = cuts, self._batch_times([cuts])
-        for several in self._trials(cuts):
+        for trials in self._trials(cuts):
+            several = [each for each in trials if self.least_batch(each) < batch]
             if several:
                 times = self._batch_times(several)
                 least = int(np.argmin(times))
                 if times[least] < batch:
                     self._best, batch = several[least], times[least]
-        return self._planned(self._best, batch)
+        return batch
 
     def _planned(self, cuts: Cuts, batch: float) -> Plan:
         """Return the plan with a cut."""

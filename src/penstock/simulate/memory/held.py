@@ -30,6 +30,8 @@ class HeldKind(StrEnum):
     BEFORE = "optimizer before"  # a copy of what the optimizer remembers, while an update may be taken back
     SCRATCH = "scratch"
 
+    __hash__ = str.__hash__  # an enum's own is a call of Python, and kinds are looked up at every change
+
 
 class Held(NamedTuple):
     """One kind of thing that is held: of a stage, by its index, and for messages of two."""

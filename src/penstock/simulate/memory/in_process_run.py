@@ -94,6 +94,7 @@ class _RankRun:
         self._stages = {stage: _StageRun(self, stage) for stage in schedule.on_rank(rank)}
         self._sent: dict[LaneKey, deque[tuple[Completion, Held, int]]] = {}
         self._posted: dict[Message, Completion] = {}
+        self._lanes: dict[int, InProcessLane] = {}  # by route
         self._stepped: set[Stage] = set()
 
     def run(self, batches: int) -> Iterator[Completion]:
@@ -118,21 +119,31 @@ class _RankRun:
                 continue
             first = unit.first + (t if unit.kind is Kind.BATCH else t * self._m)
             if route >= 0:
-                yield from self._message(action, route, first)
+                if action.op is Op.RECV:
+                    self._posted[Message(route, first)] = self._lane(route).receive()
+                else:
+                    yield from self._send(route)
                 continue
             for need in needs:
-                yield from _wait(self._posted.pop(Message(need.route, need.first + t * self._m)))
-            yield from self._stages[action.stage].act(action, first)
+                came = self._posted.pop(Message(need.route, need.first + t * self._m))
+                if not came.done:
+                    yield came
+            waits = self._stages[action.stage].act(action, first)
+            if waits is not None:
+                yield from waits
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    def _message(self, action: Action, route: int, first: int) -> Iterator[Completion]:
-        """Post a SEND, as soon as there is room, or a RECV."""
-        there = self.shared.lowered.routes[route]
-        lane = self.shared.lane(self.pipeline, there.lane)
-        if action.op is Op.RECV:
-            self._posted[Message(route, first)] = lane.receive()
-            return
+    def _lane(self, route: int) -> InProcessLane:
+        """Return the lane of a route."""
+        found = self._lanes.get(route)
+        if found is None:
+            found = self._lanes[route] = self.shared.lane(self.pipeline, self.shared.lowered.routes[route].lane)
+        return found
+
+    def _send(self, route: int) -> Iterator[Completion]:
+        """Post a SEND, as soon as there is room."""
+        there, lane = self.shared.lowered.routes[route], self._lane(route)
         queue = self._sent.setdefault(there.lane, deque())
         self._make_room(there.lane)
         while len(queue) >= self.shared.lowered.window:
@@ -200,6 +211,7 @@ class _StageRun:
             after[schedule.segment_before(index)] = index
         self._behind = after.get(stage.index)
         self._trained = any(p.op in (Op.B, Op.I) and p.stage == stage for p in schedule.program(stage.rank).period)
+        self._kinds = {kind: Held(kind, stage.index) for kind in HeldKind}
         self._sums: dict[int, list[Completion]] = {}
         self._votes: dict[int, Completion] = {}
         self._gathering: Completion | None = None
@@ -207,11 +219,12 @@ class _StageRun:
         self._deciding = len(schedule.deciding) * rank.shared.width
         self._provisional = RULES[schedule.rule].provisional
 
-    def act(self, action: Action, first: int) -> Iterator[Completion]:
-        """Do an action; yields what it waits for."""
+    def act(self, action: Action, first: int) -> Iterator[Completion] | None:
+        """Do an action; returns what it waits for first, where it may have to."""
         op, numbers = action.op, range(first, first + action.unit.count)
         if op is Op.F:
-            yield from self._begin(first // self._m)
+            if first // self._m > self._begun:
+                return self._begin(first // self._m, numbers)
             for k in numbers:
                 self._forward(k)
         elif op in (Op.B, Op.I):
@@ -227,10 +240,10 @@ class _StageRun:
         elif op in (Op.REDUCE, Op.DECIDE, Op.GATHER):
             self._join(op, first)
         elif op is Op.STEP:
-            yield from self._step(first)
+            return self._step(first)
         elif op is Op.VALIDATE:
-            yield from _wait(self._votes.pop(first))
-            self._rank.settled(self._stage)
+            return self._validate(first)
+        return None
 
     def whole(self) -> Iterator[Completion]:
         """Wait until the newest version is whole."""
@@ -240,13 +253,15 @@ class _StageRun:
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, batch: int) -> Iterator[Completion]:
-        if batch > self._begun:
-            self._begun = batch
-            yield from self.whole()
+    def _begin(self, batch: int, numbers: range) -> Iterator[Completion]:
+        """Run the first forwards of a batch."""
+        self._begun = batch
+        yield from self.whole()
+        for k in numbers:
+            self._forward(k)
 
     def _change(self, kind: HeldKind, count: int) -> None:
-        self._rank.holdings.change(Held(kind, self._stage.index), count)
+        self._rank.holdings.change(self._kinds[kind], count)
 
     def _is_halved(self, k: int) -> bool:
         return (k % self._m, 0) in self._halved
@@ -316,6 +331,10 @@ class _StageRun:
                 before[0].then(lambda: _ignore(meet.join((op, batch), self._deciding, vote)))
             else:
                 meet.join((op, batch), self._deciding, vote)
+
+    def _validate(self, batch: int) -> Iterator[Completion]:
+        yield from _wait(self._votes.pop(batch))
+        self._rank.settled(self._stage)
 
     def _step(self, batch: int) -> Iterator[Completion]:
         yield from self.whole()
