@@ -38,6 +38,7 @@ def test_help_speaks_one_dialect(command, columns, monkeypatch, capsys):
     assert max(map(len, out.splitlines())) <= columns
     assert not re.search(r"<\w+>", out), "a type stands for a value"
     words = " ".join(out.replace("│", " ").split())
+    assert ("; --keys lists all keys" in words) == (command in ("train", "verify", "compare"))
     for option, commands in ALIKE.items():
         if command != "profile":  # with a file it takes other options than without
             assert (command in commands) == (option in words), option

@@ -18,16 +18,11 @@ from penstock.cli.options import (
     OrderFile,
     OrderRule,
     Stages2,
+    TrainChanges,
 )
 from penstock.cli.train import changes_of
 
 _LONGEST_NAME = 57  # characters; a host name may have 63, of which -NUMBER of a pod takes up to six
-TrainChanges = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Set anything else; [bold]penstock train --keys[/bold] lists all keys."
-    ),
-]
 Launcher = Annotated[
     str, typer.Option("--print", metavar="LAUNCHER", help="slurm, kubernetes, skypilot or ray.", show_default=False)
 ]

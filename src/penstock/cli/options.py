@@ -82,6 +82,12 @@ DataPath = Annotated[
     ),
 ]
 Changes = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_SET)]
+TrainChanges = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Set anything else; [bold]penstock train --keys[/bold] lists all keys."
+    ),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from penstock.cli.options import FLAG, AsJson, Changes, ConfigFile, DataPath
+from penstock.cli.options import FLAG, AsJson, ConfigFile, DataPath, TrainChanges
 from penstock.cli.output import print_json
 from penstock.cli.train import changes_of
 from penstock.errors import ConfigError
@@ -57,7 +57,7 @@ def profile(
         bool, typer.Option("--links/--no-links", metavar=FLAG, help="Measure the link between two processes, too.")
     ] = True,
     data: DataPath = None,
-    changes: Changes = None,
+    changes: TrainChanges = None,
     config: ConfigFile = None,
     out: ProfileOut = None,
     as_json: AsJson = False,
