@@ -99,7 +99,7 @@ def sums_wait(schedule: Schedule, rank: int, low_precision: bool = False) -> boo
     limit = schedule.sharding.gradients
     if limit is None or (RULES[schedule.rule].update is Update.ROTATE and not low_precision):
         return False
-    return _most_whole(schedule, rank, _SETTLED, lambda _: Fraction(1)).gradients > limit
+    return _most_whole(schedule, rank, _SETTLED, dict.fromkeys(schedule.on_rank(rank), 1)).gradients > limit
 
 
 class _Most(NamedTuple):
