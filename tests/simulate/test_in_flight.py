@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import ScheduleRequest, prove
 from penstock.schedule.ir.in_flight import check_in_flight, in_flight_on, read_in_flight, write_in_flight
-from penstock.simulate.auto_in_flight import as_allowed, choose_in_flight, most_of_a_run
+from penstock.simulate.auto_in_flight import as_allowed, choose_in_flight, choose_interleaved, most_of_a_run
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.in_flight import least_in_flight, rank_times
 from penstock.simulate.long_run import steady_bubble
@@ -222,6 +223,34 @@ def test_interleaved_says_which_group_would_do():
         ScheduleRequest("interleaved", 4, 5, options={"in_flight": "auto"}), Costs(EQUAL.stages, 2.5)
     )
     assert "a group has 5 microbatches where 10 would do" in str(choice)
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "m", "hop"), [(4, 4, 16, 0.3), (4, 2, 12, 1.0), (3, 2, 11, 0.5)])
+def test_groups_of_unequal_size_have_what_they_were_counted_for(ranks, chunks, m, hop):
+    """Asked for groups of 5, 16 microbatches make 6, 5, 5; groups of 6 would be 8, 8."""
+    asks = ScheduleRequest("interleaved", ranks, m, options={"chunks": chunks, "in_flight": "auto"})
+    request, choice = choose_in_flight(asks, Costs((StageCost(1, 1, 1),) * ranks, hop))
+    activations = [float(each) * chunks for each in request.prove().activations]
+    assert activations[0] == choice.taken[0]
+    assert all(a > b for a, b in pairwise(activations))  # the later a rank, the fewer
+
+
+def test_memory_of_every_rank_limits_passes_of_chunks():
+    asks = ScheduleRequest("interleaved", 4, 16, options={"chunks": 2, "in_flight": "auto"})
+    times = rank_times(Costs((StageCost(1, 1, 1),) * 4), splits=False)
+    free = choose_interleaved(asks, times, 2.0)
+    least = 4 + 1  # of the last rank: the microbatches of a group, and one
+    tight = choose_interleaved(asks, times, 2.0, most=[100, 100, 100, least])
+    assert float(tight.applied(asks).prove().activations[-1]) * 2 == least
+    assert free.taken > tight.taken >= tight.plain
+    assert "memory allows 100/100/100/5" in str(tight)
+
+
+def test_a_group_that_is_given_counts_as_plain():
+    asks = ScheduleRequest("interleaved", 4, 16, options={"group": 8, "in_flight": "auto"})
+    _, choice = choose_in_flight(asks, Costs((StageCost(1, 1, 1),) * 4))
+    assert choice.taken == choice.plain == (15,)
+    assert choice.group == 8
 
 
 def test_hops_may_have_times_of_their_own_there_and_back():

@@ -234,7 +234,7 @@ def choose_interleaved(
     times: Sequence[RankTimes],
     hop: float,
     transfer: float = 0.0,
-    most: int | None = None,
+    most: Sequence[int] | None = None,
     **leave: float,
 ) -> InFlightChoice:
     """Return the group of interleaved 1F1B, unless it is given, and the passes of chunks in flight on the first rank.
@@ -242,26 +242,41 @@ def choose_interleaved(
     Args:
         request: which asks for `auto`.
         times, hop, transfer, leave: as of `penstock.simulate.in_flight.least_interleaved`.
-        most: passes of chunks that the memory of the first rank allows.
+        most: passes of chunks that the memory of each rank allows.
     """
-    given, ranks, m = request.options, request.stages, request.microbatches
+    given, ranks, m = request.options.get("group"), request.stages, request.microbatches
     chunks = chunks_of(request)
     slots, group = least_interleaved(times, chunks, hop, transfer, **leave)
     asked = (ranks - 1) * slots + (chunks - 1) * group + 1
-    size = len(groups_of(ranks, m, min(max(given.get("group") or group, ranks), max(m, ranks)))[0])
+
+    def in_flight(slots: int, group: int, rank: int = 0) -> int:
+        return (ranks - 1 - rank) * slots + (chunks - 1) * _largest(ranks, m, group) + 1
+
+    usual, wanted = given or ranks, min(max(given or group, ranks), max(m, ranks))
+    size = _largest(ranks, m, wanted)
     reasons = [f"a group has {size} microbatches where {group} would do"] if size < group else []
-    slots = max(min(slots, 2 * size // ranks), 2)
 
-    def in_flight(slots: int, size: int) -> int:
-        return (ranks - 1) * slots + (chunks - 1) * size + 1
+    def allowed(group: int) -> int:  # more slots than that, and ranks would wait for each other in a circle
+        return max(min(slots, 2 * _largest(ranks, m, group) // ranks), 2)
 
-    usual = len(groups_of(ranks, m, None)[0])
-    if most is not None and in_flight(slots, size) > most:
-        reasons.append(f"memory allows {most}")
-        slots = max((most - in_flight(0, size)) // max(ranks - 1, 1), 2)
-        size = size if in_flight(slots, size) <= most else min(size, usual)
-    taken, plain = in_flight(slots, size), in_flight(2, usual)
-    return InFlightChoice((taken,), (asked,), (plain,), tuple(reasons), group=max(size, ranks))
+    taken = allowed(wanted), wanted
+    if most is not None:
+        fits = [
+            (n, g)
+            for g in (range(wanted, usual - 1, -1) if given is None else [wanted])
+            for n in range(allowed(g), 1, -1)
+            if all(in_flight(n, g, rank) <= limit for rank, limit in enumerate(most))
+        ]
+        if taken not in fits:
+            reasons.append(f"memory allows {write_in_flight(tuple(most))}")
+            taken = max(fits, default=(2, usual))
+    plain = (in_flight(2, usual),)
+    return InFlightChoice((in_flight(*taken),), (asked,), plain, tuple(reasons), group=taken[1])
+
+
+def _largest(ranks: int, microbatches: int, group: int) -> int:
+    """Return the microbatches of the largest group."""
+    return len(groups_of(ranks, microbatches, group)[0])
 
 
 def chunks_of(request: ScheduleRequest) -> int:

@@ -80,10 +80,10 @@ class AdaptedInFlight:
     def of_state(cls, state: Mapping[str, Any]) -> AdaptedInFlight:
         """Read what `state` has returned."""
         taken, asked, plain = (tuple(map(int, state[key])) for key in ("taken", "asked", "plain"))
-        choice = InFlightChoice(taken, asked, plain, tuple(state["reasons"]), state["later"], state["group"])
+        choice = InFlightChoice(taken, asked, plain, tuple(state["reasons"]), state["later"], state.get("group"))
         times = tuple(RankTimes(*each) for each in state["times"])
         hops = tuple((there, back) for there, back in state["hops"])
-        measured = Measured(times, hops, tuple(state["nbytes"]), tuple(state["around"]))
+        measured = Measured(times, hops, tuple(state["nbytes"]), tuple(state.get("around", (0.0, 0.0))))
         return cls(state["from_batch"], choice, state["window"], measured)
 
 
@@ -98,13 +98,14 @@ def adapt(plan: PipelinePlan, measured: Measured, batch: int) -> AdaptedInFlight
     request, limit = plan.auto, plan.options.microbatches.in_flight_bytes
     assert request is not None
     choice = _choose(request, measured, plan.proof, limit)
+    plain = _plain(request, choice)
+    if choice.group is not None and _time(request, choice, measured) > _time(request, plain, measured):
+        choice = _plain(request, choice, "a batch has too few microbatches for the larger groups to pay")
     window = _window(request, choice, measured)
     try:
         plan.adapted(choice, window).prove()
     except ScheduleError as error:  # with what the options of the pipeline add to the schedule
-        reasons = (*choice.reasons, f"they do not go with the other options ({error})")
-        group = None if choice.group is None else request.stages
-        choice = replace(choice, taken=choice.plain, reasons=reasons, later="", group=group)
+        choice = _plain(request, choice, f"they do not go with the other options ({error})")
         window = plan.proof.lowered.window
     return AdaptedInFlight(batch, choice, window, measured)
 
@@ -113,29 +114,45 @@ def _choose(request: ScheduleRequest, measured: Measured, proof: Proof, limit: f
     """The microbatches in flight that links ask for, as far as batch, memory (`limit`, in bytes) and delay allow."""
     if interleaves(request):
         chunks = chunks_of(request)
-        passes = None if limit is None else _most(proof, measured.nbytes, limit, chunks)[0]
+        passes = None if limit is None else _most(proof, measured.nbytes, limit, chunks)
         return choose_interleaved(request, measured.times, measured.message, most=passes, leave=_LEAVE)
     asked = least_in_flight(measured.times, measured.hops, leave=_LEAVE)
     most = None if limit is None else _most(proof, measured.nbytes, limit)
     return as_allowed(request, asked, most, most_of_a_run(request.stages, request.microbatches))
 
 
+def _plain(request: ScheduleRequest, choice: InFlightChoice, reason: str | None = None) -> InFlightChoice:
+    """What the order has where messages take no time, and why."""
+    reasons = choice.reasons if reason is None else (*choice.reasons, reason)
+    group = None if choice.group is None else request.options.get("group") or request.stages
+    return replace(choice, taken=choice.plain, reasons=reasons, later="", group=group)
+
+
 def _window(request: ScheduleRequest, choice: InFlightChoice, measured: Measured) -> int:
     """The least number of outstanding messages that costs no time, or the one that was asked for."""
     if request.window is not None:
         return request.window
+    window = simulate_schedule(choice.applied(request).prove(), _costs(request, measured)).window
+    assert isinstance(window, int)
+    return window
+
+
+def _time(request: ScheduleRequest, choice: InFlightChoice, measured: Measured) -> float:
+    """The seconds of a batch."""
+    return simulate_schedule(choice.applied(request).prove(), _costs(request, measured)).bubble.makespan
+
+
+def _costs(request: ScheduleRequest, measured: Measured) -> Costs:
+    """The times of every stage."""
     chunks = chunks_of(request) if interleaves(request) else 1
     half, parts = splits(request), [RankTimes(*(time / chunks for time in times)) for times in measured.times]
-    costs = Costs(
+    return Costs(
         tuple(
             StageCost(t.forward, t.returns, t.rest) if half else StageCost(t.forward, t.returns + t.rest, 0.0)
             for t in parts * chunks
         ),
         latency=measured.message,
     )
-    window = simulate_schedule(choice.applied(request).prove(), costs).window
-    assert isinstance(window, int)
-    return window
 
 
 def _most(proof: Proof, nbytes: Sequence[int], limit: float, chunks: int = 1) -> list[int]:
@@ -193,4 +210,6 @@ class Adaptations:
 def _key(request: ScheduleRequest) -> str:
     """The request in one word, without the window: that is chosen, too, or the same."""
     parts = request.method, request.order, request.rule, request.stages, request.microbatches
-    return "/".join(str(part) for part in (*parts, request.options["in_flight"]))
+    options = {key: value for key, value in sorted(request.options.items()) if key != "in_flight"}
+    more = [f"{key}={value}" for key, value in options.items()]
+    return "/".join(str(part) for part in (*parts, request.options["in_flight"], *more))
