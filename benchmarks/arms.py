@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
 )
 from torch.nn import functional as F
 
-from penstock import GPTConfig, Pipeline, gpt_blocks, make_schedule
+from penstock import GPTConfig, Microbatches, Pipeline, gpt_blocks, make_schedule
 
 Pair = tuple[Tensor, Tensor]
 """The input and the target of a microbatch."""
@@ -130,7 +130,7 @@ class PenstockArm:
         self.microbatches, self.data = microbatches, data
         schedule = make_schedule(method, ranks, microbatches, window=window)
         stages = schedule.schedule.num_stages
-        named = {"method": method, "stages": ranks, "microbatches": microbatches, "in_flight": in_flight}
+        named = {"method": method, "stages": ranks, "microbatches": Microbatches(microbatches, in_flight)}
         self.pipeline = Pipeline(
             task.stages(stages),
             loss=task.loss,

@@ -1,10 +1,11 @@
 """Passes in bfloat16, weights and optimizer in float32: `python examples/bf16.py`.
 
-Weights are cast once per version, not in every operation as by autocast; gradients are added up in float32.
+Weights are cast once per version, not in every operation as by autocast; gradients are added up, and the loss is
+computed, in float32.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,17 +22,13 @@ def make_loader() -> DataLoader:
     return DataLoader(TensorDataset(inputs, inputs.sin().sum(1, keepdim=True)), batch_size=16)
 
 
-def loss(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output.float(), target)
-
-
-def main() -> tuple[list[float], dict[str, Tensor]]:
+def main() -> tuple[list[float], dict[str, torch.Tensor]]:
     pipeline = penstock.Pipeline(
         make_model(),  # in float32
         method="1f1b",
         stages=2,
         microbatches=4,
-        loss=loss,
+        loss=F.mse_loss,
         optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
         precision="bf16",
     )

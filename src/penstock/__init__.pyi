@@ -24,8 +24,9 @@ from .proven_schedule import (
 )
 from .runtime.execute.evaluation import Evaluating as Evaluating
 from .runtime.malloc import keep_freed_memory as keep_freed_memory
-from .runtime.options.division import DataParallel as DataParallel, InFlight as InFlight, Partition as Partition
+from .runtime.options.division import DataParallel as DataParallel, Microbatches as Microbatches, Partition as Partition
 from .runtime.options.passes import Precision as Precision, Recompute as Recompute, Staleness as Staleness
+from .runtime.options.run import Group as Group
 from .runtime.pipeline import Pipeline as Pipeline
 from .runtime.rank.reports import Report as Report
 from .runtime.rank.restore import SavedState as SavedState

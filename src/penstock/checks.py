@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import TypeGuard, TypeVar
 
@@ -45,6 +45,15 @@ def in_short(value: object, most: int = 200) -> str:
     except (ValueError, RecursionError):  # a number within it is too long
         return f"a {type(value).__name__}"
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+def in_brief(value: object) -> str:
+    """Return what a value is, for a message: of a dict, which may hold a whole model, only what its entries are."""
+    if not isinstance(value, Mapping):
+        return in_short(value, 80)
+    kinds = ", ".join(sorted({type(each).__name__ for each in value.values()}))
+    first = f", the first {in_short(next(iter(value)), 40)}" if value else ""
+    return f"a {type(value).__name__} of {len(value)} entries{f' ({kinds}{first})' if value else ''}"
 
 
 def check_number(what: str, value: object, such_as: str) -> None:

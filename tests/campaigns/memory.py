@@ -1,4 +1,4 @@
-"""Compares predicted memory with the ledger of runs in one process: `make memory`; ARGS="--methods 1f1b" for less.
+"""Compares predicted memory with the ledger of runs in one process: `make memory`; ARGS="--runs 500" for less.
 
 Every method on 1 to 4 ranks with several numbers of microbatches, recompute none, block and stage, fp32 and bf16, and
 one pipeline, or two whose optimizer states or gradients are sharded. What the runtime refuses is counted; every other
@@ -11,6 +11,7 @@ import argparse
 import itertools
 import sys
 from collections import Counter
+from random import Random
 
 from penstock.errors import PenstockError
 from penstock.schedule.methods.table import METHODS
@@ -33,9 +34,13 @@ def main() -> None:
     """Run the campaign; exit code 1 if a prediction is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    wanted = parser.parse_args().methods
-    counts: Counter[str] = Counter()
-    for run in runs(wanted):
+    parser.add_argument("--runs", type=int, help="so many of them, chosen at random")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    wanted, counts = runs(given.methods), Counter[str]()
+    if given.runs is not None:
+        wanted = Random(given.seed).sample(wanted, min(given.runs, len(wanted)))
+    for run in wanted:
         try:
             predicted, found = peaks_of_a_run(run)
         except PenstockError as error:

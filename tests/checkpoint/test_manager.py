@@ -20,6 +20,7 @@ from penstock.checkpoint.format import checkpoints, place_of
 from penstock.checkpoint.index import write_index
 from penstock.checkpoint.owner import Owner
 from penstock.errors import CheckpointError, ConfigError, PenstockError
+from penstock.runtime.options.run import Group
 from penstock.runtime.pipeline import Pipeline
 from support.pool import Pool
 
@@ -41,8 +42,7 @@ def make(group: dist.ProcessGroup | None, optimizer: Any = adamw) -> Pipeline:
         penstock.make_schedule("2bw", stages=3, microbatches=2),
         loss=squares,
         optimizer=optimizer,
-        group=group,
-        timeout=20.0,
+        group=Group(group, 20.0),
     )
 
 

@@ -5,7 +5,7 @@ import csv
 import pytest
 from typer.testing import CliRunner
 
-from penstock.cli.app import app
+from penstock.cli.app import make_app
 from penstock.compare import run as run_module
 from support.command_line import run
 
@@ -17,7 +17,7 @@ TINY = [
 
 
 def compare(*arguments):
-    return CliRunner().invoke(app, [str(part) for part in (*TINY, *arguments)], env={"COLUMNS": "160"})
+    return CliRunner().invoke(make_app(), [str(part) for part in (*TINY, *arguments)], env={"COLUMNS": "160"})
 
 
 def test_the_command_from_beginning_to_end_and_again(tmp_path):
@@ -107,7 +107,7 @@ def test_an_optimizer_for_hidden_layers(tmp_path):
     assert refused.exit_code != 0
     assert "not of SOAP" in str(refused.exception)
     digits = ("compare", "1f1b", "--stages", "2", "--batches", "2", "--set", "task=digits")
-    refused = CliRunner().invoke(app, [*digits, "--set", "optimizer.name=muon", "--out", str(tmp_path / "c")])
+    refused = CliRunner().invoke(make_app(), [*digits, "--set", "optimizer.name=muon", "--out", str(tmp_path / "c")])
     assert refused.exit_code != 0
     assert "task digits has none" in str(refused.exception)
 

@@ -15,6 +15,7 @@ from penstock.comm.transports import NcclTransports, Transports
 from penstock.errors import CapabilityError
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.options.passes import Precision
+from penstock.runtime.options.run import Group
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.machine.issue_order import Issued, one_order
 from penstock.weights.updates.lr_schedulers import by_factor
@@ -42,8 +43,7 @@ def train(group: dist.ProcessGroup, case: Case, then: tuple[str, ...] = ()) -> O
         lr_scheduler=by_factor(cases.warm_up) if case.rate else None,
         precision=Precision(divisor=case.divisor),
         partition=cases.BALANCE[case.depth],
-        group=group,
-        timeout=20.0,
+        group=Group(group, 20.0),
     )
     batches = batches_of(case) if trees else make_batches(case)
     evaluate = Evaluating(2, lambda: batches[:1]) if case.method != "stash" and not trees else None

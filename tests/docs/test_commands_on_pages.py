@@ -65,11 +65,13 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "penstock.plan.profile.files.read_profile_text", "penstock.train.export.sample.sample_text",
     ):  # fmt: skip
         monkeypatch.setattr(place, reached)
+    monkeypatch.setattr("penstock.cli.planning._measured", reached, raising=False)
     monkeypatch.setattr("penstock.cli.train._checked", read)
     monkeypatch.chdir(tmp_path)
     for name in ("my_order.py", "endless.py", "broken.py", "examples/my_order.py"):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text((ROOT / "examples" / "my_order.py").read_text())
+    Path("plan.yaml").write_text("method: 2bw\n")
 
 
 @pytest.mark.parametrize(("page", "line"), WHOLE)
@@ -111,4 +113,7 @@ FILES = [
     for top in ("docs", "src", "tests", "examples", "benchmarks", "tools", ".")
     for file in ((ROOT / top).rglob("*.*") if top != "." else ROOT.glob("*.*"))
 ]
-_OF_A_USER = {"my_order.py", "endless.py", "broken.py", "my_script.py", "my.txt", "mine.txt", "random.py", "torch.py"}
+_OF_A_USER = {
+    "my_order.py", "endless.py", "broken.py", "my_script.py", "my.txt", "mine.txt", "random.py", "torch.py",
+    "penstock.py",
+}  # fmt: skip

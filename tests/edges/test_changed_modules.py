@@ -177,6 +177,18 @@ def reshape(model: nn.Sequential) -> None:
     model[0].bias.data = torch.zeros(3, 2, dtype=torch.double)
 
 
+def share_between_stages(model: nn.Sequential) -> None:
+    model[4].bias = model[0].bias
+
+
+def share_within_a_stage(model: nn.Sequential) -> None:
+    model[4].bias = model[2].bias
+
+
+def hook_on_the_whole(model: nn.Sequential) -> None:
+    model.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
 REFUSED: list[tuple[Change, str]] = [
     (freeze, r"0\.weight no longer requires gradients"),
     (unfreeze, r"2\.bias requires gradients now"),
@@ -188,6 +200,9 @@ REFUSED: list[tuple[Change, str]] = [
     (parametrize, r"0\.(weight is gone|parametrizations\S+ is new)"),
     (halve, r"0\.weight is torch\.float16 now"),
     (reshape, r"0\.bias has shape \(3, 2\) now"),
+    (share_between_stages, r"4\.bias has become one parameter with 0\.bias, of another stage"),
+    (share_within_a_stage, r"4\.bias has become one parameter with 2\.bias since"),
+    (hook_on_the_whole, r"Sequential has got hooks since the pipeline was made"),
 ]
 
 

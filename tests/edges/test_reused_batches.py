@@ -94,7 +94,7 @@ def test_a_late_write_into_fresh_tensors_is_refused(method: str) -> None:
 
 def train_on_buffers(group: Any, method: str, count: int, by_numpy: bool) -> tuple[str, dict[str, Tensor]]:
     """What is said, and the weights of the stages here."""
-    pipeline = pipeline_of_model(make_model(), method=method, group=group, timeout=2.0)
+    pipeline = pipeline_of_model(make_model(), method=method, group=penstock.Group(group, 2.0))
     try:
         list(pipeline.run(refilled_in_turns(count, by_numpy)))
     except (penstock.PenstockError, RuntimeError) as error:

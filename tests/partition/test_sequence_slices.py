@@ -16,6 +16,7 @@ from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
 from penstock.partition.sequence_slices import Slicing, equal_lengths, equal_time_lengths
 from penstock.runtime.options.division import Partition
+from penstock.runtime.options.run import Group
 from penstock.runtime.pipeline import Pipeline
 from support.cases import token_loss
 from support.grouped import grouped
@@ -90,7 +91,7 @@ def trained(
     group: dist.ProcessGroup | None, method: str, p: int, m: int, slices: int, batches: int, **more: Any
 ) -> tuple[dict[str, Tensor], list[float]]:
     schedule = make_schedule(method, p, m, options={"slices": slices})
-    pipeline = Pipeline(model(), schedule, loss=exact_loss, optimizer=sgd, group=group, timeout=20.0, **grouped(more))
+    pipeline = Pipeline(model(), schedule, loss=exact_loss, optimizer=sgd, group=Group(group, 20.0), **grouped(more))
     losses = [report.loss for report in pipeline.run(data(batches, m)) if report.loss is not None]
     for stage in pipeline.stages.values():
         assert not any((stage.flights, stage.carry, stage.carry_gradients))

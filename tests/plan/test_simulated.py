@@ -10,9 +10,10 @@ import yaml
 
 import penstock
 from penstock.errors import ConfigError, ScheduleError
-from penstock.plan.planners.block_chain import by_kind
-from penstock.plan.planners.candidate_trial import KnownSchedules
-from penstock.plan.planners.foreseen import METHODS, forecast
+from penstock.plan.planners.block_chain import BlockChain
+from penstock.plan.planners.candidate_trial import Candidate, CandidateTrial
+from penstock.plan.planners.foreseen import METHODS, forecast, least_microbatches
+from penstock.plan.planners.known_schedules import KnownSchedules, ScheduleKey
 from penstock.plan.planners.simulated import simulated_plans
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.files import parse_profile
@@ -22,7 +23,6 @@ from penstock.plan.stages.devices import DeviceLevel, Devices
 from penstock.schedule.build import prove
 from penstock.schedule.extend import extend
 from penstock.simulate.memory.held import HeldKind
-from penstock.simulate.memory.in_process_run import most_held
 from penstock.simulate.memory.predicted import MemoryOptions, StageBytes, peak_bytes
 from penstock.simulate.simulate import play
 
@@ -157,17 +157,36 @@ def test_the_forecast_is_what_the_proof_says(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("recompute", [False, True])
-def test_what_is_held_with_few_microbatches_is_held_with_more(method, recompute):
-    """So that it need not be played with many."""
+def test_schedules_are_those_that_the_proof_accepts(method):
+    """With the same messages and window, though only that of the best plan is proven; and with as few microbatches."""
     known = KnownSchedules()
-    for depth in (2, 3):
-        few = known.moments(method, depth, 2 * depth, recompute)
-        lowered = known.proof(method, depth, 5 * depth).lowered
-        more = most_held(lowered, 4, blockwise=recompute)
-        if method not in ("gpipe", "2bw-eager"):
-            for rank in range(depth):
-                assert sorted(few[rank], key=str) == sorted(map(by_kind, more[0, rank]), key=str)
+    for depth in (1, 2, 3, 4):
+        least = least_microbatches(method, depth)
+        for m, parallel in ((least, False), (least + 3, True)):
+            key = ScheduleKey(method, depth, m, parallel)
+            assert known._made(key)[0] == known.proof(key).lowered
+    for m in range(depth, least):  # fewer microbatches than stages are no candidates
+        with pytest.raises(ScheduleError):
+            known.proof(ScheduleKey(method, depth, m, False))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_plan_is_faster_than_its_bound(method):
+    """On random chains, links and cuts: of the evenly divided compute, and of the slowest stage."""
+    known, random = KnownSchedules(), Random(METHODS.index(method))
+    for _ in range(40):
+        depth, width = random.randint(1, 4), random.randint(1, 3)
+        graph, m = chain(random, random.randint(depth, 6)), random.randint(max(depth, 2), 8)
+        of = Candidate(Sized(graph, 1, m * width), method, depth, width, random.random() < 0.3)
+        devices = Devices((DeviceLevel(12, random.choice([1.0, 10.0, 1e4])),), latency=random.choice([0.0, 0.7]))
+        blocks = BlockChain(graph, of.recompute, 2.0)
+        trial = CandidateTrial(of, blocks, devices, known)
+        cuts = (0, *sorted(random.sample(range(1, len(graph.layers)), depth - 1)), len(graph.layers))
+        if of.microbatches < least_microbatches(method, depth):
+            continue
+        (batch,) = trial._batch_times([cuts])
+        slowest = max(blocks.times[a, b] for a, b in itertools.pairwise(cuts))
+        assert of.bound(blocks, devices, slowest) * m * width <= batch * (1 + 1e-9)
 
 
 def test_what_does_not_fit_is_skipped_with_its_size():

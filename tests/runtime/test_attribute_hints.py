@@ -70,6 +70,9 @@ def test_no_habit_hides_an_attribute() -> None:
         ("optimiser", "takes no argument 'optimiser'. Did you mean 'optimizer'?"),
         ("device_map", "Did you mean 'device'?"),
         ("qqqq", "takes no argument 'qqqq'.$"),
+        ("in_flight", r"microbatches=penstock.Microbatches\(8, in_flight='auto'\)"),
+        ("timeout", r"group=penstock.Group\(group, timeout=60.0\)"),
+        ("waits", r"group=penstock.Group\(group, timeout=60.0\)"),
     ],
 )
 def test_arguments_of_other_libraries(name: str, said: str) -> None:

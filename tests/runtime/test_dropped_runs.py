@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from penstock import Evaluating, Pipeline
 from penstock.errors import PenstockError, TransportError
+from penstock.runtime.options.run import Group
 from support.pool import Pool
 
 pytestmark = pytest.mark.processes
@@ -39,8 +40,7 @@ def make_pipeline(group: dist.ProcessGroup, method: str) -> Pipeline:
         microbatches=2,
         loss=torch.nn.functional.mse_loss,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        group=group,
-        timeout=TIMEOUT,
+        group=Group(group, TIMEOUT),
     )
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from penstock.errors import ConfigError, PenstockError, TransportError
 from penstock.partition.blocks import LazyBlock, named_blocks
+from penstock.runtime.options.run import Group
 from penstock.runtime.pipeline import Pipeline
 from support.pool import Pool
 from support.schedules import make_schedule
@@ -90,7 +91,7 @@ def make(group: dist.ProcessGroup | None, method: str, stages: int, **options: A
     options = {"optimizer": lambda named: torch.optim.AdamW(named, lr=0.01)} | options
     pipelines = options.get("data_parallel", 1)
     schedule = make_schedule(method, stages, M // pipelines)
-    return Pipeline(Model().blocks(), schedule, loss=loss, group=group, timeout=20.0, **options)
+    return Pipeline(Model().blocks(), schedule, loss=loss, group=Group(group, 20.0), **options)
 
 
 def trained(
@@ -193,9 +194,11 @@ def test_in_a_run_it_is_refused() -> None:
 def saved_on_all_ranks(group: dist.ProcessGroup) -> str:
     """As scripts of one process do it."""
     weights = make(group, "1f1b", 2).full_state_dict()
-    assert list(copy.deepcopy(weights)) == list(weights)
+    for copied in (copy.deepcopy(weights), copy.copy(weights), weights.copy()):
+        assert type(copied) is type(weights)
+        assert list(copied) == list(weights)
     try:
-        torch.save(weights, io.BytesIO())
+        torch.save(copy.copy(weights), io.BytesIO())
     except ConfigError as error:
         return str(error)
     return ""
@@ -229,7 +232,7 @@ def cannot_follow(group: dist.ProcessGroup) -> str:
     """Rank 1 has a parameter of another shape."""
     model = Model()
     pipeline = Pipeline(
-        model.blocks(), make_schedule("1f1b", 2, M), loss=loss, optimizer=torch.optim.SGD, group=group, timeout=20.0
+        model.blocks(), make_schedule("1f1b", 2, M), loss=loss, optimizer=torch.optim.SGD, group=Group(group, 20.0)
     )
     if dist.get_rank(group):
         model.transformer.h[2].map.weight = nn.Parameter(torch.zeros(1, 1))

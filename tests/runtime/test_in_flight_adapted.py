@@ -11,7 +11,7 @@ import torch.distributed as dist
 from penstock.errors import ConfigError, DataError
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.in_flight.adapted import MEASURED, AdaptedInFlight
-from penstock.runtime.options.division import InFlight
+from penstock.runtime.options.division import Microbatches
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.build import ScheduleRequest
@@ -259,9 +259,9 @@ def test_a_finished_schedule_takes_no_microbatches_in_flight() -> None:
     with pytest.raises(ConfigError, match=r"in_flight='auto' is an option of the order of a method"):
         make_pipeline(CASE, in_flight="auto")
     with pytest.raises(ConfigError, match="in_flight_bytes must be positive"):
-        InFlight("auto", -1)
+        Microbatches(8, "auto", -1)
     with pytest.raises(ConfigError, match="in_flight takes a number"):
-        InFlight("often")
+        Microbatches(8, "often")
 
 
 def runs_on_a_number(group: dist.ProcessGroup) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import Evaluating, Pipeline, make_schedule
+from penstock.runtime.options.run import Group
 from penstock.schedule.proof.read_ahead import batches_ahead
 from support.pool import Pool
 
@@ -35,8 +36,7 @@ def make_pipeline(method: str, depth: int, group: dist.ProcessGroup | None, **op
         make_schedule(method, depth, M),
         loss=F.mse_loss,
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9),
-        group=group,
-        timeout=20.0,
+        group=Group(group, 20.0),
         **options,
     )
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from penstock import Checkpoints, Evaluating, Pipeline, make_schedule
 from penstock.errors import DataError, TransportError
 from penstock.runtime.data.microbatches import microbatches_of
+from penstock.runtime.options.run import Group
 from support.pool import Pool
 
 M, STAGES = 4, 2
@@ -30,8 +31,7 @@ def make_pipeline(method: str = "1f1b", group: dist.ProcessGroup | None = None, 
         make_schedule(method, STAGES, M),
         loss=F.mse_loss,
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9),
-        group=group,
-        timeout=20.0,
+        group=Group(group, 20.0),
         **options,
     )
 

@@ -51,7 +51,9 @@ class Wrapped(nn.Module):
 def make_pipeline(blocks: Any, group: dist.ProcessGroup | None = None, **options: Any) -> penstock.Pipeline:
     given = {"method": "1f1b", "stages": 2, "microbatches": 2} | options
     optimizer = given.pop("optimizer", lambda named: torch.optim.Adam(named, lr=0.01))
-    return penstock.Pipeline(blocks, loss=F.cross_entropy, optimizer=optimizer, group=group, timeout=20.0, **given)
+    return penstock.Pipeline(
+        blocks, loss=F.cross_entropy, optimizer=optimizer, group=penstock.Group(group, 20.0), **given
+    )
 
 
 def data(count: int = 3) -> list[Any]:
@@ -180,22 +182,76 @@ def without(*names: str) -> Any:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (without("1.weight", "1.bias"), r"1.weight is missing, and 1 more; every rank loads the state of the whole"),
-        (without("0.weight", "4.weight"), "0.weight is missing, and 1 more"),
+        (
+            without("1.weight", "1.bias"),
+            r'every rank loads the state of the whole.*\n    Missing key\(s\) in state_dict: "1.weight", "1.bias".',
+        ),
+        (without("0.weight", "4.weight"), 'Missing.* "0.weight", "4.weight".'),
+        (lambda s: {**s, "1.wieght": torch.ones(2)}, r'Unexpected key\(s\) in state_dict: "1.wieght".'),
         (
             lambda s: Net().state_dict(),
             r"body.embed.weight belongs to no block; .*\n    model.load_state_dict\(state\)",
         ),
-        (lambda s: {**s, "1.weight": torch.ones(2, 2)}, r"1.weight has the shape \[2, 2\], in the pipeline \[4, 4\]"),
+        (
+            lambda s: {**{n: t + 1 for n, t in s.items()}, "1.weight": torch.ones(2, 2), "3.more": torch.ones(1)},
+            r'Unexpected .*"3.more".\n    size mismatch for 1.weight: copying a param with shape torch.Size\(\[2, '
+            r"2\]\) from checkpoint, the shape in current model is torch.Size\(\[4, 4\]\).",
+        ),
         (lambda s: {"model": s, "optimizer": {}}, r"'model' is of type dict.*penstock.Checkpoints\(pipeline, folder\)"),
         (lambda s: list(s), "takes what full_state_dict"),
-        (lambda s: {}, "0.weight is missing, and 10 more"),
+        (lambda s: {}, 'Missing.* "0.weight", .* and 6 more'),
     ],
 )
 def test_what_does_not_fit_is_said_and_nothing_is_loaded(change: Any, said: str) -> None:
     import re
 
     assert re.search(said, fault(change)[1], re.DOTALL)
+
+
+def halfway(group: dist.ProcessGroup) -> tuple[str, bool]:
+    """A state does not fit a block of the other process, too."""
+    model = Net()
+    pipeline = make_pipeline(model.parts(), group)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    state = make_pipeline(Net(seed=5).parts()).full_state_dict()
+    with pytest.raises(ConfigError, match="size mismatch for 3.weight"):
+        pipeline.load_state_dict(state | {"3.weight": torch.ones(1)})
+    return "", all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_between_processes_all_is_loaded_or_nothing(pool: Pool) -> None:
+    assert pool.submit(halfway, ranks=2) == [("", True)] * 2
+
+
+class Renaming(nn.Linear):
+    """Loads files of an earlier version, as torch's own hook for that is used."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_load_state_dict_pre_hook(self._rename)
+
+    def _rename(self, _: nn.Module, state: dict[str, Tensor], prefix: str, *__: Any) -> None:
+        if f"{prefix}gamma" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}gamma")
+
+
+def test_a_block_may_rename_what_it_loads() -> None:
+    pipeline = make_pipeline([Renaming(), nn.Linear(4, 4)])
+    state = {f"0.{name}": t for name, t in (("gamma", torch.ones(4, 4)), ("weight", torch.zeros(4, 4)))}
+    state |= {name: t for name, t in pipeline.full_state_dict().items() if name not in state}
+    pipeline.load_state_dict(state)
+    assert torch.equal(pipeline.full_state_dict()["0.weight"], torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("given", [{"0.weight": torch.ones(3)}, {"model": {"0.weight": torch.ones(3)}, "epoch": 3}, 3])
+def test_a_state_dict_given_to_load_is_named_and_not_printed(given: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"to begin with other weights: pipeline.load_state_dict\(weights\)"
+    ) as refused:
+        make_pipeline(Net().parts()).load(given)
+    assert "tensor(" not in str(refused.value)
+    named = "3;" if given == 3 else f"a dict of {len(given)} entries"
+    assert f"saved with its facts, not {named}" in str(refused.value)
 
 
 def test_within_a_run_nothing_is_loaded() -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from penstock import ConfigError, Pipeline
+from penstock import ConfigError, Group, Pipeline
 from support.pool import Pool
 
 BATCHES = [(torch.ones(8, 4), torch.zeros(8, 4))] * 3
@@ -24,8 +24,7 @@ def make(blocks: list[nn.Module], group: dist.ProcessGroup | None = None) -> Pip
         microbatches=2,
         loss=F.mse_loss,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        group=group,
-        timeout=20.0,
+        group=Group(group, 20.0),
     )
 
 

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.options.run import Group
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.build import prove
@@ -190,8 +191,8 @@ def test_a_frozen_last_stage_and_frozen_joins() -> None:
 def other_data(group: dist.ProcessGroup, rank: int, batches: int) -> str:
     """What is said where a tower sees other samples, or fewer."""
     shape = SHAPES["two towers"]
-    pipeline = Pipeline(shape.blocks(), make_schedule(shape.order, 4, 5), loss=squares, optimizer=sgd, group=group,
-                        timeout=10.0)  # fmt: skip
+    pipeline = Pipeline(shape.blocks(), make_schedule(shape.order, 4, 5), loss=squares, optimizer=sgd,
+                        group=Group(group, 10.0))  # fmt: skip
     mine = data(shape)
     if dist.get_rank(group) == rank:
         mine = data(shape, 2) if batches else [[((x[0], x[1] + 1), y) for x, y in batch] for batch in mine]

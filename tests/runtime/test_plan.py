@@ -18,6 +18,7 @@ from penstock.runtime.from_plan import continue_under, pipeline_of
 from penstock.runtime.options.division import DataParallel, Partition
 from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.options.passes import Precision, Recompute
+from penstock.runtime.options.run import Group
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan import plan as plan_module
 from penstock.runtime.plan.method_choice import request_of
@@ -210,8 +211,8 @@ def test_options_are_checked_when_they_are_made(options: dict[str, Any], message
         ({"ema_decay": "0.9"}, "ema_decay must be a number, such as 0.999, or None; got '0.9'"),
         ({"divergence": 3}, r"divergence must be penstock.Divergence\(spike=2.0\) or the like, or None; got 3"),
         ({"divergence": Divergence(spike="2")}, "divergence: spike must be a number, .*; got '2'"),  # type: ignore[arg-type]
-        ({"timeout": "x"}, "timeout must be a number of seconds above 0; got 'x'"),
-        ({"timeout": 0}, "timeout must be a number of seconds above 0; got 0"),
+        ({"group": lambda: Group(timeout="x")}, "timeout must be a number of seconds above 0; got 'x'"),
+        ({"group": lambda: Group(timeout=0)}, "timeout must be a number of seconds above 0; got 0"),
         ({"seed": None}, "seed must be a whole number; got None"),
         ({"data_parallel": "2"}, "data_parallel: width must be a whole number of at least 1, got '2'"),
         ({"precision": lambda: Precision("fp16", loss_scale=8.0)}, "loss_scale must be a LossScale"),  # type: ignore[arg-type]
@@ -236,7 +237,7 @@ def test_every_option_has_a_name_of_its_own_and_keywords_are_options() -> None:
     names = [option.name for group in fields(default) for option in fields(getattr(default, group.name))]
     assert len(names) == len(set(names)) == len(PipelineOptions.names())
     arguments = Pipeline.__init__.__annotations__.keys()
-    what = {"blocks", "schedule", "method", "stages", "microbatches", "loss", "optimizer", "group", "return"}
+    what = {"blocks", "schedule", "method", "stages", "loss", "optimizer", "group", "return"}
     assert {*names, *(group.name for group in fields(default))} >= arguments - what
 
 

@@ -21,6 +21,7 @@ from penstock.partition.sequence_slices import Slicing
 from penstock.runtime.options.division import DataParallel, Partition
 from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.options.passes import Precision, Recompute, Staleness
+from penstock.runtime.options.run import Group
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.common_options import common_options
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
@@ -39,12 +40,13 @@ pytestmark = pytest.mark.processes
 
 def make_pipeline(group: dist.ProcessGroup, given: dict[str, Any]) -> Pipeline:
     torch.manual_seed(0)
-    options = {"blocks": [nn.Linear(3, 3) for _ in range(4)], "method": "1f1b", "microbatches": 4, "timeout": 10.0}
+    options = {"blocks": [nn.Linear(3, 3) for _ in range(4)], "method": "1f1b", "microbatches": 4} | given
+    waiting = {name: options.pop(name) for name in ("timeout", "waits") if name in options}
     return Pipeline(
-        **options | given,
+        **options,
         loss=F.mse_loss,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        group=group,
+        group=Group(group, **{"timeout": 10.0} | waiting),
     )
 
 
@@ -191,7 +193,7 @@ def test_every_option_is_compared_or_known_to_concern_one_process() -> None:
     compared = common_options(plan.options, plan.ties, plan.delays, None, plan.schedule.sharding)
     left_out = PipelineOptions.names() - compared.keys()
     alone = {"timeout", "device", "waits", "compile"}
-    assert left_out == alone | {"balance", "in_flight"}  # the last two belong to the stages and the schedule
+    assert left_out == alone | {"balance", "microbatches", "in_flight"}  # these are of the stages and the schedule
     assert compared.keys() - {"width", "in_flight_bytes"} <= DIFFERENT.keys()
 
 

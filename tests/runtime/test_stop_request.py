@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock import Evaluating, Pipeline, make_schedule
+from penstock import Evaluating, Group, Pipeline, make_schedule
 from support.pool import Pool
 
 M, AT = 3, 2
@@ -33,8 +33,7 @@ def make_pipeline(method: str, depth: int, group: dist.ProcessGroup | None, **op
         schedule,
         loss=F.mse_loss,
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9),
-        group=group,
-        timeout=20.0,
+        group=Group(group, 20.0),
         **options,
     )
 

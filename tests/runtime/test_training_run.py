@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock import Pipeline
+from penstock import Group, Pipeline
 from penstock.errors import PenstockError
 from support.pool import Pool
 
@@ -36,7 +36,9 @@ class Interrupts(nn.Module):
         return x
 
 
-def make_pipeline(method: str = "2bw", at: tuple[int, ...] = (), **options: Any) -> Pipeline:
+def make_pipeline(
+    method: str = "2bw", at: tuple[int, ...] = (), group: dist.ProcessGroup | None = None, **options: Any
+) -> Pipeline:
     torch.manual_seed(0)
     blocks = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), Interrupts(at), nn.Linear(4, 2)]
     options = {"stages": 2} | options
@@ -47,7 +49,7 @@ def make_pipeline(method: str = "2bw", at: tuple[int, ...] = (), **options: Any)
         loss=F.mse_loss,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
         partition=[2, 3],
-        timeout=20.0,
+        group=Group(group, 20.0),
         **options,
     )
 

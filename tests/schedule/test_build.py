@@ -1,5 +1,6 @@
 """From a name or a user's function to a schedule: names, aliases, refusals, and what a user may hand in."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -58,10 +59,23 @@ def test_names_that_are_no_methods_lead_to_one(name, message):
     assert make_schedule("zb-auto", 4, 4, options={"limit": 4}).name == "zb-auto"
 
 
-def test_an_unknown_method_is_refused_with_the_nearest_name():
-    said = r"unknown method '1f2b'. Did you mean '1f1b' or .*\? `penstock methods` lists all"
-    with pytest.raises(ConfigError, match=said):
-        make_schedule("1f2b", 2, 2)
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("1f2b", "1f1b"), ("2wb", "2bw"), ("pipemaer", "pipemare"), ("interleave", "interleaved"), ("pipedram", "stash")],
+)
+def test_an_unknown_method_is_refused_with_the_nearest_three_names(name, nearest):
+    """Of methods, not the other names that some have."""
+    with pytest.raises(
+        ConfigError, match=rf"unknown method '{name}'. Did you mean .*\? `penstock methods` lists"
+    ) as said:
+        make_schedule(name, 2, 2)
+    near = re.findall("'([^']+)'", str(said.value))[1:]
+    assert near[0] == nearest
+    assert len(near) == 3
+    assert set(near) <= METHODS.keys()
+
+
+def test_a_name_like_no_other_has_no_nearest():
     with pytest.raises(ConfigError, match=r"unknown method 'zzz'\. `penstock methods` lists all \d+\."):
         make_schedule("zzz", 2, 2)
 

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule.build import prove
-from penstock.schedule.ir.order import options_of
+from penstock.schedule.ir.order import order_options
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.orders import ORDERS
@@ -105,7 +105,7 @@ OTHER_VALUES = {
 OPTIONS = [
     (name, option)
     for name, function in ORDERS.items()
-    for option in options_of(function)
+    for option in order_options(function)
     if name != "zb-exact"  # the options of zb-auto, and how long it may search
 ]
 

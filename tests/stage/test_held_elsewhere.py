@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import swa_utils
 
 import penstock
 from penstock.errors import ConfigError, DataError
@@ -31,8 +33,7 @@ def make_pipeline(model: nn.Module, group: dist.ProcessGroup | None, **options: 
         model,
         loss=F.mse_loss,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        group=group,
-        timeout=20.0,
+        group=penstock.Group(group, 20.0),
         **given,
     )
 
@@ -123,7 +124,22 @@ def cut_otherwise(group: dist.ProcessGroup, loads: str) -> Any:
     return dict(second.full_state_dict())
 
 
-def two_at_once(group: dist.ProcessGroup) -> dict[str, Any]:
+def hands_out_nothing(pipeline: penstock.Pipeline, group: dist.ProcessGroup, folder: str) -> None:
+    """What rank 0 has of block 2 is from before the run of another pipeline."""
+    checkpoints = penstock.Checkpoints(pipeline, folder)
+    said = "block '2' was trained by another process for another pipeline"
+    for call in (pipeline.full_state_dict, checkpoints.save):
+        with pytest.raises(ConfigError, match=said):
+            call()
+    for own in (pipeline.state_dict, pipeline.snapshots):
+        if dist.get_rank(group):
+            assert own()
+        else:
+            with pytest.raises(ConfigError, match=said):
+                own()
+
+
+def two_at_once(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
     """Two pipelines of one model are made before either of them has trained it."""
     model = make_model()
     first, second = make_pipeline(model, group), make_pipeline(model, group, partition=[1, 4])
@@ -133,6 +149,7 @@ def two_at_once(group: dist.ProcessGroup) -> dict[str, Any]:
     dist.broadcast_object_list(sent, src=0, group=group)
     model.load_state_dict(sent[0])
     list(second.run(BATCHES))
+    hands_out_nothing(first, group, folder)
     return dict(second.full_state_dict())
 
 
@@ -145,8 +162,10 @@ def test_weights_from_before_are_not_trained_further(pool: Pool, loads: str) -> 
     assert all(torch.equal(found[name], tensor) for name, tensor in alone.state_dict().items())
 
 
-def test_a_pipeline_made_before_another_has_trained_does_not_train_what_is_from_before(pool: Pool) -> None:
-    found, _ = pool.submit(two_at_once, ranks=2)
+def test_a_pipeline_made_before_another_has_trained_does_not_train_what_is_from_before(
+    pool: Pool, tmp_path: Path
+) -> None:
+    found, _ = pool.submit(two_at_once, str(tmp_path), ranks=2)
     alone = make_model()
     list(make_pipeline(alone, None).run(BATCHES))
     list(make_pipeline(alone, None, partition=[1, 4]).run(BATCHES))
@@ -193,6 +212,22 @@ def test_a_copy_of_a_stale_module_is_stale_until_it_is_loaded() -> None:
     twin.load_state_dict(state)
     twin.state_dict()
     assert held.stale
+
+
+def test_an_average_that_was_made_while_the_model_was_stale_is_fresh_once_it_is_updated() -> None:
+    """It is a deep copy, which is written into, not loaded."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    state = model.state_dict()
+    HeldElsewhere(dict(model.named_children()), ["0"]).begin()
+    averaged = swa_utils.AveragedModel(model)
+    with pytest.raises(ConfigError, match="block '1' is trained by another process"):
+        averaged.state_dict()
+    again = copy.deepcopy(averaged)
+    model.load_state_dict(state)
+    for stale in (averaged, again):
+        stale.update_parameters(model)
+        stale.state_dict()
+        stale(torch.zeros(1, 2))
 
 
 def test_frozen_and_shared_modules_are_nobody_elses() -> None:

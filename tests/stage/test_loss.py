@@ -163,6 +163,24 @@ def test_what_is_no_loss(result: Any, said: str) -> None:
         sum_and_weight(result, F.mse_loss, torch.zeros(2), torch.zeros(2), "stage 1")
 
 
+SCALER = torch.amp.GradScaler("cpu")
+
+
+class Scaling:
+    """Has a scaler, as trainers do."""
+
+    def __init__(self) -> None:
+        self.scaler = torch.amp.GradScaler("cpu")
+
+    def loss(self, output: Any, target: Any) -> Any:
+        return self.scaler.scale(F.mse_loss(output, target))
+
+
+def test_a_scaler_that_is_off_is_no_trouble() -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    check_loss(lambda output, target: scaler.scale(F.mse_loss(output, target)))
+
+
 class Weighted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -184,9 +202,22 @@ class OwnMean(nn.CrossEntropyLoss):
         (OwnMean(ignore_index=3), r"OwnMean.*CrossEntropyLoss.*ignore_index.*return \(sum, weight\)"),
         (OwnMean(weight=WEIGHTS), r"OwnMean.*CrossEntropyLoss.*weight.*return \(sum, weight\)"),
         (Weighted(), "loss has a parameter to be trained, scale"),
+        (lambda output, target: SCALER.scale(F.mse_loss(output, target)), "loss uses a GradScaler, SCALER.*fp16"),
+        (Scaling().loss, "loss uses a GradScaler, scaler"),
         ({0: F.mse_loss, 1: None}, "loss must be a function .*got None"),
     ],
-    ids=["class", "text", "sum", "none", "ignored in another way", "weighted in another way", "parameters", "by stage"],
+    ids=[
+        "class",
+        "text",
+        "sum",
+        "none",
+        "ignored in another way",
+        "weighted in another way",
+        "parameters",
+        "scaled",
+        "a method that scales",
+        "by stage",
+    ],
 )
 def test_losses_that_are_refused_before_anything_starts(loss: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -241,3 +272,45 @@ def test_an_infinite_output_without_targets_is_a_loss_of_zero() -> None:
     assert (float(total.detach()), weight) == (0.0, 0.0)
     assert output.grad is not None
     assert torch.equal(output.grad, torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize(("precision", "format"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_in_low_precision_a_loss_is_computed_in_float32_as_under_autocast(
+    precision: Any, format: torch.dtype, stages: int
+) -> None:
+    """torch's loss over classes would return 8 bits of mantissa, of a sum over all of them."""
+    seen: list[torch.dtype] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(output.dtype)
+        return F.cross_entropy(output, target)
+
+    blocks, batches = make_blocks(), tokens(0.0)
+    plain = nn.Sequential(*make_blocks())
+    pipeline = Pipeline(
+        blocks, "1f1b", stages=stages, microbatches=1, loss=loss, precision=precision,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )  # fmt: skip
+    (report,) = pipeline.run(batches[:1])
+    inputs, targets = batches[0]
+    wanted = F.cross_entropy(plain.to(format)(inputs.to(format)).float(), targets)
+    assert seen == [torch.float32]
+    assert report.loss == pytest.approx(wanted.item(), rel=1e-6)
+    mean, _ = pipeline.evaluate(batches[1:2]) or (0.0, 0.0)
+    assert mean != torch.tensor(mean).to(format).item()
+
+
+def test_in_full_precision_a_loss_gets_what_the_model_returns() -> None:
+    seen: list[torch.dtype] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(output.dtype)
+        return F.mse_loss(output, target)
+
+    blocks = [nn.Linear(3, 3).double(), nn.Linear(3, 3).double()]
+    pipeline = Pipeline(
+        blocks, "1f1b", stages=2, microbatches=1, loss=loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1)
+    )
+    list(pipeline.run([(torch.zeros(2, 3).double(), torch.zeros(2, 3).double())]))
+    assert seen == [torch.float64]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import ConfigError, DataError
+from penstock.runtime.options.run import Group
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import prove
 from penstock.schedule.orders.stage_graph import over
@@ -57,7 +58,7 @@ def trained(group: dist.ProcessGroup | None, name: str, **more: Any) -> tuple[di
     shape = SHAPES[name]
     schedule = make_schedule(shape.order, shape.num_stages, M)
     pipeline = Pipeline(
-        shape.blocks(), schedule, loss=losses_of(shape), optimizer=sgd, group=group, timeout=20.0, **more
+        shape.blocks(), schedule, loss=losses_of(shape), optimizer=sgd, group=Group(group, 20.0), **more
     )
     losses = [report.loss for report in pipeline.run(data(shape)) if report.loss is not None]
     for stage in pipeline.stages.values():

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from penstock.runtime.options.division import DataParallel, InFlight, Partition
+from penstock.runtime.options.division import DataParallel, Microbatches, Partition
 from penstock.runtime.options.passes import Precision, Recompute, Staleness
+from penstock.runtime.options.run import Group
 
 GROUPS = {
     "data_parallel": DataParallel,
@@ -15,7 +16,8 @@ GROUPS = {
     "recompute": Recompute,
     "staleness": Staleness,
     "partition": Partition,
-    "in_flight": InFlight,
+    "microbatches": Microbatches,
+    "group": Group,
 }
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from penstock.measure.stage_bytes import measure_stages
 from penstock.measure.stage_trial import Training
-from penstock.proven_schedule import make_schedule
 from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.methods.corrections import CORRECTIONS
@@ -18,6 +17,7 @@ from penstock.schedule.methods.find_method import find_method
 from penstock.simulate.memory.predicted import MemoryOptions, peak_bytes
 from penstock.weights.corrections.registry import correction_of
 from support.grouped import grouped
+from support.schedules import make_schedule
 
 WIDTH, SAMPLES = 24, 3
 BATCHES = 4

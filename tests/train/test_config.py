@@ -150,6 +150,7 @@ def test_what_is_written_into_a_run_folder_can_be_read_back(tmp_path):
         ({"xyzzy": 1}, "unknown configuration key 'xyzzy'"),
         ({"stages": "two"}, "stages: input should be a valid integer, got 'two'"),
         ({"stages": True}, "stages: input should be a valid integer, got True"),
+        ({"fallback": {"when": "spike"}}, "fallback.when: input should be a list, as in fallback.when=[spike], got"),
         ({"stages": 2.5}, "stages: input should be a valid integer, got 2.5"),
         ({"stages": 0}, "stages: input should be greater than or equal to 1, got 0"),
         ({"optimizer": {"name": "adamx"}}, "optimizer.name: input should be 'adamw', 'adam', 'nadam', 'sgd', 'muon'"),

@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from penstock.checkpoint.format import checkpoints, complete, part_of as being_written, place_of
 from penstock.cli import main
 from penstock.errors import ConfigError, InterruptedRunError, WorkerError
+from penstock.files import fingerprint
 from penstock.train.config.load import load_config
 from penstock.train.metrics_file import Metrics
 from penstock.train.setup.prepare import check_resume
@@ -157,6 +160,29 @@ def test_a_run_that_has_lost_its_checkpoints_is_not_begun_again_without_a_word(m
     assert started.endswith("True)]")
     leave(trained, 2)
     assert resume(monkeypatch, capsys, trained)[0] == 0
+
+
+def test_another_model_is_refused_before_workers_start(monkeypatch, capsys, trained) -> None:
+    """In one line; they would all say it, each of its own weights. Heads and context are of no weight."""
+    place = place_of(trained, 2)
+    being_written(place).mkdir(parents=True)
+    sizes = {"layers.0.mlp_norm.weight": 128, "layers.1.mlp_norm.weight": 128, "head.norm.weight": 128}
+    tensors = {f"weights/{name}": torch.zeros(size) for name, size in sizes.items()}
+    tensors["weights/head.out.weight"] = torch.zeros(256, 128)
+    save_file(tensors, being_written(place) / "stage-0.safetensors")
+    files = {"stage-0.safetensors": fingerprint(being_written(place) / "stage-0.safetensors")}
+    homes = dict.fromkeys(tensors, "stage-0.safetensors")
+    complete(place, {"facts": {"batch": 2}, "extra": {}, "files": files, "tensors": homes})
+    for change, said in (
+        ("model.layers=3", "model.layers is 3, but the weights of the run in '[^']*' are of a model with 2; leave"),
+        ("model.width=64", "model.width is 64, but the weights .* of a model with 128; leave the change out, or"),
+        ("model.vocabulary=300", "model.vocabulary is 300, but the weights .* of a model with 256; leave"),
+    ):
+        code, err, started = resume(monkeypatch, capsys, trained, "--set", change)
+        assert (code, started) == (2, "[]")
+        assert re.match(f"error: {said}", err), err
+    for change in ("model.heads=2", "model.context=64", "model.vocabulary=256"):
+        assert resume(monkeypatch, capsys, trained, "--set", change)[0] == 0
 
 
 def test_to_begin_again_needs_a_run(monkeypatch, capsys) -> None:

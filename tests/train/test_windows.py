@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from penstock.errors import DataError
 from penstock.train.data.corpus import Corpus
-from penstock.train.data.windows import Microbatches, Windows, batches, shuffled
+from penstock.train.data.windows import WindowMicrobatches, Windows, batches, shuffled
 
 
 def windows(tokens=10_000, context=10, held_out=0.1, seed=0):
@@ -53,7 +53,7 @@ def test_a_sample_does_not_depend_on_how_it_is_asked_for():
     """Any cut into microbatches, on any rank, finds the same samples."""
     data = windows()
     alone = torch.stack([data.samples(k, 1)[0][0] for k in range(24)])
-    by_batch = [Microbatches(data, t * 12, 3, 4) for t in range(2)]
+    by_batch = [WindowMicrobatches(data, t * 12, 3, 4) for t in range(2)]
     joined = torch.cat([x for batch in by_batch for x, _ in (batch[k] for k in range(3))])
     assert torch.equal(alone, joined)
     assert torch.equal(alone, data.samples(0, 24)[0])

@@ -212,7 +212,7 @@ def test_gap_aware_gradients_are_for_one_microbatch() -> None:
 
 def test_options_are_checked() -> None:
     for options, message in (
-        ({"decay": 0.1}, "set the number of updates over which rates rise"),
+        ({"decay": 0.1}, r"over how many updates .*penstock.correction_of\('pipemare', reschedule=500\)"),
         ({"reschedule": -1}, "reschedule takes a whole number of at least 0, or null; got -1"),
         ({"reschedule": 1, "decay": 1.5}, "must lie between 0 and 1"),
         ({"speed": 1}, "has no option 'speed'; it has reschedule, decay"),

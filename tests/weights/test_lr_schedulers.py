@@ -18,6 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer, lr_scheduler as schedulers
 import penstock
 from penstock import Pipeline, make_schedule
 from penstock.errors import CapabilityError, CheckpointError, ConfigError, PenstockError
+from penstock.runtime.options.run import Group
 from penstock.weights.updates.lr_schedulers import ScheduledSettings
 from support.cases import assert_equal_tensors
 from support.pool import Pool
@@ -198,8 +199,7 @@ def train_by_epochs(group: dist.ProcessGroup | None, method: str, stages: int, w
         loss=loss,
         optimizer=OPTIMIZERS["sgd"],
         data_parallel=width,
-        group=group,
-        timeout=20.0,
+        group=Group(group, 20.0),
     )
     plans = [schedulers.StepLR(o, 1, gamma=0.5) for o in pipeline.optimizers().values()]
     batches = [a + b for a, b in pairwise(make_batches())] if width == 2 else make_batches()
@@ -231,8 +231,7 @@ def set_on_some(group: dist.ProcessGroup, stages: int, width: int, who: list[int
         loss=loss,
         optimizer=OPTIMIZERS["sgd"],
         data_parallel=width,
-        group=group,
-        timeout=20.0,
+        group=Group(group, 20.0),
     )
     batches = [a + b for a, b in pairwise(make_batches())] if width == 2 else make_batches()
     said, rates = [], []
@@ -284,8 +283,7 @@ def overwritten_on_one(group: dist.ProcessGroup) -> list[str]:
         loss=loss,
         optimizer=OPTIMIZERS["sgd"],
         lr_scheduler=lambda optimizer: schedulers.ExponentialLR(optimizer, 0.9),
-        group=group,
-        timeout=20.0,
+        group=Group(group, 20.0),
     )
     if dist.get_rank(group) == 1:
         for optimizer in pipeline.optimizers().values():
@@ -383,8 +381,7 @@ def ending(
         optimizer=OPTIMIZERS["sgd"],
         lr_scheduler=lambda o: schedulers.OneCycleLR(o, max_lr=0.05, total_steps=4),
         data_parallel=width,
-        group=group,
-        timeout=20.0,
+        group=Group(group, 20.0),
     )
 
 

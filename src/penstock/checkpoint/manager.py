@@ -28,7 +28,7 @@ from penstock.comm.collective.gather import gather_json
 from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
-from penstock.runtime.saved_states import check_idle, save_between_runs
+from penstock.runtime.saved_states import check_fresh, check_idle, save_between_runs
 from penstock.schedule.ir.schedule import Stage
 
 _LOG = logging.getLogger(__name__)
@@ -215,6 +215,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: it was not written; earlier ones are intact. Or nothing has been trained yet.
+            ConfigError: a process has weights from before another one trained them further, for another pipeline.
             PenstockError: a run is under way (`every` saves within one), or the pipeline broke in an earlier one.
         """
         check_idle(self._pipeline, _WITHIN_A_RUN)
@@ -223,7 +224,16 @@ class Checkpoints:
             raise CheckpointError(
                 "there is nothing to save: nothing has been trained yet, and no checkpoint was loaded"
             )
-        failures = self._gather(self.wait(), "saving")  # wait for the previous one, as there is time now
+        stale = None
+        try:
+            check_fresh(self._pipeline)
+        except ConfigError as error:
+            stale = str(error)
+        found = self._gather([stale, self.wait()], "saving")  # wait for the previous one, as there is time now
+        stale = next((text for text, _ in found if text is not None), None)
+        if stale is not None:
+            raise ConfigError(stale)
+        failures = [failure for _, failure in found]
         if batch == self._written and not any(failures):
             return
         if batch == self._written:

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import signal
 import sys
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from penstock.cli.compare import compare
 from penstock.cli.failures import fail, said_of_usage
-from penstock.cli.launch import launch
 from penstock.cli.options import FLAG
-from penstock.cli.planning import plan, profile
-from penstock.cli.schedules import methods, show, simulate
-from penstock.cli.train import config, sample, train
-from penstock.cli.verify import verify
 from penstock.errors import InterruptedRunError, PenstockError, UnsavedRunError, WorkerError
 
 
 def _in_paragraphs(text: str) -> str:
     """Return a docstring with a line for each paragraph, which a terminal wraps where it ends."""
     return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+
+
+_MODULES = {
+    "methods": "schedules",
+    "show": "schedules",
+    "simulate": "schedules",
+    "train": "train",
+    "launch": "launch",
+    "sample": "train",
+    "config": "train",
+    "verify": "verify",
+    "compare": "compare",
+    "profile": "planning",
+    "plan": "planning",
+}
+"""The module of each command."""
 
 
 class _InPlainWords:
@@ -35,7 +46,7 @@ class _InPlainWords:
             said: dict[str, Any] = {"_get_number_range_help_str": lambda: None}
             if parameter.param_type_name == "argument":
                 said["display_type_rich"] = lambda **_: None
-            elif "--help" in parameter.opts:
+            elif parameter.is_flag:
                 said["metavar"] = FLAG
             vars(parameter).update(said)
         return parameters
@@ -49,16 +60,24 @@ class _Command(_InPlainWords, TyperCommand):
     """A command."""
 
 
-app = typer.Typer(
-    name="penstock",
-    cls=_Group,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for command in (methods, show, simulate, train, launch, sample, config, verify, compare, profile, plan):
-    app.command(cls=_Command, help=_in_paragraphs(command.__doc__ or ""))(command)
+def make_app(asked: str | None = None) -> typer.Typer:
+    """Return the application with all commands, or with the one that is asked for, if there is such a one.
+
+    Typer makes a validator for every argument of every command, which takes longer than some commands do.
+    """
+    app = typer.Typer(
+        name="penstock",
+        cls=_Group,
+        add_completion=False,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        callback=_options,
+    )
+    for name in (asked,) if asked in _MODULES else _MODULES:
+        command = getattr(import_module(f"penstock.cli.{_MODULES[name]}"), name)
+        app.command(cls=_Command, help=_in_paragraphs(command.__doc__ or ""))(command)
+    return app
 
 
 def _print_version(wanted: bool) -> None:
@@ -70,7 +89,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     _version: Annotated[
         bool, typer.Option("--version", metavar=FLAG, callback=_print_version, is_eager=True, help="Print the version.")
@@ -85,8 +103,9 @@ def main() -> None:
     A run of which no checkpoint could be written exits with 3; a command that is ended by a signal with 128 + its
     number, as in shells.
     """
+    arguments = sys.argv[1:] or ["--help"]
     try:
-        code: Any = app(args=sys.argv[1:] or ["--help"], prog_name="penstock", standalone_mode=False)
+        code: Any = make_app(arguments[0])(args=arguments, prog_name="penstock", standalone_mode=False)
     except WorkerError as error:
         if error.trace:
             sys.stderr.write(error.trace.rstrip() + "\n\n")

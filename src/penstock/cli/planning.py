@@ -54,7 +54,7 @@ def profile(
     microbatch_sizes: MicrobatchSizes = None,
     seconds: MeasuredSeconds = 0.3,
     links: Annotated[
-        bool, typer.Option("--links/--no-links", help="Measure the link between two processes, too.")
+        bool, typer.Option("--links/--no-links", metavar=FLAG, help="Measure the link between two processes, too.")
     ] = True,
     data: DataPath = None,
     changes: Changes = None,

@@ -282,7 +282,8 @@ def show(
     times = forward, backward / 2, backward / 2
     share = Costs((StageCost(*times),), latency), 1
     own, sizes = (file, rule, correction), (stages, microbatches)
-    proof, choice = _prove(method, own, sizes, changes, segments, order, in_flight, share, sharding)
+    with Console(stderr=True).status("proving the schedule"):  # a search for an order may take minutes
+        proof, choice = _prove(method, own, sizes, changes, segments, order, in_flight, share, sharding)
     schedule = proof.schedule
     span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
     costs = Costs.uniform(schedule, *times, latency=latency)
@@ -389,7 +390,8 @@ def simulate(
         share = Costs((StageCost(forward, backward_input, backward_weight),), latency, transfer), 1
     share = replace(share[0], left=left), share[1]
     own, sizes = (file, rule, correction), (stages, microbatches)
-    proof, choice = _prove(method, own, sizes, changes, segments, order, in_flight, share, sharding)
+    with Console(stderr=True).status("proving the schedule"):  # a search for an order may take minutes
+        proof, choice = _prove(method, own, sizes, changes, segments, order, in_flight, share, sharding)
     if per_stage is not None:
         costs = read_stage_costs(per_stage, proof.schedule.num_stages, latency, transfer)
     else:

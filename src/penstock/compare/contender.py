@@ -11,7 +11,7 @@ from penstock.checks import in_short, is_whole, no_option
 from penstock.errors import ConfigError
 from penstock.schedule.ir.in_flight import write_in_flight
 from penstock.schedule.ir.limits import MOST_BATCHES
-from penstock.schedule.ir.order import options_of as order_options
+from penstock.schedule.ir.order import order_options
 from penstock.schedule.methods.corrections import CORRECTIONS, options_of
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.method import Method

@@ -79,10 +79,16 @@ def check_same_blocks(blocks: Any, named: Mapping[str, Any]) -> None:
         named: the blocks at that time.
 
     Raises:
-        ConfigError: one was replaced, added or removed.
+        ConfigError: one was replaced, added or removed; or the container has got something of its own, such as a hook,
+            which would not be called.
     """
     if not isinstance(blocks, nn.Module):
         return
+    if (own := own_part(blocks)) is not None:
+        raise ConfigError(
+            f"{type(blocks).__name__} has got {own} since the pipeline was made, but a pipeline calls its children in "
+            "turn, not the model itself; put that on the first or the last block, or remove it"
+        )
     for name in blocks._modules.keys() | named.keys():
         now, before = blocks._modules.get(name), named.get(name)
         if now is not before:

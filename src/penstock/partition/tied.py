@@ -67,6 +67,46 @@ def find_ties(
     return [Tie(group, tuple(zip(*found, strict=True))) for group, found in sorted(grouped.items())], inside
 
 
+class KnownSharing:
+    """Notices parameters that blocks of several stages have come to share since a pipeline was made of them.
+
+    Args:
+        blocks: the model.
+        parts: names of the blocks of each stage.
+    """
+
+    def __init__(self, blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> None:
+        self._blocks, self._parts = blocks, parts
+        self._known = self._shared().keys()
+
+    def check(self) -> None:
+        """Make sure that there are no more of them.
+
+        Raises:
+            ConfigError: there are, as after ``head.weight = embedding.weight``.
+        """
+        for name, other in self._shared().items():
+            if name not in self._known:
+                raise ConfigError(
+                    f"{name} has become one parameter with {other}, of another stage, since the pipeline was made, "
+                    "which would go on training two; make a new Pipeline of the changed model (a checkpoint of this "
+                    "one can be loaded into it)"
+                )
+
+    def _shared(self) -> dict[str, str]:
+        """Return the names of parameters that stand in an earlier stage, too, with their names there."""
+        found: dict[str, str] = {}
+        first: dict[int, tuple[int, str]] = {}
+        for index, part in enumerate(self._parts):
+            for prefix in part:
+                block = self._blocks[prefix]
+                for key, parameter in block.named_parameters(prefix) if isinstance(block, nn.Module) else ():
+                    stage, name = first.setdefault(id(parameter), (index, key))
+                    if stage != index and parameter.requires_grad:
+                        found[key] = name
+        return found
+
+
 def _first_names(blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> tuple[dict[str, int], dict[str, str]]:
     """Return the stage of every trained parameter, and for further names of one object the first.
 

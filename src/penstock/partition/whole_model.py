@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from penstock.partition.followed_forward import CannotFollowError
+from penstock.partition.traced_blocks import BlockLines, blocks_of_forward, parts_of
+from penstock.partition.transformers_models import is_of_transformers, known_lines
+
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _CALL = nn.Module.__call__
 _PLAIN = "pass the parts of the model itself"
@@ -16,16 +20,17 @@ WRAPPERS = {
 
 _WIDTH = 100  # of a line of code that is shown
 
-_EMBEDDINGS = """\
-class Embeddings(torch.nn.Module):  # of tokens and of their positions
-    def __init__(self, parent):
+_OWN = """\
+class Part(torch.nn.Module):  # around what takes or returns more than one value
+    def __init__(self, part):
         super().__init__()
-        self.{tokens}, self.{places} = parent.{tokens}, parent.{places}
+        self.part = part
 
-    def forward(self, tokens):
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.{tokens}(tokens) + self.{places}(positions)
-"""
+    def forward(self, x):
+        return self.part(x)  # as the forward of the model calls it, with masks, positions and the like made here
+
+blocks = {'first': Part(model.first), 'second': model.second}  # in the order of the forward
+assert torch.equal(torch.nn.Sequential(*blocks.values())(inputs), model(inputs))  # in eval() mode, if it has dropout"""
 
 
 def own_part(container: nn.Module) -> str | None:
@@ -51,85 +56,46 @@ def in_place_of(model: nn.Module) -> str:
         return f"the model is of type {kind}; {WRAPPERS[kind]}"
     if kind == "OptimizedModule":  # of torch.compile
         return f"the model is compiled as a whole; {_PLAIN}, and compile each: for block in blocks: block.compile()"
-    if isinstance(model, CONTAINERS):
+    what = f"{kind} has {own_part(model)}, so it is one" if isinstance(model, CONTAINERS) else f"{kind} is one"
+    try:
+        made = _made(model)
+    except CannotFollowError as error:
         return (
-            f"{kind} has {own_part(model)}, so it is one module, which cannot be cut; pass the parts that its forward "
-            "calls one after the other, each with one value in and one out. If these are its children, and nothing "
-            "else:\n    blocks = dict(model.named_children())\n    pipeline = penstock.Pipeline(blocks, ...)"
+            f"{what} module, which cannot be cut, and its forward cannot be followed to find its parts: {error}. "
+            "Pass the parts that it calls one after the other, each with one value in and one out (a tensor, or a "
+            "tuple or dict of tensors):\n" + _indented(f"{_OWN}\n{_PIPELINE}\n{_BACK}")
         )
-    lines = [*_before(model), *_lines(model), "pipeline = penstock.Pipeline(blocks, ...)", *_after(model)]
     return (
-        f"{kind} is one module, which cannot be cut; pass the parts that its forward calls one after the other, each "
-        "with one value in and one out (or an nn.Sequential of them; what takes more, such as a mask, needs a module "
-        "around it that makes the rest). If these are all its parts, in this order:\n    "
-        + "\n    ".join(line for text in lines for line in text.splitlines())
+        f"{what} module, which cannot be cut; pass the parts that its forward calls one after the other, each "
+        f"with one value in and one out. These are they, for inputs without further arguments:\n{_indented(made)}"
     )
 
 
-def _before(model: nn.Module) -> list[str]:
-    """Say what a model of `transformers` needs so that its layers hide later tokens where nobody passes a mask."""
-    how = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return ['model.set_attn_implementation("sdpa")  # hides later tokens without a mask'] if how == "eager" else []
+_PIPELINE = "pipeline = penstock.Pipeline(blocks, ...)"
+_BACK = "weights = pipeline.full_state_dict(model)  # on all ranks; then, on rank 0: model.load_state_dict(weights)"
 
 
-def _after(model: nn.Module) -> list[str]:
-    """Say how trained weights come back, where names of blocks are not those of the model, or are nested."""
-    if not any(_is_chain(child) or _two_embeddings(child) for child in (model, *model.children())):
-        return []
-    return [
-        "weights = pipeline.full_state_dict(model)  # on all ranks; then, on rank 0: model.load_state_dict(weights)"
-    ]
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
 
 
-def _lines(model: nn.Module) -> list[str]:
-    """Write the blocks of a model as a dict."""
-    items, classes = _items(model, "")
-    one_line = f"blocks = {{{', '.join(items) or '...'}}}"
-    if len(one_line) <= _WIDTH:
-        return [*classes, one_line]
-    return [*classes, "blocks = {", *[f"    {item}," for item in items], "}"]
+def _made(model: nn.Module) -> str:
+    """Return the lines that make the blocks of a model, and take their weights back.
 
-
-def _items(module: nn.Module, path: str) -> tuple[list[str], list[str]]:
-    """Return the items of a dict, and the classes that they need."""
-    items: list[str] = []
-    classes: list[str] = []
-    children = dict(module.named_children())
-    two = _two_embeddings(module)
-    if two:
-        parent = f"model.{path}".removesuffix(".")
-        items.append(f"{path.removesuffix('.') or 'embeddings'!r}: Embeddings({parent})")
-        classes.append(_EMBEDDINGS.format(tokens=two[0], places=two[1]))
-    for name, child in children.items():
-        if name in two:
-            continue
-        if _is_chain(child):
-            inner, needed = _items(child, f"{path}{name}.")
-            items, classes = items + inner, classes + needed
-        else:
-            items.append(_spread(f"{path}{name}", child))
-    return items, classes
-
-
-def _two_embeddings(module: nn.Module) -> list[str]:
-    """Return the names of two embeddings that a model begins with, whose outputs it adds up; none otherwise."""
-    if isinstance(module, CONTAINERS):
-        return []
-    children = list(module.named_children())
-    leading = [name for name, child in children[:3] if isinstance(child, nn.Embedding)]
-    first = [name for name, _ in children[:2]]
-    return leading if leading == first and len(children) > len(first) else []
-
-
-def _is_chain(module: nn.Module) -> bool:
-    """Whether a child is a model of its own, with layers inside."""
-    return not isinstance(module, CONTAINERS) and any(isinstance(child, nn.ModuleList) for child in module.children())
-
-
-def _spread(name: str, child: nn.Module) -> str:
-    """Write a child as blocks: the parts of a container, or itself."""
-    if not isinstance(child, nn.Sequential | nn.ModuleList) or own_part(child) is not None:
-        return f"{name!r}: model.{name}"
-    if list(child._modules) == [str(i) for i in range(len(child))]:
-        return f"**{{f'{name}.{{i}}': block for i, block in enumerate(model.{name})}}"
-    return f"**{{f'{name}.{{part}}': block for part, block in model.{name}.named_children()}}"
+    Raises:
+        CannotFollowError: there are none that are known to be right.
+    """
+    if is_of_transformers(model):
+        lines = known_lines(model)
+        if lines is None:
+            raise CannotFollowError("models of transformers take masks, caches and more")
+        return f"{lines}\n{_PIPELINE}\n{_BACK}"
+    if type(model).forward is nn.Module.forward:
+        raise CannotFollowError("it has none")
+    code = BlockLines()
+    code.items = parts_of("", model)  # a TransformerEncoder
+    if not code.items:
+        code = blocks_of_forward(model)
+    one_line = f"blocks = {{{', '.join(code.items)}}}"
+    dictionary = "\n".join(["blocks = {", *[f"    {item}," for item in code.items], "}"])
+    return "\n".join([*code.classes, one_line if len(one_line) <= _WIDTH else dictionary, _PIPELINE, _BACK])

@@ -84,6 +84,8 @@ ADVICE = {
         ("lr", "learning_rate", "weight_decay"),
         "it belongs to the optimizer: optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3)",
     ),
+    "in_flight": "it goes with the number of microbatches: microbatches=penstock.Microbatches(8, in_flight='auto')",
+    **dict.fromkeys(("timeout", "waits"), "it goes with the group: group=penstock.Group(group, timeout=60.0)"),
     **dict.fromkeys(
         ("rank", "world_size", "num_gpus", "n_gpus"),
         "torchrun starts the processes; pass group=torch.distributed.group.WORLD",

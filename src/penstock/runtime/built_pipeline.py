@@ -12,6 +12,7 @@ from penstock.comm.mesh import groups_of_holders
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports, choose_transports
 from penstock.partition.blocks import Blocks
+from penstock.partition.tied import KnownSharing
 from penstock.runtime.engine.engine import Engine
 from penstock.runtime.engine.span_setup import SpanSetup
 from penstock.runtime.engine.spans import Spans
@@ -61,6 +62,7 @@ class BuiltPipeline:
         self._held = HeldElsewhere(named, blocks_here(plan, self.grid))
         self._ranks, self._adaptations = make_ranks(named, plan, self.grid, loss, optimizer), Adaptations()
         self._held.built()
+        self._sharing = KnownSharing(named, plan.parts)
         self._hooks = UpdateHooks()
         for stage in {stage.key.index: stage for stage in self._by_place()}.values():
             if isinstance(stage.weights, TrainedWeights):

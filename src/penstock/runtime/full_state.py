@@ -8,6 +8,7 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from torch import Tensor, nn
 
+from penstock.checks import in_brief
 from penstock.comm.collective.gather import collective, gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.tagged_group import Tag, TaggedGroup
@@ -16,6 +17,7 @@ from penstock.partition.blocks import block_of
 from penstock.stage.stage_runtime import StageRuntime
 
 _WHAT = "gathering the weights"
+_SHOWN = 5  # names in a message
 
 
 class HeldByRank0(dict[str, Tensor]):
@@ -33,9 +35,15 @@ class HeldByRank0(dict[str, Tensor]):
             "    if weights:\n        torch.save(weights, path)"
         )
 
+    def __copy__(self) -> HeldByRank0:
+        """Return another empty one."""
+        return HeldByRank0()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> HeldByRank0:
         """Return another empty one."""
         return HeldByRank0()
+
+    copy = __copy__
 
 
 def with_all_names(state: Mapping[str, Tensor], stages: Iterable[StageRuntime]) -> dict[str, Tensor]:
@@ -77,17 +85,17 @@ def with_the_rest(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Te
 
 
 def shares_of(
-    state: Mapping[str, Tensor], blocks: Sequence[str], own: Mapping[str, nn.Module]
+    state: Mapping[str, Tensor], blocks: Mapping[str, Any], own: Mapping[str, nn.Module]
 ) -> dict[str, dict[str, Tensor]]:
     """Return, by block, what a state of the whole model holds of it, by the names within the block.
 
     Args:
         state: by the names of `Pipeline.full_state_dict`.
-        blocks: the names of all blocks.
+        blocks: all of the model; those that are modules here take their share.
         own: those that have to be there as a whole.
 
     Raises:
-        ConfigError: something is unknown, missing, or of another shape.
+        ConfigError: something is unknown, missing, or of another shape; the message says all of it.
     """
     _check_tensors(state)
     shares: dict[str, dict[str, Tensor]] = {}
@@ -95,7 +103,7 @@ def shares_of(
         block = block_of(name, blocks)
         if block is None:
             raise ConfigError(
-                f"load_state_dict: {name} belongs to no block; they are named {', '.join(blocks[:3])}"
+                f"load_state_dict: {name} belongs to no block; they are named {', '.join(list(blocks)[:3])}"
                 f"{', ...' if len(blocks) > 3 else ''}. If these are the names of the unsplit model, load them into "
                 "that, on every rank; the pipeline takes its values over:\n    model.load_state_dict(state)"
             )
@@ -103,22 +111,49 @@ def shares_of(
     wanted = {f"{block}.{path}": t for block, module in own.items() for path, t in _tensors_of(module).items()}
     found = {id(t) for name, t in wanted.items() if name in state}  # under one of its names
     missing = [name for name, tensor in wanted.items() if id(tensor) not in found]
-    if missing:
+    unexpected, sizes = [], []
+    for block, share in shares.items():
+        module = own.get(block, blocks[block])
+        if not isinstance(module, nn.Module):
+            continue
+        known, renames = _tensors_of(module), _renames(module)
+        unexpected += [f"{block}.{path}" for path in share if path not in known and not renames]
+        sizes += [
+            f"size mismatch for {block}.{path}: copying a param with shape {share[path].shape} from checkpoint, the "
+            f"shape in current model is {tensor.shape}."
+            for path, tensor in known.items()
+            if path in share and share[path].shape != tensor.shape
+        ]
+    faults = [
+        *([f"Missing key(s) in state_dict: {_quoted(missing)}."] if missing else []),
+        *([f"Unexpected key(s) in state_dict: {_quoted(unexpected)}."] if unexpected else []),
+        *sizes[:_SHOWN],
+        *([f"and {len(sizes) - _SHOWN} more size mismatches."] if len(sizes) > _SHOWN else []),
+    ]
+    if faults:
         raise ConfigError(
-            f"load_state_dict: {missing[0]} is missing{f', and {len(missing) - 1} more' if missing[1:] else ''}; every "
-            "rank loads the state of the whole model, as full_state_dict() has returned it on rank 0"
+            "load_state_dict: nothing has been loaded; every rank loads the state of the whole model, as "
+            "full_state_dict() has returned it on rank 0:\n    " + "\n    ".join(faults)
         )
-    for name, tensor in wanted.items():
-        if name in state and state[name].shape != tensor.shape:
-            raise ConfigError(
-                f"load_state_dict: {name} has the shape {list(state[name].shape)}, in the pipeline {list(tensor.shape)}"
-            )
     return shares
+
+
+def _quoted(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(f'"{name}"' for name in names[:_SHOWN]) + more
+
+
+def _renames(module: nn.Module) -> bool:
+    """Whether a module may take names that it does not have: it has hooks for loading, or does that in its own way."""
+    return any(
+        part._load_state_dict_pre_hooks or not type(part)._load_from_state_dict.__module__.startswith("torch.")
+        for part in module.modules()
+    )
 
 
 def _check_tensors(state: Any) -> None:
     if not isinstance(state, Mapping):
-        raise ConfigError(f"load_state_dict takes what full_state_dict() returned, not {state!r:.80}")
+        raise ConfigError(f"load_state_dict takes what full_state_dict() returned, not {in_brief(state)}")
     other = next((name for name, tensor in state.items() if not isinstance(tensor, Tensor)), None)
     if other is not None:
         raise ConfigError(

@@ -43,7 +43,7 @@ class ModelWeights(BuiltPipeline):
 
         Raises:
             ConfigError: the blocks were not taken from that model, or modules have changed so that the optimizer could
-                not follow; here or on another rank.
+                not follow, or have weights from before another pipeline trained them further; here or on another rank.
             PenstockError: a run is under way.
             TransportError: a peer is dead, or did not call this in time.
         """
@@ -51,6 +51,7 @@ class ModelWeights(BuiltPipeline):
         stages = [stage for key, stage in self.stages.items() if key.direction == 0]  # others hold copies of them
         own, fault = {}, None
         try:  # the others must hear of a failure before it is raised here
+            self._held.check()
             own = with_all_names(self._state_of(stages, averaged), stages)
             if model is not None:
                 names = names_in(model, stages)
@@ -73,7 +74,12 @@ class ModelWeights(BuiltPipeline):
 
         Args:
             averaged: the averaged weights (`ema_decay`).
+
+        Raises:
+            ConfigError: another process has trained the stages here further, for another pipeline of the model.
         """
+        if self._spans.life.at_rest:
+            self._held.check()
         return self._state_of(self._by_place(), averaged)
 
     def _state_of(self, stages: Iterable[StageRuntime], averaged: bool) -> dict[str, Tensor]:
@@ -106,7 +112,7 @@ class ModelWeights(BuiltPipeline):
         blocks = self._given[1]
         here = dict(pair for stage in self._by_place() for pair in stage.module.named_modules())
         own = here | {name: blocks[name] for name in here if isinstance(blocks[name], nn.Module)}
-        shares = shares_of(state, list(blocks), own)
+        shares = shares_of(state, blocks, own)
         for name, share in shares.items():  # a block that another process trains has the same weights then
             block = own.get(name, blocks[name])
             if isinstance(block, nn.Module):

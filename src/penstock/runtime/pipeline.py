@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from penstock.comm.collective.polling import Waits
 from penstock.comm.core.rank_grid import RankGrid, check_group, warn_if_alone
 from penstock.comm.mesh import from_mesh
 from penstock.errors import CapabilityError, ConfigError
@@ -21,9 +20,10 @@ from penstock.partition.blocks import Blocks, check_same_blocks
 from penstock.runtime.attribute_hints import UserAdvice, names_checked
 from penstock.runtime.data.batch_source import Batches
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
-from penstock.runtime.options.division import DataParallel, InFlight, Partition
-from penstock.runtime.options.options import PipelineOptions, RunOptions
+from penstock.runtime.options.division import DataParallel, Microbatches, Partition
+from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.options.passes import Precision, Recompute, Staleness
+from penstock.runtime.options.run import Group, RunOptions
 from penstock.runtime.options.updates import UpdateOptions
 from penstock.runtime.plan.known_schedule import ranks_of
 from penstock.runtime.plan.method_choice import default_stages, request_for, with_options
@@ -65,7 +65,9 @@ class Pipeline(SavedStates, UserAdvice):
             of your own, a function as of `make_schedule`, which rank 0 alone calls and proves.
         stages: d, the number of stages (of ranks, if the method places several stages on one). By default, one for each
             rank that the group has for a pipeline.
-        microbatches: m, the number of microbatches that a batch is split into, for each of the parallel pipelines.
+        microbatches: m, the number of microbatches that a batch is split into, for each of the parallel pipelines; or a
+            `Microbatches`, with how many of them are in flight, such as ``Microbatches(8, in_flight="auto")``: as many
+            as the links between processes ask for, measured in the first batches (`Pipeline.in_flight`).
         loss: a function, (output, target) -> the mean over a microbatch, as torch's losses return it; or (sum, weight),
             such as the sum over tokens and their number. Updates are those of the mean over the whole batch: a mean
             counts by its samples (the length of the first dimension of the target, or of the output if the target has
@@ -94,22 +96,16 @@ class Pipeline(SavedStates, UserAdvice):
             of your own choice.
         partition: the number of blocks of each stage; or a `Partition`, with tied parameters and slices of sequences.
             Stages are balanced by the cost of blocks if None.
-        in_flight: how many microbatches are in flight on each rank, where the order of `method` has that option: of the
-            first rank, or a number for each; or "auto", as many as the links between processes ask for, measured in
-            the first batches (`Pipeline.in_flight`); or an `InFlight`, with a limit of the memory for it.
         divergence: what counts as a divergence, for `Pipeline.trouble`.
         seed: of the random numbers that blocks draw, such as dropout.
         group: a process group with one process per rank, the ranks of a pipeline next to each other; None to run all
             ranks in this process. Pipelines whose runs overlap in time need a group each. On GPUs messages travel over
             NCCL if the group has it (``init_process_group("cpu:gloo,cuda:nccl")``; the group is then the whole job),
-            else over gloo through the memory of the host, as they must where several ranks share a GPU.
-        timeout: seconds after which a missing message is an error during a run. Between runs, where all ranks meet, the
-            group's own time-out counts.
+            else over gloo through the memory of the host, as they must where several ranks share a GPU. Or a `Group`,
+            with the seconds after which a missing message is an error (300), and how a process waits for messages.
         device: where the blocks are moved to and compute: "auto" (a GPU if there is one), "cpu", "cuda" (processes of a
             machine take its GPUs in turns, by LOCAL_RANK), or one such as "cuda:1". By default they stay where they
             are. Batches may be anywhere; they are moved there. No GPU has run this yet.
-        waits: how a process waits for messages: "latency" by looking for them, "shared" asleep, which leaves its core
-            to others; "auto" sleeps where this process has less than a core of its own.
 
     Raises:
         ConfigError: model, schedule, options and group do not fit.
@@ -131,7 +127,7 @@ class Pipeline(SavedStates, UserAdvice):
         *,
         method: str | MethodChoice | OrderFunction | None = None,
         stages: int | None = None,
-        microbatches: int | None = None,
+        microbatches: int | Microbatches | None = None,
         loss: LossFunction | Mapping[int, LossFunction],
         optimizer: OptimizerFactory,
         lr_scheduler: SchedulerFactory | None = None,
@@ -142,42 +138,41 @@ class Pipeline(SavedStates, UserAdvice):
         data_parallel: int | DataParallel = 1,
         staleness: Correction | Staleness | None = None,
         partition: Sequence[int] | Partition | None = None,
-        in_flight: int | Sequence[int] | str | InFlight | None = None,
         divergence: Divergence | None = None,
         seed: int = 0,
-        group: dist.ProcessGroup | None = None,
-        timeout: float = 300.0,
+        group: dist.ProcessGroup | Group | None = None,
         device: str | torch.device | None = None,
-        waits: Waits = "auto",
     ) -> None:
         named = blocks_of(blocks, optimizer, lr_scheduler)
+        processes = group if isinstance(group, Group) else Group(group)
         options = PipelineOptions(
             data_parallel if isinstance(data_parallel, DataParallel) else DataParallel(data_parallel),
             precision if isinstance(precision, Precision) else Precision(precision),
             recompute if isinstance(recompute, Recompute) else Recompute(recompute),
             staleness if isinstance(staleness, Staleness) else Staleness(staleness),
             partition if isinstance(partition, Partition) else Partition(partition),
-            in_flight if isinstance(in_flight, InFlight) else InFlight(in_flight),
+            microbatches if isinstance(microbatches, Microbatches) else Microbatches(microbatches),
             UpdateOptions(
                 max_grad_norm=max_grad_norm, lr_scheduler=lr_scheduler, ema_decay=ema_decay, divergence=divergence
             ),
-            RunOptions(seed=seed, timeout=timeout, device=device, waits=waits),
+            RunOptions(seed=seed, timeout=processes.timeout, device=device, waits=processes.waits),
         )
-        mesh = options.data_parallel.mesh
+        mesh, split = options.data_parallel.mesh, options.microbatches
         correction, width = options.staleness.correction, options.data_parallel.width
+        group = processes.group
         check_group(group)
-        if isinstance(schedule, Schedule | Proof) and not (stages is None and microbatches is None):
+        if isinstance(schedule, Schedule | Proof) and not (stages is None and split.microbatches is None):
             raise ConfigError("a schedule has its stages and microbatches; leave stages and microbatches out")
         depth = partial(default_stages, width, group, mesh) if stages is None else stages
-        request, correction = request_for(schedule, method, correction, depth, microbatches)
-        request = with_options(request, options.in_flight.in_flight)
+        request, correction = request_for(schedule, method, correction, depth, split.microbatches)
+        request = with_options(request, split.in_flight)
         ranks = ranks_of(request)
         width, group = from_mesh(mesh, width, ranks, group)
         if group is None:
             warn_if_alone()
         check_loss(loss)  # on all ranks alike, so that none waits for one that has refused it
         options = options.changed(width=width, correction=correction)
-        grid = RankGrid(width, ranks, group, timeout)
+        grid = RankGrid(width, ranks, group, processes.timeout)
         plan = shared_plan(lambda known: UnprovenPlan.of(named, request, options, known), grid.control)
         self._build(plan, grid, blocks, named, loss, optimizer)
 
@@ -233,6 +228,7 @@ class Pipeline(SavedStates, UserAdvice):
                 reader; then, and after whatever the model itself raises, the pipeline is broken.
         """
         check_same_blocks(*self._given)
+        self._sharing.check()
         if save is not None:
             check_saving(save)
         if evaluate is not None:

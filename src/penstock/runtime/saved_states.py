@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from penstock.checks import in_brief
 from penstock.errors import ConfigError
+from penstock.runtime.data.data_position import DATA
 from penstock.runtime.rank.restore import SavedState, check_names, check_pipelines, has_older, restore
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.switching import Switching
@@ -17,7 +19,12 @@ class SavedStates(Switching):
     """The part of `Pipeline` that saves its state, and continues from one."""
 
     def snapshots(self) -> list[Snapshot]:
-        """Return a snapshot of every stage in this process, between two runs; together they are a saved state."""
+        """Return a snapshot of every stage in this process, between two runs; together they are a saved state.
+
+        Raises:
+            ConfigError: another process has trained the stages here further, for another pipeline of the model.
+        """
+        self._held.check()
         found: list[Snapshot] = []
         for snapshot in self._engine.snapshots():
             self._sink(found.append, snapshot)
@@ -29,13 +36,17 @@ class SavedStates(Switching):
             snapshot.own()
         known = self._adaptations.state()
         snapshot.facts.update({IN_FLIGHT: known} if known else {})
+        place = self._engine.position.state()
+        snapshot.facts.update({DATA: place} if place else {})
         sink(snapshot)
 
     def load(self, saved: SavedState) -> None:
         """Continue from a saved state, bit for bit; it may be of another depth, width or method.
 
-        Under another method, training begins with the newest weights of the state; double buffering begins with them
-        twice if it finds no older ones, as after a synchronous run. `Checkpoints.load` calls this.
+        The data of the next run are those that follow; a warning says so where they begin again with the first batch
+        that was trained on. Under another method, training begins with the newest weights of the state; double
+        buffering begins with them twice if it finds no older ones, as after a synchronous run. `Checkpoints.load` calls
+        this.
 
         Raises:
             ConfigError: this is no saved state.
@@ -44,13 +55,14 @@ class SavedStates(Switching):
         self._spans.life.check_idle()
         if not isinstance(saved, SavedState):
             raise ConfigError(
-                f"load takes a state that was saved with its facts, not {saved!r:.80}; to load a checkpoint: "
+                f"load takes a state that was saved with its facts, not {in_brief(saved)}; to load a checkpoint: "
                 "penstock.Checkpoints(pipeline, folder).load(); to begin with other weights: "
                 "pipeline.load_state_dict(weights)"
             )
         check_names(saved, [n for part in self.parts for n in part])
         check_pipelines(saved, self.combine, self.grid.width)
         self._adaptations.load(saved.facts.get(IN_FLIGHT, {}))
+        self._engine.position.load(saved.facts.get(DATA, {}))
         self._adopt(None)
         self._held.loaded()
         older = RULES[self.schedule.rule].bases == 2 and has_older(saved, self._plan.options.staleness.correction_name)
@@ -72,6 +84,15 @@ def save_between_runs(pipeline: SavedStates, saving: Saving) -> None:
     """Hand a snapshot of every stage in this process to the sink of `saving`, between two runs."""
     for snapshot in pipeline._engine.snapshots():
         pipeline._sink(saving.sink, snapshot, shares=saving.shares)
+
+
+def check_fresh(pipeline: SavedStates) -> None:
+    """Make sure that a pipeline has the weights to save; this is no collective call.
+
+    Raises:
+        ConfigError: another process has trained the stages here further, for another pipeline of the model.
+    """
+    pipeline._held.check()
 
 
 def check_idle(pipeline: SavedStates, instead: str = "") -> None:

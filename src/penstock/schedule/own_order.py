@@ -18,7 +18,7 @@ from penstock.schedule.ir.order import (
     check_options,
     make_order,
     name_of,
-    options_of,
+    order_options,
 )
 from penstock.schedule.ir.schedule import Action, Op, format_action, passes, split_fused, straight
 from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
@@ -42,7 +42,7 @@ def call_order(
     """
     name = name_of(function, ORDERS)
     check_options(function, options, ORDERS, asked)
-    defaults, ours = options_of(function), function in ORDERS.values()
+    defaults, ours = order_options(function), function in ORDERS.values()
     given = options.get("in_flight")
     if given in (AUTO, AUTO_DELAYED) and function in ASK_LINKS:  # no links are known: messages take no time
         options = {option: value for option, value in options.items() if option != "in_flight"}

@@ -10,7 +10,7 @@ from itertools import accumulate
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import ScheduleRequest, smallest_microbatches
 from penstock.schedule.ir.in_flight import AUTO, AUTO_DELAYED, check_in_flight, in_flight_on, write_in_flight
-from penstock.schedule.ir.order import check_options, options_of
+from penstock.schedule.ir.order import check_options, order_options
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
@@ -266,7 +266,7 @@ def choose_interleaved(
 
 def chunks_of(request: ScheduleRequest) -> int:
     """Return the stages on every rank of interleaved 1F1B."""
-    return int(request.options.get("chunks", options_of(ORDERS[_INTERLEAVED])["chunks"]))
+    return int(request.options.get("chunks", order_options(ORDERS[_INTERLEAVED])["chunks"]))
 
 
 def with_in_flight(request: ScheduleRequest, numbers: tuple[int, ...]) -> ScheduleRequest:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.schedule.machine.instructions import Lowered
-from penstock.simulate.compiled.code import coded
+from penstock.simulate.compiled.code import CodedSchedule, coded
 from penstock.simulate.compiled.evaluate import SpanTimes, evaluate
 from penstock.simulate.compiled.graph import EventGraph
 from penstock.simulate.compiled.joint import NotCompiledError
@@ -28,7 +28,7 @@ class CompiledSpan:
     """A span of a schedule, compiled for any number of costs.
 
     Args:
-        lowered: the schedule with its messages.
+        lowered: the schedule with its messages; or what `coded` makes of it, for several spans.
         batches: length of the span.
         transfers: whether messages occupy their lane for some time.
 
@@ -36,9 +36,10 @@ class CompiledSpan:
         NotCompiledError: the object machine has to play it; it does, and says why where ranks wait for ever.
     """
 
-    def __init__(self, lowered: Lowered, batches: int = 1, transfers: bool = False) -> None:
+    def __init__(self, lowered: Lowered | CodedSchedule, batches: int = 1, transfers: bool = False) -> None:
         self._transfers = transfers
-        self._graph: EventGraph = graph_of(coded(lowered), batches, transfers=transfers)
+        code = lowered if isinstance(lowered, CodedSchedule) else coded(lowered)
+        self._graph: EventGraph = graph_of(code, batches, transfers=transfers)
         if self._graph.steps.stuck:
             raise NotCompiledError("some ranks wait for ever")
 

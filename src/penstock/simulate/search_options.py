@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from penstock.schedule.ir.order import Options, options_of
+from penstock.schedule.ir.order import Options, order_options
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.orders import ORDERS
 from penstock.simulate.costs import Costs
@@ -38,7 +38,7 @@ def with_search_options(method: str, order: str | None, given: Options, costs: C
         ConfigError: there is no such method.
     """
     function = ORDERS.get(order or find_method(method).order)
-    known = {} if function is None else options_of(function)
+    known = {} if function is None else order_options(function)
     found = dict(given)
     if not set(_PASSES) <= known.keys():
         return found

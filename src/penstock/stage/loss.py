@@ -8,8 +8,10 @@ the result is the mean that plain torch takes over the whole batch.
 from __future__ import annotations
 
 import functools
+import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +62,24 @@ def _check_one(loss: Any) -> None:
     reduction = _reduction(loss)
     if reduction not in _MEANS:
         raise ConfigError(_reduces(reduction))
+    if (scaler := _scaler_in(loss)) is not None:
+        raise ConfigError(
+            f"loss uses a GradScaler, {scaler}: it would scale gradients, and nobody divides them before the update. "
+            "Leave it out; precision='fp16' brings a loss scale (Precision('fp16', loss_scale=LossScale(...)))"
+        )
+
+
+def _scaler_in(loss: Any) -> str | None:
+    """Return the name of an enabled GradScaler that a function names, or the object of a method has."""
+    owner = getattr(loss, "__self__", None) if not isinstance(loss, nn.Module) else loss
+    found: dict[str, Any] = dict(vars(owner)) if hasattr(owner, "__dict__") else {}
+    function = getattr(loss, "__func__", loss)
+    if inspect.isfunction(function):
+        with suppress(ValueError):  # a variable that it names has no value yet
+            names = inspect.getclosurevars(function)
+            found |= {**names.globals, **names.nonlocals}
+    scalers = (name for name, value in found.items() if isinstance(value, torch.amp.GradScaler) and value.is_enabled())
+    return next(scalers, None)
 
 
 def _reduces(reduction: str) -> str:

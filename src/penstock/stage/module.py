@@ -22,7 +22,7 @@ from penstock.stage.autograd.graph import open_inputs
 from penstock.stage.checks.absent_weights import hide
 from penstock.stage.checks.changed_modules import check_changes, find_parameters, take_over_values
 from penstock.stage.loss import LossFunction, sum_and_weight
-from penstock.stage.precision import cast, check_formats, kept_full
+from penstock.stage.precision import cast, check_formats, in_full, kept_full
 from penstock.stage.rng import BlockRng, RngKey
 
 _TRAINABLE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -277,7 +277,7 @@ class StageModule:
         return self.loss is not None
 
     def evaluate_loss(self, output: Any, target: Any, key: RngKey, sliced: bool = False) -> tuple[Tensor, float]:
-        """Compute the loss sum of a microbatch and its weight (`penstock.stage.loss`).
+        """Compute the loss sum of a microbatch and its weight (`penstock.stage.loss`), in float32 if in less before.
 
         Targets are counted where the data are, so that a GPU is not waited for.
 
@@ -290,7 +290,7 @@ class StageModule:
             self.rng.seed_block(LOSS, key)
         open_dataclasses(target)
         given, wants = detached(target)
-        result = self.loss(output, open_inputs(on_device(given, self.device), wants)[0])
+        result = self.loss(in_full(output, self.precision), open_inputs(on_device(given, self.device), wants)[0])
         if sliced and isinstance(result, Tensor):
             raise ConfigError(
                 f"{self.where}: with slices of sequences the loss must return (sum, weight), such as the sum over the "

@@ -60,6 +60,16 @@ def cast(value: Any, precision: torch.dtype | None) -> Any:
     )
 
 
+def in_full(value: Any, precision: torch.dtype | None) -> Any:
+    """Cast the tensors of a tree that are of a lower precision to float32, as autocast does before losses.
+
+    A mean over many classes or tokens has three digits in bfloat16; so have the gradients that begin with it.
+    """
+    if precision is None:
+        return value
+    return pytree.tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype == precision else x, value)
+
+
 def check_formats(error: RuntimeError, where: str, value: Any, precision: torch.dtype | None) -> None:
     """Explain what a block has raised, if it was given float32 where its weights are of a lower precision.
 

@@ -26,7 +26,7 @@ from penstock.schedule.methods.wave_lags import RECORD
 from penstock.train.config.lags_file import write_lags
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.run_samples import RunSamples
-from penstock.train.data.windows import Microbatches
+from penstock.train.data.windows import WindowMicrobatches
 from penstock.train.export.save_weights import save_weights
 from penstock.train.graceful_stop import DrainRequest
 from penstock.train.metrics_file import Metrics
@@ -187,7 +187,7 @@ class _Loop:
         self.reporter.adapted()
         self._evaluated(self.pipeline.evaluated())
 
-    def _data(self) -> Iterator[Microbatches]:
+    def _data(self) -> Iterator[WindowMicrobatches]:
         """Yield the remaining batches of the phase, until early stopping applies."""
         begin = self.pipeline.batches
         left = self.samples.batches(begin, max(self.config.batches - begin, 0))

@@ -40,6 +40,8 @@ _STYLES = {
     "I": ("black on dark_orange", "black on light_salmon1"),
     "W": ("black on gold3", "black on khaki1"),
     "R": ("white on dark_magenta", "black on plum2"),
+    "GATHER": ("white on deep_pink4", "black on pink1"),
+    "REDUCE": ("white on orange4", "black on tan"),
 }
 _IDLE, _BAR, _UPDATE, _LEFT_OUT = "·", "|", "┃", "⋯"
 _RED = "bold red"

@@ -124,8 +124,8 @@ def integer_targets() -> Script:
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 
-def judged_by(loss: Callable[[Any, Any], Any], batches: Any = None) -> Script:
-    return Script(around(nn.Tanh), regression() if batches is None else batches, loss)
+def judged_by(loss: Callable[[Any, Any], Any], batches: Any = None, **more: Any) -> Script:
+    return Script(around(nn.Tanh), regression() if batches is None else batches, loss, **more)
 
 
 def classes() -> list[tuple[Tensor, Tensor]]:
@@ -362,3 +362,51 @@ class ExampleReader(nn.Module):
     def forward(self, batch: Example) -> Tensor:
         found: Tensor = self.layer(batch.x) * batch.scale
         return found
+
+
+@habit(DATA)
+def shuffled_without_generator() -> Script:
+    """A `DataLoader(shuffle=True)` without a generator of its own."""
+    x, y = (torch.cat(parts) for parts in zip(*regression(), strict=True))
+    return Script(around(nn.Tanh), data.DataLoader(data.TensorDataset(x, y), batch_size=SAMPLES, shuffle=True))
+
+
+@habit(LOSSES)
+def running_loss() -> Script:
+    """A loss with a running mean in a buffer; gradients accumulated in plain torch, too."""
+    return judged_by(RunningLoss(), accumulates=True)
+
+
+class RunningLoss(nn.Module):
+    """Divides by the mean of the losses before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = F.mse_loss(output, target)
+        self.mean.mul_(0.9).add_(loss.detach(), alpha=0.1)
+        return loss / self.mean
+
+
+PENALTY = "the loss has the weights of its own stage only; use the `weight_decay` of the optimizer, or a step hook"
+
+
+@habit(LOSSES, Refused("belongs to no module", PENALTY))
+def penalty_of_weights() -> Script:
+    """A penalty of all weights in the loss (`sum(p.square().sum() for p in model.parameters())`)."""
+    script = judged_by(F.mse_loss)
+    weights = [p for block in script.blocks.values() if isinstance(block, nn.Module) for p in block.parameters()]
+    script.loss = lambda y, t: F.mse_loss(y, t) + 0.1 * sum(p.square().sum() for p in weights)
+    return script
+
+
+SCALED = "nobody would divide by the scale; `precision='fp16'` brings a loss scale"
+
+
+@habit(LOSSES, Refused("GradScaler", SCALED))
+def scaled_by_hand() -> Script:
+    """`GradScaler.scale` in the loss."""
+    scaler = torch.amp.GradScaler("cpu")
+    return judged_by(lambda output, target: scaler.scale(F.mse_loss(output, target)))

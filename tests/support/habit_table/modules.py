@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -209,6 +210,52 @@ class Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         return x - self.mean
+
+
+@habit(LAYERS)
+def codebook() -> Script:
+    """A codebook that the forward updates in place (VQ-VAE with an EMA); gradients accumulated in plain torch, too."""
+    return of(Codebook, accumulates=True)
+
+
+class Codebook(nn.Module):
+    """Replaces each vector by the nearest code, which follows what it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(6, WIDTH, dtype=F64))
+        self.register_buffer("counts", torch.ones(6, dtype=F64))
+        self.register_buffer("sums", self.codes.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = torch.cdist(x.detach(), self.codes).argmin(1)
+        if self.training:
+            chosen = F.one_hot(nearest, 6).to(F64)
+            self.counts.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+            self.sums.mul_(0.9).add_(chosen.T @ x.detach(), alpha=0.1)
+            self.codes.copy_(self.sums / self.counts[:, None])
+        return x + (self.codes[nearest] - x).detach()
+
+
+COUNTED_TWICE = "forwards that are run again count again, as under `torch.utils.checkpoint`; keep the count in a buffer"
+
+
+@habit(LAYERS, recompute=Differs(COUNTED_TWICE))
+def python_counter() -> Script:
+    """A count in a Python attribute (annealing); gradients accumulated in plain torch, too."""
+    return of(Annealed, accumulates=True)
+
+
+class Annealed(nn.Module):
+    """Grows with each forward in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return x * (1 + 0.1 * self.calls)
 
 
 # --- frozen and shared ------------------------------------------------------------------------------------------------
@@ -483,6 +530,47 @@ def pruned() -> Script:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
+@habit(HOOKS)
+def keyword_hooks() -> Script:
+    """`register_forward_hook(with_kwargs=True, always_call=True)`, and such a pre-hook."""
+
+    def make() -> nn.Module:
+        layer = linear()
+        layer.register_forward_pre_hook(lambda _, inputs, named: ((2 * inputs[0],), named), with_kwargs=True)
+        layer.register_forward_hook(lambda _, inputs, named, y: y + 1, with_kwargs=True, always_call=True)
+        return layer
+
+    return of(make)
+
+
+@habit(HOOKS)
+def replaced_forward() -> Script:
+    """A `forward` that is replaced on the object (`block.forward = ...`)."""
+
+    def make() -> nn.Module:
+        layer = linear()
+        forward = layer.forward
+        layer.forward = lambda x: 2 * forward(x)  # type: ignore[method-assign]
+        return layer
+
+    return of(make)
+
+
+@habit(RUNNING)
+def default_dtype() -> Script:
+    """`torch.set_default_dtype(torch.float64)` around the loop."""
+
+    @contextmanager
+    def in_double() -> Iterator[None]:
+        torch.set_default_dtype(F64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    return of(nn.Tanh, around=in_double)
+
+
 @habit(RUNNING)
 def compiled() -> Script:
     """`block.compile(backend="eager")`."""
@@ -734,6 +822,25 @@ class Experts(nn.Module):
             (rows,) = torch.where(chosen == i)
             y = y.index_add(0, rows, expert(x[rows]) * chances[rows, i, None])
         return x + y
+
+
+CLOSURE = "only modules bring their parameters with them; pass the module, and tie by `head.weight = table.weight`"
+
+
+@habit(SHARING, Refused("belongs to no module", CLOSURE))
+def tied_by_closure() -> Script:
+    """A function as a block that uses a weight of another stage (`lambda x: x @ first.weight`)."""
+    first = linear()
+    blocks = {"first": first, "second": nn.Tanh(), "third": lambda x: x @ first.weight, "head": linear()}
+    return Script(blocks, regression())
+
+
+@habit(SHARING)
+def shared_by_closure() -> Script:
+    """The same with a weight of its own stage."""
+    first = linear()
+    blocks = {"first": first, "second": lambda x: x @ first.weight, "third": nn.Tanh(), "head": linear()}
+    return Script(blocks, regression())
 
 
 @habit(SHARING)

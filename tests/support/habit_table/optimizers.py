@@ -176,6 +176,44 @@ def scheduled_by(make: Callable[[torch.optim.Optimizer], Any]) -> Script:
     return stepped_by(lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9), lr_scheduler=make)
 
 
+@habit(OPTIMIZERS)
+def lookahead() -> Script:
+    """An optimizer that wraps another one, with a `zero_grad` of its own (Lookahead)."""
+    return stepped_by(lambda named: Lookahead(torch.optim.SGD(named, lr=0.1, momentum=0.9)))
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Goes half of the way back to slow weights at every second step (arXiv 1907.08610)."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.steps = inner, 0
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        self.inner.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.steps += 1
+        for p, slow in self.slow.items() if self.steps % 2 == 0 else ():
+            p.copy_(slow.lerp_(p, 0.5))
+
+
+WHOLE = "one optimizer is made for each stage, of the parameters that the function gets"
+
+
+@habit(OPTIMIZERS, Refused("left out", WHOLE))
+def of_the_whole_model() -> Script:
+    """An optimizer of all parameters of the model (`SGD(model.parameters())`), for every stage."""
+    script = stepped_by(lambda named: torch.optim.SGD(named, lr=0.1))
+    everything = [p for block in script.blocks.values() for p in block.parameters()]
+    script.optimizer = lambda _: torch.optim.SGD(everything, lr=0.1)
+    return script
+
+
 @habit(SCHEDULERS)
 def step_lr() -> Script:
     """`StepLR`."""

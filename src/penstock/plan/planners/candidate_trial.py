@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 from typing import TypeAlias
 
@@ -13,22 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ScheduleError
-from penstock.plan.planners.block_chain import BlockChain, Floats, by_kind
-from penstock.plan.planners.foreseen import forecast
+from penstock.plan.planners.block_chain import BlockChain, Floats
+from penstock.plan.planners.foreseen import forecast, least_microbatches
+from penstock.plan.planners.known_schedules import KnownSchedules, ScheduleKey
 from penstock.plan.planners.two_bw import Sized, single_device_ways
 from penstock.plan.stages.devices import Devices
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Skipped, StageRating
 from penstock.plan.stages.two_bw_cost import bandwidths
-from penstock.schedule.build import prove
-from penstock.schedule.extend import extend
 from penstock.schedule.methods.find_method import find_method
-from penstock.schedule.proof.check import Proof
-from penstock.simulate.compiled.joint import NotCompiledError
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.held import HeldKind
-from penstock.simulate.memory.in_process_run import most_held
-from penstock.simulate.predict import CompiledSpan, predict
-from penstock.timeline import Bubble
 
 Cuts: TypeAlias = tuple[int, ...]
 """Where stages begin, and where the last one ends."""
@@ -37,8 +30,6 @@ NAME = "simulated"
 _MOST_PASSES = 1 << 16  # stages x microbatches of a schedule that is proven and simulated
 _MOST_CUTS = 256  # that are all simulated
 _SPANS = (3, 5)  # batches: what two more of them take
-_ALL_COUNT = ("gpipe", "2bw-eager")  # methods where what is held depends on the number of microbatches
-_PLAYED = 4  # batches, to find out what is held
 
 
 @dataclass(frozen=True)
@@ -63,59 +54,46 @@ class Candidate:
         """Per pipeline and batch."""
         return self.sized.microbatches // self.width
 
-    def bound(self, slowest: float, total: float) -> float:
-        """Return the seconds per sample that it takes at least, with a slowest stage and all stages of such times."""
-        flushes = find_method(self.method).rule == "flush"
-        batch = total + (self.microbatches - 1) * slowest if flushes else self.microbatches * slowest
+    @property
+    def schedule(self) -> ScheduleKey:
+        """What its schedule is known by."""
+        return ScheduleKey(self.method, self.depth, self.microbatches, self.width > 1)
+
+    def bound(self, chain: BlockChain, devices: Devices, slowest: float) -> float:
+        """Return the seconds per sample that it takes at least.
+
+        A stage is busy for m microbatches, and a lane of messages for m of these. With a flush the batch begins once
+        the forwards of the stages before have run, and ends with their backwards, the sums of gradients and updates of
+        the first; so if T is the time of the batch without these, m t_s + sum of t_i before s <= T for every stage,
+        hence T (1 - (1 - 1/m)^d) is at least the sum of all t.
+
+        Args:
+            chain: of its blocks.
+            devices: of whose links messages and sums of gradients take time.
+            slowest: at least so many seconds the slowest stage takes for a microbatch.
+        """
+        m, d = self.microbatches, self.depth
+        across, along = bandwidths(devices, self.width, d)
+        total, sums = float(chain.seconds[-1]), self.reduction(float(chain.parameters[0, -1]) / d, across)
+        hops = d - 1
+        message = float(chain.crossing[1:-1].min(initial=math.inf)) / along if hops else 0.0
+        steady = m * max(slowest, message)
+        if find_method(self.method).rule == "flush":
+            path = total + 2 * hops * (message + devices.latency)
+            batch = max(steady, path, total / (1 - (1 - 1 / m) ** d)) + sums
+        else:
+            batch = max(steady, sums)
         return batch / (self.sized.microbatches * self.sized.samples)
+
+    def reduction(self, parameters: float, bandwidth: float) -> float:
+        """Return the seconds of a sum of gradients over the replicas of a stage."""
+        return 2 * (self.width - 1) / self.width * parameters / bandwidth
 
     def __str__(self) -> str:
         """Return it in words."""
         size = f", microbatch {self.sized.samples}" if self.sized.samples > 1 else ""
         again = ", recompute" if self.recompute else ""
         return f"{self.method}, depth {self.depth}, width {self.width}{size}{again}"
-
-
-@dataclass
-class KnownSchedules:
-    """Schedules that have been proven for other candidates, and what their ranks hold.
-
-    Attributes:
-        decides: updates wait for a decision of all stages.
-        proofs: by method, depth and microbatches.
-        held: by method, depth, microbatches and whether blocks are recomputed: what each rank holds, moment by moment.
-    """
-
-    decides: bool = True
-    proofs: dict[tuple[str, int, int], Proof] = field(default_factory=dict)
-    held: dict[tuple[str, int, int, bool], list[list[dict[HeldKind, float]]]] = field(default_factory=dict)
-
-    def proof(self, method: str, depth: int, microbatches: int) -> Proof:
-        """Return the proof of a schedule.
-
-        Raises:
-            ScheduleError: there is none.
-        """
-        key = method, depth, microbatches
-        if key not in self.proofs:
-            self.proofs[key] = prove(*key, decides=self.decides)
-        return self.proofs[key]
-
-    def moments(self, method: str, depth: int, microbatches: int, recompute: bool) -> list[list[dict[HeldKind, float]]]:
-        """Return what each rank of a single pipeline holds at the moments that count.
-
-        With twice as many microbatches as stages it is as much as with more, for most methods.
-
-        Raises:
-            ScheduleError: there is no such schedule.
-        """
-        few = microbatches if method in _ALL_COUNT else min(microbatches, 2 * depth)
-        key = method, depth, few, recompute
-        if key not in self.held:
-            lowered = self.proof(method, depth, few).lowered
-            found = most_held(lowered, _PLAYED, blockwise=recompute)
-            self.held[key] = [[by_kind(each) for each in found[0, rank]] for rank in range(depth)]
-        return self.held[key]
 
 
 class CandidateTrial:
@@ -126,7 +104,6 @@ class CandidateTrial:
         self._limit = math.inf if devices.memory is None else devices.memory
         self._best: Cuts = ()
         self._held: list[Floats] = []
-        self._spans: dict[int, Callable[[list[Costs]], list[Bubble]]] = {}
 
     def plan(self, best: float) -> Plan | Skipped:
         """Return the plan, or why there is none that is faster than `best` seconds per sample."""
@@ -135,6 +112,9 @@ class CandidateTrial:
             return Skipped(
                 name, f"{of.depth} x {of.microbatches} passes are too many to prove it here ({_MOST_PASSES:,})"
             )
+        least = least_microbatches(of.method, of.depth)
+        if of.microbatches < least:
+            return Skipped(name, f"refused: it needs at least {least} microbatches for each pipeline")
         foreseen = [forecast(of.method, of.depth, of.microbatches, stage) for stage in range(of.depth)]
         chain = self._chain
         self._held = [chain.memory(f.buffers, [chain.in_flight(f.activations, f.scratch)]) for f in foreseen]
@@ -142,48 +122,27 @@ class CandidateTrial:
         if cuts is None:
             return self._too_large()
         times = np.diff(chain.seconds[list(cuts)])
-        bound = of.bound(float(times.max()), float(times.sum()))
+        bound = of.bound(chain, self._devices, float(times.max()))
         if bound >= best:
             return Skipped(
                 name, f"its best stages take {bound:.4g} s per sample at least, the best plan so far {best:.4g}"
             )
         try:
-            proof = self._proven()
-            self._held = self._memory(proof)
+            moments = self._known.moments(of.schedule, of.recompute)
         except ScheduleError as error:
             return Skipped(name, f"refused: {str(error).splitlines()[0]}")
+        self._held = [
+            chain.memory(f.buffers, here if f.scratch else [_without_scratch(each) for each in here])
+            for f, here in zip(foreseen, moments, strict=True)
+        ]
         cuts = self._cuts()
-        return self._too_large() if cuts is None else self._simulated(proof, cuts)
+        return self._too_large() if cuts is None else self._simulated(cuts)
 
     def _too_large(self) -> Skipped:
         least = sum(float(memory[0, -1]) for memory in self._held) / len(self._held) / self._of.depth
         return Skipped(
             str(self._of), f"does not fit: at least {least:.4g} bytes per device on average, {self._limit:.4g} there"
         )
-
-    def _proven(self) -> Proof:
-        """Return the proof of the schedule.
-
-        Raises:
-            ScheduleError: there is none.
-        """
-        of = self._of
-        proof = self._known.proof(of.method, of.depth, of.microbatches)
-        return extend(proof, reduces=True) if of.width > 1 else proof
-
-    def _memory(self, proof: Proof) -> list[Floats]:
-        """Return the bytes of each stage between each cut and each later one, as the runtime's ledger counts them.
-
-        Raises:
-            ScheduleError: there is no schedule.
-        """
-        of, chain = self._of, self._chain
-        moments = self._known.moments(of.method, of.depth, of.microbatches, of.recompute)
-        facts = proof.stages.values()
-        return [
-            chain.memory(each.buffers, [_without_scratch(m) if each.versions == 1 else m for m in here])
-            for each, here in zip(facts, moments, strict=True)
-        ]
 
     def _cuts(self) -> Cuts | None:
         """Return where stages begin and end, so that the slowest is fastest and all fit; None if they cannot."""
@@ -225,20 +184,11 @@ class CandidateTrial:
         """Return whether all stages fit."""
         return all(memory[ends] <= self._limit for memory, ends in zip(self._held, pairwise(cuts), strict=True))
 
-    def _batch_times(self, proof: Proof, several: list[Cuts]) -> list[float]:
+    def _batch_times(self, several: list[Cuts]) -> list[float]:
         """Return what one more batch of a long run takes, for each of several cuts."""
         costs = [self._costs(np.array(cuts)) for cuts in several]
-        short, long = (self._span(proof, batches)(costs) for batches in _SPANS)
+        short, long = (self._known.span(self._of.schedule, batches)(costs) for batches in _SPANS)
         return [(b.makespan - a.makespan) / (_SPANS[1] - _SPANS[0]) for a, b in zip(short, long, strict=True)]
-
-    def _span(self, proof: Proof, batches: int) -> Callable[[list[Costs]], list[Bubble]]:
-        """Return what predicts a span of so many batches, compiled once for all cuts if it can be."""
-        if batches not in self._spans:
-            try:
-                self._spans[batches] = CompiledSpan(proof.lowered, batches, transfers=True).bubbles
-            except NotCompiledError:
-                self._spans[batches] = partial(predict, proof.lowered, batches=batches)
-        return self._spans[batches]
 
     def _costs(self, cuts: npt.NDArray[np.intp]) -> Costs:
         """Return the times of stages and messages; all messages take the time of the largest."""
@@ -250,15 +200,15 @@ class CandidateTrial:
             tuple(StageCost(*map(float, each)) for each in zip(forwards, times - forwards, none, steps, strict=True)),
             latency=self._devices.latency,
             transfer=float(chain.crossing[cuts[1:-1]].max(initial=0.0)) / along,
-            collective=2 * (of.width - 1) / of.width * float(chain.parameters[cuts[:-1], cuts[1:]].max()) / across,
+            collective=of.reduction(float(chain.parameters[cuts[:-1], cuts[1:]].max()), across),
         )
 
-    def _simulated(self, proof: Proof, cuts: Cuts) -> Plan:
+    def _simulated(self, cuts: Cuts) -> Plan:
         """Return the plan with the cut that is simulated to be fastest, and what a batch takes."""
-        self._best, (batch,) = cuts, self._batch_times(proof, [cuts])
+        self._best, (batch,) = cuts, self._batch_times([cuts])
         for several in self._trials(cuts):
             if several:
-                times = self._batch_times(proof, several)
+                times = self._batch_times(several)
                 least = int(np.argmin(times))
                 if times[least] < batch:
                     self._best, batch = several[least], times[least]

@@ -23,6 +23,11 @@ METHODS = ("1f1b", "eager", "gpipe", "2bw", "2bw-eager")
 """Methods with one stage on each rank whose backward is one pass, as profiles know it."""
 
 
+def least_microbatches(method: str, depth: int) -> int:
+    """Return the fewest microbatches of a pipeline that the proof of a method accepts, the depth or more."""
+    return max(depth, 2 * (depth - 1)) if method == "2bw-eager" else depth
+
+
 def forecast(method: str, depth: int, microbatches: int, stage: int) -> StageForecast:
     """Return what the proof of a method derives for a stage, if there are as many microbatches as stages, or more.
 

@@ -1,22 +1,26 @@
 """The fastest run that fits: method, depth, width, microbatch size and recompute, rated by simulating the schedule.
 
-For every candidate a lower bound comes first: all compute evenly divided, with fill and drain where the method
-flushes. Candidates are taken in the order of their bounds, until the next bound is no better than the best plan. Each
-is cut where its slowest stage is fastest and every stage fits, by what its proof will say; if that is promising, it is
-proven, what it holds is played (`penstock.simulate.memory`), it is cut again by that, and simulated: what one more
-batch takes in a long run. Other cuts are simulated, too: all of them if they are few, otherwise those that differ by
-one block, as long as that helps.
+For every candidate a lower bound comes first: all compute evenly divided, messages and sums of gradients as small as
+can be, with fill and drain where the method flushes. Candidates are taken in the order of their bounds, until the next
+bound is no better than the best plan. Each is cut where its slowest stage is fastest and every stage fits, by what its
+proof will say; if that is promising, its messages are added, what it holds is played (`penstock.simulate.memory`), it
+is cut again by that, and simulated: what one more batch takes in a long run. Other cuts are simulated, too: all of them
+if they are few, otherwise those that differ by one block, as long as that helps. The schedule of the best plan is
+proven.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from penstock.errors import ConfigError
+import numpy as np
+
+from penstock.errors import ConfigError, ScheduleError
 from penstock.plan.planners.block_chain import BlockChain
-from penstock.plan.planners.candidate_trial import Candidate, CandidateTrial, KnownSchedules
+from penstock.plan.planners.candidate_trial import Candidate, CandidateTrial
 from penstock.plan.planners.foreseen import METHODS
+from penstock.plan.planners.known_schedules import KnownSchedules
 from penstock.plan.planners.two_bw import Sized, widths
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.devices import Devices
@@ -46,27 +50,63 @@ def simulated_plans(
         for s in sizes.values()
         for again in (False, True)
     }
-    candidates = []
-    for each in _candidates(sizes, devices):
-        total = float(chains[each.sized.samples, each.recompute].seconds[-1])
-        candidates.append((each.bound(total / each.depth, total), str(each), each))
-    best, skipped, refused = dict[str, Plan](), list[Skipped](), list[Skipped]()
-    schedules = KnownSchedules(decides)
-    for bound, name, each in sorted(candidates, key=lambda found: found[:2]):
-        known = best.get(each.method)
-        if known is not None and bound >= known.seconds_per_sample:
-            skipped.append(Skipped(name, f"takes {bound:.4g} s per sample at least, the best plan so far " +
-                                   f"{known.seconds_per_sample:.4g}"))  # fmt: skip
-            continue
-        chain = chains[each.sized.samples, each.recompute]
-        plan = CandidateTrial(each, chain, devices, schedules).plan(
-            math.inf if known is None else known.seconds_per_sample
-        )
-        if isinstance(plan, Skipped):
-            refused.append(plan)
-        elif known is None or plan.seconds_per_sample < known.seconds_per_sample:
-            best[each.method] = plan
-    return sorted(best.values(), key=lambda plan: plan.seconds_per_sample), [*refused, *skipped]
+    search = _Search(chains, devices, KnownSchedules(decides))
+    candidates = list(_candidates(sizes, devices))
+    for method in METHODS:
+        search.look_into([each for each in candidates if each.method == method])
+    return search.plans()
+
+
+class _Search:
+    """The best plan of every method so far, and what was skipped.
+
+    Args:
+        chains: of blocks, by samples of a microbatch and recompute.
+        devices: to plan for.
+        schedules: of all candidates.
+    """
+
+    def __init__(
+        self, chains: Mapping[tuple[int, bool], BlockChain], devices: Devices, schedules: KnownSchedules
+    ) -> None:
+        self._chains, self._devices, self._schedules = chains, devices, schedules
+        self._best: dict[str, tuple[Candidate, Plan]] = {}
+        self._skipped: list[Skipped] = []
+        self._refused: list[Skipped] = []
+
+    def look_into(self, candidates: Sequence[Candidate]) -> None:
+        """Look for the best plan among the candidates of one method, in the order of their bounds."""
+        bounded = []
+        for each in candidates:
+            chain = self._chains[each.sized.samples, each.recompute]
+            least = max(float(chain.seconds[-1]) / each.depth, float(np.diff(chain.seconds).max()))
+            bounded.append((each.bound(chain, self._devices, least), str(each), each, chain))
+        best: tuple[Candidate, Plan] | None = None
+        for bound, name, each, chain in sorted(bounded, key=lambda found: found[:2]):
+            seconds = math.inf if best is None else best[1].seconds_per_sample
+            if bound >= seconds:
+                self._skipped.append(
+                    Skipped(name, f"takes {bound:.4g} s per sample at least, the best plan so far {seconds:.4g}")
+                )
+                continue
+            plan = CandidateTrial(each, chain, self._devices, self._schedules).plan(seconds)
+            if isinstance(plan, Skipped):
+                self._refused.append(plan)
+            elif plan.seconds_per_sample < seconds:
+                best = each, plan
+        if best is not None:
+            self._best[best[0].method] = best
+
+    def plans(self) -> tuple[list[Plan], list[Skipped]]:
+        """Return the best plan of every method, the fastest of which has been proven, and what was skipped."""
+        ranked = sorted(self._best.values(), key=lambda found: found[1].seconds_per_sample)
+        while ranked:
+            try:
+                self._schedules.proof(ranked[0][0].schedule)
+                break
+            except ScheduleError as error:
+                self._refused.append(Skipped(str(ranked.pop(0)[0]), f"refused: {str(error).splitlines()[0]}"))
+        return [plan for _, plan in ranked], [*self._refused, *self._skipped]
 
 
 def _check_chain(graph: LayerGraph) -> None:

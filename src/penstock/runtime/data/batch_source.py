@@ -86,7 +86,7 @@ class BatchSource:
         self.failure: Exception | None = None
         self._spoiled: Exception | None = None  # what is wrong with a batch under way
         try:
-            self._batches = _iterator(batches)
+            self._batches = iterator_of(batches)
         except Exception as error:  # all ranks are told of it before it is raised
             self._batches, self.failure = iter(()), error
         self._m, self._width = microbatches, width
@@ -226,7 +226,12 @@ class BatchSource:
         return Sample(pair[0], pair[1], 0 if self._shared else checksum(pair), place < self._count[batch])
 
 
-def _iterator(batches: Any) -> Iterator[Any]:
+def iterator_of(batches: Any) -> Iterator[Any]:
+    """Return the iterator of data.
+
+    Raises:
+        DataError: they are no iterable.
+    """
     if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
         what = "a function; call it" if callable(batches) else type(batches).__name__
         raise DataError(f"batches must be an iterable of batches, such as a DataLoader or a list; got {what}")
@@ -247,7 +252,7 @@ class Portions:
     def next(self, count: int | None = None) -> Iterator[Any]:
         """Yield at most so many of the batches that are left; all if None."""
         if self._rest is None:
-            self._rest = _iterator(self._batches)
+            self._rest = iterator_of(self._batches)
         yield from islice(self._rest, count)
 
 

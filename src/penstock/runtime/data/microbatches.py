@@ -79,7 +79,7 @@ def _either(number: int) -> str:
     return (
         f"batch {number} is a list of two pairs, which could be a whole batch (inputs, targets) of pairs, or two "
         "microbatches (input, target). A whole batch is a tuple:\n    batches = (tuple(batch) for batch in loader)\n"
-        "and microbatches are tuples:\n    batches = ([tuple(pair) for pair in batch] for batch in batches)"
+        "and microbatches are tuples:\n    batches = ([tuple(pair) for pair in batch] for batch in loader)"
     )
 
 

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock.comm.core.rank_grid import RankKey
 from penstock.errors import ConfigError
 from penstock.runtime.data.batch_source import Batches, Portions
+from penstock.runtime.data.data_position import DataPosition
 from penstock.runtime.engine.span_setup import SpanSetup
 from penstock.runtime.engine.spans import Spans
 from penstock.runtime.execute.evaluation import Evaluating, readable
@@ -46,6 +48,7 @@ class Engine:
 
     Attributes:
         life: whether the pipeline is at rest.
+        position: the place of the run in its data.
     """
 
     def __init__(self, setup: SpanSetup, spans: Spans) -> None:
@@ -53,6 +56,7 @@ class Engine:
         self.life = spans.life
         self._data: Iterator[Any] | None = None  # of the current run, if it was an iterator
         self._stop = setup.ranks[0].stop
+        self.position = DataPosition(RankKey(0, setup.schedule.stage_at[0, 0].rank) in setup.grid.local)
 
     def train(
         self,
@@ -72,7 +76,7 @@ class Engine:
             raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
         self.life.check_idle()
         self._stop.reset()
-        batches = self._with_unread(batches)
+        batches = self.position.observed(self._with_unread(batches), self._spans.batches)
         halt = halts()
         if halt is None:
             yield from self._train_spans(batches, save, evaluate)

@@ -6,7 +6,10 @@ import math
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import ConfigError, PenstockError
@@ -20,7 +23,9 @@ from penstock.runtime.execute.span_borders import SpanBorders
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.snapshot import Saving
 from penstock.stage.checks.held_elsewhere import HeldElsewhere
-from penstock.stage.checks.touched_gradients import GradientWatch
+from penstock.stage.checks.touched_parameters import ParameterWatch
+from penstock.stage.stage_runtime import StageRuntime
+from penstock.stage.stage_weights import TrainedWeights
 
 
 class Spans:
@@ -50,9 +55,7 @@ class Spans:
         self._schedules = Schedules(ranks[0].lr_scheduler, stages, grid)
         self._borders = SpanBorders(grid, ranks, combine, held)
         alone = grid.group is None or (grid.width == 1 and not any(stage.ties for stage in stages))
-        self._watch = GradientWatch(  # where no sum may be changing gradients beside the caller
-            stage.module for stage in (stages if alone else ())
-        )
+        self._watch = ParameterWatch([stage.module for stage in stages], partial(_stepped, stages), alone=alone)
         entrances = {n.rank for n in setup.schedule.stages if not setup.schedule.predecessors[n.index]}
         self._stop.alone = grid.group is None or grid.width * len(entrances) == 1
         self.reporter = ranks[setup.last if grid.group is None else 0]
@@ -139,13 +142,13 @@ class Spans:
     ) -> Iterator[Report]:
         """Yield reports until the pipeline is empty again, also when the caller leaves the loop early."""
         count, self.life.running = 0, True
+        self._watch.begin()
         try:
             try:
                 for report in reports:
                     count += 1
-                    self._watch.note()
-                    yield report
-                    self._watch.check()
+                    with self._watch.away(summing=self._grid.group is not None and _summing(parties)):
+                        yield report
             except GeneratorExit:  # the caller has left the loop: finish what is under way
                 if not self.life.abandoned and not sys.is_finalizing():  # at exit, no module can be relied on
                     self._left_after = self.batches + count - 1
@@ -176,3 +179,13 @@ class Spans:
                     for stage in state.stages.values():
                         stage.restore()
                         stage.weights.end_span()
+
+
+def _summing(parties: Sequence[Executor | Evaluator]) -> bool:
+    return any(isinstance(party, Executor) and party.summing for party in parties)
+
+
+def _stepped(stages: Sequence[StageRuntime]) -> list[Tensor]:
+    """Return what the optimizers of some stages step."""
+    weights = [stage.weights for stage in stages]
+    return [p for each in weights if isinstance(each, TrainedWeights) for p in each.updater.parameters.values()]

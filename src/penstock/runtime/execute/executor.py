@@ -56,6 +56,11 @@ class Executor:
         self._period, self._epilogue = (bind(part, self._span) for part in (program.period, program.epilogue))
         self._rejected = bind(program.rejected, self._span) or self._period  # from a VALIDATE on that rejects
 
+    @property
+    def summing(self) -> bool:
+        """Whether gradients of this rank may be added to those of others at this moment."""
+        return self._span.updates.summing
+
     def close(self) -> None:
         """Stop whatever runs in the background."""
         self._links.close()

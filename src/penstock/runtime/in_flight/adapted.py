@@ -95,7 +95,7 @@ def adapt(plan: PipelinePlan, measured: Measured, batch: int) -> AdaptedInFlight
         measured: on all ranks.
         batch: the first one that is trained so.
     """
-    request, limit = plan.auto, plan.options.in_flight.in_flight_bytes
+    request, limit = plan.auto, plan.options.microbatches.in_flight_bytes
     assert request is not None
     choice = _choose(request, measured, plan.proof, limit)
     window = _window(request, choice, measured)

@@ -113,24 +113,29 @@ class Partition(ShortRepr):
 
 
 @dataclass(frozen=True, repr=False)
-class InFlight(ShortRepr):
-    """How many microbatches are in flight on each rank: begun there, and their backwards not yet (docs/orders.md).
+class Microbatches(ShortRepr):
+    """Into how many microbatches a batch is split, and how many of them are in flight (docs/orders.md).
 
     Attributes:
-        in_flight: of the method's order: of the first rank, or one number for every rank; or "auto": between processes
+        microbatches: m, for each of the parallel pipelines. None where a schedule is given, which has its own.
+        in_flight: how many are in flight on each rank (begun there, and their backwards not yet), where the order of
+            the method has that option: of the first rank, or one number for every rank; or "auto": between processes
             the first batches are measured, and the run goes on with as many as hide the time of messages, but without
             reading weights later; "auto+delay" may do that, too. What the method itself has if None.
         in_flight_bytes: with "auto", the most bytes of activations on a rank; any number if None.
 
     Raises:
-        ConfigError: it is no such number or word.
+        ConfigError: one is no such number or word.
     """
 
+    microbatches: int | None = None
     in_flight: int | Sequence[int] | str | None = None
     in_flight_bytes: float | None = None
 
     def __post_init__(self) -> None:
         """Check each by itself."""
+        if self.microbatches is not None:
+            check_whole("microbatches", self.microbatches)
         if isinstance(self.in_flight, str):
             object.__setattr__(self, "in_flight", read_in_flight(self.in_flight))
         check_number("in_flight_bytes", self.in_flight_bytes, "2e9")

@@ -9,53 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, get_args
+from typing import Any
 
-import torch
-
-from penstock.checks import is_number
-from penstock.comm.collective.polling import Waits
 from penstock.errors import ConfigError
-from penstock.runtime.options.division import DataParallel, InFlight, Partition
+from penstock.runtime.options.division import DataParallel, Microbatches, Partition
 from penstock.runtime.options.passes import Precision, Recompute, Staleness
+from penstock.runtime.options.run import RunOptions
 from penstock.runtime.options.updates import UpdateOptions
 from penstock.schedule.transforms.batch_ops import what_decides
 from penstock.weights.decision import Policy
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What belongs to a run as a whole.
-
-    Attributes:
-        seed: of the random numbers that blocks draw (`penstock.stage.rng`).
-        timeout: seconds after which a missing message is an error; between runs, where all ranks meet, the group's own
-            time-out counts.
-        device: where ranks compute: "auto", "cpu", "cuda" (ranks of a machine take its GPUs in turns), one such as
-            "cuda:1", or where the blocks are if None.
-        waits: how a process waits for messages: "latency", "shared" or "auto" (`penstock.comm.collective.polling`).
-        compile: blocks that are modules are compiled by torch.compile, each for every shape that it gets.
-
-    Raises:
-        ConfigError: a value is no such number, or no such name.
-    """
-
-    seed: int = 0
-    timeout: float = 300.0
-    device: str | torch.device | None = None
-    waits: Waits = "auto"
-    compile: bool = False
-
-    def __post_init__(self) -> None:
-        """Check each by itself."""
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ConfigError(f"seed must be a whole number; got {self.seed!r:.80}")
-        if not is_number(self.timeout) or not self.timeout > 0:
-            raise ConfigError(f"timeout must be a number of seconds above 0; got {self.timeout!r:.80}")
-        if not isinstance(self.compile, bool):
-            raise ConfigError(f"compile must be True or False; got {self.compile!r:.80}")
-        if self.waits not in get_args(Waits):
-            raise ConfigError(f"waits must be one of {', '.join(get_args(Waits))}; got {self.waits!r:.80}")
 
 
 @dataclass(frozen=True)
@@ -71,7 +33,7 @@ class PipelineOptions:
     recompute: Recompute = field(default_factory=Recompute)
     staleness: Staleness = field(default_factory=Staleness)
     partition: Partition = field(default_factory=Partition)
-    in_flight: InFlight = field(default_factory=InFlight)
+    microbatches: Microbatches = field(default_factory=Microbatches)
     update: UpdateOptions = field(default_factory=UpdateOptions)
     run: RunOptions = field(default_factory=RunOptions)
 

@@ -22,7 +22,7 @@ from penstock.schedule.ir.sharding import Sharding
 _MAY_DIFFER = frozenset({"timeout", "device", "waits", "compile"})
 """What concerns one process alone."""
 
-_COMPARED_ELSEWHERE = frozenset({"in_flight", "balance"})
+_COMPARED_ELSEWHERE = frozenset({"microbatches", "in_flight", "balance"})
 """What is part of the schedule, or of the blocks of each stage."""
 
 _LONGEST = 160  # characters of a text

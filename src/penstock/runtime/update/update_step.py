@@ -63,6 +63,11 @@ class Updates:
         self._votes: dict[tuple[Stage, int], Ticket] = {}
         self._squares: dict[tuple[Stage, int], Ticket] = {}  # of gradients that may change before the vote is over
 
+    @property
+    def summing(self) -> bool:
+        """Whether sums of gradients, or gathers of what was updated from them, may be under way."""
+        return self.gathers is not None or any(not t.done for sums in self._sums.values() for _, t in sums)
+
     def reduce(self, stage: StageRuntime, batch: int) -> None:
         """Begin to add the gradient of a batch to those of all that hold the same weights."""
         members, me = self._holders[stage.key.index], Holder(self._pipeline, stage.key)

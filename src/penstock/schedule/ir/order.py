@@ -49,7 +49,7 @@ Options = Mapping[str, Any]
 NO_OPTIONS: Options = MappingProxyType({})
 
 
-def options_of(function: OrderFunction) -> dict[str, Any]:
+def order_options(function: OrderFunction) -> dict[str, Any]:
     """Return the options of an order function and their defaults."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
@@ -72,10 +72,10 @@ def check_options(
     Raises:
         ConfigError: an option is missing.
     """
-    known, name = options_of(function), asked or f"order {name_of(function, others)}"
+    known, name = order_options(function), asked or f"order {name_of(function, others)}"
     for option in options:
         if option not in known:
-            owners = ", ".join(name for name, other in others.items() if option in options_of(other))
+            owners = ", ".join(name for name, other in others.items() if option in order_options(other))
             hint = f" Remove it, or choose an order that has it: {owners}" if owners else ""
             raise ConfigError(no_option(name, option, known) + hint)
 

@@ -167,13 +167,13 @@ class Machine:
     def _advance(self, rank: int, woken: set[int]) -> None:
         """Run one rank until it has to wait or its queue is empty."""
         queue, arrived, clock = self._queues[rank], self._arrived[rank], self.clock
-        duration, observer = self._duration, self.observer
+        duration, observer, collects = self._duration, self.observer, self._collects
         while queue:
             segment = queue[0]
             instructions, t, offset = segment.instructions, segment.t, segment.t * self._m
             for place in range(segment.place, len(instructions)):
                 action, route, needs, _, awaits = instructions[place]
-                op, _, unit, _, parts, *_ = action
+                op, unit = action[0], action[2]
                 first = unit[0] + offset
                 if route >= 0:
                     if first < 0:
@@ -182,6 +182,7 @@ class Machine:
                     if not post(rank, Message(route, first), woken):
                         break
                     continue
+                parts = action[4]
                 if unit[3] is Kind.BATCH:
                     first = unit[0] + t
                     if unit[4] > 1 and (first + 1) % unit[4]:
@@ -196,7 +197,7 @@ class Machine:
                         awaits = tuple([k for k in awaits if k.first + offset >= 0])
                 elif first < 0:
                     continue
-                if self._collects:
+                if collects:
                     if is_collective(action):
                         self._issue(rank, action, t, first, woken)
                         continue
@@ -213,7 +214,7 @@ class Machine:
                     if ready is None:
                         break
                     start = max(start, ready)
-                if self._collects:
+                if collects:
                     start = max(start, self._collectives.done(action, first, t))
                 end = clock[rank] = start + duration(action)
                 if observer is not None:
@@ -235,6 +236,8 @@ class Machine:
     def _take(arrived: dict[Message, float], needs: tuple[Message, ...], offset: int) -> float | None:
         """Consume the messages an action needs: when the last of them arrived, or None if one has not."""
         keys = [Message(route, first + offset) for route, first in needs] if offset else needs
+        if len(keys) == 1:
+            return arrived.pop(keys[0], None)
         latest = 0.0
         for key in keys:
             time = arrived.get(key)
@@ -251,7 +254,9 @@ class Machine:
         room = lane.room_to_send()
         if room is None:
             return False
-        post = self._wait_until(rank, room)
+        post = self.clock[rank]
+        if room > post:
+            post = self._wait_until(rank, room)
         lane.sent += 1
         if lane.recvs:
             wanted, ready = lane.recvs.popleft()

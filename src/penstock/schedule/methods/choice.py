@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.checks import no_option
 from penstock.errors import ConfigError
-from penstock.schedule.ir.order import options_of
+from penstock.schedule.ir.order import order_options
 from penstock.schedule.methods.compatibility import correction_options
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.find_method import find_method
@@ -54,7 +54,7 @@ def method(name: str, **options: Any) -> MethodChoice:
         ConfigError: there is no such method or option, or an option has a value that it does not take.
     """
     row = find_method(name)
-    of_order, of_correction = options_of(ORDERS[row.order]), CORRECTIONS[row.correction].options
+    of_order, of_correction = order_options(ORDERS[row.order]), CORRECTIONS[row.correction].options
     unknown = [option for option in options if option not in {*of_order, *of_correction}]
     if "sync" in unknown:
         raise ConfigError(

@@ -64,9 +64,13 @@ def find_method(name: str) -> Method:
 
 
 def _nearest_rows(key: str) -> list[str]:
-    """Return the names of the three rows that are spelled most like `key`, by name or, if not quite as near, alias."""
+    """Return the names of the three rows that are spelled most like `key`, by name or, if not quite as near, alias.
+
+    None where not even the nearest is similar.
+    """
     alike = {
         row.name: max(similarity(key, row.name), *(similarity(key, alias) - 0.01 for alias in row.aliases), 0.0)
         for row in METHODS.values()
     }
-    return sorted((name for name in alike if alike[name] > _SIMILAR), key=lambda name: -alike[name])[:3]
+    near = sorted(alike, key=lambda name: -alike[name])[:3]
+    return near if alike[near[0]] > _SIMILAR else []

@@ -8,8 +8,9 @@ schedule limits the places, so that the next gradient waits for one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from fractions import Fraction
+from math import lcm
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
@@ -56,10 +57,12 @@ def shard_facts(schedule: Schedule, batches: int) -> tuple[RankShards, ...]:
 
 
 def _of_rank(schedule: Schedule, rank: int, batches: int) -> RankShards:
-    share = {stage: Fraction(1, schedule.chunks[stage]) for stage in schedule.on_rank(rank)}
+    stages = schedule.on_rank(rank)
+    unit = lcm(*(schedule.chunks[stage] for stage in stages))  # of the rank's whole share, so that shares are whole
+    share = {stage: unit // schedule.chunks[stage] for stage in stages}
     period, sharding = schedule.programs[rank].period, schedule.sharding
-    counts = _most_whole(schedule, rank, batches, lambda _: Fraction(1))
-    shares = _most_whole(schedule, rank, batches, share.__getitem__)
+    counts = _most_whole(schedule, rank, batches, dict.fromkeys(stages, 1))
+    shares = _most_whole(schedule, rank, batches, share)
     for what, found, limit in (
         ("stages are gathered", counts.gathered, sharding.weights),
         ("full-size gradients accumulate", counts.adding, sharding.gradients),
@@ -69,19 +72,17 @@ def _of_rank(schedule: Schedule, rank: int, batches: int) -> RankShards:
                 f"{schedule.name}: on rank {rank} {found} {what} at once, but the schedule allows {limit} "
                 f"({sharding}); free one before the next begins, or allow more"
             )
-    gradients, largest = int(counts.gradients), max(share.values(), default=Fraction(0))
-    waiting, held = Fraction(0), shares.gradients
+    gradients, largest = counts.gradients, max(share.values(), default=0)
+    waiting, held = 0, shares.gradients
     if sharding.gradients is not None and gradients > sharding.gradients:
         gradients, held = sharding.gradients, min(held, sharding.gradients * largest)
         waiting = shares.waiting
     return RankShards(
         sum(a.op is Op.GATHER for a in period),
         sum(a.op is Op.REDUCE for a in period),
-        int(counts.gathered),
+        counts.gathered,
         gradients,
-        shares.gathered,
-        held,
-        waiting,
+        *(Fraction(each, unit) for each in (shares.gathered, held, waiting)),
     )
 
 
@@ -98,48 +99,48 @@ def sums_wait(schedule: Schedule, rank: int, low_precision: bool = False) -> boo
     limit = schedule.sharding.gradients
     if limit is None or (RULES[schedule.rule].update is Update.ROTATE and not low_precision):
         return False
-    return _most_whole(schedule, rank, _SETTLED, lambda _: Fraction(1)).gradients > limit
+    return _most_whole(schedule, rank, _SETTLED, dict.fromkeys(schedule.on_rank(rank), 1)).gradients > limit
 
 
 class _Most(NamedTuple):
-    gathered: Fraction
-    adding: Fraction  # gradients between their first backward and their REDUCE
-    gradients: Fraction  # between their first backward and their STEP
-    waiting: Fraction  # shards between their first REDUCE and their STEP
+    gathered: int
+    adding: int  # gradients between their first backward and their REDUCE
+    gradients: int  # between their first backward and their STEP
+    waiting: int  # shards between their first REDUCE and their STEP
 
 
-def _most_whole(schedule: Schedule, rank: int, batches: int, size: Callable[[Stage], Fraction]) -> _Most:
+def _most_whole(schedule: Schedule, rank: int, batches: int, sizes: Mapping[Stage, int]) -> _Most:
     """Return the most of everything in the order of a rank's actions, each stage counting by its size."""
     gathered: set[object] = set()
-    adding, gradients, waiting = (dict[tuple[Stage, int], Fraction]() for _ in range(3))
-    most = [Fraction(0)] * 4
+    adding, gradients, waiting = (dict[tuple[Stage, int], int]() for _ in range(3))
+    most = [0] * 4
     weights = schedule.sharding.level is Level.FULL
-    now = Fraction(0)
+    now = 0
     for action in schedule.actions(rank, batches):
         for p in passes(action):
-            now += _gathered(p, gathered, size) if weights else 0
+            now += _gathered(p, gathered, sizes) if weights else 0
             batch = p.unit.first // schedule.microbatches if p.op in ADDING else p.unit.first
             key = p.stage, batch
             if p.op in ADDING:
-                adding[key] = gradients[key] = size(p.stage)
+                adding[key] = gradients[key] = sizes[p.stage]
             elif p.op is Op.REDUCE:
                 adding.pop(key, None)
-                waiting[key] = size(p.stage)
+                waiting[key] = sizes[p.stage]
             elif p.op is Op.STEP:
                 gradients.pop(key, None)
                 waiting.pop(key, None)
-        whole = now, *(sum(each.values(), Fraction(0)) for each in (adding, gradients, waiting))
+        whole = now, *(sum(each.values()) for each in (adding, gradients, waiting))
         most = [*map(max, most, whole)]
     return _Most(*most)
 
 
-def _gathered(action: Action, gathered: set[object], size: Callable[[Stage], Fraction]) -> Fraction:
+def _gathered(action: Action, gathered: set[object], sizes: Mapping[Stage, int]) -> int:
     """Return by how much an action changes what is gathered."""
     key = action.stage, action.reads
     if action.op is Op.GATHER and key not in gathered:
         gathered.add(key)
-        return size(action.stage)
+        return sizes[action.stage]
     if action.op is Op.RELEASE and key in gathered:
         gathered.remove(key)
-        return -size(action.stage)
-    return Fraction(0)
+        return -sizes[action.stage]
+    return 0

@@ -67,6 +67,11 @@ def check_changes(before: FoundParameters, now: FoundParameters, trained: Mappin
         what = "is new" if path in now.paths else "is gone"
         raise ConfigError(f"{where}: {path} {what} since the pipeline was made, but its optimizer is not; {_INSTEAD}")
     for path, name in before.paths.items():
+        if now.paths[path] != name and name == path:
+            raise ConfigError(
+                f"{where}: {path} has become one parameter with {now.paths[path]} since the pipeline was made, which "
+                f"would go on training two; {_INSTEAD}"
+            )
         if now.paths[path] != name:
             raise ConfigError(
                 f"{where}: {path} and {name} were one parameter when the pipeline was made and no longer are (as after "

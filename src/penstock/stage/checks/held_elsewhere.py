@@ -90,8 +90,11 @@ class HeldModule:
         """Belong to a copy of the module, which stays stale."""
         other = HeldModule.__new__(HeldModule)
         memo[id(self)] = other
-        other._block, other._seen = self._block, None if self.stale else []
+        other._block, other._seen = self._block, []
         other._module = memo.get(id(self._module), self._module)
+        if self.stale:
+            copies = [memo.get(id(p)) for p in _own(self._module)]  # made before hooks are copied
+            other._seen = [_look(copy) for copy in copies if isinstance(copy, Tensor)] or None
         return other
 
     def __getstate__(self) -> dict[str, Any]:
@@ -164,7 +167,7 @@ class HeldElsewhere:
         return ((name, held) for name, held in self._own() if held.stale)
 
     def check(self) -> None:
-        """Make sure that a run or an evaluation can begin with the weights of the stages here.
+        """Make sure that the weights of the stages here can be trained further, evaluated and saved.
 
         Raises:
             ConfigError: another process has trained them further, for another pipeline.
@@ -173,7 +176,7 @@ class HeldElsewhere:
         if stale is not None:
             raise ConfigError(
                 f"block {stale!r} was trained by another process for another pipeline, and has its weights from "
-                "before that in this one. Load the trained ones on every rank before the run: "
+                "before that in this one. Load the trained ones on every rank first: "
                 "penstock.Checkpoints(pipeline, folder).load(), or pipeline.load_state_dict(weights) with what "
                 "full_state_dict() of the other one returned on rank 0"
             )

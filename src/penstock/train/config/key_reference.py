@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from penstock.checks import nearest_keys
-from penstock.schedule.ir.order import options_of
+from penstock.schedule.ir.order import order_options
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.orders import ORDERS
@@ -119,7 +119,7 @@ def order_keys() -> Iterator[Key]:
     """Yield the options of orders; the default is None where each order has its own."""
     found: dict[str, dict[str, int | None]] = {}
     for row in METHODS.values():
-        for option, default in options_of(ORDERS[row.order]).items():
+        for option, default in order_options(ORDERS[row.order]).items():
             found.setdefault(option, {})[row.name] = default
     for option, methods in found.items():
         defaults = set(methods.values())

@@ -239,6 +239,8 @@ def _explain(schema: type[BaseModel], path: tuple[str, ...], kind: str, message:
             yield f"unknown configuration key {unknown!r}" + (f"; did you mean {in_words(near)}?" if near else "")
     elif kind in ("model_type", "dict_type"):
         yield f"{key}: expected a section with keys, such as {key}.{_section_keys(schema, key)}, got {in_short(value)}"
+    elif kind == "list_type" and isinstance(value, str):
+        yield f"{key}: input should be a list, as in {key}=[{value:.80}], got {in_short(value)}"
     elif kind == "apart":  # a contradiction between values that are each valid
         yield f"{key}: {message}".removeprefix(": ")
     elif value is None and ":" in path[-1]:  # YAML reads {a:1} as a key without a value

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from penstock.errors import CheckpointError, DataError
-from penstock.train.data.windows import Microbatches, Windows, batches
+from penstock.train.data.windows import WindowMicrobatches, Windows, batches
 
 
 class RunSamples:
@@ -51,11 +51,11 @@ class RunSamples:
         """Return what a checkpoint of `batch` needs to go on with it."""
         return {"sample": self._sample_of(batch), "corpus": self._fingerprint}
 
-    def batches(self, first: int, count: int) -> Iterator[Microbatches]:
+    def batches(self, first: int, count: int) -> Iterator[WindowMicrobatches]:
         """Yield `count` batches, from batch `first` on."""
         return batches(self._windows, self._sample_of(first), count, self._microbatches, self._size)
 
-    def held_out(self, samples: int) -> Iterator[Microbatches]:
+    def held_out(self, samples: int) -> Iterator[WindowMicrobatches]:
         """Yield whole batches of held-out samples: at most `samples` of them, but at least one batch."""
         count = max(min(samples, len(self._windows.validation)) // (self._microbatches * self._size), 1)
         return batches(self._windows, 0, count, self._microbatches, self._size, validation=True)

@@ -121,7 +121,7 @@ class Windows:
         return counts[0], counts[1]
 
 
-class Microbatches(Sequence[tuple[Tensor, Tensor]]):
+class WindowMicrobatches(Sequence[tuple[Tensor, Tensor]]):
     """The m microbatches of a batch, from sample number `first` on, each read on access."""
 
     def __init__(self, windows: Windows, first: int, microbatches: int, size: int, validation: bool = False) -> None:
@@ -139,10 +139,10 @@ class Microbatches(Sequence[tuple[Tensor, Tensor]]):
 
 def batches(
     windows: Windows, first: int, count: int, microbatches: int, size: int, validation: bool = False
-) -> Iterator[Microbatches]:
+) -> Iterator[WindowMicrobatches]:
     """Yield batches of m microbatches of `size` samples, from sample number `first` on."""
     for batch in range(count):
-        yield Microbatches(windows, first + batch * microbatches * size, microbatches, size, validation)
+        yield WindowMicrobatches(windows, first + batch * microbatches * size, microbatches, size, validation)
 
 
 def shuffled(place: int, count: int, seed: int, epoch: int) -> int:

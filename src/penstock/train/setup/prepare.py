@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.checkpoint.format import Checkpoint
+from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
 from penstock.partition.sequence_slices import Slicing, equal_time_lengths
@@ -34,7 +35,7 @@ from penstock.train.setup.machine_memory import check_memory, check_workers
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import FALLBACK, MAIN, SYNC
 from penstock.train.setup.pipeline_options import pipeline_options, tokens_per_batch
-from penstock.train.setup.run_folder import check_whole_run, saved_batches, write_config
+from penstock.train.setup.run_folder import check_whole_run, newest_checkpoint, write_config
 from penstock.weights.corrections.base import StagePlace
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.optim.adapters import check_averages
@@ -285,19 +286,41 @@ def make_run_folder(config: TrainConfig) -> Path:
 
 
 def check_resume(config: TrainConfig, run: Path) -> None:
-    """Refuse to go on with a run that is further than the configuration wants it, or that has lost its checkpoints.
+    """Refuse to go on with a run that has lost its checkpoints, is further than asked for, or has another model.
 
     Its own end can be made again.
 
     Raises:
-        ConfigError: how far it is.
+        ConfigError: how far it is, or what was changed of its model.
     """
     check_whole_run(run)
-    batch = saved_batches(run)
-    if batch is not None and batch > config.batches:
+    newest = newest_checkpoint(run)
+    if newest is None:
+        return
+    if newest.batch > config.batches:
         raise ConfigError(
-            f"the run in {str(run)!r} has {batch} batches already; set batches above that, got {config.batches}"
+            f"the run in {str(run)!r} has {newest.batch} batches already; set batches above that, got {config.batches}"
         )
+    now = shape_of(config)
+    for name, there in _shape_in(newest).items():
+        if getattr(now, name) != there and (name != "vocabulary" or config.model.vocabulary is not None):
+            raise ConfigError(
+                f"model.{name} is {getattr(now, name)}, but the weights of the run in {str(run)!r} are of a model with "
+                f"{there}; leave the change out, or train another model in a run of its own (without --resume)"
+            )
+
+
+def _shape_in(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return what the weights in a checkpoint tell of the shape of a GPT; nothing if they cannot be read."""
+    layers = [name for name in checkpoint.names if re.fullmatch(r"weights/layers\.\d+\.mlp_norm\.weight", name)]
+    found = {"layers": len(layers)} if layers else {}
+    for name, tensor in (("width", "head.norm.weight"), ("vocabulary", "head.out.weight")):
+        if f"weights/{tensor}" in checkpoint.names:
+            try:
+                found[name] = len(checkpoint.tensor(f"weights/{tensor}"))
+            except CheckpointError:  # reported when it is loaded
+                return {}
+    return found
 
 
 def is_of_a_run(out: Path, file: Path) -> bool:

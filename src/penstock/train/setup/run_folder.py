@@ -38,12 +38,18 @@ Changes = dict[str, dict[str, Any]]
 """key -> {"before": value, "now": value}."""
 
 
-def saved_batches(folder: Path) -> int | None:
-    """Return the number of batches of a run's newest intact checkpoint; None if there is none."""
+def newest_checkpoint(folder: Path) -> Checkpoint | None:
+    """Return a run's newest intact checkpoint, whose files are not verified; None if there is none."""
     try:
         newest, _ = open_newest(folder, opened=partial(Checkpoint, share=None))
     except CheckpointError:  # reported when the checkpoint is loaded
         return None
+    return newest
+
+
+def saved_batches(folder: Path) -> int | None:
+    """Return the number of batches of a run's newest intact checkpoint; None if there is none."""
+    newest = newest_checkpoint(folder)
     return None if newest is None else newest.batch
 
 

@@ -45,7 +45,9 @@ def correction_of(method: str, **options: float | None) -> Correction | None:
     name, given = row.correction, correction_options(row, options)
     if given.get("reschedule", 0) is None:
         raise ConfigError(
-            f"correction {name!r}: set the number of updates over which rates rise, such as reschedule=500; 0 for none"
+            f"{row.name}: over how many updates do the rates of its stages rise to the common one? Write "
+            f"method='{row.name}:reschedule=500', or method=penstock.method({row.name!r}, reschedule=500); 0 for none "
+            f"(for a schedule of your own staleness=penstock.correction_of({row.name!r}, reschedule=500))"
         )
     return make_correction(name, given, 0, 0)
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.weights.optim.instances import refuse_instances
+from penstock.weights.optim.instances import NEEDS_A_METRIC, plateau_lines, refuse_instances, scheduler_line
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 """Makes a scheduler of an optimizer, such as ``lambda optimizer: OneCycleLR(optimizer, max_lr=1e-3, total_steps=500)``;
@@ -127,8 +127,8 @@ class ScheduledSettings:
             raise
         if isinstance(self._scheduler, ReduceLROnPlateau):
             raise CapabilityError(
-                "ReduceLROnPlateau needs a metric, which is known only after later updates have begun; make it of "
-                "each optimizer in pipeline.optimizers().values(), and step it between two runs"
+                f"{NEEDS_A_METRIC}. Leave lr_scheduler out, and write:\n    "
+                + "\n    ".join(plateau_lines(scheduler_line(self._scheduler)))
             )
         if not isinstance(self._scheduler, LRScheduler):
             raise CapabilityError(

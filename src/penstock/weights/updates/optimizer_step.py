@@ -54,7 +54,7 @@ class OptimizerStep:
         # Tensors of their own for an optimizer that may keep them, so that each counts.
         self.point(names, weights, given if trusted else {name: tensor.detach() for name, tensor in given.items()})
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        drop_gradients(optimizer)
         if not trusted:
             kept = _rose(before, given.values())
             if self._copies:
@@ -88,6 +88,15 @@ class OptimizerStep:
             with torch.no_grad():
                 place.copy_(parameter)
             parameter.data = place
+
+
+def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Take the gradients from the parameters of an optimizer, as its `zero_grad` does."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+        optimizer.zero_grad()  # of a class of one's own, which may do more; as before the first step, none has any
 
 
 def _uses(tensors: Iterable[Tensor]) -> dict[int, int]:

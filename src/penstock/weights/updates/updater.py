@@ -27,7 +27,7 @@ from penstock.weights.optim.optimizer_state import copy_state, remembered_values
 from penstock.weights.optim.step_hooks import step_hooks
 from penstock.weights.optim.undo import check_undoable, undo_step
 from penstock.weights.updates.lr_schedulers import SchedulerFactory
-from penstock.weights.updates.optimizer_step import OptimizerStep
+from penstock.weights.updates.optimizer_step import OptimizerStep, drop_gradients
 from penstock.weights.updates.rates import Factor, Rates
 from penstock.weights.updates.step_info import Step, Stepped
 
@@ -255,7 +255,7 @@ class Updater:
         self._make_step.point(self.parameters, weights.views, gradient.views)
         gradients = {p: gradient.views[name] for name, p in self.parameters.items()}
         undo_step(self.optimizer, gradients, first=self.updates == 1)
-        self.optimizer.zero_grad(set_to_none=True)
+        drop_gradients(self.optimizer)
         self.updates -= 1
         self._tell()
 

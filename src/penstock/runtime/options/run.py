@@ -1,0 +1,71 @@
+"""The options of a run as a whole: where its ranks are, how they wait for each other, and its random numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+import torch.distributed as dist
+
+from penstock.checks import is_number
+from penstock.comm.collective.polling import Waits
+from penstock.errors import ConfigError
+from penstock.short_repr import ShortRepr
+
+
+@dataclass(frozen=True, repr=False)
+class Group(ShortRepr):
+    """A process group with one process per rank, and how its processes wait for each other.
+
+    Attributes:
+        group: the ranks of a pipeline next to each other; None to run all ranks in this process.
+        timeout: seconds after which a missing message is an error during a run. Between runs, where all ranks meet, the
+            group's own time-out counts.
+        waits: how a process waits for messages: "latency" by looking for them, "shared" asleep, which leaves its core
+            to others; "auto" sleeps where this process has less than a core of its own.
+
+    Raises:
+        ConfigError: the time-out is no number of seconds, or there is no such way to wait.
+    """
+
+    group: dist.ProcessGroup | None = None
+    timeout: float = 300.0
+    waits: Waits = "auto"
+
+    def __post_init__(self) -> None:
+        """Check each by itself; `Pipeline` checks the group."""
+        if not is_number(self.timeout) or not self.timeout > 0:
+            raise ConfigError(f"timeout must be a number of seconds above 0; got {self.timeout!r:.80}")
+        if self.waits not in get_args(Waits):
+            raise ConfigError(f"waits must be one of {', '.join(get_args(Waits))}; got {self.waits!r:.80}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What belongs to a run as a whole.
+
+    Attributes:
+        seed: of the random numbers that blocks draw (`penstock.stage.rng`).
+        timeout, waits: as of `Group`.
+        device: where ranks compute: "auto", "cpu", "cuda" (ranks of a machine take its GPUs in turns), one such as
+            "cuda:1", or where the blocks are if None.
+        compile: blocks that are modules are compiled by torch.compile, each for every shape that it gets.
+
+    Raises:
+        ConfigError: a value is no such number, or no such name.
+    """
+
+    seed: int = 0
+    timeout: float = 300.0
+    device: str | torch.device | None = None
+    waits: Waits = "auto"
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        """Check each by itself."""
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed must be a whole number; got {self.seed!r:.80}")
+        Group(None, self.timeout, self.waits)  # refuses what is no time-out, or no way to wait
+        if not isinstance(self.compile, bool):
+            raise ConfigError(f"compile must be True or False; got {self.compile!r:.80}")
