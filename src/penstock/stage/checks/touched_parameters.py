@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from penstock.errors import ConfigError
+from penstock.stage.checks.absent_weights import AbsentWeight
 
 _LOOKS = 64  # reports of a span at which values are compared: what is a habit shows at once
 _SAMPLE = 16  # values of a parameter
@@ -101,6 +102,7 @@ class ParameterWatch:
             )
             for module in self._modules
             for name, leaf in (module.bound or {}).items()
+            if not isinstance(leaf, AbsentWeight)  # which refuses whatever is done to it
         ]
         self._looks += 1
         if self._seen and self._alone and self._looks <= _LOOKS:
