@@ -114,7 +114,7 @@ class Records:
             write_whole(self.folder / INDEX, json.dumps(index, indent=1))
             (self.folder / RUNS).mkdir(exist_ok=True)
         except OSError as error:
-            why = "it is a file; give a folder" if self.folder.is_file() else error.strerror or error
+            why = "it is a file; give a folder" if os.path.isfile(self.folder) else error.strerror or error
             raise ConfigError(f"cannot write to --out {str(self.folder)!r}: {why}") from None
 
     def _compare(self, there: dict[str, Any]) -> None:

@@ -88,7 +88,8 @@ def load_index(folder: Path) -> dict[str, Any]:
         CheckpointError: there is none, or it is damaged, or its schema is another one.
     """
     if not os.path.exists(folder / FOLDER / INDEX):  # unlike Path.exists, False for a name that is too long
-        runs = sorted(path.parent.parent for path in folder.glob(f"*/{FOLDER}/{INDEX}"))
+        within = folder.glob(f"*/{FOLDER}/{INDEX}") if os.path.isdir(folder) else ()
+        runs = sorted(path.parent.parent for path in within)
         newest = f"; the newest finished run in it is {str(runs[-1])!r}" if runs else ""
         raise CheckpointError(
             f"no saved weights in {str(folder)!r}: there is no {FOLDER}/{INDEX}; a run writes it when it has finished"
