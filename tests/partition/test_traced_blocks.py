@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import penstock
 from penstock.errors import ConfigError
 from penstock.partition.blocks import named_blocks
+from penstock.partition.whole_model import in_place_of
 from support.asserting_model import Asserts
 
 D = 8
@@ -430,3 +431,26 @@ def test_of_other_models_of_transformers_none_are_proposed(kind: str, head: str,
         ConfigError, match=f"{head} is one module.*: models of transformers take masks, caches and more"
     ):
         named_blocks(getattr(transformers, head)(config))
+
+
+class MaskMadeOnce(nn.Module):
+    """A Transformer as users write it: a causal mask, made once, goes to every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(4))
+        self.head = nn.Linear(8, 11)
+        self.register_buffer("future", torch.triu(torch.full((6, 6), float("-inf")), diagonal=1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        mask = self.future.tril(2)
+        for layer in self.layers:
+            x = layer(x, src_mask=mask)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_layers_that_stay_together_are_named_with_the_reason() -> None:
+    said = in_place_of(MaskMadeOnce())
+    assert "layers.0 to layers.3 are one block, because each of them takes what tril makes, too; to cut between" in said

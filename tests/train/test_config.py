@@ -190,7 +190,9 @@ def test_what_other_programs_call_a_key_stands_for_one_that_there_is():
 @pytest.mark.parametrize("key", ["method", "sync.method", "fallback.method"])
 def test_a_method_that_there_is_not_is_named_with_its_key(key):
     phases = ["sync.batches=3", "fallback.at=5"]
-    with pytest.raises(ConfigError, match=r"unknown method '1f2b'. Did you mean '1f1b', '2bw' or 'seq1f1b'\?") as refused:
+    with pytest.raises(
+        ConfigError, match=r"unknown method '1f2b'. Did you mean '1f1b', '2bw' or 'seq1f1b'\?"
+    ) as refused:
         prepare(load_config(None, [*phases, f"{key}=1f2b"]))
     assert str(refused.value).startswith(f"{key}: " if key != "method" else "unknown method")
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from penstock.checkpoint.format import checkpoints, complete, part_of as being_written, place_of
 from penstock.cli import main
+from penstock.cli.train import _launch
 from penstock.errors import ConfigError, InterruptedRunError, WorkerError
 from penstock.files import fingerprint
 from penstock.train.config.load import load_config
@@ -310,3 +311,14 @@ def test_a_value_with_which_no_batch_was_trained_is_not_kept(tmp_path: Path, by_
     record_batches(tmp_path, 6)
     assert before.advice() is None
     assert ConfigBefore(tmp_path, now).advice() is None  # nothing has changed
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_resuming_where_there_is_no_checkpoint_yet_is_told(tmp_path, monkeypatch, capsys, restart):
+    """Such as after a kill before the first one."""
+    settings = load_config(None, ["checkpoint.every=null"])
+    write_config(settings, tmp_path)
+    monkeypatch.setattr("penstock.launch.launch.launch_local", lambda *_, **__: None)
+    _launch(settings, tmp_path, restart)
+    said = "There is no checkpoint in" in capsys.readouterr().out
+    assert said is not restart

@@ -70,6 +70,16 @@ def test_the_live_display_shows_every_figure(tmp_path):
         assert figure in shown, figure
 
 
+def test_parallel_pipelines_and_what_they_share_are_told_at_the_beginning(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a quick brown fox " * 300)
+    model = ["model.layers=2", "model.width=32", "model.context=16", f"data={text}"]
+    prepared = prepare(load_config(None, [*model, "width=2", "sharding=gradients"]))
+    console = Console(file=StringIO(), width=120)
+    TerminalObserver(console).started(prepared, [["a", "b"], ["c"]], 0)
+    assert "on 2 stages in each of 2 parallel pipelines, sharding gradients, 1000 batches" in console.file.getvalue()
+
+
 def begun(tmp_path, *, terminal):
     """An observer of a run that has begun, and what is on its screen, line by line."""
     text = tmp_path / "text.txt"

@@ -242,6 +242,8 @@ def plan(
     from penstock.plan.profile.files import read_profile
     from penstock.plan.report import plan_file, planning_json, planning_tables
 
+    if out is not None and cost != "simulated":
+        raise ConfigError(f"--out takes plans that can be run, which --cost simulated finds; got --cost {cost}")
     known = read_profile(profile)
     request = PlanRequest(
         known,

@@ -179,12 +179,14 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
     from penstock.launch.launch import launch_local
     from penstock.train.setup.prepare import make_run_folder
     from penstock.train.setup.recorded import recorded
-    from penstock.train.setup.run_folder import check_is_saved, how_to_go_on
+    from penstock.train.setup.run_folder import check_is_saved, how_to_go_on, saved_batches
     from penstock.train.setup.taken_back import ConfigBefore
     from penstock.view.lasting_stream import lasting_console
 
     folder = resume or make_run_folder(settings)
     start = 0 if restart else recorded(folder).size
+    if resume is not None and not restart and saved_batches(folder) is None:
+        print_words(Console(), Text(f"There is no checkpoint in {folder} yet, so the run begins with batch 1."))
     before = None if resume is None or restart else ConfigBefore(folder, settings)
     workers, console = settings.stages * settings.width, lasting_console()
     try:

@@ -20,11 +20,13 @@ class BlockLines:
     Attributes:
         classes: that they need, each as a text.
         items: of a dict of blocks.
+        notes: why some layers are one block.
     """
 
     def __init__(self) -> None:
         self.classes: list[str] = []
         self.items: list[str] = []
+        self.notes: list[str] = []
 
 
 def blocks_of_forward(model: nn.Module) -> BlockLines:
@@ -96,6 +98,21 @@ class _Cut:
             self._found.append(f"{self._name(writer.short(first))!r}: lambda x: {writer.text(first)}")
         else:
             self._found.append(part_of(self._model, steps, given, found))
+            self._note(steps, given)
+
+    def _note(self, steps: list[Node], given: Node) -> None:
+        """Say why layers are one block, where that is because all of them take a value that is made once."""
+        calls = [step for step in steps if step.op == "call_module"]
+        layers = [call for call in calls if next(self._modules[str(call.target)].parameters(), None) is not None]
+        for value in (given, *steps):
+            taking = [str(call.target) for call in layers if value in call.all_input_nodes]
+            if value not in calls and len(taking) > 2:
+                made = "the input" if value is given else f"what {value.name} makes"
+                self._code.notes.append(
+                    f"{taking[0]} to {taking[-1]} are one block, because each of them takes {made}, too; to cut "
+                    "between them, make that again inside a block around each, or pass it on in a tuple (x, mask)"
+                )
+                return
 
     def _write(self) -> None:
         """Write what was found, layers in a row that are alike as one class."""

@@ -65,9 +65,11 @@ def in_place_of(model: nn.Module) -> str:
             "Pass the parts that it calls one after the other, each with one value in and one out (a tensor, or a "
             "tuple or dict of tensors):\n" + _indented(f"{_OWN}\n{_PIPELINE}\n{_BACK}")
         )
+    lines, notes = made
     return (
         f"{what} module, which cannot be cut; pass the parts that its forward calls one after the other, each "
-        f"with one value in and one out. These are they, for inputs without further arguments:\n{_indented(made)}"
+        f"with one value in and one out. These are they, for inputs without further arguments:\n{_indented(lines)}"
+        + "".join(f"\n{note}" for note in notes)
     )
 
 
@@ -79,8 +81,8 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
 
 
-def _made(model: nn.Module) -> str:
-    """Return the lines that make the blocks of a model, and take their weights back.
+def _made(model: nn.Module) -> tuple[str, list[str]]:
+    """Return the lines that make the blocks of a model, and take their weights back; and what to know of them.
 
     Raises:
         CannotFollowError: there are none that are known to be right.
@@ -89,7 +91,7 @@ def _made(model: nn.Module) -> str:
         lines = known_lines(model)
         if lines is None:
             raise CannotFollowError("models of transformers take masks, caches and more")
-        return f"{lines}\n{_PIPELINE}\n{_BACK}"
+        return f"{lines}\n{_PIPELINE}\n{_BACK}", []
     if type(model).forward is nn.Module.forward:
         raise CannotFollowError("it has none")
     code = BlockLines()
@@ -98,4 +100,5 @@ def _made(model: nn.Module) -> str:
         code = blocks_of_forward(model)
     one_line = f"blocks = {{{', '.join(code.items)}}}"
     dictionary = "\n".join(["blocks = {", *[f"    {item}," for item in code.items], "}"])
-    return "\n".join([*code.classes, one_line if len(one_line) <= _WIDTH else dictionary, _PIPELINE, _BACK])
+    blocks = one_line if len(one_line) <= _WIDTH else dictionary
+    return "\n".join([*code.classes, blocks, _PIPELINE, _BACK]), code.notes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
@@ -15,6 +15,7 @@ from penstock.errors import ConfigError
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, StageRating
+from penstock.schedule.methods.find_method import find_method
 
 _MOST_SKIPPED = 8  # lines
 _PART_NAMES = {"compute": "compute", "links": "links", "sums": "gradient sums", "bubble": "bubble"}
@@ -89,6 +90,7 @@ def planning_tables(planning: Planning) -> Group:
         parts += [_ranked(planning), Text(), _stages(best, planning.sizes[best.samples].graph), Text()]
         parts += [Text(f"{note}.") for note in best.notes]
         parts.append(Text(_said_of_limit(best.rating)))
+        parts += [Text(said) for said in _said_of_delay(planning)]
         others = {name: rating for name, rating in planning.ratings(best).items() if name != request.cost}
         for name, rating in others.items():
             said = f"does not fit: {rating.fault}" if rating.fault else f"{rating.seconds:.6g} s per microbatch"
@@ -122,6 +124,20 @@ def plan_file(planning: Planning) -> str:
     both = dict(request.profile.settings) | dict(plan.settings)
     values = yaml.safe_dump(both, sort_keys=False, default_flow_style=None)
     return "".join(f"# {line}\n" for line in said) + values
+
+
+def _said_of_delay(planning: Planning) -> Iterator[str]:
+    """Yield what the best plan's method costs beside time: weights that are read late."""
+    flushes = [_flushes(plan) for plan in planning.plans]
+    if flushes[0]:
+        return
+    other = f"plan {flushes.index(True) + 1} is the first without" if True in flushes else "no plan here is without"
+    yield f"Plan 1 reads weights that are late, which costs loss for each sample (docs/which-method.md); {other}."
+
+
+def _flushes(plan: Plan) -> bool:
+    method = plan.settings.get("method")
+    return method is None or find_method(str(method)).rule == "flush"
 
 
 def _said_of_limit(rating: Rating) -> str:

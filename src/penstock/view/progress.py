@@ -18,6 +18,7 @@ from penstock.idle_time import split_time
 from penstock.runtime.in_flight.adapted import AdaptedInFlight
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.in_flight import write_in_flight
+from penstock.schedule.ir.sharding import Level
 from penstock.timeline import Timeline
 from penstock.train.observer import Progress, RunSummary, Switched
 from penstock.train.setup.prepare import Prepared
@@ -45,9 +46,11 @@ class TerminalObserver:
     def started(self, prepared: Prepared, parts: list[list[str]], batch: int) -> None:
         """Print what will run, and start the live display."""
         config, model = prepared.config, prepared.model
-        windows = prepared.windows
+        windows, level = prepared.windows, prepared.plan.schedule.sharding.level
+        pipelines = f" in each of {config.width} parallel pipelines" if config.width > 1 else ""
+        sharded = f", sharding {level}" if level is not Level.NONE else ""
         self.console.print(
-            f"[bold]{prepared.plan.schedule.name}[/bold] on {counted(config.stages, 'stage')}, "
+            f"[bold]{prepared.plan.schedule.name}[/bold] on {counted(config.stages, 'stage')}{pipelines}{sharded}, "
             f"{counted(config.batches, 'batch')} of {counted(config.microbatches, 'microbatch')} of "
             f"{config.microbatch_size} x {model.context} tokens"
         )
