@@ -6,6 +6,7 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule.build import prove, smallest_microbatches
+from penstock.schedule.orders.one_f_one_b import endless_1f1b
 from support.schedules import make_schedule
 from support.smallest_batch import CHAINS, least
 
@@ -73,9 +74,18 @@ def test_smallest_microbatches_beyond_a_number(beyond, legal):
     assert smallest_microbatches("2bw", 6, beyond=beyond) == legal
 
 
-def test_the_message_says_which_action_came_too_early():
-    with pytest.raises(ScheduleError, match=r"rank 0, STEP\[t-2\]: comes before 1 of batch t-2's backwards"):
+def test_the_message_says_why_so_many():
+    why = r"\(With fewer, the first stage begins a batch before the backwards of the batch two before it have ended"
+    with pytest.raises(ScheduleError, match=why):
         make_schedule("2bw", 4, 2)
+
+
+def test_of_an_order_of_ones_own_the_message_says_which_action_came_too_early():
+    def late(stages, microbatches):
+        return endless_1f1b(stages, microbatches)
+
+    with pytest.raises(ScheduleError, match=r"rank 0, STEP\[t-2\]: comes before 1 of batch t-2's backwards"):
+        prove(late, 4, 2, rule="double-buffer")
 
 
 def test_an_order_that_no_number_of_microbatches_mends_says_what_is_wrong():
