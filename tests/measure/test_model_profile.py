@@ -8,6 +8,7 @@ import yaml
 from torch import nn
 
 from penstock.errors import ConfigError, DataError
+from penstock.measure.configured import _said_of_links
 from penstock.measure.distinct_blocks import kind_of
 from penstock.measure.links import Ping, fit, ping
 from penstock.measure.model_profile import measure_blocks, profile_of
@@ -60,6 +61,37 @@ def test_every_distinct_block_is_measured_once():
         "Multiplied 4",
     ]
     assert found[1].passes == found[3].passes
+
+
+class Given(nn.Module):
+    """A layer with an attribute, private or not, of any kind."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        vars(self).update(attributes)
+
+
+@pytest.mark.parametrize(
+    ("one", "same", "other"),
+    [
+        ({"_times": 1}, {"_times": 1}, {"_times": 20}),
+        ({"act": torch.tanh}, {"act": torch.tanh}, {"act": torch.relu}),
+        ({"options": {"times": [1]}}, {"options": {"times": [1]}}, {"options": {"times": [20]}}),
+        ({"_sizes": [1, (2,)]}, {"_sizes": [1, (2,)]}, {"_sizes": [1, (3,)]}),
+        ({"_shape": GPTConfig(1, 8, 2)}, {"_shape": GPTConfig(1, 8, 2)}, {"_shape": GPTConfig(2, 8, 2)}),
+        ({"mask": torch.ones(2)}, {"mask": torch.zeros(2)}, {"mask": torch.ones(3)}),
+        ({"_anything": OPTIONS.__class__}, {"_anything": OPTIONS.__class__}, {"_anything": object()}),
+        ({"_anything": (it := object())}, {"_anything": it}, {"_anything": object()}),
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_any_attribute_tells_blocks_apart(one, same, other):
+    """What cannot be compared may hold anything, so only the same object is alike."""
+    place, inputs = BlockPlace(False, False), {1: BlockInput(torch.zeros(1, 4), (True,))}
+    kinds = [kind_of(Given(**each), place, inputs) for each in (one, same, other)]
+    assert kinds[0] == kinds[1] != kinds[2]
+    assert hash(kinds[0]) == hash(kinds[1])
 
 
 def test_lazy_blocks_are_told_apart_without_building_them():
@@ -161,6 +193,10 @@ def test_a_link_is_fitted_by_relative_errors():
     assert fit(falling).bandwidth == pytest.approx(1e15)
 
 
+def test_a_profile_says_that_its_link_is_not_that_of_its_devices():
+    assert "on the cpu, not between cuda devices" in _said_of_links(torch.device("cuda", 0))
+
+
 def pings(group):
     return ping(group, (64, 4096, 1 << 16), 20.0, repeats=2)
 
@@ -185,6 +221,7 @@ def test_measured_planned_and_trained(command, tmp_path):
     found = yaml.safe_load(profile.read_text())
     assert found["settings"]["model"] == {"layers": 2, "width": 16, "heads": 2, "context": 8}
     assert found["links"][0]["bandwidth"] > 0
+    assert found["source"].endswith("; link: gloo between two processes of this machine, on the cpu")
     arguments = ["--devices", "2", "--global-batch", "8", "--cost", "simulated", "--out", plan, "--json"]
     run = command("plan", "--profile", profile, *arguments)
     assert run.returncode == 0, run.stderr

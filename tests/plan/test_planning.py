@@ -107,6 +107,17 @@ def test_options_that_cannot_be(command, chain, arguments, said):
     assert said in " ".join(run.stderr.split())
 
 
+def test_links_that_do_not_fit_the_devices_are_said(command, tmp_path):
+    """It is the profile that has them; nobody has given --bandwidth."""
+    text = "format: penstock profile 1\nlayers: [{name: a, forward: 1, backward: 1}]\n"
+    (tmp_path / "p.yaml").write_text(text + "links: [{bandwidth: 100}, {bandwidth: 10}]\n")
+    run = command("plan", "--profile", tmp_path / "p.yaml", "--devices", "4")
+    assert run.returncode == 2
+    said = " ".join(run.stderr.split())
+    assert "the profile has 2 links for 1 level of devices" in said
+    assert "--bandwidth has" not in said
+
+
 def test_profiles_are_converted(command, tmp_path):
     line = (
         "{} -- Linear -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=4.0, parameter_size=8.0\n"

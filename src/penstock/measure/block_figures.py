@@ -42,12 +42,16 @@ class BlockFigures:
     Attributes:
         parameters: bytes of its trained parameters.
         buffer: bytes of one copy of them as passes read it, padding included.
+        whole: bytes of one gradient or master weights; None unless passes compute in 16 bits.
+        frozen: bytes of frozen parameters and module buffers.
         optimizer: bytes that the optimizer remembers of them.
         step: seconds of an update, the norm of its gradient included where gradients are clipped.
     """
 
     parameters: int
     buffer: int
+    whole: int | None
+    frozen: int
     optimizer: int
     step: float
 
@@ -100,11 +104,13 @@ def _measure(trial: StageTrial, given: BlockInput, seconds: float) -> PassFigure
 
 def _measure_update(trial: StageTrial, given: BlockInput, training: Training, seconds: float) -> BlockFigures:
     """Measure the update, for so many seconds or a few times; the first one, which makes the state, is not counted."""
+    whole = trial.whole if training.options.precision.low is not None else None
     if not trial.parameters:
-        return BlockFigures(0, 0, 0, 0.0)
+        return BlockFigures(0, 0, whole, trial.frozen, 0, 0.0)
     clips = training.options.update.max_grad_norm is not None
     trial.update(given, clips)
     times, end = [trial.update(given, clips)], time.perf_counter() + seconds
     while len(times) < _FEWEST or (len(times) < _MOST and time.perf_counter() < end):
         times.append(trial.update(given, clips))
-    return BlockFigures(trial.parameters, trial.buffer, trial.weights.optimizer_bytes, median(times))
+    figures = trial.parameters, trial.buffer, whole, trial.frozen, trial.weights.optimizer_bytes
+    return BlockFigures(*figures, median(times))

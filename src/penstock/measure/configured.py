@@ -73,6 +73,7 @@ def measure_configured(
         torch.set_num_threads(before)
     link = [measure_link(config)] if links else []
     said = f"measured on {_named(device, threads)}, {config.precision}, {config.optimizer.name}"
+    said += _said_of_links(device) if links else ""
     return profile_of(name or config.model.preset, measured, link, said, _changed(config))
 
 
@@ -81,6 +82,12 @@ def _named(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"the {device.type}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _said_of_links(device: torch.device) -> str:
+    """Return how links are measured, whatever the device is."""
+    other = "" if device.type == "cpu" else f", not between {device.type} devices: give --bandwidth for these"
+    return f"; link: gloo between two processes of this machine, on the cpu{other}"
 
 
 def _changed(config: TrainConfig) -> dict[str, Any]:

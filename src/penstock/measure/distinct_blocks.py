@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +17,18 @@ from penstock.measure.stage_trial import BlockInput, BlockPlace
 from penstock.partition.blocks import LazyBlock
 from penstock.stage.autograd.saved_bytes import signature
 
-_PLAIN = (bool, int, float, str, type(None), tuple, torch.Size, torch.dtype)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, type)  # equal only to themselves
+_OWN = vars(nn.Module()).keys() - {"training"}  # attributes that every module has
+_DEEPEST = 8  # containers in each other
 
 
 def kind_of(block: Any, place: BlockPlace, inputs: Mapping[int, BlockInput]) -> Hashable:
     """Return what is the same for two blocks that take the same time and memory.
 
     Blocks are alike if they stand in the same place, get inputs of the same shapes, and are built by the same function
-    with the same arguments or are modules of the same classes with the same plain attributes and the same shapes.
-    Functions are alike only themselves.
+    with the same arguments or are modules of the same classes with the same attributes and the same shapes.
+    Attributes are compared as `_compared` says. Functions are alike only themselves.
 
     Args:
         block: as in a model; a lazy one is built without memory.
@@ -56,23 +63,55 @@ def _described(block: Any) -> Hashable:
         with torch.device("meta"):
             block = build()
     if not isinstance(block, nn.Module):
-        return id(block)
-    return tuple((name, type(part), _plain(part), _shapes(part)) for name, part in block.named_modules())
+        return _Itself(block)
+    return tuple((name, type(part), _attributes(part), _shapes(part)) for name, part in block.named_modules())
 
 
-def _plain(module: nn.Module) -> Hashable:
-    """Return the attributes of a module that are plain values, such as a number of heads."""
-    found: Iterable[tuple[str, Any]] = vars(module).items()
-    return tuple((key, v) for key, v in found if not key.startswith("_") and isinstance(v, _PLAIN) and _hashes(v))
+def _attributes(module: nn.Module) -> Hashable:
+    """Return what a module has besides its parameters, buffers and modules, such as a number of heads."""
+    found = vars(module)
+    return tuple((key, _compared(found[key])) for key in sorted(found.keys() - _OWN))
 
 
-def _hashes(value: Any) -> bool:
-    """Return whether a value can be compared by its hash."""
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
+class _Itself:
+    """Something that is equal to nothing but itself; keeps it, so that nothing else gets its address."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether both are the same object."""
+        return isinstance(other, _Itself) and other._value is self._value
+
+    def __hash__(self) -> int:
+        """Return a hash of the identity."""
+        return id(self._value)
+
+
+def _compared(value: Any, depth: int = 0) -> Hashable:
+    """Return what is equal for two values that do the same to times and memory.
+
+    Numbers and text count, tensors by shape, containers and dataclasses by what is in them, and everything else by
+    identity: it may hold anything.
+    """
+    if isinstance(value, ref):
+        value = value()
+    if isinstance(value, (*_PLAIN, *_FUNCTIONS)):
+        return type(value), value
+    if isinstance(value, Tensor):
+        return type(value), tuple(value.shape), value.dtype, value.requires_grad
+    inner: list[Any] | None = None
+    if isinstance(value, (tuple, list)):
+        inner = list(value)
+    elif isinstance(value, dict):
+        inner = [part for item in value.items() for part in item]
+    elif isinstance(value, partial):
+        inner = [value.func, value.args, value.keywords]
+    elif is_dataclass(value):
+        inner = [getattr(value, each.name, None) for each in fields(value)]
+    if inner is None or depth == _DEEPEST:
+        return _Itself(value)
+    return type(value), tuple(_compared(each, depth + 1) for each in inner)
 
 
 def _shapes(module: nn.Module) -> Hashable:

@@ -173,7 +173,11 @@ def _layer(block: MeasuredBlock) -> ProfiledLayer:
     def each(value: Callable[[PassFigures], float]) -> Numbers:
         return _numbers([value(figures) for figures in block.passes.values()])
 
-    weights, halves = block.weights, dict[str, Any]()
+    weights, halves, sizes = block.weights, dict[str, Any](), dict[str, Any]()
+    if weights.whole is not None:
+        sizes["whole"] = float(weights.whole)
+    if weights.frozen:
+        sizes["frozen"] = float(weights.frozen)
     if all(figures.halves is not None for figures in block.passes.values()):
         halves = {
             "backward_input": each(lambda p: _rounded((p.halves or (0.0, 0.0))[0])),
@@ -192,6 +196,7 @@ def _layer(block: MeasuredBlock) -> ProfiledLayer:
         buffer=float(weights.buffer),
         optimizer=float(weights.optimizer),
         step=_rounded(weights.step),
+        **sizes,
         **halves,
     )
 

@@ -107,10 +107,7 @@ def _second(trial: StageTrial, given: BlockInput) -> Trial:
 
 def _weights(trial: StageTrial) -> StageBytes:
     """Return what is there once for a stage."""
-    weights = trial.weights
-    if not isinstance(weights, TrainedWeights):
-        return StageBytes(0, 0, (0,), trial.frozen)
-    return StageBytes(trial.buffer, weights.store.layout.nbytes, (0,), trial.frozen)
+    return StageBytes(trial.buffer, trial.whole, (0,), trial.frozen)
 
 
 def _optimizers(

@@ -149,6 +149,12 @@ class StageTrial:
         return (weights.store.low_layout if isinstance(weights.store, MixedStore) else weights.store.layout).nbytes
 
     @property
+    def whole(self) -> int:
+        """Bytes of one of their gradients, or of what is updated; `buffer` unless passes compute in low precision."""
+        weights = self._runtime.weights
+        return weights.store.layout.nbytes if isinstance(weights, TrainedWeights) else 0
+
+    @property
     def frozen(self) -> int:
         """Bytes of its frozen parameters and buffers."""
         return sum(tensor.nbytes for tensor in self._runtime.module.fixed)

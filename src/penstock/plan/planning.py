@@ -21,6 +21,7 @@ from penstock.plan.stages.pipedream_cost import PipeDreamCost
 from penstock.plan.stages.piper_cost import PiperCost
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Skipped
 from penstock.plan.stages.two_bw_cost import TwoBwCost
+from penstock.schedule.transforms.batch_ops import what_decides
 
 PLANNERS = ("default", "pipedream", "piper", "2bw-paper")
 COSTS = ("pipedream", "piper", "2bw-paper", SIMULATED)
@@ -88,9 +89,10 @@ def make_plan(request: PlanRequest) -> Planning:
     request = _checked(request)
     sizes = _sizes(request)
     if request.cost == SIMULATED:
-        plans, refused = simulated_plans(
-            sizes, request.devices, decides=request.profile.settings.get("max_grad_norm", 1.0) is not None
-        )
+        settings = request.profile.settings
+        clips, fp16 = settings.get("max_grad_norm", 1.0) is not None, settings.get("precision") == "fp16"
+        decides = what_decides(clips, fp16, fp16, 1, None)  # candidates know about their widths
+        plans, refused = simulated_plans(sizes, request.devices, decides=bool(decides))
         why = {} if plans else {"default": "no plan fits: see what was skipped, and why"}
         return Planning(request, sizes, tuple(plans), tuple(refused), why)
     names = [request.planner]

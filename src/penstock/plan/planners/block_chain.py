@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.simulate.memory.held import Combination, HeldKind
+from penstock.simulate.memory.predicted import AlwaysThere
 
 Floats = npt.NDArray[np.float64]
 _SCRATCH = 4.0 * (1 << 20)  # bytes: `penstock.weights.memory.scratch`, in float32
@@ -24,8 +25,10 @@ class BlockChain:
         forward, seconds, steps: of the first 0, 1, .. blocks; seconds are those of a forward, a backward and a
             recompute, steps those of updates.
         times: seconds between two cuts.
-        buffer, parameters, optimizer: bytes of one copy of the weights, of what replicas add up, and of what the
-            optimizer remembers.
+        low_precision: passes compute in 16 bits, so there are master weights.
+        buffer, whole: bytes of one copy of the weights as passes read it, and of one gradient or master weights.
+        parameters, optimizer, frozen: bytes of what replicas add up, of what the optimizer remembers, and of frozen
+            parameters and module buffers.
         kept: bytes that a microbatch in flight keeps.
         crossing: bytes of the edges that cross a cut.
     """
@@ -39,8 +42,12 @@ class BlockChain:
         self.times = _between(self.seconds)
         self.parameters = _between(_sums([layer.parameters for layer in layers]))
         self.buffer = _between(_sums([layer.buffer for layer in layers]))
+        self.low_precision = any(layer.whole is not None for layer in layers)
+        whole = [layer.buffer if layer.whole is None else layer.whole for layer in layers]
+        self.whole, self.frozen = _between(_sums(whole)), _between(_sums([layer.frozen for layer in layers]))
         self.optimizer = _between(_sums([
-            optimizer_copies * layer.buffer if layer.optimizer is None else layer.optimizer for layer in layers
+            optimizer_copies * size if layer.optimizer is None else layer.optimizer
+            for layer, size in zip(layers, whole, strict=True)
         ]))  # fmt: skip
         stored = np.array([layer.stored for layer in layers])
         inputs = _sums([sum(edge.bytes for edge in edges) for edges in graph.inputs])
@@ -69,11 +76,11 @@ class BlockChain:
             return own | {HeldKind.GRAPH: microbatches}
         return own | {HeldKind.SAVED: max(microbatches - 1, 0.0), HeldKind.BACKWARD: min(microbatches, 1.0)}
 
-    def memory(self, buffers: float, held: Sequence[dict[HeldKind, float]]) -> Floats:
+    def memory(self, there: AlwaysThere, held: Sequence[dict[HeldKind, float]]) -> Floats:
         """Return the most bytes between two cuts.
 
         Args:
-            buffers: copies of the weights and gradients that are always there.
+            there: weights and gradients that are always there.
             held: what a stage holds at each moment that counts, how many of each kind.
         """
         most = np.full(self.kept.shape, 0.0)
@@ -82,7 +89,7 @@ class BlockChain:
             for kind, count in each.items():
                 found += count * self._sizes[kind]
             np.maximum(most, found, out=most)
-        total: Floats = buffers * self.buffer + most
+        total: Floats = self.frozen + there.versions * self.buffer + there.whole * self.whole + most
         return total
 
 

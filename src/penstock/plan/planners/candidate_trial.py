@@ -22,6 +22,7 @@ from penstock.plan.stages.two_bw_cost import bandwidths
 from penstock.schedule.methods.find_method import find_method
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.held import HeldKind
+from penstock.simulate.memory.predicted import AlwaysThere, MemoryOptions, always_there, rotates
 
 Cuts: TypeAlias = tuple[int, ...]
 """Where stages begin, and where the last one ends."""
@@ -101,6 +102,7 @@ class CandidateTrial:
 
     def __init__(self, candidate: Candidate, chain: BlockChain, devices: Devices, known: KnownSchedules) -> None:
         self._of, self._chain, self._devices, self._known = candidate, chain, devices, known
+        self._options = MemoryOptions(low_precision=chain.low_precision, blockwise=candidate.recompute)
         self._limit = math.inf if devices.memory is None else devices.memory
         self._best: Cuts = ()
         self._held: list[Floats] = []
@@ -117,7 +119,9 @@ class CandidateTrial:
             return Skipped(name, f"refused: it needs at least {least} microbatches for each pipeline")
         foreseen = [forecast(of.method, of.depth, of.microbatches, stage) for stage in range(of.depth)]
         chain = self._chain
-        self._held = [chain.memory(f.buffers, [chain.in_flight(f.activations, f.scratch)]) for f in foreseen]
+        self._held = [
+            chain.memory(self._always(f), [chain.in_flight(f.activations, self._rotates(f))]) for f in foreseen
+        ]
         cuts = self._cuts()
         if cuts is None:
             return self._too_large()
@@ -149,9 +153,17 @@ class CandidateTrial:
         """
         moments = self._known.moments(self._of.schedule, self._of.recompute)
         return [
-            self._chain.memory(f.buffers, here if f.scratch else [_without_scratch(each) for each in here])
+            self._chain.memory(self._always(f), here if self._rotates(f) else [_without_scratch(each) for each in here])
             for f, here in zip(foreseen, moments, strict=True)
         ]
+
+    def _always(self, foreseen: StageForecast) -> AlwaysThere:
+        """Return the weights and gradients of a stage that are always there."""
+        return always_there(foreseen.rule, foreseen.facts, self._options, self._of.recompute)
+
+    def _rotates(self, foreseen: StageForecast) -> bool:
+        """Return whether updates of a stage take a scratch."""
+        return rotates(foreseen.rule, foreseen.facts, self._options)
 
     def _too_large(self) -> Skipped:
         least = sum(float(memory[0, -1]) for memory in self._held) / len(self._held) / self._of.depth
@@ -265,5 +277,5 @@ class CandidateTrial:
 
 
 def _without_scratch(held: dict[HeldKind, float]) -> dict[HeldKind, float]:
-    """Return what is held where updates take no scratch: with one version of the weights."""
+    """Return what is held where updates take no scratch: with one version of the weights, or in low precision."""
     return {kind: count for kind, count in held.items() if kind is not HeldKind.SCRATCH}

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from penstock.schedule.methods.find_method import find_method
+from penstock.schedule.proof.check import StageFacts
+from penstock.schedule.proof.stage_state import Delay
+
 
 class StageForecast(NamedTuple):
     """What a stage needs.
 
     Attributes:
-        buffers: parameter-sized, for weights and gradients.
+        rule: of the schedule.
+        facts: of its versions and gradients.
         activations: microbatches in flight, at most.
-        scratch: updates are written over gradients.
     """
 
-    buffers: int
+    rule: str
+    facts: StageFacts
     activations: int
-    scratch: bool
 
 
 METHODS = ("1f1b", "eager", "gpipe", "2bw", "2bw-eager")
@@ -40,4 +44,6 @@ def forecast(method: str, depth: int, microbatches: int, stage: int) -> StageFor
     ahead = {"gpipe": microbatches - 1, "eager": 2 * behind, "2bw-eager": 2 * behind}.get(method, behind)
     doubled = method.startswith("2bw")
     flight = ahead + 1 if doubled else min(ahead + 1, microbatches)
-    return StageForecast(3 if doubled else 2, flight, doubled)
+    gradients = 2 if doubled and ahead < microbatches else 1
+    facts = StageFacts(1 + doubled, 0, gradients, 2 + doubled, Delay(float(doubled), float(doubled)))
+    return StageForecast(find_method(method).rule, facts, flight)

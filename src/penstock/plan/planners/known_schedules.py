@@ -45,7 +45,7 @@ class KnownSchedules:
     """Schedules that have been made for some candidate.
 
     Args:
-        decides: updates wait for a decision of all stages.
+        decides: updates wait for a decision of all stages; those of parallel pipelines always do.
     """
 
     def __init__(self, decides: bool = True) -> None:
@@ -61,7 +61,7 @@ class KnownSchedules:
             ScheduleError: it is wrong.
         """
         plain = ScheduleRequest(key.method, key.depth, key.microbatches).schedule
-        return extend(plain, decides=self._decides, reduces=key.parallel)
+        return extend(plain, decides=self._decides or key.parallel, reduces=key.parallel)
 
     def span(self, key: ScheduleKey, batches: int) -> Span:
         """Return what predicts a span of so many batches for several costs, compiled if it can be.
@@ -97,7 +97,7 @@ class KnownSchedules:
         """Return a schedule with its messages, not proven."""
         if key not in self._lowered:
             plain = ScheduleRequest(key.method, key.depth, key.microbatches).schedule
-            self._lowered[key] = _lowered(extended(plain, decides=self._decides, reduces=key.parallel))
+            self._lowered[key] = _lowered(extended(plain, decides=self._decides or key.parallel, reduces=key.parallel))
         return self._lowered[key]
 
 

@@ -37,7 +37,8 @@ def simulated_plans(
         devices: not all need be used.
         optimizer_copies: what the optimizer holds, in copies of the parameters, where the profile does not say; 2 for
             Adam.
-        decides: updates wait for a decision of all stages, as with `max_grad_norm` of `penstock train`.
+        decides: updates wait for a decision of all stages, as with `max_grad_norm` or fp16 of `penstock train`;
+            those of parallel pipelines always do.
 
     Raises:
         ConfigError: the profile does not tell forward and backward apart, or its layers do not stand in an order in

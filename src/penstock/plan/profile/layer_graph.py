@@ -41,7 +41,9 @@ class GraphLayer:
         optimizer: bytes that the optimizer remembers; None if the profile does not say.
         step: seconds of an update.
         shared: bytes of `stored` that the layer before keeps as well.
-        buffer: bytes of one copy of the parameters in memory.
+        buffer: bytes of one copy of the parameters in memory, as passes read them.
+        whole: bytes of one of their gradients or master weights, if passes compute in 16 bits; None if not.
+        frozen: bytes of frozen parameters and module buffers.
     """
 
     name: str
@@ -56,6 +58,8 @@ class GraphLayer:
     step: float = 0.0
     shared: float = 0.0
     buffer: float = 0.0
+    whole: float | None = None
+    frozen: float = 0.0
 
     @property
     def tensor_degrees(self) -> frozenset[int]:
@@ -243,8 +247,8 @@ class _GraphReader:
                 self._value(given, f"{where}, {key}")
         shared = 0.0 if layer.shared is None else self._value(layer.shared, f"{where}, shared")
         buffer = layer.parameters if layer.buffer is None else layer.buffer
-        costs = layer.parameters, ways, forward, stored, layer.optimizer, layer.step, shared, buffer
-        return GraphLayer(layer.name, layer.kind, seconds, output, *costs)
+        costs = layer.parameters, ways, forward, stored, layer.optimizer, layer.step, shared
+        return GraphLayer(layer.name, layer.kind, seconds, output, *costs, buffer, layer.whole, layer.frozen)
 
     def _way(self, number: int, option: LayerOption, where: str) -> Way:
         """Return an option at this microbatch size."""

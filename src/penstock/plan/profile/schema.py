@@ -78,6 +78,9 @@ class ProfiledLayer(_Strict):
         late: bytes that are kept between the halves of a backward.
         parameters: bytes.
         buffer: bytes of one copy of the parameters in memory, padding included; `parameters` if not given.
+        whole: bytes of one full-size copy of them, as of gradients and master weights, where passes compute in 16 bits;
+            not given where they do not.
+        frozen: bytes of its frozen parameters and module buffers.
         optimizer: bytes that the optimizer remembers; those of Adam if not given.
         step: seconds of an update.
         options: ways to execute it, if it was profiled in several; then forward and backward may be left out.
@@ -96,6 +99,8 @@ class ProfiledLayer(_Strict):
     late: Numbers | None = None
     parameters: Number = 0.0
     buffer: Number | None = None
+    whole: Number | None = None
+    frozen: Number = 0.0
     optimizer: Number | None = None
     step: Number = 0.0
     options: Annotated[list[LayerOption], Field(max_length=64)] = Field(default_factory=list)

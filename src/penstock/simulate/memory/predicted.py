@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from penstock.schedule.ir.rules import RULES, Update
 from penstock.schedule.ir.sharding import Level
@@ -65,6 +66,18 @@ class MemoryOptions:
     batches: int = 4
 
 
+class AlwaysThere(NamedTuple):
+    """How many parameter-sized buffers of a stage are there all the time, from the beginning to the end of a run.
+
+    Attributes:
+        versions: as passes read the weights, of `StageBytes.version` bytes.
+        whole: gradients and weights that are updated, of `StageBytes.whole` bytes.
+    """
+
+    versions: int
+    whole: int
+
+
 def peak_bytes(proof: Proof, sizes: Mapping[int, StageBytes], options: MemoryOptions) -> dict[Part, int]:
     """Return the most bytes that every rank holds, of all kinds together.
 
@@ -92,36 +105,47 @@ def peak_of(
     of_each: dict[Held, int] = {}
     for what in {what for each in combinations for what, _ in each}:
         of_each[what] = _bytes_of(what, sizes, proof, pipeline, options)
+    again = options.blockwise or bool(proof.schedule.recomputed)
     always = sum(
-        fixed_bytes(proof, proof.stages[stage], sizes[stage.index], options) for stage in proof.schedule.on_rank(rank)
+        fixed_bytes(always_there(proof.schedule.rule, proof.stages[stage], options, again), sizes[stage.index])
+        for stage in proof.schedule.on_rank(rank)
     )
     return always + most_bytes(combinations, of_each)
 
 
-def fixed_bytes(proof: Proof, facts: StageFacts, stage: StageBytes, options: MemoryOptions) -> int:
+def fixed_bytes(there: AlwaysThere, stage: StageBytes) -> int:
     """Return the bytes of a stage that are there all the time."""
-    rule, spec, delayed = RULES[proof.schedule.rule], CORRECTIONS[options.correction], facts.delay.forward > 0
-    again = options.blockwise or bool(proof.schedule.recomputed)
+    return stage.frozen + there.versions * stage.version + there.whole * stage.whole
+
+
+def always_there(rule: str, facts: StageFacts, options: MemoryOptions, again: bool) -> AlwaysThere:
+    """Return the parameter-sized buffers of a stage that are there all the time.
+
+    Args:
+        rule: of the schedule.
+        facts: that its proof derives about the stage.
+        options: how it is run.
+        again: forwards are recomputed.
+    """
+    spec, delayed = CORRECTIONS[options.correction], facts.delay.forward > 0
     estimates = options.correction == _ESTIMATING and delayed and (options.low_precision or again)
-    copies = stage.version * (facts.copies + estimates)
+    copies = facts.copies + estimates
     if spec.reads_ahead:  # its buffer is that of the newest weights, which low precision has anyway
         delayed = not options.low_precision
-    corrected = stage.whole * (spec.buffers if delayed or options.correction in _ALWAYS else 0)
+    corrected = spec.buffers if delayed or options.correction in _ALWAYS else 0
     if not options.low_precision:
-        return stage.frozen + copies + corrected + stage.version * facts.buffers
-    masters = 2 if rule.update is Update.APART else 1
-    return (
-        stage.frozen + copies + corrected + stage.version * facts.versions + stage.whole * (facts.gradients + masters)
-    )
+        return AlwaysThere(copies + facts.buffers, corrected)
+    masters = 2 if RULES[rule].update is Update.APART else 1
+    return AlwaysThere(copies + facts.versions, corrected + facts.gradients + masters)
 
 
-def rotates(proof: Proof, facts: StageFacts, options: MemoryOptions) -> bool:
-    """Return whether updates of a stage take a scratch."""
-    rule, spec = RULES[proof.schedule.rule], CORRECTIONS[options.correction]
+def rotates(rule: str, facts: StageFacts, options: MemoryOptions) -> bool:
+    """Return whether updates of a stage take a scratch; arguments as of `always_there`."""
+    apart, spec = RULES[rule].update is Update.APART, CORRECTIONS[options.correction]
     if spec.reads_ahead:
         return False
     watches = options.correction in _ALWAYS or (options.correction in _WATCHING and facts.delay.forward > 0)
-    return rule.update is Update.APART or watches or (not options.low_precision and facts.versions > 1)
+    return apart or watches or (not options.low_precision and facts.versions > 1)
 
 
 _ALWAYS = ("error-feedback",)
@@ -142,5 +166,5 @@ def _bytes_of(what: Held, sizes: Mapping[int, StageBytes], proof: Proof, pipelin
         return stage.optimizer[place] if RULES[proof.schedule.rule].update is Update.APART else 0
     if kind is HeldKind.SCRATCH:
         facts = next(facts for key, facts in proof.stages.items() if key.index == what.stage)
-        return stage.scratch[place] if rotates(proof, facts, options) else 0
+        return stage.scratch[place] if rotates(proof.schedule.rule, facts, options) else 0
     return stage.passes.get(kind, 0)
