@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -19,6 +20,7 @@ from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.from_piper import from_piper
 from penstock.plan.profile.layer_graph import layer_graph
+from penstock.plan.report import _said_of_delay
 from penstock.plan.stages.devices import DeviceLevel, Devices
 from penstock.schedule.build import prove
 from penstock.schedule.extend import extend
@@ -123,6 +125,22 @@ def test_a_plan_is_trained(command, tmp_path):
     ]  # fmt: skip
     trained = command("train", "--plan", out, *(part for change in tiny for part in ("--set", change)))
     assert trained.returncode == 0, trained.stderr
+
+
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [
+        (["1f1b", "2bw"], None),
+        (["2bw", "2bw-eager", "eager"], "plan 3 is the first without"),
+        (["2bw"], "no plan here is without"),
+        ([None], None),
+    ],
+)
+def test_a_best_plan_that_reads_late_weights_says_so(methods, said):
+    """Times alone do not tell what that costs; plans of other cost functions name no method."""
+    plans = [SimpleNamespace(settings={} if name is None else {"method": name}) for name in methods]
+    lines = list(_said_of_delay(SimpleNamespace(plans=plans)))
+    assert lines == [] if said is None else "weights that are late" in lines[0] and said in lines[0]
 
 
 def test_what_cannot_be_simulated_is_said(command, tmp_path):

@@ -243,7 +243,7 @@ def plan(
     from penstock.plan.report import plan_file, planning_json, planning_tables
 
     if out is not None and cost != "simulated":
-        raise ConfigError(f"--out takes plans that can be run, which --cost simulated finds; got --cost {cost}")
+        raise ConfigError("--out takes plans that can be run, which --cost simulated finds")
     known = read_profile(profile)
     request = PlanRequest(
         known,

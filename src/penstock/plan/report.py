@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.checks import finite_or_none
-from penstock.errors import ConfigError
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, StageRating
@@ -105,13 +104,9 @@ def planning_tables(planning: Planning) -> Group:
 
 
 def plan_file(planning: Planning) -> str:
-    """Return the best plan as a configuration of `penstock train`, with what was predicted in comments.
-
-    Raises:
-        ConfigError: there is no plan, or it is none that can be run.
-    """
-    if not planning.plans or not planning.plans[0].settings:
-        raise ConfigError("--out takes plans that can be run, which --cost simulated finds")
+    """Return the best plan, by simulation, as a configuration of `penstock train`, with predictions in comments."""
+    assert planning.plans, "there is no plan"
+    assert planning.plans[0].settings, "other costs than the simulated one find none that can be run"
     plan, request = planning.plans[0], planning.request
     memory = ", ".join(f"{stage.memory or 0:.4g}" for stage in plan.rating.stages)
     said = [

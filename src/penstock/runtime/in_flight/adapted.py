@@ -24,7 +24,7 @@ from penstock.simulate.auto_in_flight import (
 )
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.in_flight import RankTimes, least_in_flight
-from penstock.simulate.simulate import simulate_schedule
+from penstock.simulate.simulate import Simulation, simulate_schedule
 
 MEASURED = 4
 """Batches that are measured, of which the first one fills the pipeline."""
@@ -98,10 +98,14 @@ def adapt(plan: PipelinePlan, measured: Measured, batch: int) -> AdaptedInFlight
     request, limit = plan.auto, plan.options.microbatches.in_flight_bytes
     assert request is not None
     choice = _choose(request, measured, plan.proof, limit)
-    plain = _plain(request, choice)
-    if choice.group is not None and _time(request, choice, measured) > _time(request, plain, measured):
-        choice = _plain(request, choice, "a batch has too few microbatches for the larger groups to pay")
-    window = _window(request, choice, measured)
+    simulated = _simulated(request, choice, measured)
+    if choice.group is not None:
+        plain = _simulated(request, _plain(request, choice), measured)
+        if simulated.bubble.makespan > plain.bubble.makespan:
+            choice = _plain(request, choice, "a batch has too few microbatches for the larger groups to pay")
+            simulated = plain
+    window = request.window or simulated.window
+    assert isinstance(window, int)
     try:
         plan.adapted(choice, window).prove()
     except ScheduleError as error:  # with what the options of the pipeline add to the schedule
@@ -128,18 +132,9 @@ def _plain(request: ScheduleRequest, choice: InFlightChoice, reason: str | None 
     return replace(choice, taken=choice.plain, reasons=reasons, later="", group=group)
 
 
-def _window(request: ScheduleRequest, choice: InFlightChoice, measured: Measured) -> int:
-    """The least number of outstanding messages that costs no time, or the one that was asked for."""
-    if request.window is not None:
-        return request.window
-    window = simulate_schedule(choice.applied(request).prove(), _costs(request, measured)).window
-    assert isinstance(window, int)
-    return window
-
-
-def _time(request: ScheduleRequest, choice: InFlightChoice, measured: Measured) -> float:
-    """The seconds of a batch."""
-    return simulate_schedule(choice.applied(request).prove(), _costs(request, measured)).bubble.makespan
+def _simulated(request: ScheduleRequest, choice: InFlightChoice, measured: Measured) -> Simulation:
+    """A batch with these numbers and times; its window is the least that costs no time."""
+    return simulate_schedule(choice.applied(request).prove(), _costs(request, measured))
 
 
 def _costs(request: ScheduleRequest, measured: Measured) -> Costs:
