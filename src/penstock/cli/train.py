@@ -60,10 +60,10 @@ def changes_of(
 
 def print_train_keys() -> None:
     """Print every key of a training run."""
-    from penstock.train.config.key_reference import described_keys, with_options
+    from penstock.train.config.key_reference import described_keys, with_option_keys
     from penstock.view.tables import keys_table
 
-    Console().print(keys_table(with_options(described_keys())))
+    Console().print(keys_table(with_option_keys(described_keys())))
 
 
 def train(
@@ -136,11 +136,11 @@ def _checked(
         PenstockError: something is wrong.
     """
     from penstock.train.config.load import load_config
-    from penstock.train.setup.enough_blocks import check_blocks
+    from penstock.train.setup.enough_blocks import check_enough_blocks
 
     file = config if resume is None else _config_of(resume, config)
     settings = load_config(file, changes, proves=local)  # rank 0 of a job that runs already proves for all
-    check_blocks(settings)
+    check_enough_blocks(settings)
     from penstock.comm.core.devices import find_device  # not before, as these import torch
     from penstock.train.setup.prepare import check_resume, prepare
 

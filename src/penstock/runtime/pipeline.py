@@ -26,7 +26,7 @@ from penstock.runtime.options.passes import Precision, Recompute, Staleness
 from penstock.runtime.options.run import Group, RunOptions
 from penstock.runtime.options.updates import UpdateOptions
 from penstock.runtime.plan.known_schedule import ranks_of
-from penstock.runtime.plan.method_choice import default_stages, request_for, with_options
+from penstock.runtime.plan.method_choice import default_stages, request_for, with_asked_in_flight
 from penstock.runtime.plan.plan import UnprovenPlan
 from penstock.runtime.rank.snapshot import Saving, check_saving
 from penstock.runtime.saved_states import SavedStates
@@ -165,7 +165,7 @@ class Pipeline(SavedStates, UserAdvice):
             raise ConfigError("a schedule has its stages and microbatches; leave stages and microbatches out")
         depth = partial(default_stages, width, group, mesh) if stages is None else stages
         request, correction = request_for(schedule, method, correction, depth, split.microbatches)
-        request = with_options(request, split.in_flight)
+        request = with_asked_in_flight(request, split.in_flight)
         ranks = ranks_of(request)
         width, group = from_mesh(mesh, width, ranks, group)
         if group is None:

@@ -15,7 +15,7 @@ from penstock.schedule.machine.instructions import Lowered, Route
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.machine.window_search import lower_freely, unlimited
-from penstock.schedule.proof.activations import Activations, most_held
+from penstock.schedule.proof.activations import Activations, most_activations
 from penstock.schedule.proof.check import Proof, check, too_narrow
 from penstock.schedule.rank_proof import RankProof
 from penstock.simulate.costs import Costs
@@ -167,7 +167,7 @@ def _activations_of(proof: Proof, left: float) -> tuple[Fraction, ...]:
     """Those of a span of any length, where `left` of a microbatch's activations is left between I and W."""
     if left == 1:
         return proof.activations
-    return most_held(proof.schedule, proof.steady_from + 1, _as_fraction(left))
+    return most_activations(proof.schedule, proof.steady_from + 1, _as_fraction(left))
 
 
 def _as_fraction(left: float) -> Fraction:

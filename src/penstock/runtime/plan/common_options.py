@@ -61,7 +61,7 @@ def common_options(
     return {name: _short(_text(value)) for name, value in (values | resolved).items() if name not in left_out}
 
 
-def differences(
+def differing_options(
     mine: Mapping[str, Mapping[str, str]], others: Mapping[str, Mapping[str, str]]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the options that differ, with the values of this rank, and with those of the other one.

@@ -100,7 +100,7 @@ def _is_order(value: object) -> TypeGuard[OrderFunction]:
     return callable(value) and not isinstance(value, type | nn.Module)
 
 
-def with_options(given: GivenSchedule, in_flight: int | Sequence[int] | str | None) -> GivenSchedule:
+def with_asked_in_flight(given: GivenSchedule, in_flight: int | Sequence[int] | str | None) -> GivenSchedule:
     """Return a schedule with other microbatches in flight than its order has, where some are asked for.
 
     Raises:

@@ -123,7 +123,7 @@ def with_own_sharding(given: GivenSchedule, options: PipelineOptions) -> Pipelin
     return options if own == Level.NONE else options.changed(sharding=own)
 
 
-def with_sharding(given: GivenSchedule, options: PipelineOptions) -> GivenSchedule:
+def without_own_sharding(given: GivenSchedule, options: PipelineOptions) -> GivenSchedule:
     """A schedule without the sharding that its method has by itself, where options ask for one."""
     if not isinstance(given, ScheduleRequest) or not isinstance(given.method, str):
         return given

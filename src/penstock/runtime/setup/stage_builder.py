@@ -15,8 +15,8 @@ from penstock.comm.p2p.routing import neighbors_of
 from penstock.errors import ConfigError
 from penstock.partition.block_delays import BlockDelays
 from penstock.partition.blocks import LazyBlock, check_shapes
-from penstock.partition.sequence_slices import check_blocks
-from penstock.partition.shared_memory import check_memory
+from penstock.partition.sequence_slices import check_sliceable
+from penstock.partition.shared_memory import check_shared_memory
 from penstock.partition.tied import Tie, share_inside
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.sharded_weights import average_of, divide_updates, fit_sums, make_sharded_store
@@ -142,11 +142,11 @@ class StageBuilder:
     def _make_module(self, stage: Stage, blocks: dict[str, Any]) -> StageModule:
         plan, schedule = self._plan, self._plan.schedule
         share_inside(blocks, plan.inside, [name for part in plan.parts for name in part])
-        check_memory(blocks)  # lazy ones have not been there to be looked into before
+        check_shared_memory(blocks)  # lazy ones have not been there to be looked into before
         where = f"stage {stage.name} on rank {stage.rank}"
         ways = neighbors_of(schedule, stage)
         if schedule.slices > 1:
-            check_blocks(blocks, where)
+            check_sliceable(blocks, where)
         for delays in (plan.delays, plan.backward_delays):
             if delays is not None:
                 delays.check_trained(blocks)

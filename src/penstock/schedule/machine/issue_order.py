@@ -121,7 +121,7 @@ def issued(lowered: Lowered, batches: int, rejected: Collection[int] = ()) -> li
     for rank in range(lowered.schedule.ranks):
         counts: dict[LaneKey, int] = defaultdict(int)
         events: list[Event] = []
-        for instruction, t, _ in unrolled(lowered, rank, batches, rejected):
+        for instruction, t, _ in span_instructions(lowered, rank, batches, rejected):
             if instruction.route >= 0:
                 lane = lowered.routes[instruction.route].lane
                 events.append(Issued(lane, counts[lane]))
@@ -141,7 +141,7 @@ def _collective_events(action: Action, t: int, collectives: Collectives) -> Iter
             yield AwaitedCollective(JoinedCollective(op, first.index, batch))
 
 
-def unrolled(
+def span_instructions(
     lowered: Lowered, rank: int, batches: int, rejected: Collection[int] = ()
 ) -> Iterator[tuple[Instruction, int, list[Message]]]:
     """Yield what a rank runs in a span: the instructions, the batch their numbers count from, the messages consumed."""
@@ -164,7 +164,7 @@ def buffers(lowered: Lowered, batches: int) -> int:
     most = 0
     for rank in range(lowered.schedule.ranks):
         held: dict[LaneKey, int] = defaultdict(int)
-        for instruction, _, needs in unrolled(lowered, rank, batches):
+        for instruction, _, needs in span_instructions(lowered, rank, batches):
             for need in needs:
                 held[lowered.routes[need.route].lane] -= 1
             if instruction.action.op is Op.RECV:

@@ -70,7 +70,7 @@ class Activations:
         return twin
 
 
-def most_held(schedule: Schedule, batches: int, left: Fraction = Fraction(1)) -> tuple[Fraction, ...]:
+def most_activations(schedule: Schedule, batches: int, left: Fraction = Fraction(1)) -> tuple[Fraction, ...]:
     """The most that each rank holds in a span of up to `batches` batches, in microbatches on its whole share.
 
     What a rank holds depends on the order of its own actions only, not on when they run. If no version is rejected and

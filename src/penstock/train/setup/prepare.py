@@ -30,8 +30,8 @@ from penstock.train.config.own_schedule import own_schedule
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import Corpus, Once, load_corpus
 from penstock.train.data.windows import Windows
-from penstock.train.setup.enough_blocks import check_blocks, shape_of
-from penstock.train.setup.machine_memory import check_memory, check_workers
+from penstock.train.setup.enough_blocks import check_enough_blocks, shape_of
+from penstock.train.setup.machine_memory import check_machine_memory, check_workers
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import FALLBACK, MAIN, SYNC
 from penstock.train.setup.pipeline_options import pipeline_options, tokens_per_batch
@@ -108,7 +108,7 @@ def prepare(
         DataError: the text is missing, unreadable or too short.
         TransportError: a peer is dead.
     """
-    check_blocks(config)
+    check_enough_blocks(config)
     if local:
         check_workers(config)
     request, others = _schedule(config), _other_methods(config)
@@ -117,7 +117,7 @@ def prepare(
     corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)), known, once)
     model = model_shape(config, corpus)
     if local:
-        check_memory(config, model)
+        check_machine_memory(config, model)
     windows = Windows(corpus, model.context, config.held_out, config.seed)
     if corpus.text and config.sample_length and not config.prompt:
         raise ConfigError("prompt must not be empty while sample_length is not 0")
