@@ -20,7 +20,7 @@ from penstock.checkpoint.format import checkpoint_folder, checkpoints
 from penstock.checkpoint.index import write_index
 from penstock.checkpoint.owner import Owner
 from penstock.errors import CheckpointError, ConfigError, PenstockError
-from penstock.runtime.options.run import Group
+from penstock.options.run import Group
 from penstock.runtime.pipeline import Pipeline
 from support.pool import Pool
 

@@ -26,9 +26,9 @@ from penstock.compare.tasks import make_task, training_batches
 from penstock.compare.trial import TrialResult
 from penstock.errors import CapabilityError, ConfigError, DataError, ScheduleError
 from penstock.models.gpt import language_loss
+from penstock.options.passes import Precision
 from penstock.partition.blocks import cut_blocks
 from penstock.runtime.execute.evaluation import Evaluating
-from penstock.runtime.options.passes import Precision
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.runtime.options.division import DataParallel, Partition
+from penstock.options.division import DataParallel, Partition
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.proof.state_bytes import state_bytes
 from penstock.verify.reference import Scaling

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import CapabilityError, ConfigError, PenstockError
+from penstock.options.divergence import Divergence
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.update.divergence import Divergence, DivergenceDetector, Trouble
+from penstock.runtime.update.divergence import DivergenceDetector, Trouble
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.schedule import Schedule
 from penstock.stage.stage_weights import TrainedWeights

@@ -15,7 +15,7 @@ from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import Proof, check
 from penstock.schedule.proof.stage_spec import stage_specs
-from penstock.schedule.rank_proof import common_part, own_part, rank_proof
+from penstock.schedule.rank_proof import common_part, part_of_rank, rank_proof
 from penstock.schedule.rank_schedule import rank_schedule, schedule_facts
 from penstock.schedule.text import parse_schedule
 from support.smallest_batch import least
@@ -31,9 +31,9 @@ def assert_same(proof: Proof) -> None:
     common, facts = sent(common_part(proof)), sent(schedule_facts(proof.schedule))
     for rank in range(proof.schedule.ranks):
         received = rank_schedule(facts, unbuilt)
-        found = rank_proof(received, rank, common, sent(own_part(proof.lowered, rank)))
+        found = rank_proof(received, rank, common, sent(part_of_rank(proof.lowered, rank)))
         assert_alike(found.schedule, proof.schedule, rank)
-        found = rank_proof(proof.schedule, rank, common, sent(own_part(proof.lowered, rank)))
+        found = rank_proof(proof.schedule, rank, common, sent(part_of_rank(proof.lowered, rank)))
         assert found.lowered.programs[rank] == proof.lowered.programs[rank]
         assert (found.lowered.routes, found.lowered.window) == (proof.lowered.routes, proof.lowered.window)
         assert (found.lowered.lanes, found.schedule) == (proof.lowered.lanes, proof.schedule)
@@ -102,6 +102,6 @@ def extended_or_none(schedule: Schedule, options: dict) -> Proof | None:
 def test_a_rank_gets_no_more_than_its_own_program(ranks: int) -> None:
     """Its size follows the microbatches, not the ranks; what all have in common follows the stages alone."""
     proof = prove("1f1b", ranks, 64)
-    sizes = [len(json.dumps(own_part(proof.lowered, rank))) for rank in range(ranks)]
+    sizes = [len(json.dumps(part_of_rank(proof.lowered, rank))) for rank in range(ranks)]
     assert max(sizes) < 64 * 260
     assert len(json.dumps(common_part(proof))) < 200 * ranks

@@ -8,8 +8,8 @@ from penstock.compare.config import ComparisonConfig
 from penstock.compare.contender import Contender
 from penstock.compare.tasks import Task
 from penstock.errors import ConfigError, PenstockError
+from penstock.options.groups import PipelineOptions
 from penstock.runtime.from_plan import pipeline_of
-from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.schedule.build import ScheduleRequest

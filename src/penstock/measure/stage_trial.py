@@ -14,7 +14,7 @@ from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.message.memory_order import copied
 from penstock.comm.message.trees import detached, leaves_of
-from penstock.runtime.options.options import PipelineOptions
+from penstock.options.groups import PipelineOptions
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.stage_builder import StageBuilder
 from penstock.schedule.build import ScheduleRequest

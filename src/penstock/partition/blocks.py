@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError
-from penstock.partition.whole_model import CONTAINERS, WRAPPERS, in_place_of, own_behavior
+from penstock.partition.whole_model import CONTAINERS, WRAPPERS, in_place_of, own_part
 from penstock.schedule.ir.schedule import Stage
 from penstock.short_repr import ShortRepr
 
@@ -52,7 +52,7 @@ def named_blocks(blocks: Any) -> dict[str, Any]:
             is one module, which does more than to call its children in turn.
     """
     if isinstance(blocks, nn.Module):
-        if not isinstance(blocks, CONTAINERS) or own_behavior(blocks) is not None:
+        if not isinstance(blocks, CONTAINERS) or own_part(blocks) is not None:
             raise ConfigError(in_place_of(blocks))
         named = dict(blocks._modules)  # also a module that is there twice, which named_children leaves out
     elif isinstance(blocks, Mapping):
@@ -84,7 +84,7 @@ def check_same_blocks(blocks: Any, named: Mapping[str, Any]) -> None:
     """
     if not isinstance(blocks, nn.Module):
         return
-    if (own := own_behavior(blocks)) is not None:
+    if (own := own_part(blocks)) is not None:
         raise ConfigError(
             f"{type(blocks).__name__} has got {own} since the pipeline was made, but a pipeline calls its children in "
             "turn, not the model itself; put that on the first or the last block, or remove it"
@@ -190,9 +190,7 @@ def check_enough(blocks: Mapping[str, Any], num_stages: int) -> None:
         ConfigError: there are fewer blocks than stages.
     """
     if len(blocks) < num_stages:
-        chains = (
-            n for n, b in blocks.items() if isinstance(b, nn.Sequential) and len(b) > 1 and own_behavior(b) is None
-        )
+        chains = (n for n, b in blocks.items() if isinstance(b, nn.Sequential) and len(b) > 1 and own_part(b) is None)
         nested = next(chains, None)
         more = (
             "" if nested is None else f", or pass the {len(blocks[nested])} parts of {nested!r} as blocks of their own"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import fx, nn
 from torch.fx.node import Node
 
-from penstock.partition.followed_forward import CannotFollowError, forward_graph, hooked
-from penstock.partition.written_steps import PartLines, StepWriter, part_lines, written_place
+from penstock.partition.followed_forward import CannotFollowError, graph_of, hooked
+from penstock.partition.written_steps import PartLines, StepWriter, part_of, place_of
 
 
 class BlockLines:
@@ -35,7 +35,7 @@ def blocks_of_forward(model: nn.Module) -> BlockLines:
     Raises:
         CannotFollowError: there are none that compute the same.
     """
-    return _Cut(model, forward_graph(model)).code()
+    return _Cut(model, graph_of(model)).code()
 
 
 class _Cut:
@@ -90,14 +90,14 @@ class _Cut:
                 self._check_call(str(step.target))
         if first.op == "call_module" and not more and first.args == (given,) and not first.kwargs:
             path = str(first.target)
-            self._found.append(f"{self._name(path)!r}: {written_place(path)}")
+            self._found.append(f"{self._name(path)!r}: {place_of(path)}")
             return
         alone = first.op != "call_module" and not more and found is first
         if alone and all(n.op != "get_attr" for n in first.all_input_nodes):
             writer = StepWriter({given: "x"}, {})
             self._found.append(f"{self._name(writer.short(first))!r}: lambda x: {writer.text(first)}")
         else:
-            self._found.append(part_lines(self._model, steps, given, found))
+            self._found.append(part_of(self._model, steps, given, found))
             self._note(steps, given)
 
     def _note(self, steps: list[Node], given: Node) -> None:
@@ -159,23 +159,23 @@ class _Cut:
         for prefix, module in self._modules.items():
             if not isinstance(module, nn.ModuleList | nn.Sequential) or not len(module):
                 continue
-            each = [f"{f'{prefix}.{i}'!r}: {written_place(f'{prefix}.{i}')}" for i in range(len(module))]
+            each = [f"{f'{prefix}.{i}'!r}: {place_of(f'{prefix}.{i}')}" for i in range(len(module))]
             items = self._code.items
             at = items.index(each[0]) if each[0] in items else -1
             if at >= 0 and items[at : at + len(each)] == each:
                 items[at : at + len(each)] = [spread(prefix)]
         for path, module in self._modules.items():
-            whole = f"{path!r}: {written_place(path)}" if path else ""
+            whole = f"{path!r}: {place_of(path)}" if path else ""
             if whole in self._code.items:
                 at = self._code.items.index(whole)
-                self._code.items[at : at + 1] = called_parts(path, module) or [whole]
+                self._code.items[at : at + 1] = parts_of(path, module) or [whole]
 
 
-def called_parts(path: str, module: nn.Module) -> list[str]:
+def parts_of(path: str, module: nn.Module) -> list[str]:
     """Return the items of a dict with the parts that a module of torch calls in turn; none for others."""
     prefix = f"{path}." if path else ""
     if type(module) is nn.TransformerEncoder and not hooked(module):
-        norm = [] if module.norm is None else [f"'{prefix}norm': {written_place(f'{prefix}norm')}"]
+        norm = [] if module.norm is None else [f"'{prefix}norm': {place_of(f'{prefix}norm')}"]
         return [spread(f"{prefix}layers"), *norm]
     plain = type(module).forward is nn.Sequential.forward and type(module).__call__ is nn.Module.__call__
     if not plain or hooked(module) or module._parameters or module._buffers or "forward" in vars(module):
@@ -185,9 +185,9 @@ def called_parts(path: str, module: nn.Module) -> list[str]:
         return []
     if names == [str(i) for i in range(len(names))]:
         return [spread(path)]
-    return [f"**{{f'{path}.{{part}}': block for part, block in {written_place(path)}.named_children()}}"]
+    return [f"**{{f'{path}.{{part}}': block for part, block in {place_of(path)}.named_children()}}"]
 
 
 def spread(prefix: str) -> str:
     """Write the items of a dict with the parts of a list of modules."""
-    return f"**{{f'{prefix}.{{i}}': block for i, block in enumerate({written_place(prefix)})}}"
+    return f"**{{f'{prefix}.{{i}}': block for i, block in enumerate({place_of(prefix)})}}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from penstock.partition.followed_forward import CannotFollowError
-from penstock.partition.traced_blocks import BlockLines, blocks_of_forward, called_parts
+from penstock.partition.traced_blocks import BlockLines, blocks_of_forward, parts_of
 from penstock.partition.transformers_models import is_of_transformers, known_lines
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -33,7 +33,7 @@ blocks = {'first': Part(model.first), 'second': model.second}  # in the order of
 assert torch.equal(torch.nn.Sequential(*blocks.values())(inputs), model(inputs))  # in eval() mode, if it has dropout"""
 
 
-def own_behavior(container: nn.Module) -> str | None:
+def own_part(container: nn.Module) -> str | None:
     """Return what a container has that would be lost if its children were called in turn; None if nothing.
 
     Args:
@@ -56,7 +56,7 @@ def in_place_of(model: nn.Module) -> str:
         return f"the model is of type {kind}; {WRAPPERS[kind]}"
     if kind == "OptimizedModule":  # of torch.compile
         return f"the model is compiled as a whole; {_PLAIN}, and compile each: for block in blocks: block.compile()"
-    what = f"{kind} has {own_behavior(model)}, so it is one" if isinstance(model, CONTAINERS) else f"{kind} is one"
+    what = f"{kind} has {own_part(model)}, so it is one" if isinstance(model, CONTAINERS) else f"{kind} is one"
     try:
         made = _made(model)
     except CannotFollowError as error:
@@ -95,7 +95,7 @@ def _made(model: nn.Module) -> tuple[str, list[str]]:
     if type(model).forward is nn.Module.forward:
         raise CannotFollowError("it has none")
     code = BlockLines()
-    code.items = called_parts("", model)  # a TransformerEncoder
+    code.items = parts_of("", model)  # a TransformerEncoder
     if not code.items:
         code = blocks_of_forward(model)
     one_line = f"blocks = {{{', '.join(code.items)}}}"

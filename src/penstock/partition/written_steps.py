@@ -79,7 +79,7 @@ class PartLines(NamedTuple):
         )
 
 
-def part_lines(model: nn.Module, steps: Sequence[Node], given: Node, found: Node) -> PartLines:
+def part_of(model: nn.Module, steps: Sequence[Node], given: Node, found: Node) -> PartLines:
     """Return what makes a block of some steps.
 
     Args:
@@ -110,14 +110,14 @@ def part_lines(model: nn.Module, steps: Sequence[Node], given: Node, found: Node
     return PartLines([_taken(model, node, names[str(node.target)]) for node in dict.fromkeys(owned)], does)
 
 
-def written_place(path: str) -> str:
+def place_of(path: str) -> str:
     """Write where a module stands in the model."""
     return f"model.{path}" if all(map(str.isidentifier, path.split("."))) else f"model.get_submodule({path!r})"
 
 
 def _value_of(path: str) -> str:
     owner, _, name = path.rpartition(".")
-    return f"{written_place(owner)}.{name}" if owner else f"model.{name}"
+    return f"{place_of(owner)}.{name}" if owner else f"model.{name}"
 
 
 def _taken(model: nn.Module, node: Node, own: str) -> str:
@@ -126,7 +126,7 @@ def _taken(model: nn.Module, node: Node, own: str) -> str:
     owner, _, name = path.rpartition(".")
     holder = model.get_submodule(owner)
     if node.op == "call_module":
-        return f"self.{own} = {written_place(path)}"
+        return f"self.{own} = {place_of(path)}"
     if name in holder._buffers:
         lasts = name not in holder._non_persistent_buffers_set
         return f"self.register_buffer({own!r}, {_value_of(path)}{'' if lasts else ', persistent=False'})"

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from penstock.options.updates import UpdateOptions
 from penstock.schedule.ir.schedule import Copy
 from penstock.weights.averaging import Agreement
 from penstock.weights.corrections.base import Corrector
@@ -196,8 +197,9 @@ class TrainedWeights(StageWeights):
     Attributes:
         store: the versions and gradients.
         updater: the optimizer.
-        decay: of the average: A(t+1) = decay A(t) + (1 - decay) W(t+1) at every update that is made; A(0) = W(0).
-        average: exponential moving average of the weights; None where none is kept, or only its rows are here.
+        options: of updates.
+        average: exponential moving average of the weights, A(t+1) = decay A(t) + (1 - decay) W(t+1) at every update
+            that is made, A(0) = W(0); None where none is kept, or only its rows are here.
         average_rows: its own rows, where weights are rows while a span trains, as it is then.
         counted_elsewhere: parameters whose gradients count in the norm of another stage, which shares them.
         older: versions that training passes read instead of the newest; None where none is delayed.
@@ -212,7 +214,7 @@ class TrainedWeights(StageWeights):
 
     store: VersionStore
     updater: Updater
-    decay: float = 0.0
+    options: UpdateOptions
     average: Buffer | None = None
     average_rows: DividedRows | None = None
     counted_elsewhere: Collection[str] = ()
@@ -317,7 +319,7 @@ class TrainedWeights(StageWeights):
             return
         self.pending = factor  # the rest of the version comes later
         if factor and self.average_rows is not None and self.store.rows is not None:
-            self.average_rows.own.approach(self.store.rows.own, 1.0 - self.decay)
+            self.average_rows.own.approach(self.store.rows.own, self._towards)
 
     def version_shards(self, version: int) -> list[list[Tensor]]:
         """Return the memory of a version of which only the own shard has been written, by owner."""
@@ -404,12 +406,17 @@ class TrainedWeights(StageWeights):
         """Take note of c / N by the last batch that an update was made with."""
         self.mean = mean
 
+    @property
+    def _towards(self) -> float:
+        """Return how far the average goes towards the new weights at an update."""
+        return 1.0 - (self.options.ema_decay or 0.0)
+
     def _updated(self, factor: float) -> None:
         """Move the average towards the new version and call the hooks, unless the update was skipped."""
         if not factor:
             return
         if self.average is not None and self.average_rows is None:
-            self.average.approach(self.store.master, 1.0 - self.decay)
+            self.average.approach(self.store.master, self._towards)
         if self.hooks:
             call_hooks(self.hooks, self.updater.updates, self.store)
 

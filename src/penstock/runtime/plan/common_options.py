@@ -14,9 +14,9 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.checks import is_number
+from penstock.options.groups import PipelineOptions
 from penstock.partition.block_delays import BlockDelays
 from penstock.partition.tied import Tie
-from penstock.runtime.options.options import PipelineOptions
 from penstock.schedule.ir.sharding import Sharding
 
 _MAY_DIFFER = frozenset({"timeout", "device", "waits", "compile"})

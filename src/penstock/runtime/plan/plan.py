@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from penstock.errors import ConfigError, ScheduleError
+from penstock.options.groups import PipelineOptions
 from penstock.partition.block_delays import BlockDelays, resolve_both
 from penstock.partition.blocks import check_enough, cut_blocks
 from penstock.partition.shared_memory import check_shared_memory
 from penstock.partition.tied import Tie, find_ties
-from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.plan.capabilities import check_compiled, check_correction, check_recomputed_blocks, check_slices
 from penstock.runtime.plan.common_options import common_options
 from penstock.runtime.plan.known_schedule import KnownSchedule, described, identity

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.comm.p2p.routing import needs_decisions
 from penstock.errors import ConfigError
-from penstock.runtime.options.options import PipelineOptions
+from penstock.options.groups import PipelineOptions
 from penstock.runtime.plan.capabilities import check_offered
 from penstock.runtime.plan.sharded import check_sharding
 from penstock.schedule.build import ScheduleRequest

@@ -151,9 +151,7 @@ class StageBuilder:
             if delays is not None:
                 delays.check_trained(blocks)
         loss = self._loss_of(stage) if ways.has_loss else None
-        seed, hands_on = self._options.run.seed, bool(ways.outputs)
-        module = StageModule(blocks, loss, where, seed, self._low, hands_on, self._device)
-        self._options.precision.kernels.check_device(module.device)
+        module = StageModule(blocks, loss, where, self._options, bool(ways.outputs), self._device)
         if module.trained and stage.index in schedule.frozen:
             raise ConfigError(
                 f"{where} is frozen in the schedule, but {next(iter(module.trained))} wants gradients; set "
@@ -188,7 +186,7 @@ class StageBuilder:
         return TrainedWeights(
             store,
             updater,
-            decay=update.ema_decay or 0.0,
+            update,
             average=average,
             average_rows=average_rows,
             counted_elsewhere=elsewhere,

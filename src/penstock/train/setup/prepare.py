@@ -24,7 +24,7 @@ from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.find_method import find_method
-from penstock.schedule.methods.wave_lags import place_of, record_fault
+from penstock.schedule.methods.wave_lags import record_fault, stage_place
 from penstock.simulate.auto_in_flight import later_with
 from penstock.train.config.own_schedule import own_schedule
 from penstock.train.config.schema import TrainConfig
@@ -229,7 +229,7 @@ def _check_lags(config: TrainConfig, schedule: Schedule) -> None:
         ConfigError: what differs.
     """
     combine = config.combine.chosen
-    places = (place_of(pipeline, stage.name) for pipeline in range(config.width) for stage in schedule.stages)
+    places = (stage_place(pipeline, stage.name) for pipeline in range(config.width) for stage in schedule.stages)
     fault = record_fault(combine.lag, places, combine.every, config.batches)
     if fault is not None:
         raise ConfigError(f"combine.lag: {fault}")
