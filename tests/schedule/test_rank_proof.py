@@ -11,6 +11,7 @@ import pytest
 from penstock.errors import PenstockError
 from penstock.schedule.build import prove
 from penstock.schedule.extend import evaluation_of, extend
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import Proof, check
@@ -60,7 +61,7 @@ def assert_alike(received: Schedule, built: Schedule, rank: int) -> None:
     assert {name: getattr(received, name) for name in FACTS} == {name: getattr(built, name) for name in FACTS}
     assert received.program(rank) == built.program(rank)
     assert stage_specs(received, 0, {rank}) == [one for one in stage_specs(built, 0) if one.stage.rank == rank]
-    assert list(received.actions(rank, 3, -1)) == list(built.actions(rank, 3, -1))
+    assert list(actions_of(received, rank, 3, -1)) == list(actions_of(built, rank, 3, -1))
 
 
 def test_the_programs_of_other_ranks_are_built_when_somebody_looks() -> None:

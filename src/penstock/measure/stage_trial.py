@@ -21,7 +21,8 @@ from penstock.schedule.build import ScheduleRequest
 from penstock.stage.in_flight import Microbatch
 from penstock.stage.loss import LossFunction
 from penstock.stage.rng import RngKey
-from penstock.stage.stage_weights import StageWeights, TrainedWeights
+from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.untrained_weights import StageWeights
 from penstock.weights.mixed_store import MixedStore
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.sharded_store import ShardedStore

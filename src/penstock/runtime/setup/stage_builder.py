@@ -31,7 +31,8 @@ from penstock.stage.graphs import StageGraphs
 from penstock.stage.loss import LossFunction
 from penstock.stage.module import StageModule
 from penstock.stage.stage_runtime import StageRuntime
-from penstock.stage.stage_weights import StageWeights, TrainedWeights
+from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.untrained_weights import StageWeights
 from penstock.stage.weight_reads import ForwardWeightReads, WeightReads
 from penstock.stage.weight_reads_delayed import DelayedWeightReads, check_real_delays
 from penstock.stage.weight_reads_newest import EstimatedWeightReads, NewestWeightReads, check_real

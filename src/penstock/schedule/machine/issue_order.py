@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir.schedule import Action, Op, existing
+from penstock.schedule.ir.absolute_actions import existing
+from penstock.schedule.ir.schedule import Action, Op
 from penstock.schedule.machine.collectives import Collectives, is_collective
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Message
 

@@ -7,8 +7,9 @@ from fractions import Fraction
 from functools import reduce
 from math import lcm
 
+from penstock.schedule.ir.absolute_actions import existing
 from penstock.schedule.ir.ops import OPS
-from penstock.schedule.ir.schedule import Action, Schedule, existing
+from penstock.schedule.ir.schedule import Action, Schedule
 
 
 class MicrobatchCount(Fraction):
