@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from penstock.checks import in_short
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.ops import OPS
@@ -117,6 +118,8 @@ def simulate_schedule(
     proof = schedule if isinstance(schedule, Proof) else check(schedule)
     if batches < 1:
         raise ConfigError(f"batches must be at least 1, got {batches}")
+    if not isinstance(costs, Costs):
+        raise ConfigError(f"costs must be a Costs, such as Costs.uniform(plan.schedule); got {in_short(costs)}")
     if len(costs.stages) != proof.schedule.num_stages:
         raise ConfigError(
             f"the costs describe {len(costs.stages)} stages, the schedule has {proof.schedule.num_stages}"
