@@ -139,7 +139,7 @@ def _check_times(costs: StageCost | Costs) -> None:
 def _check_stages(stages: object) -> None:
     if not isinstance(stages, tuple) or not stages or not all(isinstance(cost, StageCost) for cost in stages):
         raise ConfigError(
-            f"stages must be a StageCost for each stage, such as (StageCost(1.0, 1.0, 1.0),) * 4; got {in_short(stages)}. "
+            f"stages must be a StageCost for each stage, such as (StageCost(1, 1, 1),) * 4; got {in_short(stages)}. "
             "For the same times on every rank: Costs.uniform(plan.schedule, forward=1.0)"
         )
 
