@@ -16,8 +16,8 @@ import torch
 from torch.distributed import FileStore, HashStore
 
 from penstock.checkpoint import format as disk, index as indexes
+from penstock.checkpoint.announcements import LocalPosts, Posts, StorePosts
 from penstock.checkpoint.format import Checkpoint, checkpoint_folder, checkpoints, clear_parts, open_newest
-from penstock.checkpoint.posts import LocalPosts, Posts, StorePosts
 from penstock.checkpoint.writer import Part, Writer
 from penstock.errors import CheckpointError
 from penstock.runtime.rank.snapshot import Snapshot

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.checkpoint import format as disk
+from penstock.checkpoint.folder_claim import Owner
 from penstock.checkpoint.format import checkpoint_folder, checkpoints
 from penstock.checkpoint.index import write_index
-from penstock.checkpoint.owner import Owner
 from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.options.run import Group
 from penstock.runtime.pipeline import Pipeline

@@ -34,7 +34,7 @@ from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.verify.reference import train_reference
-from penstock.view.comparing import caption
+from penstock.view.comparison_progress import caption
 from penstock.weights.updates.lr_schedulers import by_factor
 
 TEXT = Path(__file__).parents[2] / "LICENSE"  # any text that stays the same

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint import posts
-from penstock.checkpoint.posts import StorePosts
+from penstock.checkpoint import announcements as posts
+from penstock.checkpoint.announcements import StorePosts
 from penstock.checkpoint.writer import Writer
 from penstock.comm.collective import gather, hand_out
 from penstock.runtime.rank.snapshot import Snapshot

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint import format as disk
+from penstock.checkpoint.announcements import Posts
 from penstock.checkpoint.frozen_file import NOTHING, FrozenFile
 from penstock.checkpoint.index import INDEX
-from penstock.checkpoint.posts import Posts
 from penstock.comm.core.background import Background
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import CheckpointError

@@ -178,9 +178,9 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
     """
     from penstock.launch.launch import launch_local
     from penstock.train.setup.prepare import make_run_folder
-    from penstock.train.setup.recorded import recorded
+    from penstock.train.setup.recorded_progress import recorded
+    from penstock.train.setup.restored_config import ConfigBefore
     from penstock.train.setup.run_folder import check_is_saved, how_to_go_on, saved_batches
-    from penstock.train.setup.taken_back import ConfigBefore
     from penstock.view.lasting_stream import lasting_console
 
     folder = resume or make_run_folder(settings)

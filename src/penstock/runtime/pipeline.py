@@ -32,7 +32,7 @@ from penstock.runtime.plan.method_choice import default_stages, request_for, wit
 from penstock.runtime.plan.plan import UnprovenPlan
 from penstock.runtime.rank.snapshot import Saving, check_saving
 from penstock.runtime.saved_states import SavedStates
-from penstock.runtime.setup.given import blocks_of
+from penstock.runtime.setup.given_arguments import blocks_of
 from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.runtime.training_run import TrainingRun
 from penstock.schedule.ir.order import OrderFunction

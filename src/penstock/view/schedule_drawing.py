@@ -11,9 +11,9 @@ from penstock.errors import ConfigError
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import format_action
 from penstock.simulate.simulate import Simulation
+from penstock.view.plurals import counted
 from penstock.view.svg import timeline_svg
 from penstock.view.text import draw_timeline
-from penstock.view.words import counted
 
 _LINES = 40  # of a drawing, if the terminal has fewer
 _BESIDE = 8  # lines of the terminal that title, legend and prompt take

@@ -10,7 +10,7 @@ from penstock.comm.p2p.routing import needs_decisions
 from penstock.errors import ConfigError
 from penstock.options.groups import PipelineOptions
 from penstock.runtime.plan.capabilities import check_offered
-from penstock.runtime.plan.sharded import check_sharding
+from penstock.runtime.plan.sharding_limits import check_sharding
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.extend import extend, extended
 from penstock.schedule.ir.rules import RULES

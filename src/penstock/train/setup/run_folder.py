@@ -26,7 +26,7 @@ from penstock.files import check_own_folder, check_regular, read_text, write_who
 from penstock.train.config.load import load_config, validate_config
 from penstock.train.config.schema import TrainConfig
 from penstock.train.config.values import Strict
-from penstock.train.setup.recorded import METRICS, recorded
+from penstock.train.setup.recorded_progress import METRICS, recorded
 from penstock.yaml_file import LARGEST, parse_yaml, read_yaml
 
 CONFIG = "config.yaml"

@@ -18,10 +18,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 from penstock.checkpoint.format import checkpoint_folder, checkpoints
 from penstock.errors import CheckpointError
 from penstock.train import loop, reporter
+from penstock.train.checkpoint_troubles import Troubles
 from penstock.train.config.load import validate_config
 from penstock.train.graceful_stop import DrainRequest
 from penstock.train.setup.prepare import prepare
-from penstock.train.troubles import Troubles
 from penstock.view.progress import TerminalObserver
 from support.pool import Pool
 from support.simulated import simulated
