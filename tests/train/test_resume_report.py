@@ -18,10 +18,11 @@ from penstock.cli.train import _launch
 from penstock.errors import ConfigError, InterruptedRunError, WorkerError
 from penstock.files import fingerprint
 from penstock.train.config.load import load_config
+from penstock.train.config.written_config import note_changes, write_config
 from penstock.train.metrics_file import Metrics
 from penstock.train.setup.prepare import check_resume
 from penstock.train.setup.restored_config import ConfigBefore
-from penstock.train.setup.run_folder import how_to_go_on, note_changes, set_aside_run, write_config
+from penstock.train.setup.run_folder import how_to_go_on, set_aside_run
 from support.command_line import run as run_command
 
 

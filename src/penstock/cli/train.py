@@ -158,7 +158,8 @@ def _config_of(run: Path, config: Path | None) -> Path:
     Raises:
         ConfigError: the folder is none of a run, or a file in it is not a regular one.
     """
-    from penstock.train.setup.run_folder import CONFIG, changed_by_hand, changes_in_words, check_is_run, check_own_files
+    from penstock.train.config.written_config import CONFIG, changed_by_hand, changes_in_words
+    from penstock.train.setup.run_folder import check_is_run, check_own_files
 
     check_is_run(run)
     check_own_files(run)

@@ -28,6 +28,7 @@ from penstock.schedule.methods.wave_lags import record_fault, stage_place
 from penstock.simulate.auto_in_flight import later_with
 from penstock.train.config.own_schedule import own_schedule
 from penstock.train.config.schema import TrainConfig
+from penstock.train.config.written_config import write_config
 from penstock.train.data.corpus import Corpus, Once, load_corpus
 from penstock.train.data.windows import Windows
 from penstock.train.setup.enough_blocks import check_enough_blocks, shape_of
@@ -35,7 +36,7 @@ from penstock.train.setup.machine_memory import check_machine_memory, check_work
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import FALLBACK, MAIN, SYNC
 from penstock.train.setup.pipeline_options import pipeline_options, tokens_per_batch
-from penstock.train.setup.run_folder import check_whole_run, newest_checkpoint, write_config
+from penstock.train.setup.run_folder import check_whole_run, newest_checkpoint
 from penstock.weights.corrections.base import StagePlace
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.optim.adapters import check_averages
