@@ -47,7 +47,7 @@ from .simulate.costs import Costs as Costs, StageCost as StageCost
 from .simulate.simulate import Simulation as Simulation
 from .timeline import Bubble as Bubble, Timeline as Timeline
 from .view.perfetto import write_trace as write_trace
-from .view.summary import summary as summary
+from .view.train_summary import summary as summary
 from .view.svg import timeline_svg as timeline_svg
 from .view.text import draw_timeline as draw_timeline
 from .weights.corrections.base import Correction as Correction
