@@ -47,9 +47,9 @@ from .simulate.costs import Costs as Costs, StageCost as StageCost
 from .simulate.simulate import Simulation as Simulation
 from .timeline import Bubble as Bubble, Timeline as Timeline
 from .view.perfetto import write_trace as write_trace
-from .view.train_summary import summary as summary
 from .view.svg import timeline_svg as timeline_svg
 from .view.text import draw_timeline as draw_timeline
+from .view.train_summary import summary as summary
 from .weights.corrections.base import Correction as Correction
 from .weights.corrections.registry import correction_of as correction_of
 from .weights.decision import Decision as Decision, LossScale as LossScale

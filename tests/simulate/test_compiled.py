@@ -20,7 +20,7 @@ from penstock.simulate import predict as module
 from penstock.simulate.compiled.code import coded
 from penstock.simulate.compiled.evaluate import evaluate
 from penstock.simulate.compiled.joint import NotCompiledError
-from penstock.simulate.compiled.span import event_graph
+from penstock.simulate.compiled.span import graph_of
 from penstock.simulate.costs import Costs
 from penstock.simulate.network import Network
 from penstock.simulate.predict import CompiledSpan, predict
@@ -104,7 +104,7 @@ def test_events_and_steps_grow_linearly(method):
     """In microbatches: a graph has as many events as there are passes and SENDs, computed in as many steps a rank."""
 
     def sizes(m):
-        graph = event_graph(coded(lower(make_schedule(method, 4, m))), 1)
+        graph = graph_of(coded(lower(make_schedule(method, 4, m))), 1)
         return np.array([len(graph.cls), len(graph.posted), len(graph.steps.ends)])
 
     small, large = sizes(24), sizes(48)

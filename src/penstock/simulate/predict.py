@@ -15,7 +15,7 @@ from penstock.simulate.compiled.code import CodedSchedule, coded
 from penstock.simulate.compiled.evaluate import SpanTimes, evaluate
 from penstock.simulate.compiled.graph import EventGraph
 from penstock.simulate.compiled.joint import NotCompiledError
-from penstock.simulate.compiled.span import event_graph
+from penstock.simulate.compiled.span import graph_of
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import play
 from penstock.timeline import Bubble
@@ -39,7 +39,7 @@ class CompiledSpan:
     def __init__(self, lowered: Lowered | CodedSchedule, batches: int = 1, transfers: bool = False) -> None:
         self._transfers = transfers
         code = lowered if isinstance(lowered, CodedSchedule) else coded(lowered)
-        self._graph: EventGraph = event_graph(code, batches, transfers=transfers)
+        self._graph: EventGraph = graph_of(code, batches, transfers=transfers)
         if self._graph.steps.stuck:
             raise NotCompiledError("some ranks wait for ever")
 

@@ -15,15 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.timeline import Interval, Timeline
-from penstock.view.drawing.passes import (
-    NETWORK,
-    Places,
-    network_of,
-    parts_of_interval,
-    round_step,
-    unit_of,
-    versions_read,
-)
+from penstock.view.drawing.passes import NETWORK, Places, network_of, parts_of, round_step, unit_of, versions_read
 from penstock.view.drawing.svg_legend import legend_entries, place_entries
 from penstock.view.drawing.svg_marks import (
     IDLE,
@@ -39,7 +31,7 @@ from penstock.view.drawing.svg_marks import (
     luminance,
     text_on,
 )  # fmt: skip
-from penstock.view.plurals import counted
+from penstock.view.words import counted
 
 ROW, GAP, LEFT, RIGHT, TOP, AXIS = 26, 5, 56, 12, 52, 22
 NET, NET_GAP = 14, 1
@@ -122,7 +114,7 @@ class _SvgDrawing:
             return 1.0, 1.0
         lengths = sorted(i.end - i.start for i in self._passes)
         needed = sorted(
-            (max(number_width(number_of(p), SMALLEST) for p in parts_of_interval(i)) + _PADDING) / (i.end - i.start)
+            (max(number_width(number_of(p), SMALLEST) for p in parts_of(i)) + _PADDING) / (i.end - i.start)
             for i in self._passes
         )
         return lengths[int((1 - _FITTING) * (len(lengths) - 1))], needed[int(_FITTING * (len(needed) - 1) + 0.999)]
@@ -222,7 +214,7 @@ class _SvgDrawing:
     def _action(self, interval: Interval) -> str:
         """Draw a pass, or several that run together, in one group; a band's end may cut it in two."""
         pieces = self._visible(interval.start, interval.end)
-        parts = parts_of_interval(interval)
+        parts = parts_of(interval)
         widest = max(width for _, _, width in pieces)
         drawn = [f"<title>{escape(_describe(interval))}</title>"]
         numbered = False
@@ -314,6 +306,6 @@ def _describe(interval: Interval) -> str:
     parts = [
         f"{part.label}, stage {part.stage}"
         + (f", {'creates' if part.what == 'STEP' else 'reads'} version {part.version}" if part.version >= 0 else "")
-        for part in parts_of_interval(interval)
+        for part in parts_of(interval)
     ]
     return f"{' with '.join(parts)}, {interval.start:g} to {interval.end:g}"

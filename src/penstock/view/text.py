@@ -25,7 +25,7 @@ from penstock.view.drawing.passes import (
     Places,
     network_of,
     operations,
-    parts_of_interval,
+    parts_of,
     round_step,
     unit_in_words,
     unit_of,
@@ -96,7 +96,7 @@ def draw_timeline(timeline: Timeline, width: int = 120, lines: int | None = None
 
 def _operations_explained(work: Sequence[Interval]) -> Iterator[str]:
     """Yield the operations in words; one of each kind of unit (microbatch, slice, several at once) as an example."""
-    passes = [p for i in work if i.what != "STEP" for p in parts_of_interval(i)]
+    passes = [p for i in work if i.what != "STEP" for p in parts_of(i)]
     explained = set()
     for op in operations(work):
         kinds: dict[str, Interval] = {}
@@ -257,7 +257,7 @@ class _TextDrawing:
 
     def _cell_styles(self, interval: Interval, text: str, columns: int) -> list[str]:
         """Return the colours of a cell; passes that run together share it."""
-        first, *others = map(self._style, parts_of_interval(interval))
+        first, *others = map(self._style, parts_of(interval))
         half = text.find("+") if others else -1
         return [first] * columns if half < 0 else [first] * half + [others[0]] * (columns - half)
 
@@ -272,7 +272,7 @@ class _TextDrawing:
             NETWORK.get(part.what, part.what + unit_of(part))
             + self._places.mark(part)
             + (superscript(part.version) if versioned and part.version >= 0 else "")
-            for part in parts_of_interval(interval)
+            for part in parts_of(interval)
         ]
 
     def _cell(self, interval: Interval, columns: int) -> str:

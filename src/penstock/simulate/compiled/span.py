@@ -84,9 +84,7 @@ def _present(code: Code, t: int, m: int, classes: CostClasses, more: bool) -> Un
     return Unrolled(code.kind[there], what[there], first[there], shifted(code.needs), shifted(code.accepts), uses)
 
 
-def event_graph(
-    code: CodedSchedule, batches: int, rejected: Collection[int] = (), transfers: bool = False
-) -> EventGraph:
+def graph_of(code: CodedSchedule, batches: int, rejected: Collection[int] = (), transfers: bool = False) -> EventGraph:
     """Return the graph of a span.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.timeline import Interval
-from penstock.view.drawing.passes import parts_of_interval, pieces_of, unit_of
+from penstock.view.drawing.passes import parts_of, pieces_of, unit_of
 
 _ENDS: dict[str, tuple[tuple[Op, ...], tuple[Op, ...]]] = {  # what makes a message, and what takes it
     Payload.ACTIVATION: ((Op.F,), (Op.F,)),
@@ -83,7 +83,7 @@ class _Passes:
         )
         for found in slices:
             if found.interval.what != Op.SEND:
-                for part in parts_of_interval(found.interval):
+                for part in parts_of(found.interval):
                     for piece in pieces_of(unit_of(part)) if part.microbatch >= 0 else ():
                         self._found[part.span, part.rank, part.what, piece].append((part, found))
 

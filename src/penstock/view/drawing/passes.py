@@ -46,7 +46,7 @@ class Places:
     def __init__(self, timeline: Timeline) -> None:
         held: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
         for interval in timeline.work():
-            for part in parts_of_interval(interval):
+            for part in parts_of(interval):
                 held[part.rank, part.direction].add(part.stage)
         self._held = {place: sorted(stages) for place, stages in held.items()}
         self.chunks = max(map(len, held.values()), default=1)
@@ -83,7 +83,7 @@ def network_of(timeline: Timeline) -> list[Interval]:
     return found if any(i.what == "GATHER" for i in found) else []
 
 
-def parts_of_interval(interval: Interval) -> tuple[Interval, ...]:
+def parts_of(interval: Interval) -> tuple[Interval, ...]:
     """Return the passes that run together in an interval, or the interval itself."""
     return interval.parts or (interval,)
 
@@ -114,15 +114,13 @@ def unit_in_words(part: Interval) -> str:
 def versions_read(intervals: Iterable[Interval]) -> list[int]:
     """Return the versions of the weights that passes read, in order."""
     return sorted(
-        {p.version for i in intervals if i.is_work and i.what != "STEP" for p in parts_of_interval(i) if p.version >= 0}
+        {p.version for i in intervals if i.is_work and i.what != "STEP" for p in parts_of(i) if p.version >= 0}
     )
 
 
 def operations(intervals: Iterable[Interval]) -> list[str]:
     """Return the operations that occupy compute lanes, without updates, in the order of legends."""
-    found = {
-        p.what for i in intervals if i.is_work and i.what != "STEP" and i.end > i.start for p in parts_of_interval(i)
-    }
+    found = {p.what for i in intervals if i.is_work and i.what != "STEP" and i.end > i.start for p in parts_of(i)}
     return sorted(found, key=lambda op: (list(OPERATIONS).index(op) if op in OPERATIONS else len(OPERATIONS), op))
 
 

@@ -7,7 +7,7 @@ from html import escape
 from typing import NamedTuple
 
 from penstock.timeline import Interval
-from penstock.view.drawing.passes import OPERATIONS, SENT, Places, operations, parts_of_interval, unit_of
+from penstock.view.drawing.passes import OPERATIONS, SENT, Places, operations, parts_of, unit_of
 from penstock.view.drawing.svg_marks import IDLE, INK, OUTLINE, PATTERNS, UPDATE, box, fill_of, hatch
 
 _SAMPLE, _HEIGHT, _LINE = 18, 14, 22
@@ -36,7 +36,7 @@ def legend_entries(work: Sequence[Interval], places: Places, patterns: Mapping[i
         places: tells the stages of a rank apart.
         patterns: the pattern of each version that is read.
     """
-    passes = [part for i in work if i.what != "STEP" and i.what not in SENT for part in parts_of_interval(i)]
+    passes = [part for i in work if i.what != "STEP" and i.what not in SENT for part in parts_of(i)]
     sent = [i for i in work if i.what in SENT]
     entries = []
     for op in [*operations(work), *(op for op in SENT if any(i.what == op for i in sent))]:
