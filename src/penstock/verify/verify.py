@@ -102,7 +102,7 @@ def verify(config: TrainConfig, count: int) -> Verification:
 def _allowed(prepared: Prepared) -> float:
     """Return the relative difference that is allowed from the reference: 0, unless the run rounds differently."""
     schedule = prepared.plan.schedule
-    if schedule.slices > 1:  # other sums everywhere; Adam's first steps magnify what that changes in gradients near zero
+    if schedule.slices > 1:  # other sums; the first steps of Adam magnify that in gradients near zero
         return 10 * TOLERANCE
     if prepared.config.row.correction == "gap-aware":  # a gap is the difference of weights that are nearly the same
         return 10 * TOLERANCE
