@@ -86,8 +86,9 @@ class Data:
             yield torch.cat([x for x, _ in batch]), torch.cat([y for _, y in batch])
 
 
-def stage_modules(stages: int, shape: GPTConfig = SHAPE) -> list[nn.Sequential]:
-    """Split the model into `stages` equal parts; the first also embeds, the last also has the head."""
+def stage_modules(stages: int, shape: GPTConfig | None = None) -> list[nn.Sequential]:
+    """Split a model, that of `SHAPE` if None, into equal parts; the first also embeds, the last also has the head."""
+    shape = shape or SHAPE
     blocks = [block.make() for block in gpt_blocks(shape, seed=0).values()]
     layers = shape.layers // stages
     ends = [1 + layers * (c + 1) for c in range(stages)]

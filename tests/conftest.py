@@ -1,5 +1,6 @@
 """What the tests of several folders share."""
 
+import gc
 import signal
 from collections.abc import Iterator
 from subprocess import CompletedProcess
@@ -74,3 +75,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("processes")
     for item in smoke_tests(items):
         item.add_marker("smoke")
+
+
+def pytest_collection_finish() -> None:
+    """Let Python's collector pass over what lives as long as the session: more than a million objects.
+
+    Whatever collects during a test, and tests that count objects do so often, would look through all of them.
+    """
+    gc.collect()
+    gc.freeze()

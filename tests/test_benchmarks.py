@@ -24,6 +24,7 @@ from penstock.compare.prepare import enter
 from penstock.compare.tasks import make_task
 from penstock.launch.launch import _start_method
 from penstock.schedule.build import prove
+from support.benchmarked import spawn_small
 
 pytestmark = pytest.mark.processes
 
@@ -32,10 +33,10 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def run(monkeypatch, capsys, request):
-    """Run a benchmark in this process; its ranks are forked from a process that has imported everything."""
+    """Run a benchmark on a small model in this process; its ranks are forked from one that has imported everything."""
     _start_method()  # the process, as `penstock train` starts it
     forked = partial(multiprocessing.start_processes, start_method="forkserver")
-    monkeypatch.setattr(multiprocessing, "spawn", forked)
+    monkeypatch.setattr(multiprocessing, "spawn", partial(spawn_small, forked))
     monkeypatch.chdir(ROOT)
     capture = request.config.pluginmanager.getplugin("capturemanager")
 

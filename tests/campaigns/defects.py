@@ -638,7 +638,11 @@ DEFECTS = (
         "train",
         "self._worse >= self._limit:",
         "self._worse > self._limit:",
-        ("tests/runtime/test_early_stop_notice.py", "tests/train/test_interrupted.py"),
+        (
+            "tests/train/test_early_stopping.py",
+            "tests/runtime/test_early_stop_notice.py",
+            "tests/train/test_interrupted.py",
+        ),
     ),
     Defect(
         "a run on an order of one's own keeps the name of its file instead of the schedule",
@@ -660,14 +664,14 @@ DEFECTS = (
         "verify",
         "(a.isnan() & b.isnan())",
         "(a.isnan() | b.isnan())",
-        ("tests/verify/test_verify.py",),
+        ("tests/verify/test_differences.py", "tests/verify/test_verify.py"),
     ),
     Defect(
         "numbers that a pipeline does not show do not differ",
         "verify",
         "missing = sorted(self._missing) if complete else []",
         "missing = []",
-        ("tests/verify/test_verify.py",),
+        ("tests/verify/test_differences.py", "tests/verify/test_verify.py"),
     ),
     Defect(
         "an order of one's own is verified by the equations of a flush, whatever its rule",

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import builtins
 import json
-import math
 import statistics
-from collections import Counter
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from penstock.compare import run
 from penstock.compare.config import ComparisonConfig, comparison_config
-from penstock.compare.contender import parse_contender
-from penstock.compare.grid import Key, grid_of, other_settings
+from penstock.compare.grid import Key
 from penstock.compare.held_out import Score, Scorer
-from penstock.compare.prepare import enter, make_optimizers, update_times
-from penstock.compare.results import EvaluationRow, Findings, MethodSummary, as_csv
+from penstock.compare.prepare import make_optimizers, update_times
+from penstock.compare.results import Findings
 from penstock.compare.run import ComparisonRun
-from penstock.compare.tasks import make_task, training_batches
-from penstock.compare.trial import TrialResult
-from penstock.errors import CapabilityError, ConfigError, DataError, ScheduleError
+from penstock.compare.tasks import make_task
+from penstock.errors import ConfigError
 from penstock.models.gpt import language_loss
 from penstock.options.passes import Precision
 from penstock.partition.blocks import cut_blocks
@@ -34,49 +27,8 @@ from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.verify.reference import train_reference
-from penstock.view.comparison_progress import caption
 from penstock.weights.updates.lr_schedulers import by_factor
-
-TEXT = Path(__file__).parents[2] / "LICENSE"  # any text that stays the same
-TINY = (
-    "stages=2", "microbatches=4", "microbatch_size=1", "batches=6", "seeds=1", "evaluate.every=2", "evaluate.samples=8",
-    "model.layers=2", "model.width=16", "model.heads=2", "model.context=8", "lr_schedule.warm_up=2",
-    "optimizer.lr=0.01",
-    f"data={TEXT}",
-)  # fmt: skip
-
-
-SGD = ("optimizer.name=sgd", "optimizer.lr=0.1", "optimizer.nesterov=false")  # spike compensation takes no other
-
-
-class Quiet:
-    """An observer that counts."""
-
-    def __init__(self) -> None:
-        self.seen: Counter[str] = Counter()
-        self.last: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        def note(*arguments: Any) -> None:
-            self.seen[name] += 1
-            self.last = arguments
-
-        return note
-
-
-def configured(*changes: str) -> ComparisonConfig:
-    return comparison_config([*TINY, *changes], {})
-
-
-def compared(folder: Path, *changes: str, observer: Quiet | None = None) -> Findings:
-    return ComparisonRun(configured(*changes), folder, observer or Quiet()).run()
-
-
-def curves(findings: Findings, *what: str) -> dict[str, list[list[Any]]]:
-    return {
-        key.method: [[getattr(row, name) for name in what] for row in findings.rows() if row.method == key.method]
-        for key in findings.results
-    }
+from support.comparisons import SGD, TINY, Quiet, compared, configured, curves, data
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +38,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Findings:
         "methods=1f1b,2bw,stash,zb-h2-post,interleaved:chunks=2,newest,pipemare:reschedule=3,spike,error-feedback",
         *SGD,
     )
-
-
-# --- what is trained --------------------------------------------------------------------------------------------------
-
-
-def data(config: ComparisonConfig) -> list[Any]:
-    task = make_task(config)
-    return list(training_batches(task, 0, config.batches, config.microbatches, config.microbatch_size))
 
 
 def pipeline_of(config: ComparisonConfig, method: str, **more: Any) -> Pipeline:
@@ -271,7 +215,13 @@ def test_a_block_with_statistics_is_refused() -> None:
         Scorer(task, 0, 8)
 
 
-# --- divergence -------------------------------------------------------------------------------------------------------
+def test_files_hold_all_there_is(found: Findings, tmp_path: Path) -> None:
+    compared(tmp_path / "out", "methods=2bw", *SGD)
+    (path,) = (tmp_path / "out/runs").iterdir()
+    (result,) = [result for key, result in found.results.items() if key.method == "2bw"]
+    kept = json.loads(path.read_text())
+    assert (tuple(kept["losses"]), tuple(kept["norms"])) == (result.losses, result.norms)
+    assert [Score(**score) for score in kept["scores"]] == list(result.scores)
 
 
 @pytest.mark.parametrize(("method", "changes"), [("2bw", []), ("1f1b", ["max_grad_norm=1e9"])])
@@ -300,305 +250,3 @@ def test_a_spike_counts_once_it_lasts_from_one_evaluation_to_the_next(tmp_path: 
     lasting = [t + 1 for t in range(1, 20) if statistics.fmean(free.losses[t - 1 : t + 1]) > limit]
     assert held.diverged == lasting[0]  # evaluations come a batch later
     assert held.losses == free.losses[: held.diverged]
-
-
-# --- going on ---------------------------------------------------------------------------------------------------------
-
-
-def test_an_interrupted_comparison_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes, real, begun = ["methods=1f1b,2bw", "seeds=2", "batches=2"], run.run_trial, []
-    expected = compared(tmp_path / "at once", *changes)
-
-    def interrupted(config: Any, task: Any, entrant: Any, key: Key, tell: Any) -> TrialResult:
-        begun.append(key)
-        if len(begun) == 3:
-            tell = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731 - in the midst of a run
-        return real(config, task, entrant, key, tell)
-
-    monkeypatch.setattr(run, "run_trial", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        compared(tmp_path / "out", *changes)
-    assert len(list((tmp_path / "out/runs").iterdir())) == 2
-    observer = Quiet()
-    findings = compared(tmp_path / "out", *changes, observer=observer)
-    assert begun == [*grid_of(configured(*changes))][:3] + [*grid_of(configured(*changes))][2:]
-    assert (observer.seen["began"], observer.seen["finished"], observer.seen["progress"]) == (2, 2, 4)
-    assert as_csv(findings.rows(), EvaluationRow) == as_csv(expected.rows(), EvaluationRow)
-
-
-def test_rates_are_tried_with_some_seeds_alone(tmp_path: Path) -> None:
-    changes, observer = ("methods=1f1b,2bw", "batches=3", "seeds=3", "lr=0.3,0.01,0.0001"), Quiet()
-    everything = compared(tmp_path / "all", *changes)
-    findings = compared(tmp_path / "some", *changes, "tune=1", observer=observer)
-    assert observer.seen["finished"] == 2 * (3 + 2)
-    chosen = {}
-    for entrant in findings.entrants:
-        ends = {k.lr: r.scores[-1].loss for k, r in everything.results.items() if k[:2] == (entrant.label, 0)}
-        chosen[entrant.label] = min(ends, key=lambda lr: ends[lr])
-        assert findings.by_rate(entrant).keys() == {0.3, 0.01, 0.0001}
-        assert [(r.key.seed, r.key.lr) for r in findings.at_best_rate(entrant)] == [
-            (seed, chosen[entrant.label]) for seed in range(3)
-        ]
-    assert {k for k in findings.results if k.seed} == {Key(m, seed, lr) for m, lr in chosen.items() for seed in (1, 2)}
-    for key, result in findings.results.items():
-        assert result.losses == everything.results[key].losses
-    again = Quiet()
-    compared(tmp_path / "some", *changes, "tune=1", observer=again)
-    assert again.seen["began"] == 0
-
-
-def test_seeds_may_be_added_with_the_best_rate_alone(tmp_path: Path) -> None:
-    first = ("methods=1f1b", "batches=2", "lr=0.01,0.1")
-    compared(tmp_path, *first, "seeds=1")
-    observer = Quiet()
-    findings = compared(tmp_path, *first, "seeds=2", "tune=1", observer=observer)
-    assert (observer.seen["finished"], len(findings.results)) == (1, 3)
-
-
-def test_methods_seeds_and_rates_may_be_added(tmp_path: Path) -> None:
-    compared(tmp_path, "methods=1f1b", "batches=2")
-    observer = Quiet()
-    findings = compared(tmp_path, "methods=2bw,1f1b", "batches=2", "seeds=2", "lr=0.01,0.1", observer=observer)
-    assert (observer.seen["finished"], len(findings.results)) == (7, 8)
-
-
-def keys(findings: Findings) -> list[tuple[str, int, float]]:
-    return [tuple(key) for key in findings.results]
-
-
-def test_what_is_not_named_stays_as_it_is(tmp_path: Path) -> None:
-    """Methods come behind those that are there; seeds and rates are for all of them."""
-    few = [change for change in TINY if not change.startswith(("seeds=", "optimizer.lr="))] + ["batches=2"]
-
-    def again(*changes: str) -> tuple[Findings, int]:
-        observer = Quiet()
-        return ComparisonRun(comparison_config([*few, *changes], {}), tmp_path, observer).run(), observer.seen["began"]
-
-    again("methods=2bw,1f1b", "seeds=1", "lr=0.01,0.1")
-    found, began = again("methods=stash,pipedream-2bw")
-    assert [entrant.label for entrant in found.entrants] == ["2bw", "1f1b", "stash"]
-    assert keys(found) == [(m, 0, lr) for lr in (0.01, 0.1) for m in ("2bw", "1f1b", "stash")]
-    assert began == 2
-    assert json.loads((tmp_path / "comparison.json").read_text())["methods"] == ["2bw", "1f1b", "stash"]
-    found, began = again()
-    assert (keys(found), began) == ([(m, 0, lr) for lr in (0.01, 0.1) for m in ("2bw", "1f1b", "stash")], 0)
-    found, began = again("seeds=2", "tune=1", "methods=2bw")
-    assert (began, len(found.results)) == (3, 9)
-    assert again()[1] == 0  # without the seeds that all rates are tried with, either
-    assert again("seeds=1")[0].config.seeds == 2
-    found, began = again("optimizer.lr=0.2")
-    assert found.config.rates == (0.01, 0.1, 0.2)
-    assert {key[0] for key in keys(found) if key[2] == 0.2} == {"2bw", "1f1b", "stash"}
-    assert again("tune=null")[0].config.tune is None
-
-
-def test_a_paper_s_other_setting_is_told(tmp_path: Path) -> None:
-    """All methods have one optimizer, so a method may not be as its paper has it."""
-    said = "nag-pp: its paper has optimizer.beta1=0.99, here all methods have 0.9"
-    nadam, decay = "optimizer.name=nadam", "optimizer.weight_decay=0.01"
-    assert other_settings(configured("methods=1f1b,stash,nag-pp", nadam, decay)) == [said]
-    assert not other_settings(configured("methods=1f1b,stash,nag-pp", nadam, decay, "optimizer.beta1=0.99"))
-    assert f"{said}." in caption(compared(tmp_path, "methods=1f1b,nag-pp", nadam, "seeds=1", "batches=1"))
-
-
-def test_another_comparison_is_refused_before_its_methods_are_looked_at(tmp_path: Path) -> None:
-    """Or the message would be about one that the command does not name."""
-    compared(tmp_path, "methods=2bw", "batches=2", "stages=4", "model.layers=4")
-    with pytest.raises(ConfigError, match="holds another comparison: microbatches is 4 there and 2 now"):
-        compared(tmp_path, "methods=1f1b", "batches=2", "stages=4", "model.layers=4", "microbatches=2")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["batches=3"], "batches is 2 there and 3 now"),
-        (["max_grad_norm=1.0"], "max_grad_norm is not set there and 1.0 now"),
-        (["optimizer.beta2=0.9", "model.width=8"], "model.width is 16 there and 8 now; optimizer.beta2 is 0.95 there"),
-        (["data=pyproject.toml"], "data found is .* tokens, .* there and"),
-    ],
-)
-def test_another_comparison_is_refused(tmp_path: Path, changes: list[str], message: str) -> None:
-    """Before anything is trained, and what is there stays as it is."""
-    compared(tmp_path, "methods=1f1b,2bw", "batches=2")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
-    with pytest.raises(ConfigError, match=message):
-        ComparisonRun(configured("methods=1f1b,2bw", "batches=2", *changes), tmp_path, Quiet())
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
-
-
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(ConfigError, match="has other files in it but no comparison"):
-        compared(tmp_path)
-    with pytest.raises(ConfigError, match="cannot write to --out"):
-        compared(tmp_path / "thesis.txt/out")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [("{", "is damaged"), ('{"schema": 1}', "is damaged"), ("[]", "has schema None")]
-)
-def test_a_damaged_file_is_named(tmp_path: Path, text: str, message: str) -> None:
-    compared(tmp_path, "methods=1f1b", "batches=2")
-    (path,) = (tmp_path / "runs").iterdir()
-    path.write_text(text)
-    with pytest.raises(DataError, match=message) as caught:
-        compared(tmp_path, "methods=1f1b", "batches=2")
-    assert path.name in str(caught.value)
-
-
-def test_own_files_are_no_data(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(TEXT.read_text())
-    changes = ["methods=1f1b", "batches=1", f"data={tmp_path}"]
-    compared(tmp_path / "out", *changes)
-    observer = Quiet()
-    compared(tmp_path / "out", *changes, observer=observer)
-    assert observer.seen["began"] == 0
-
-
-# --- what is asked for ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["methods=1f1b,2bv"], "unknown method '2bv'. Did you mean"),
-        (
-            ["methods=interleaved:chunks=2.5"],
-            "interleaved:chunks=2.5: chunks is an option of an order, so it must be a whole number",
-        ),
-        (
-            ["methods=pipemare:chunks=2"],
-            "pipemare:chunks=2: method pipemare has no option 'chunks'; it has in_flight, reschedule, decay",
-        ),
-        (
-            ["methods=pipemare:rescedule=4"],
-            "method pipemare has no option 'rescedule'; it has in_flight, reschedule, decay. Did you mean 'reschedule'",
-        ),
-        (["methods=interleaved:chunk=2.5"], "method interleaved has no option 'chunk'; .* Did you mean 'chunks'"),
-        (["methods=i-timeprest:beta=null"], "i-timeprest:beta=null: .*beta takes a number; got null"),
-        (["methods=2bw:sync=1.5"], "sync is the number of batches"),
-        (["methods=1f1b:delays=-1"], "delays is the number of updates that weights are late by"),
-        (["methods=2bw:delays=1"], "2bw:delays=1: delays need version rule 'flush'"),
-        (["methods=1f1b:delays=1:sync=2"], "delays and sync cannot be combined; leave one of them out"),
-        (["methods=2bw:sync=6"], "2bw:sync=6: sync: 1f1b would train the first 6 batches"),
-        (["methods=zb-h1:sync=2"], "zb-h1:sync=2: sync: the method has no delay"),
-        (
-            ["methods=wpipe:sync=2", "model.layers=4"],
-            "1f1b cannot be followed by wpipe: they differ in stages",
-        ),
-        (["methods=nag-pp", "optimizer.name=sgd"], "nag-pp: .*NAdam"),
-        (["methods=2bw,pipedream-2bw"], "2bw is given twice"),
-        (["methods=interleaved:chunks=two"], "a name may be followed by options"),
-        (["methods=1f1b:chunks=2"], "1f1b:chunks=2: method 1f1b has no option 'chunks'; it has in_flight"),
-        (["methods=interleaved:chunks=8"], "interleaved:chunks=8: the model has 4 blocks"),
-        (["methods=2bw", "stages=4", "microbatches=2"], "2bw: .*needs at least 3 microbatches"),
-        (["task=speech"], "unknown task 'speech'"),
-        (["task=digits"], "belongs to task text"),
-        (["lr=fast"], "lr takes comma-separated numbers"),
-        (["batchs=3"], "unknown configuration key 'batchs'; did you mean 'batches'"),
-        (["model.tied=true"], "unknown configuration key 'model.tied'"),
-        (["seeds=0"], "seeds: .*greater than or equal to 1"),
-    ],
-)
-def test_mistakes_are_explained(tmp_path: Path, changes: list[str], message: str) -> None:
-    with pytest.raises((CapabilityError, ConfigError, ScheduleError), match=message):
-        compared(tmp_path / "out", *changes)
-    assert not (tmp_path / "out").exists()
-
-
-def test_options_win_over_changes_and_lists_are_read() -> None:
-    config = comparison_config(
-        ["batches=3", "methods=gpipe", "lr=0.1"], {"batches": 5, "methods": " 1f1b , 2bw", "lr": None}
-    )
-    assert (config.batches, config.methods, config.rates) == (5, ["1f1b", "2bw"], (0.1,))
-    assert comparison_config([], {"lr": "1e-3,3e-3"}).rates == (0.001, 0.003)
-    assert parse_contender("Megatron:chunks=4").label == "interleaved:chunks=4"
-    assert Key("interleaved:chunks=4", 2, 0.001).file == "interleaved+chunks=4-seed-2-lr-0.001.json"
-
-
-def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *rest: Any) -> Any:
-        if name.startswith("sklearn"):
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ConfigError, match=r"pip install 'penstock\[digits\]'"):
-        make_task(comparison_config([], {"task": "digits"}))
-
-
-# --- what is made of it -----------------------------------------------------------------------------------------------
-
-
-@cache
-def entrants() -> tuple[Any, ...]:
-    config = configured()
-    return (
-        config,
-        make_task(config),
-        [enter(config, make_task(config), parse_contender(name)) for name in ("2bw", "1f1b")],
-    )
-
-
-def summarised(ends: dict[tuple[str, int, float], float | None]) -> dict[str, MethodSummary]:
-    """The summary of runs that end with these losses; None where they diverge."""
-    config, task, methods = entrants()
-    results = {}
-    for place, end in ends.items():
-        key, diverged = Key(*place), 3 if end is None else None
-        scores = (Score(0, 5.0, None), *(() if end is None else (Score(6, end, None),)))
-        results[key] = TrialResult(key, scores, (5.0,) * 3, (1.0,) * 3, diverged, 1.0)
-    two_seeds = config.model_copy(update={"seeds": 2})
-    return {summary.method: summary for summary in Findings(two_seeds, task, methods, results).summaries()}
-
-
-def test_differences_are_those_of_the_same_seeds() -> None:
-    """Seeds are far apart, and 2bw is 1 or 2 % worse on each of them."""
-    found = summarised({("1f1b", 0, 0.1): 2.0, ("1f1b", 1, 0.1): 3.0, ("2bw", 0, 0.1): 2.02, ("2bw", 1, 0.1): 3.06})
-    assert found["1f1b"].verdict == "baseline"
-    assert (found["2bw"].loss, found["2bw"].spread) == pytest.approx((2.54, statistics.stdev([2.02, 3.06])))
-    assert (found["2bw"].difference, found["2bw"].difference_spread) == pytest.approx((1.5, math.sqrt(0.5)))
-    assert found["2bw"].verdict == "worse"
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "verdict"),
-    [
-        (1.98, 2.96, "better"),
-        (2.02, 2.98, "not resolved"),
-        (2.0, 3.0, "equal"),
-        (None, None, "diverged"),
-        (2.2, None, "not resolved"),
-    ],
-)
-def test_verdicts(first: float | None, second: float | None, verdict: str) -> None:
-    base = {("1f1b", 0, 0.1): 2.0, ("1f1b", 1, 0.1): 3.0}
-    assert summarised({**base, ("2bw", 0, 0.1): first, ("2bw", 1, 0.1): second})["2bw"].verdict == verdict
-
-
-def test_one_seed_resolves_nothing_and_without_a_baseline_there_is_no_difference() -> None:
-    assert summarised({("1f1b", 0, 0.1): 2.0, ("2bw", 0, 0.1): 4.0})["2bw"].verdict == "not resolved"
-    alone = summarised({("2bw", 0, 0.1): 4.0, ("2bw", 1, 0.1): 4.0})["2bw"]
-    assert (alone.verdict, alone.difference) == ("-", None)
-
-
-def test_the_best_rate_diverges_least_then_ends_lowest() -> None:
-    found = summarised(
-        {
-            ("1f1b", 0, 0.1): 3.0, ("1f1b", 1, 0.1): 3.0, ("1f1b", 0, 0.2): 2.5, ("1f1b", 1, 0.2): 3.4,
-            ("2bw", 0, 0.1): 3.2, ("2bw", 1, 0.1): 3.2, ("2bw", 0, 0.2): 2.0, ("2bw", 1, 0.2): None,
-            ("2bw", 0, 0.3): 1.0,  # not all seeds yet
-        }
-    )  # fmt: skip
-    assert (found["1f1b"].lr, found["2bw"].lr) == (0.2, 0.1)
-
-
-def test_files_hold_all_there_is(found: Findings, tmp_path: Path) -> None:
-    compared(tmp_path / "out", "methods=2bw", *SGD)
-    (path,) = (tmp_path / "out/runs").iterdir()
-    (result,) = [result for key, result in found.results.items() if key.method == "2bw"]
-    kept = json.loads(path.read_text())
-    assert (tuple(kept["losses"]), tuple(kept["norms"])) == (result.losses, result.norms)
-    assert [Score(**score) for score in kept["scores"]] == list(result.scores)

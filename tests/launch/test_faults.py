@@ -50,12 +50,11 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
     ("name", "rank", "moment"),
     [
         ("worker: SIGSEGV", 1, Moment("steady", 60, 0.0)),
-        ("disk: the folder of checkpoints is blocked, two torchruns", 0, Moment("steady", 20, 0.0)),
-        ("files: stage of the newest checkpoint, flip", 0, Moment("steady", 40, 0.0)),
+        ("disk: the folder of checkpoints is blocked", 0, Moment("steady", 20, 0.0)),
     ],
 )
 def test_a_fault_changes_no_bit(trials: Trials, name: str, rank: int, moment: Moment) -> None:
-    """The short form of `make faults`; restarts and full disks have tests of their own."""
+    """The short form of `make faults`; restarts, damaged checkpoints, torchruns, full disks have tests of their own."""
     found = trials.carry_out(Case(0, kind_named(name), SHAPE, rank, moment), name)
     assert found["wrong"] == []
     assert found["in_time"]

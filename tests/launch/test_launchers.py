@@ -52,7 +52,7 @@ def text(tmp_path: Path) -> str:
 
 def test_every_launcher_ends_with_the_same_weights(tmp_path: Path, text: str, command: Command) -> None:
     """`penstock train` starts its own workers; those of torchrun and srun join one job."""
-    changes = ("stages=4", "microbatches=4", f"data={text}", "sample_length=0")
+    changes = ("stages=2", "microbatches=2", f"data={text}", "sample_length=0")
 
     def asked(name: str) -> list[str]:
         return ["train", *settings(f"out={tmp_path / name}", *changes)]
@@ -60,9 +60,9 @@ def test_every_launcher_ends_with_the_same_weights(tmp_path: Path, text: str, co
     ran = [
         command(*asked("ours")),
         start(
-            "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4, "-m", "penstock", *asked("torchrun")
+            "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "penstock", *asked("torchrun")
         ),
-        start("-c", srun(4, *asked("srun"))),
+        start("-c", srun(2, *asked("srun"))),
     ]
     for process in ran:
         assert process.returncode == 0, process.stderr

@@ -126,7 +126,7 @@ def test_two_machines_start_again_when_a_worker_of_one_is_killed(
     command: Command,
 ) -> None:
     """Each counts its own failures; the result is that of a run to which nothing happened, bit for bit."""
-    out, changes = tmp_path / "runs", ["batches=150", "checkpoint.every=10", "sample_length=0", "validation_samples=4"]
+    out, changes = tmp_path / "runs", ["batches=100", "checkpoint.every=10", "sample_length=0", "validation_samples=4"]
     started += two_machines(out, text, *changes)
     wait_for_lines(out, 40, started)
     worker_of(started[0]).kill()

@@ -9,20 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.errors import CapabilityError, CheckpointError, ConfigError
-from penstock.options.divergence import Divergence
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.methods.combine import COMBINES, Combine
-from penstock.schedule.text import parse_schedule
-from penstock.verify.reference import Scaling
+from support.averaging_cases import FEW, KINDS, merged, trained
 from support.cases import BALANCE, OPTIMIZERS, TIED, Case, make_batches, make_blocks, make_pipeline
 from support.grouped import grouped
 from support.meetings import (
     Reference,
-    State,
     assert_close,
     even_batches,
     precise_blocks,
@@ -32,14 +27,6 @@ from support.meetings import (
 )
 from support.pool import Pool
 from support.schedules import make_schedule
-from support.snapshots import Kept
-
-KINDS = [kind for kind in COMBINES if kind != "reduce"]
-FEW = [
-    Combine("average", every=2, optimizer_state="average"),
-    Combine("bmuf", every=3, nesterov=True),
-    Combine("elastic", every=2),
-]
 
 
 def reads_of(method: str, depth: int, m: int) -> Any:
@@ -157,26 +144,6 @@ def test_meetings_count_from_the_start_of_training(spans: tuple[int, ...]) -> No
     assert_close(states_of(pipeline), states_of(whole), 0.0)
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
-
-
-def trained(group: dist.ProcessGroup | None, case: Case, combine: Combine) -> tuple[dict[int, State], list[Any]]:
-    pipeline = make_pipeline(case, group, combine=combine)
-    decided = [d for report in pipeline.run(make_batches(case)) for d in report.decided]
-    return states_of(pipeline), [tuple(d) for d in (*decided, *pipeline.decided())]
-
-
-def merged(parts: list[dict[int, State]]) -> dict[int, State]:
-    found: dict[int, State] = {}
-    for part in parts:
-        for r, state in part.items():
-            whole = found.setdefault(r, State())
-            whole.scale = state.scale
-            for what in ("weights", "optimizer", "model", "motion"):
-                getattr(whole, what).update(getattr(state, what))
-    return found
-
-
 @pytest.mark.parametrize(("method", "combine"), [*zip(["2bw", "stash", "1f1b"], FEW, strict=True)])
 def test_processes_have_the_bits_of_one(pool: Pool, method: str, combine: Combine) -> None:
     """Each version rule and each way to combine once; in one process the equations are compared for many pairs."""
@@ -278,103 +245,6 @@ def loss_of(case: Case, weights: dict[str, torch.Tensor]) -> float:
     return found[0]
 
 
-# --- snapshots --------------------------------------------------------------------------------------------------------
-
-RESTLESS = Scaling(initial=2.0**24, growth=2.0, backoff=0.5, interval=2)
-SAVED = [
-    (Case("1f1b", 2, 2, "restless", width=2, spans=(7,), skips=(2,)), Combine("average", every=2)),
-    (Case("2bw", 2, 2, width=2, spans=(7,), skips=(), clip=0.4), Combine("bmuf", every=2, nesterov=True)),
-    (Case("2bw", 1, 2, width=3, spans=(7,), skips=(2,)), Combine("elastic", every=3, optimizer_state="average")),
-    (
-        Case("1f1b", 2, 2, loss="spiky", width=2, spans=(7,), skips=(), scaling=RESTLESS, spikes=(1, 2)),
-        Combine("elastic", every=2),
-    ),
-    (Case("stash", 2, 2, width=2, spans=(7,), skips=()), Combine("average", every=2, optimizer_state="reset")),
-    (Case("2bw", 2, 3, "faint", width=2, spans=(7,), tied=True, precision="bf16"), Combine("bmuf", every=4)),
-    (Case("chimera", 2, 4, width=2, spans=(7,)), Combine("average", every=5, optimizer_state="average")),
-]
-
-
-def saved_by(case: Case, combine: Combine, batch: int) -> tuple[dict[int, State], Kept, Pipeline]:
-    """A whole run, and its snapshots before `batch`."""
-    found: list[Snapshot] = []
-    pipeline = make_pipeline(case, combine=combine)
-    list(pipeline.run(make_batches(case), save=Saving(batch, found.append)))
-    return states_of(pipeline), Kept([snapshot for snapshot in found if snapshot.batch == batch]), pipeline
-
-
-@pytest.mark.parametrize("batch", [4, 5])
-@pytest.mark.parametrize(("case", "combine"), SAVED, ids=lambda x: getattr(x, "kind", getattr(x, "method", "")))
-def test_a_run_of_averaging_pipelines_goes_on_bit_for_bit(case: Case, combine: Combine, batch: int) -> None:
-    """From a meeting and from between two: every pipeline has its own weights, optimizer state and loss scale."""
-    wanted, kept, _ = saved_by(case, combine, batch)
-    if case.spikes:  # the gradient of one pipeline alone is not finite there
-        assert wanted[0].scale != wanted[1].scale
-    pipeline = make_pipeline(case, combine=combine, blocks=make_blocks(case.model, seed=99))
-    pipeline.load(kept)
-    list(pipeline.run(make_batches(case)[batch:]))
-    assert_close(states_of(pipeline), wanted, 0.0)
-
-
-def goes_on(group: dist.ProcessGroup, case: Case, combine: Combine, kept: Kept) -> dict[int, State]:
-    pipeline = make_pipeline(case, group, combine=combine, blocks=make_blocks(case.model, seed=99))
-    pipeline.load(kept)
-    list(pipeline.run(make_batches(case)[pipeline.batches :]))
-    return states_of(pipeline)
-
-
-def test_processes_go_on_bit_for_bit(pool: Pool) -> None:
-    case, combine = SAVED[1]
-    wanted, kept, _ = saved_by(case, combine, 3)
-    assert_close(merged(pool.submit(goes_on, case, combine, kept, ranks=4)), wanted, 0.0)
-
-
-def test_what_pipelines_agree_on_is_saved_once() -> None:
-    case = Case("1f1b", 2, 2, width=2, spans=(7,), skips=())
-    combine = Combine("average", every=2, optimizer_state="reset")
-    kinds = [{n.partition("/")[0] for n in saved_by(case, combine, batch)[1].names} for batch in (4, 5)]
-    assert kinds == [{"weights"}, {"weights", "weights.1", "optimizer", "optimizer.1"}]
-
-
-@pytest.mark.parametrize("changes", [{"width": 3}, {"width": 1, "combine": Combine()}, {"combine": Combine()}])
-def test_from_a_meeting_a_run_goes_on_with_other_pipelines(changes: dict[str, Any]) -> None:
-    """Not from between two."""
-    case, combine = Case("1f1b", 2, 2, width=2, spans=(7,), skips=()), Combine("average", every=2)
-    other = replace(case, width=changes.get("width", 2), spans=(2,))
-    _, kept, _ = saved_by(case, combine, 4)
-    pipeline = make_pipeline(other, combine=changes.get("combine", combine))
-    pipeline.load(kept)
-    for name, weight in pipeline.state_dict().items():
-        assert torch.equal(weight, kept.tensor(f"weights/{name}"))
-    list(pipeline.run(make_batches(other)))
-    _, kept, _ = saved_by(case, combine, 5)
-    with pytest.raises(CheckpointError, match="weights of 2 pipelines that differ, so it goes on with width 2"):
-        make_pipeline(other, combine=changes.get("combine", combine)).load(kept)
-
-
-@pytest.mark.parametrize("kind", ["bmuf", "elastic"])
-def test_pipelines_that_differ_begin_no_common_model(kind: str) -> None:
-    """Each would begin with its own."""
-    case = Case("1f1b", 2, 2, width=2, spans=(6,), skips=())
-    _, kept, _ = saved_by(case, Combine("average", every=2), 5)
-    with pytest.raises(CheckpointError, match=f"no model that they have in common, from which combine={kind} goes on"):
-        make_pipeline(case, combine=Combine(kind, every=2)).load(kept)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_pipelines_that_added_their_gradients_go_apart(kind: str) -> None:
-    """They begin from the same weights, with nothing in motion."""
-    case, found = Case("2bw", 2, 2, width=2, spans=(4,), skips=()), list[Snapshot]()
-    list(make_pipeline(case).run(make_batches(case), save=Saving(4, found.append)))
-    pipeline, kept = make_pipeline(case, combine=Combine(kind, every=2)), Kept(found)
-    pipeline.load(kept)
-    for state in states_of(pipeline).values():
-        for name, weight in state.weights.items():
-            assert torch.equal(weight, kept.tensor(f"weights/{name}"))
-            assert kind == "average" or torch.equal(state.model[name], weight)
-            assert kind != "bmuf" or not state.motion[name].any()
-
-
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -393,133 +263,3 @@ def test_every_byte_is_counted(kind: str) -> None:
         assert peak.get("sums over pipelines", 0) == whole * COMBINES[kind].passing
         assert live.get("waves", 0) == 0
         assert peak.get("waves", 0) == whole * COMBINES[kind].per_wave * 2
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"kind": "averag"}, "unknown kind 'averag'. Did you mean 'average'"),
-        ({"kind": "average", "every": 0}, "every must be a whole number of at least 1, got 0"),
-        ({"kind": "average", "every": True}, "every must be a whole number"),
-        ({"kind": "average", "momentum": 0.5}, "momentum is an option of bmuf, not of average"),
-        ({"every": 4}, "every is an option of average, bmuf, elastic, wsp, not of reduce"),
-        ({"kind": "bmuf", "momentum": 1.0}, "momentum must be at least 0 and less than 1, got 1.0"),
-        ({"kind": "bmuf", "step": 0.0}, "step must be a positive number"),
-        ({"kind": "elastic", "pull": 1.5}, "pull must be more than 0 and at most 1/w"),
-        ({"kind": "elastic", "optimizer_state": "drop"}, "optimizer_state is one of keep, average, reset; got 'drop'"),
-    ],
-)
-def test_choices_of_averaging_that_make_no_sense(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Combine(**arguments)
-    assert said in str(caught.value)
-
-
-AVERAGE = Combine("average", every=2)
-
-
-@pytest.mark.parametrize(
-    ("method", "changes", "said"),
-    [
-        ("1f1b", {"width": 1, "combine": AVERAGE}, "combine=average needs parallel pipelines; set width to at least"),
-        ("1f1b", {"combine": Combine("elastic", pull=0.6)}, "pull must be at most 1/w = 0.5 with 2 pipelines, got 0.6"),
-        ("1f1b", {"combine": AVERAGE, "reduce": "fast"}, "reduce=fast cannot be used with combine=average"),
-        ("1f1b", {"combine": AVERAGE, "ema_decay": 0.9}, "ema_decay=0.9 and combine=average do not go together"),
-        ("1f1b", {"combine": "average"}, "combine must be a Combine, such as Combine('average', every=4)"),
-        ("zb-h2-post", {"combine": AVERAGE}, "use the method without post-validation"),
-        ("newest", {"combine": AVERAGE}, "under which a microbatch reads several versions"),
-        ("1f1b", {"combine": AVERAGE, "delays": 2}, "delays cannot be used with combine=average"),
-        ("1f1b", {"combine": AVERAGE, "divergence": Divergence()}, "so they would not agree on a divergence"),
-    ],
-)
-def test_what_does_not_go_with_averaging(method: str, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_pipeline(Case(method, 2, 4, width=2), **changes)
-    assert said in str(caught.value)
-
-
-def test_they_do_not_go_on_under_another_method() -> None:
-    pipeline = make_pipeline(Case("1f1b", 2, 2, width=2), combine=AVERAGE)
-    with pytest.raises(ConfigError, match="combine=average cannot go on under another method"):
-        pipeline.switch(make_schedule("gpipe", 2, 2))
-
-
-def test_evaluations_between_two_meetings_are_refused() -> None:
-    pipeline = make_pipeline(Case("1f1b", 2, 2, width=2), combine=AVERAGE)
-    with pytest.raises(ConfigError, match="every is 3, but pipelines meet every 2 batches"):
-        list(pipeline.run([], evaluate=Evaluating(3, list)))
-
-
-WRITTEN = """
-schedule mine
-rule flush
-microbatches 2
-nodes 0@0
-rank 0: F0^t B0^t F1^t B1^t STEP[t] AVERAGE[t]%4
-"""
-
-
-def test_a_schedule_that_says_itself_when_it_averages() -> None:
-    case = Case("1f1b", 1, 2, width=2)
-    schedule = parse_schedule(WRITTEN)
-    assert make_pipeline(case, schedule=schedule, combine=Combine("average", every=4)).schedule.name == "mine"
-    with pytest.raises(ConfigError, match="the schedule has AVERAGEs of its own, but pipelines that meet every 2"):
-        make_pipeline(case, schedule=schedule, combine=AVERAGE)
-    with pytest.raises(CapabilityError, match="the runtime averages parallel pipelines where it is told how"):
-        make_pipeline(case, schedule=schedule)
-
-
-APART = [
-    Combine("average", every=2),
-    Combine("bmuf", every=2, momentum=0.7),
-    Combine("elastic", every=2),
-    Combine("wsp", every=2),
-    Combine("wsp", every=2, share=0.5),
-]
-
-
-def overwrite(pipeline: Pipeline, pipelines: tuple[int, ...] = (0, 1)) -> None:
-    """Give some of the pipelines other weights, the same to each."""
-    for rank in pipeline._ranks:
-        for stage in rank.stages.values() if rank.key.pipeline in pipelines else ():
-            for name, parameter in stage.module.trained.items():
-                draw = torch.Generator().manual_seed(len(name))
-                with torch.no_grad():
-                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
-
-
-@pytest.mark.parametrize("combine", APART, ids=lambda combine: f"{combine.kind}-{combine.share}")
-def test_what_is_written_between_two_runs_is_a_new_beginning(combine: Combine) -> None:
-    """What pipelines have in common as well; without a state of the optimizer it is that of a new pipeline."""
-    case = Case("1f1b", 2, 2, width=2, loss="even", rate=False, spans=(8,), skips=())
-    used, new = (
-        make_pipeline(case, combine=combine, optimizer=lambda named: torch.optim.SGD(named, lr=0.1)) for _ in range(2)
-    )
-    batches = make_batches(case)
-    list(used.run(batches[:4]))
-    before = {name: weight.clone() for name, weight in used.state_dict().items()}
-    overwrite(used)
-    overwrite(new)
-    written = {name: weight.clone() for name, weight in used.state_dict().items()}
-    assert any(not torch.equal(weight, before[name]) for name, weight in written.items())
-    assert all(torch.equal(weight, new.state_dict()[name]) for name, weight in written.items())
-    for pipeline in (used, new):
-        list(pipeline.run(batches[4:]))
-    assert_close(states_of(used), states_of(new), 0.0)
-
-
-@pytest.mark.parametrize("combine", APART, ids=lambda combine: f"{combine.kind}-{combine.share}")
-@pytest.mark.parametrize("asked", [True, False])
-def test_what_is_written_into_one_pipeline_alone_is_refused(combine: Combine, asked: bool) -> None:
-    """Also where the state has been asked for in between."""
-    case = Case("1f1b", 2, 2, width=2, loss="even", spans=(4,), skips=())
-    pipeline, batches = make_pipeline(case, combine=combine), make_batches(case)
-    list(pipeline.run(batches[:2]))
-    overwrite(pipeline, (0,))
-    if asked:
-        pipeline.state_dict()
-    with pytest.raises(ConfigError, match="weights of stage 0 were written into between two runs, but not the same"):
-        list(pipeline.run(batches[2:]))

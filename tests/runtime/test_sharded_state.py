@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,11 +23,11 @@ from support.state_bytes import state_bytes
 CLIP = 0.4  # of most batches
 CASES = [
     Case("1f1b", 2, 3, width=2, spans=(12, 8), clip=CLIP),
-    Case("2bw", 2, 3, width=3, spans=(12, 8), clip=CLIP),
-    Case("2bw", 1, 2, "mixed", "momentum", width=2, spans=(11, 9), clip=CLIP),
-    Case("gpipe", 3, 2, "mixed", "sgd", width=3, spans=(20,), clip=CLIP, recompute="block"),
+    Case("2bw", 2, 3, width=3, spans=(6, 5), clip=CLIP),
+    Case("2bw", 1, 2, "mixed", "momentum", width=2, spans=(5, 6), clip=CLIP),
+    Case("gpipe", 3, 2, "mixed", "sgd", width=3, spans=(8,), clip=CLIP, recompute="block"),
     Case("interleaved", 2, 2, "mixed", "nadam", width=2, spans=(7,), clip=CLIP, options=(("chunks", 2),)),
-    Case("2bw", 2, 2, "faint", "adamw", width=2, spans=(9, 11), clip=0.7, tied=True),
+    Case("2bw", 2, 2, "faint", "adamw", width=2, spans=(5, 6), clip=0.7, tied=True),
     Case("1f1b", 2, 2, "mixed", "two rates", width=3, spans=(7,), clip=CLIP, tied=True, recompute="stage"),
     Case("2bw", 2, 2, "half", width=2, spans=(9,), scaling=Scaling(2.0**24, 2.0, 0.5, 2)),
     Case("zb-h1", 2, 4, width=2, spans=(6,)),
@@ -42,12 +43,16 @@ CASES = [
 ]
 
 
+said = cache(expected)
+"""What the reference says, which is the same at every level."""
+
+
 @pytest.mark.parametrize("level", ["optimizer", "gradients"])
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda c: f"{c.method}-{c.depth}-{c.width}-{c.model}-{c.optimizer}-{c.precision}"
 )
 def test_a_sharded_run_has_the_numbers_of_the_reference(case: Case, level: str) -> None:
-    wanted = expected(case)
+    wanted = said(case)
     assert case.clip is None or sum(norm > case.clip for _, _, norm, *_ in wanted.decided) >= len(wanted.decided) / 2
     outcome, parts, _ = train_sharded(None, case, level)
     assert_as_whole(outcome, [parts], wanted)

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from penstock.comm.collective.wave_exchange import LocalExchange
-from penstock.comm.core.rank_grid import Holder
-from penstock.errors import CheckpointError, ConfigError, PenstockError, TransportError, VersionError
-from penstock.options.divergence import Divergence
-from penstock.options.division import DataParallel
-from penstock.options.number_formats import PrecisionName
+from penstock.errors import CheckpointError, ConfigError, VersionError
 from penstock.runtime.execute.evaluation import Evaluating
-from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.methods.combine import Combine
 from penstock.schedule.text import parse_schedule
 from penstock.weights.store import VersionStore
 from penstock.weights.waves import WaveWeights
-from support.cases import OPTIMIZERS, Case, make_batches, make_blocks, make_pipeline, mean_loss
-from support.meetings import State, assert_close, states_of
-from support.pool import Pool
-from support.schedules import make_schedule
+from support.cases import make_batches, make_blocks, make_pipeline
+from support.meetings import assert_close, states_of
 from support.snapshots import Kept
-from support.waves_by_hand import Waved, reads_of
+from support.wave_cases import WAVES, by_hand, case_of
 
 CASES = [
     ("1f1b", 1, 2, 2, Combine("wsp", every=4), "momentum"),
@@ -56,28 +43,6 @@ def name_of(value: Any) -> str:
     if isinstance(value, Combine):
         return f"every{value.every}-lag{value.lag if value.lag is not None else value.distance}"
     return str(value)
-
-
-def case_of(method: str, depth: int, m: int, width: int, optimizer: str, spans: tuple[int, ...] = (21,)) -> Case:
-    """Nothing is scaled, so that every bit of a gradient is the optimizer's."""
-    model = "long" if depth == 8 else "mixed"
-    return Case(
-        method, depth, m, model, width=width, optimizer=optimizer, loss="even", rate=False, spans=spans, skips=()
-    )
-
-
-def by_hand(case: Case, combine: Combine) -> Waved:
-    return Waved(
-        combine.lags(case.width),
-        combine.every,
-        combine.share,
-        list(accumulate(case.spans)),
-        case.m,
-        case.schedule.num_stages,
-        OPTIMIZERS[case.optimizer],
-        reads_of(case.method, case.depth, case.m),
-        case.model,
-    )
 
 
 @pytest.mark.parametrize(("method", "depth", "m", "width", "combine", "optimizer"), CASES, ids=name_of)
@@ -198,321 +163,6 @@ def test_with_no_lag_and_waves_of_one_batch_gradients_are_added() -> None:
         list(pipeline.run(make_batches(case)))
     for name, weight in wanted.state_dict().items():
         torch.testing.assert_close(found.state_dict()[name], weight, rtol=1e-5, atol=1e-6)
-
-
-# --- staleness --------------------------------------------------------------------------------------------------------
-
-
-class Counts(nn.Module):
-    """Its parameter counts the updates of each pipeline that its weights have; it takes down what a forward sees."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.seen = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Any) -> Any:
-        if torch.is_grad_enabled():
-            for row in x:
-                Counts.forwards.append((int(row[0]), int(row[1]), self.seen.detach().tolist()))
-        # The gradient of the parameter is -1 at the place of the pipeline.
-        return torch.cat([x, -(self.seen[x[:, 1].long()])[:, None]], dim=1)
-
-    forwards: ClassVar[list[tuple[int, int, list[float]]]] = []
-
-
-def count_missing(in_flight: int, distance: int, precision: PrecisionName) -> int:
-    """The most updates of minibatches before its own that a forward misses, of another pipeline."""
-    width, count = 2, (distance + 3) * in_flight
-    Counts.forwards.clear()
-    blocks = {"first": Counts(width)} | {f"on{s}": Pass() for s in range(1, in_flight)}
-    batches = [[(torch.tensor([[float(t), float(r)]]), torch.zeros(1)) for r in range(width)] for t in range(count)]
-    pipeline = Pipeline(
-        blocks,
-        make_schedule("stash", in_flight, 1),
-        loss=lambda out, _: (out[:, 2].sum(), 1.0),
-        optimizer=lambda named: torch.optim.SGD(named, lr=1.0),
-        data_parallel=DataParallel(width=width, combine=Combine("wsp", every=in_flight, distance=distance)),
-        partition=[1] * in_flight,
-        precision=precision,
-    )
-    list(pipeline.run(batches))
-    return max(t - int(seen[1 - r]) for t, r, seen in Counts.forwards)
-
-
-class Pass(nn.Module):
-    """Hands on; its own parameter counts for nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.idle = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 0.0 * self.idle
-
-
-@pytest.mark.parametrize(
-    ("in_flight", "distance", "missing", "precision"),
-    [
-        (1, 0, 0, "fp32"),
-        (2, 1, 4, "fp32"),
-        (4, 0, 6, "fp32"),
-        (4, 1, 10, "bf16"),
-        (4, 4, 22, "fp32"),
-        (7, 4, 40, "fp32"),
-    ],
-)
-def test_the_bound_on_missing_updates(in_flight: int, distance: int, missing: int, precision: PrecisionName) -> None:
-    """HetPipe, section 5: s_global = (D + 1)(s_local + 1) + s_local - 1, which stashing reaches and does not pass."""
-    local = in_flight - 1
-    assert missing == (distance + 1) * (local + 1) + local - 1
-    assert count_missing(in_flight, distance, precision) == missing
-
-
-class Watched(list[Any]):
-    """A batch that takes down who reads it."""
-
-    log: ClassVar[list[tuple[int, int]]] = []
-
-    def __init__(self, number: int, m: int, pairs: Any) -> None:
-        super().__init__(pairs)
-        self.number, self.m = number, m
-
-    def __getitem__(self, k: Any) -> Any:
-        Watched.log.append((k // self.m, self.number))
-        return super().__getitem__(k)
-
-
-@pytest.mark.parametrize("distance", [0, 1, 2])
-def test_nobody_waits_for_a_pipeline_that_is_few_waves_behind(distance: int) -> None:
-    """In one process a pipeline has the turn until it must wait: the first one, for the end of wave 0 of the other."""
-    case = case_of("1f1b", 1, 1, 2, "momentum", spans=(12,))
-    combine = Combine("wsp", every=2, distance=distance)
-    Watched.log.clear()
-    list(make_pipeline(case, combine=combine).run([Watched(t, 1, b) for t, b in enumerate(make_batches(case))]))
-    reads = Watched.log[: next(i for i, (r, _) in enumerate(Watched.log) if r == 1)]
-    assert [t for _, t in reads] == list(range(2 * (distance + 1)))
-
-
-# --- processes --------------------------------------------------------------------------------------------------------
-
-
-class Late(list[Any]):
-    """A batch that the second pipeline begins only when the first one has read another, or fails after long."""
-
-    def __init__(self, number: int, other: int, folder: str, pairs: Any) -> None:
-        super().__init__(pairs)
-        self.number, self.other, self.folder = number, other, Path(folder)
-
-    def __getitem__(self, k: Any) -> Any:
-        (self.folder / f"{k // 2}-{self.number}").touch()
-        deadline = time.monotonic() + 30
-        while k // 2 == 1 and not (self.folder / f"0-{self.other}").exists():
-            assert time.monotonic() < deadline, f"the other pipeline waits before batch {self.number}"
-            time.sleep(0.005)
-        return super().__getitem__(k)
-
-
-def trained(group: dist.ProcessGroup | None, case: Case, combine: Combine, folder: str = "") -> dict[int, State]:
-    pipeline, batches = make_pipeline(case, group, combine=combine), make_batches(case)
-    if folder:  # a stage has updated with batch t - 2 when it begins batch t
-        ended = [max(t - 1, 0) // combine.every for t in range(len(batches))]
-        ahead = [min((n + combine.distance + 1) * combine.every, len(batches)) - 1 for n in ended]
-        batches = [Late(t, ahead[t], folder, batch) for t, batch in enumerate(batches)]
-    list(pipeline.run(batches))
-    return states_of(pipeline)
-
-
-def together(parts: Sequence[dict[int, State]]) -> dict[int, State]:
-    found: dict[int, State] = {}
-    for r, state in (pair for part in parts for pair in part.items()):
-        whole = found.setdefault(r, State())
-        for what in ("weights", "optimizer", "model"):
-            getattr(whole, what).update(getattr(state, what))
-    return found
-
-
-def test_processes_have_the_bits_of_one_and_do_not_wait_for_each_other(pool: Pool, tmp_path: Path) -> None:
-    """The second pipeline is as far behind all the time as it may be, and its stages wait for nobody's word."""
-    case, combine = case_of("stash", 2, 2, 2, "adamw", spans=(15,)), Combine("wsp", every=2, distance=2)
-    wanted = trained(None, case, combine)
-    found = pool.submit(trained, case, combine, str(tmp_path), ranks=4)
-    assert_close(together(found), wanted, 0.0)
-
-
-RECORDED = Combine("wsp", every=2, distance=2, lag="record")
-
-
-def recorded(group: dist.ProcessGroup | None, case: Case) -> tuple[dict[int, State], dict[str, Any]]:
-    pipeline = make_pipeline(case, group, combine=RECORDED)
-    list(pipeline.run(make_batches(case)))
-    return states_of(pipeline), pipeline.lags()
-
-
-def test_what_has_come_is_taken_and_taken_down() -> None:
-    """In one process pipelines take turns, so lags differ, and a loop by hand makes the same of them."""
-    case = case_of("stash", 2, 2, 2, "adamw", spans=(6, 9))
-    pipeline, batches = make_pipeline(case, combine=RECORDED), make_batches(case)
-    list(pipeline.run(batches[:6]))
-    list(pipeline.run(batches[6:]))
-    lags = pipeline.lags()
-    assert {one for waves in lags.values() for taken in waves.values() for one in taken} >= {0, 1}
-    assert all(list(waves) == [1, 3, 5, 7, 9, 11, 13] for waves in lags.values())
-    wanted = by_hand(case, RECORDED)
-    wanted.record = lags
-    wanted.train(batches)
-    assert_close(states_of(pipeline), wanted.states(), 0.0)
-
-
-def test_a_snapshot_has_what_was_taken_down() -> None:
-    case = case_of("stash", 2, 2, 2, "adamw", spans=(6, 4))
-    pipeline, batches = make_pipeline(case, combine=RECORDED), make_batches(case)
-    list(pipeline.run(batches[:6]))
-    kept = Kept(pipeline.snapshots())
-    kept.facts = json.loads(json.dumps(kept.facts))  # as files have it
-    list(pipeline.run(batches[6:]))
-    again = make_pipeline(case, combine=RECORDED)
-    again.load(kept)
-    list(again.run(batches[6:]))
-    assert again.lags() == pipeline.lags()
-    assert_close(states_of(again), states_of(pipeline), 0.0)
-    chosen = make_pipeline(case, combine=WAVES)
-    chosen.load(kept)
-    assert chosen.lags() == {}
-
-
-def test_what_processes_have_taken_down_makes_the_same_run_in_one(pool: Pool) -> None:
-    case = case_of("stash", 2, 2, 2, "adamw", spans=(15,))
-    parts = pool.submit(recorded, case, ranks=4)
-    lags = {place: waves for _, own in parts for place, waves in own.items()}
-    assert sorted(lags) == ["0/0", "0/1", "1/0", "1/1"]
-    again = make_pipeline(case, combine=replace(RECORDED, lag=lags))
-    list(again.run(make_batches(case)))
-    assert again.lags() == lags
-    assert_close(together([part for part, _ in parts]), states_of(again), 0.0)
-
-
-def test_a_record_that_does_not_fit_is_refused() -> None:
-    case = case_of("stash", 2, 2, 2, "adamw", spans=(4,))
-    _, lags = recorded(None, case)
-    longer = make_pipeline(case, combine=replace(RECORDED, lag=lags))
-    with pytest.raises(ConfigError, match="recorded at ./. after batches 1 to 3, but not after batch 5"):
-        list(longer.run(make_batches(replace(case, spans=(6,)))))
-    with pytest.raises(ConfigError, match=r"not recorded at 0/2 \(pipeline/stage\) of this run"):
-        make_pipeline(replace(case, depth=3), combine=replace(RECORDED, lag=lags))
-    with pytest.raises(ConfigError, match="recorded with 2 pipelines, but this run has 3"):
-        make_pipeline(replace(case, width=3), combine=replace(RECORDED, lag=lags))
-    with pytest.raises(ConfigError, match="they must be whole numbers from 0 to distance=0"):
-        replace(RECORDED, distance=0, lag=lags)
-    for changes in ({"tied": True}, {"method": "chimera", "m": 4}):
-        with pytest.raises(
-            ConfigError,
-            match="unless lag is a number, each stage adds the updates that have",
-        ):
-            make_pipeline(replace(case, **changes), combine=RECORDED)
-
-
-STOPS = ((0, 3, None), (3, 3, None), (3, 6, Saving(8, lambda _: None)))  # who asks at which report, and what else
-
-
-def stops(group: dist.ProcessGroup, case: Case, combine: Combine) -> list[tuple[int, float]]:
-    found = []
-    for who, at, save in STOPS:
-        pipeline = make_pipeline(case, group, combine=combine)
-        for report in pipeline.run(make_batches(case), save=save):
-            if report.batch == at and dist.get_rank(group) == who:
-                pipeline.stop()
-        total = sum(w.double().sum() for w in states_of(pipeline)[dist.get_rank(group) // 2].weights.values())
-        found.append((pipeline.batches, float(total)))
-    return found
-
-
-def test_any_rank_may_stop_a_run_of_waves(pool: Pool) -> None:
-    """It ends after the same batch everywhere, also where that is drained, and all pipelines have the same weights."""
-    case = case_of("2bw", 2, 2, 2, "momentum", spans=(40,))
-    ends = pool.submit(stops, case, Combine("wsp", every=2, distance=2), ranks=4)
-    early, late, drained = zip(*ends, strict=True)
-    for of_rank in (early, late, drained):
-        assert len({batch for batch, _ in of_rank}) == 1
-        assert of_rank[0] == of_rank[2]
-        assert of_rank[1] == of_rank[3]
-    assert all(4 + 2 * 2 <= of_rank[0][0] <= 16 for of_rank in (early, late))
-    assert drained[0][0] == 8
-
-
-# --- failures and refusals --------------------------------------------------------------------------------------------
-
-
-def test_a_pipeline_that_fails_is_no_reason_to_go_on() -> None:
-    """The other one waits for its wave, and the error is its own."""
-
-    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if target[0, 0] < 0:
-            raise ValueError("a target that cannot be")
-        return mean_loss(output, target)
-
-    case = case_of("1f1b", 2, 1, 2, "momentum", spans=(8,))
-    batches = make_batches(case)
-    batches[3][1][1][0, 0] = -7
-    pipeline = make_pipeline(case, combine=Combine("wsp", every=2, distance=1), loss=loss)
-    with pytest.raises(ValueError, match="a target that cannot be"):
-        list(pipeline.run(batches))
-    with pytest.raises(PenstockError, match="broke in an earlier run"):
-        pipeline.snapshots()
-
-
-def test_waves_that_never_come_are_named() -> None:
-    """In a group whose other member does not post, here."""
-    stage = make_schedule("1f1b", 1, 1).stages[0]
-    members = tuple(Holder(r, stage) for r in range(2))
-    posted = LocalExchange().post(members, members[1], 3, [[torch.zeros(1)], [torch.ones(1)]])
-    with pytest.raises(TransportError, match=r"the end of wave 3: nothing moved on the lane of waves from pipeline 0"):
-        posted.came[0].wait(0.01, "the end of wave 3")
-    assert not posted.sent.done
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"kind": "wsp", "distance": -1}, "distance must be a whole number of at least 0, got -1"),
-        ({"kind": "wsp", "distance": True}, "distance must be a whole number"),
-        ({"kind": "wsp", "lag": 1}, "lag must be a whole number of waves from 0 to distance=0, one for each pipe"),
-        ({"kind": "wsp", "distance": 2, "lag": [0, 3]}, "from 0 to distance=2, one for each pipeline, 'record'"),
-        ({"kind": "wsp", "distance": 2, "lag": []}, "or recorded lags; got ()"),
-        ({"kind": "wsp", "distance": 2, "lag": "soon"}, "or recorded lags; got 'soon'"),
-        ({"kind": "wsp", "share": 0.0}, "share must be a positive number, got 0.0"),
-        ({"kind": "wsp", "optimizer_state": "average"}, "optimizer_state is an option of average, bmuf, elastic, not"),
-        ({"kind": "average", "distance": 1}, "distance is an option of wsp, not of average"),
-        ({"kind": "reduce", "lag": 0}, "lag is an option of wsp, not of reduce"),
-    ],
-    ids=str,
-)
-def test_choices_of_waves_that_make_no_sense(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Combine(**arguments)
-    assert said in str(caught.value)
-
-
-WAVES = Combine("wsp", every=2, distance=1)
-
-
-@pytest.mark.parametrize(
-    ("method", "changes", "said"),
-    [
-        ("1f1b", {"width": 1}, "combine=wsp needs parallel pipelines; set width to at least 2"),
-        ("1f1b", {"combine": Combine("wsp", distance=1, lag=[0, 1, 0])}, "lag has 3 numbers for 2 pipelines; give one"),
-        ("1f1b", {"reduce": "fast"}, "reduce=fast cannot be used with combine=wsp"),
-        ("1f1b", {"ema_decay": 0.9}, "ema_decay=0.9 and combine=wsp do not go together"),
-        ("1f1b", {"delays": 2}, "delays cannot be used with combine=wsp"),
-        ("1f1b", {"divergence": Divergence()}, "so they would not agree on a divergence"),
-        ("zb-h2-post", {}, "use the method without post-validation"),
-        ("newest", {}, "under which a microbatch reads several versions"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_with_waves(method: str, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_pipeline(Case(method, 2, 4, width=2), **({"combine": WAVES} | changes))
-    assert said in str(caught.value)
 
 
 def test_a_written_schedule_with_waves() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import cache
 from itertools import product
 
 import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule.build import prove
-from penstock.schedule.ir.order import order_options
+from penstock.schedule.ir.order import Order, order_options
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.orders import ORDERS
@@ -98,6 +99,11 @@ def test_activations_do_not_grow_with_the_microbatches(method: str) -> None:
     assert few == many
 
 
+@cache  # without options for each of them, and some search for seconds
+def called(name: str, options: tuple[tuple[str, int], ...]) -> Order:
+    return call_order(ORDERS[name], 4, 8, dict(options))
+
+
 OTHER_VALUES = {
     "chunks": 3, "group": 6, "waves": 2, "backward": 1, "in_flight": 2, "slices": 3, "limit": 3, "forward": 2,
     "input": 2, "weight": 2, "hop": 1, "held": 50, "pairs": 2, "ahead": 3, "late": 3,
@@ -115,9 +121,9 @@ def test_every_option_of_an_order_changes_it(name: str, option: str) -> None:
     """What is left of activations after I counts where their limit is felt."""
     given = {"limit": {"v-auto": 3}.get(name, 7)} if option == "held" else {}
     other = given | {option: OTHER_VALUES[option]}
-    assert call_order(ORDERS[name], 4, 8, other) != call_order(ORDERS[name], 4, 8, given)
-    endless = call_order(ORDERS[name], 4, 8, other).endless
-    prove(ORDERS[name], 4, 8, options=other, rule="newest" if endless else "flush")
+    changed = called(name, tuple(other.items()))
+    assert changed != called(name, tuple(given.items()))
+    prove(ORDERS[name], 4, 8, options=other, rule="newest" if changed.endless else "flush")
 
 
 def test_wrong_schedules_are_refused_without_asserts_too() -> None:

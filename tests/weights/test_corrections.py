@@ -40,14 +40,14 @@ SHAPES = [(1, 2), (2, 1), (4, 3), (8, 2)]
 @pytest.mark.parametrize(("depth", "m"), SHAPES)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_equations_of_corrections(name: str, depth: int, m: int) -> None:
-    """12 updates in two spans, one of them skipped: with each optimizer on four stages, with one on every other shape.
+    """Updates in two spans, one of them skipped: with each optimizer on four stages, with one on every other shape.
 
     So every pair of method and shape is there, and of method and optimizer. The first of eight stages with two
     microbatches is four updates late; rates that rise over four updates have risen.
     """
-    kind = KINDS[name]
+    kind, spans = KINDS[name], (8, 5) if depth >= 4 else (5, 3)
     for optimizer in kind.optimizers if depth == 4 else kind.optimizers[:1] if depth == 8 else kind.optimizers[-1:]:
-        case = case_of(name, depth, m, optimizer=optimizer, spans=(8, 5))
+        case = case_of(name, depth, m, optimizer=optimizer, spans=spans)
         found, wanted = train(None, case), expected(case, options=kind.options)
         (assert_same if kind.exact else assert_near)(found, wanted)
 
@@ -60,12 +60,12 @@ def test_parameters_with_rates_of_their_own(name: str) -> None:
     (assert_same if kind.exact else assert_near)(train(None, case), expected(case, options=kind.options))
 
 
-@pytest.mark.parametrize("depth", [1, 4, 8])
-@pytest.mark.parametrize(
-    "name",
-    ["newest", "pipemare", "spectrain-stash", "xpipe", "pipeoptim", "lwp", "error-feedback", "2bw-ahead by motion"],
-)
+MUON = ["newest", "pipemare", "spectrain-stash", "xpipe", "pipeoptim", "lwp", "error-feedback", "2bw-ahead by motion"]
+
+
+@pytest.mark.parametrize(("name", "depth"), [*((name, 4) for name in MUON), ("pipemare", 8), ("xpipe", 8), ("lwp", 1)])
 def test_late_weights_under_muon(name: str, depth: int) -> None:
+    """Each on four stages; late by most updates, and by none, those that predict in the three ways there are."""
     kind, case = KINDS[name], case_of(name, depth, 2, optimizer="configured muon", spans=(8, 5))
     assert_same(train(None, case), expected(case, options=kind.options))
 

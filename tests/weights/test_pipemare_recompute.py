@@ -1,312 +1,41 @@
-"""PipeMare's recompute variant, against a player of its equations that knows neither schedules nor the runtime.
-
-A stage s of d runs, in slot k: F(k); R(k - (d-1-s) + n), where n stages of its segment follow; B(k - (d-1-s)); and an
-update when a batch is complete. Each reads what is newest then, or w - (updates since the forward) delta.
-"""
+"""PipeMare's recompute variant has the numbers of its equations; what it does not go with is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.func import functional_call
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import prove
 from penstock.schedule.extend import extend
-from penstock.schedule.ir.absolute_actions import actions_of
-from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.text import parse_schedule
-from penstock.schedule.transforms.recompute import length_of, with_recompute
-from penstock.simulate.costs import Costs
-from penstock.simulate.long_run import steady_bubble
-from penstock.simulate.simulate import simulate_schedule
-from penstock.stage.autograd.recompute import RecomputeInput, RecomputeMode
+from penstock.schedule.transforms.recompute import with_recompute
+from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.train.config.load import validate_config
 from penstock.train.setup.prepare import prepare
 from penstock.weights.corrections.pipemare import PipeMare
 from penstock.weights.corrections.registry import correction_of
 from support import snapshots as snapshots_in_memory
 from support.cases import (
-    LENGTH,
-    OPTIMIZERS,
-    VOCABULARY,
-    WIDTH,
     Case,
     Outcome,
-    add_state,
     assert_same,
     expected,
     make_batches,
     make_pipeline,
     together,
-    token_loss,
     train,
 )
+from support.pipemare_player import K, Player, Stage, case_of, changes_of, played
 from support.pool import Pool
 from support.schedules import make_schedule
 from support.smallest_batch import least
-
-K, D, C = 4, 0.135, 7.0
-Blocks = dict[str, Any]
-
-
-def elementary() -> Blocks:
-    """16 blocks whose gradients keep only their input, so that the gradient at any weights is known from that."""
-    maps: Blocks = {}
-    for i in range(6):
-        maps |= {f"map{i}": nn.Linear(WIDTH, WIDTH), f"tanh{i}": torch.tanh}
-    begin = {"table": nn.Embedding(VOCABULARY, WIDTH), "begin": nn.LayerNorm(WIDTH)}
-    return {**begin, **maps, "end": nn.LayerNorm(WIDTH), "head": nn.Linear(WIDTH, VOCABULARY)}
-
-
-class Twice(nn.Module):
-    """A block that keeps more than its input: what comes between two maps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.second(torch.tanh(self.first(x)))
-        return y
-
-
-def composed() -> Blocks:
-    middle = {f"twice{i}": Twice() for i in range(14)}
-    return {"table": nn.Embedding(VOCABULARY, WIDTH), **middle, "head": nn.Linear(WIDTH, VOCABULARY)}
-
-
-def made(model: str) -> Blocks:
-    torch.manual_seed(5)
-    return {"elementary": elementary, "composed": composed}[model]()
-
-
-# --- the equations --------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Microbatch:
-    """Of a stage."""
-
-    version: int
-    inputs: list[Any]  # of the blocks, as a backward sees them
-    batch: int
-
-
-@dataclass
-class Stage:
-    """One stage; `lag` is d-1-s, `follow` how many stages of its segment follow, None without recompute in actions."""
-
-    blocks: Blocks
-    lag: int
-    follow: int | None
-    first: bool  # of its segment
-    m: int
-    optimizer_name: str
-    low: torch.dtype | None
-    weights: dict[str, nn.Parameter] = field(init=False)
-    delta: dict[str, Tensor] = field(init=False)
-    version: int = 0
-    updates: int = 0
-    flights: dict[int, Microbatch] = field(default_factory=dict)
-    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.weights = {
-            f"{block}.{name}": nn.Parameter(w.detach().clone())
-            for block, module in self.blocks.items()
-            if isinstance(module, nn.Module)
-            for name, w in module.named_parameters()
-        }
-        self.delta = {name: torch.zeros_like(w) for name, w in self.weights.items()}
-        self.optimizer = OPTIMIZERS[self.optimizer_name](list(self.weights.items()))
-        self.rate = self.optimizer.param_groups[0]["lr"]
-        self.tau = self.lag / self.m
-
-    def estimate(self, updates: int) -> dict[str, Tensor]:
-        """What was read so many updates ago, as is thought now."""
-        if not updates:
-            return {name: w.detach().to(self.low) for name, w in self.weights.items()}
-        return {name: (w.detach() - updates * self.delta[name]).to(self.low) for name, w in self.weights.items()}
-
-    def apply(self, name: str, x: Any, weights: Mapping[str, Tensor]) -> Any:
-        block = self.blocks[name]
-        if not isinstance(block, nn.Module):
-            return block(x)
-        own = {key.removeprefix(f"{name}."): w for key, w in weights.items() if key.startswith(f"{name}.")}
-        return functional_call(block, own, (x,))
-
-    def run(self, x: Any, weights: Mapping[str, Tensor]) -> tuple[list[Any], Any]:
-        inputs = []
-        with torch.no_grad():
-            for name in self.blocks:
-                inputs.append(x)
-                x = self.apply(name, x, weights)
-        return inputs, x
-
-    def forward(self, k: int, batch: int, x: Any) -> Any:
-        inputs, y = self.run(x, self.estimate(0))
-        self.flights[k] = Microbatch(self.version, inputs, batch)
-        return y
-
-    def recompute(self, k: int, x: Any) -> Any:
-        """From the input that was kept, or what has come again."""
-        flight = self.flights[k]
-        flight.inputs, y = self.run(flight.inputs[0] if self.first else x, self.estimate(self.version - flight.version))
-        return y
-
-    def backward(self, k: int, gradient: Any) -> Any:
-        """`gradient`: of the output, or what makes a loss of it."""
-        flight = self.flights.pop(k)
-        weights = self.estimate(self.version - flight.version)
-        total = self.gradients.setdefault(flight.batch, {})
-        for name, x in reversed(list(zip(self.blocks, flight.inputs, strict=True))):
-            leaves = {key: w.requires_grad_() for key, w in weights.items() if key.startswith(f"{name}.")}
-            x = x.detach().requires_grad_(x.is_floating_point())
-            y = self.apply(name, x, leaves)
-            seed = None if callable(gradient) else gradient
-            wanted = [*([x] if x.requires_grad else []), *leaves.values()]
-            found = list(torch.autograd.grad(gradient(y) if callable(gradient) else y, wanted, seed))
-            gradient = found.pop(0) if x.requires_grad else None
-            for key, g in zip(leaves, found, strict=True):
-                total[key] = total[key] + g if key in total else g.float()
-        return gradient
-
-    def step(self, batch: int, weight: float, c: float) -> dict[str, Tensor]:
-        """The update of a batch, and T2's mean; what the optimizer was handed."""
-        self.version += 1
-        gradients = self.gradients.pop(batch)
-        if not weight:
-            return {}
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate * max(self.tau, 1.0) ** -(1.0 - min(self.updates / K, 1.0))
-        before = {name: w.detach().clone() for name, w in self.weights.items()}
-        for name, w in self.weights.items():
-            w.grad = gradients[name] * (c / weight)
-        handed = {name: g.clone() for name, w in self.weights.items() if (g := w.grad) is not None}
-        self.optimizer.step()
-        self.updates += 1
-        if self.tau:
-            gamma = D ** (1 / self.tau)
-            for name, w in self.weights.items():
-                self.delta[name] = gamma * self.delta[name] + (1 - gamma) * (w.detach() - before[name])
-        return handed
-
-    def events(self, batches: int) -> Iterator[tuple[str, int]]:
-        """What it does in a span."""
-        count = batches * self.m
-        for slot in range(count + self.lag):
-            k = slot - self.lag
-            if slot < count:
-                yield "F", slot
-            if self.follow is not None and 0 <= k + self.follow < count:
-                yield "R", k + self.follow
-            if k >= 0:
-                yield "B", k
-                if (k + 1) % self.m == 0:
-                    yield "STEP", k // self.m
-
-
-def segments_of(depth: int, length: int) -> list[tuple[int, bool]]:
-    """Per stage that recomputes, how many of its segment follow, and whether it is the first; not the last stage."""
-    groups = [range(a, min(a + length, depth - 1)) for a in range(0, depth - 1, length)]
-    return [(group[-1] - s, s == group[0]) for group in groups for s in group]
-
-
-class Player:
-    """All stages; an event runs as soon as what it needs is there."""
-
-    def __init__(self, case: Case, model: str, segments: int | None) -> None:
-        blocks = list(made(model).items())
-        size = len(blocks) // case.depth
-        again = [(n, first) for n, first in segments_of(case.depth, segments)] if segments else []
-        low = torch.bfloat16 if case.precision == "bf16" else None
-        self.c = 8.0 if low else C
-        self.stages = [
-            Stage(
-                dict(blocks[s * size : (s + 1) * size]),
-                case.depth - 1 - s,
-                *(again[s] if s < len(again) else (None, True)),
-                case.m,
-                case.optimizer,
-                low,
-            )
-            for s in range(case.depth)
-        ]
-        self.outcome, self.done = Outcome(), 0
-
-    def span(self, batches: list[list[tuple[Tensor, Tensor]]]) -> None:
-        there: dict[tuple[str, int, int], Any] = {}
-        samples = [sample for batch in batches for sample in batch]
-        weights = [sum(token_loss(torch.zeros(2, LENGTH, VOCABULARY), y)[1] for _, y in batch) for batch in batches]
-        sums = [0.0] * len(batches)
-        handed: list[dict[str, Tensor]] = [{} for _ in batches]
-        waiting = [list(stage.events(len(batches)))[::-1] for stage in self.stages]
-        while any(waiting):
-            before = sum(map(len, waiting))
-            for s, stage in enumerate(self.stages):
-                while waiting[s]:
-                    what, k = waiting[s][-1]
-                    batch = k if what == "STEP" else k // stage.m
-                    if what == "F" and (s == 0 or ("F", s - 1, k) in there):
-                        x = samples[k][0] if s == 0 else there["F", s - 1, k]
-                        y = there["F", s, k] = stage.forward(k, batch, x)
-                        if s == len(self.stages) - 1:
-                            sums[batch] += float(token_loss(y, samples[k][1])[0])
-                    elif what == "R" and (stage.first or ("R", s - 1, k) in there):
-                        there["R", s, k] = stage.recompute(k, there.get(("R", s - 1, k)))
-                    elif what == "B" and s == len(self.stages) - 1:
-                        target = samples[k][1]
-                        there["B", s, k] = stage.backward(k, lambda y, t=target: token_loss(y, t)[0] / self.c)
-                    elif what == "B" and ("B", s + 1, k) in there:
-                        there["B", s, k] = stage.backward(k, there["B", s + 1, k])
-                    elif what == "STEP":
-                        handed[batch] |= stage.step(batch, weights[batch], self.c)
-                    else:
-                        break
-                    waiting[s].pop()
-            assert sum(map(len, waiting)) < before, "they would wait for ever"
-        for total, weight in zip(sums, weights, strict=True):
-            self.outcome.reports.append((self.done, total / weight if weight else None, weight))
-            self.done += 1
-        self.outcome.gradients += [gradients for gradients in handed if gradients]
-
-    def finish(self) -> Outcome:
-        for stage in self.stages:
-            self.outcome.weights |= {name: w.detach() for name, w in stage.weights.items()}
-            add_state(self.outcome, stage.optimizer.state_dict())
-        return self.outcome
-
-
-def played(case: Case, model: str, segments: int | None) -> Player:
-    """`segments`: None where nothing is run again, or block by block, whose inputs are those of the forward."""
-    player, batches = Player(case, model, segments), make_batches(case)
-    for length in case.spans:
-        player.span(batches[player.done : player.done + length])
-    player.finish()
-    return player
-
-
-# --- the same numbers -----------------------------------------------------------------------------------------------
-
-
-def case_of(depth: int, m: int, **changes: Any) -> Case:
-    """21 updates in two spans, one of them skipped."""
-    correction = correction_of("pipemare", reschedule=K)
-    case = Case("pipemare", depth, m, spans=(13, 9), rate=False, correction=correction)
-    return replace(case, **changes)
-
-
-def changes_of(case: Case, model: str, segments: int | str = 1) -> dict[str, Any]:
-    return {"blocks": made(model), "balance": (16 // case.depth,) * case.depth, "segments": segments}
-
 
 SHAPES = [
     (1, 1, 1, "momentum"), (2, 1, 1, "adamw"), (4, 1, 2, "momentum"), (4, 3, 3, "adamw"), (8, 1, 3, "momentum"),
@@ -388,113 +117,6 @@ def test_segments_change_no_number(method: str) -> None:
     case = Case(method, 3, least(method, 3) + 1, model="restless", spans=(3, 2), recompute="stage", clip=0.6)
     for segments in (2, 3):
         assert_same(train(None, case, segments=segments), expected(case))
-
-
-# --- what is kept ---------------------------------------------------------------------------------------------------
-
-
-def peaks(case: Case, segments: int = 1) -> list[int]:
-    pipeline = make_pipeline(case, **changes_of(case, "elementary", segments))
-    list(pipeline.run(make_batches(case)))
-    assert all(live["activations"] == 0 for live in pipeline.live_bytes().values())
-    return [peak["activations"] for peak in pipeline.peak_bytes().values()]
-
-
-def test_only_the_first_of_a_segment_keeps_its_input() -> None:
-    """Byte by byte, and as the schedule's proof says."""
-    case = case_of(8, 1, spans=(20,), recompute="stage")
-    graphs = [peak // (8 - s) for s, peak in enumerate(peaks(replace(case, recompute="none")))]
-    proof = extend(prove("pipemare", 8, 1), recomputes=True, segments=3)
-    assert proof.schedule.segments == ((0, 1, 2), (3, 4, 5))  # 6 by itself; 7 has nothing to wait for
-    assert [float(a) for a in proof.activations] == [3, 2, 1, 3, 2, 1, 1, 1]
-    for s, found in enumerate(peaks(case, 3)):
-        wanted = int(proof.activations[s]) * graphs[s]
-        if s in (0, 3, 6):  # inputs of what waits for its recompute; the graph of the next one is made meanwhile
-            waiting = 8 - s - int(proof.activations[s]) + 1
-            wanted += waiting * 2 * ((LENGTH + 1) * 8 if s == 0 else LENGTH * WIDTH * 4)
-        assert found == wanted, s
-
-
-def test_inputs_that_come_again_are_let_go_of() -> None:
-    """Not only not counted."""
-    case = case_of(4, 1, recompute="stage")
-    pipeline = make_pipeline(case, **changes_of(case, "elementary", 3))
-    there: list[tuple[int, bool]] = []
-    for _ in pipeline.run(make_batches(case)):
-        for stage, runtime in pipeline.stages.items():
-            waiting = [
-                piece
-                for flight in runtime.flights.values()
-                for piece in flight.work
-                if isinstance(piece, RecomputeInput)
-            ]
-            there += [(stage.index, piece.value is not None) for piece in waiting]
-    assert {index for index, _ in there} == {0, 1, 2}  # the last stage does not recompute
-    assert all(has == (index == 0) for index, has in there)
-
-
-def kept(depth: int, segments: int | None) -> int:
-    """The most that all stages keep in endless 1F1B, where an input counts as much as a stage's activations."""
-    schedule = make_schedule("pipemare", depth, 1)
-    if segments is not None:
-        schedule = with_recompute(schedule, segments)
-    total = 0
-    for rank in range(depth):
-        inputs = activations = most = 0
-        for action in actions_of(schedule, rank, 3 * depth):
-            if action.op is Op.F and rank in schedule.recomputed:
-                inputs += schedule.segment_before(rank) is None
-            elif action.op in (Op.F, Op.R):
-                activations += 1
-                inputs -= action.op is Op.R and schedule.segment_before(rank) is None
-            most = max(most, inputs + activations)
-            activations -= action.op is Op.B
-        total += most
-    return total
-
-
-@pytest.mark.parametrize("depth", [9, 16])
-def test_activations_with_segments_of_the_square_root(depth: int) -> None:
-    """The paper's P^2 to P^(3/2), by about 1 / sqrt(P). Here P (P+1) / 2 to not quite P^(3/2), by about 2 / sqrt(P)."""
-    root = length_of("auto", depth)
-    assert root**2 == depth
-    assert kept(depth, None) == depth * (depth + 1) // 2
-    assert (kept(depth, root), kept(depth, None)) == {9: (26, 45), 16: (62, 136)}[depth]
-    assert kept(depth, root) == min(kept(depth, length) for length in (1, root - 1, root, root + 1, 2 * root, depth))
-
-
-# --- when -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("depth", "m", "length"), [(2, 1, 1), (4, 2, 2), (5, 3, 4), (8, 2, 3), (8, 8, 8)])
-def test_delays_of_recomputed_passes(depth: int, m: int, length: int) -> None:
-    """A forward is (d-1-s) / m updates late; a recompute as many backwards ahead as stages of its segment follow."""
-    proof = extend(prove("pipemare", depth, m), recomputes=True, segments=length)
-    again = segments_of(depth, length)
-    for stage, facts in proof.stages.items():
-        assert facts.delay == (pytest.approx((depth - 1 - stage.index) / m), 0)
-        wanted = again[stage.index][0] / m if stage.index < depth - 1 else None
-        assert facts.recompute_delay == (wanted if wanted is None else pytest.approx(wanted))
-
-
-@pytest.mark.parametrize("method", ["pipemare", "2bw", "2bw-eager"])
-@pytest.mark.parametrize("backward", [0.5, 1.0, 2.0])
-def test_nobody_waits_for_a_wave_of_recomputes(method: str, backward: float) -> None:
-    bubbles = []
-    for segments in (1, 2, 5):
-        proof = extend(prove(method, 6, 12), recomputes=True, segments=segments)
-        costs = Costs.uniform(proof.schedule, 1.0, backward / 2, backward / 2)
-        bubbles.append(steady_bubble(proof.lowered, costs, proof.steady_from + 2))
-    assert bubbles == pytest.approx([bubbles[0]] * 3, abs=1e-9)
-
-
-def test_messages_of_recomputed_activations() -> None:
-    """One for each microbatch, from every stage of a segment to the next one; on lanes of their own."""
-    proof = extend(prove("2bw", 4, 4), recomputes=True, segments=2)
-    lanes = {(lane.source, lane.target) for lane in proof.lowered.lanes if lane.payload is Payload.RECOMPUTE}
-    assert lanes == {(0, 1)}
-    plain, again = (simulate_schedule(p, Costs.uniform(p.schedule), 3).messages for p in (prove("2bw", 4, 4), proof))
-    assert again - plain == 3 * 4
 
 
 # --- what else ------------------------------------------------------------------------------------------------------

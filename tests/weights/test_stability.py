@@ -77,8 +77,7 @@ def check(trials: Mapping[str, Trial], found: Mapping[str, list[float]], steps: 
         assert last > 10 if name.startswith(("above", "un")) else last < 0.1, name
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_the_stability_limit_of_delayed_descent(depth: int) -> None:
+def test_the_stability_limit_of_delayed_descent() -> None:
     """PipeMare (arXiv 1910.05124), lemma 1: of w^2 / 2 with delay tau rates up to 2 sin(pi / (4 tau + 2)) are stable.
 
     Every block has a weight, a delay and a rate of its own: just below the limit, just above, and 0.2 for two delays.
@@ -88,7 +87,7 @@ def test_the_stability_limit_of_delayed_descent(depth: int) -> None:
         limit = 2 * math.sin(math.pi / (4 * tau + 2))
         trials |= {f"below {tau}": Trial(tau, 0.95 * limit), f"above {tau}": Trial(tau, 1.05 * limit)}
     trials |= {"stable": Trial(5, 0.2), "unstable": Trial(10, 0.2)}
-    found = descend(trials, "1f1b", depth, 1, steps=928)
+    found = descend(trials, "1f1b", 2, 1, steps=928)
     check(trials, found, 928)
     first = next(t for t, value in enumerate(found["unstable"]) if abs(value) > 1e8)
     assert first == 927  # after update 926, counted from 0
@@ -99,10 +98,10 @@ def test_momentum_lowers_the_limit_of_double_buffering() -> None:
     betas = (0.0, 0.5, 0.9)
     trials = {f"below {b}": Trial(1, 0.9 * (1 - b), b) for b in betas}
     trials |= {f"above {b}": Trial(1, 1.1 * (1 - b), b) for b in betas}
-    check(trials, descend(trials, "2bw", 2, 2, steps=928), 928)
+    check(trials, descend(trials, "2bw", 2, 2, steps=500), 500)
     trials = {f"below {b}": Trial(0, 0.9 * 2 * (1 + b), b) for b in betas}
     trials |= {f"above {b}": Trial(0, 1.1 * 2 * (1 + b), b) for b in betas}
-    check(trials, descend(trials, "gpipe", 2, 2, steps=200), 200)
+    check(trials, descend(trials, "gpipe", 2, 2, steps=100), 100)
 
 
 @pytest.mark.parametrize("beta", [0.9, 0.95])

@@ -1,0 +1,169 @@
+"""A comparison that is interrupted, or given more methods, seeds and rates, trains what is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.compare import run
+from penstock.compare.config import comparison_config
+from penstock.compare.grid import Key, grid_of, other_settings
+from penstock.compare.results import EvaluationRow, Findings, as_csv
+from penstock.compare.run import ComparisonRun
+from penstock.compare.trial import TrialResult
+from penstock.errors import ConfigError, DataError
+from penstock.view.comparison_progress import caption
+from support.comparisons import TEXT, TINY, Quiet, compared, configured
+
+
+def test_an_interrupted_comparison_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, real, begun = ["methods=1f1b,2bw", "seeds=2", "batches=2"], run.run_trial, []
+    expected = compared(tmp_path / "at once", *changes)
+
+    def interrupted(config: Any, task: Any, entrant: Any, key: Key, tell: Any) -> TrialResult:
+        begun.append(key)
+        if len(begun) == 3:
+            tell = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731 - in the midst of a run
+        return real(config, task, entrant, key, tell)
+
+    monkeypatch.setattr(run, "run_trial", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compared(tmp_path / "out", *changes)
+    assert len(list((tmp_path / "out/runs").iterdir())) == 2
+    observer = Quiet()
+    findings = compared(tmp_path / "out", *changes, observer=observer)
+    assert begun == [*grid_of(configured(*changes))][:3] + [*grid_of(configured(*changes))][2:]
+    assert (observer.seen["began"], observer.seen["finished"], observer.seen["progress"]) == (2, 2, 4)
+    assert as_csv(findings.rows(), EvaluationRow) == as_csv(expected.rows(), EvaluationRow)
+
+
+def test_rates_are_tried_with_some_seeds_alone(tmp_path: Path) -> None:
+    changes, observer = ("methods=1f1b,2bw", "batches=3", "seeds=3", "lr=0.3,0.01,0.0001"), Quiet()
+    everything = compared(tmp_path / "all", *changes)
+    findings = compared(tmp_path / "some", *changes, "tune=1", observer=observer)
+    assert observer.seen["finished"] == 2 * (3 + 2)
+    chosen = {}
+    for entrant in findings.entrants:
+        ends = {k.lr: r.scores[-1].loss for k, r in everything.results.items() if k[:2] == (entrant.label, 0)}
+        chosen[entrant.label] = min(ends, key=lambda lr: ends[lr])
+        assert findings.by_rate(entrant).keys() == {0.3, 0.01, 0.0001}
+        assert [(r.key.seed, r.key.lr) for r in findings.at_best_rate(entrant)] == [
+            (seed, chosen[entrant.label]) for seed in range(3)
+        ]
+    assert {k for k in findings.results if k.seed} == {Key(m, seed, lr) for m, lr in chosen.items() for seed in (1, 2)}
+    for key, result in findings.results.items():
+        assert result.losses == everything.results[key].losses
+    again = Quiet()
+    compared(tmp_path / "some", *changes, "tune=1", observer=again)
+    assert again.seen["began"] == 0
+
+
+def test_seeds_may_be_added_with_the_best_rate_alone(tmp_path: Path) -> None:
+    first = ("methods=1f1b", "batches=2", "lr=0.01,0.1")
+    compared(tmp_path, *first, "seeds=1")
+    observer = Quiet()
+    findings = compared(tmp_path, *first, "seeds=2", "tune=1", observer=observer)
+    assert (observer.seen["finished"], len(findings.results)) == (1, 3)
+
+
+def test_methods_seeds_and_rates_may_be_added(tmp_path: Path) -> None:
+    compared(tmp_path, "methods=1f1b", "batches=2")
+    observer = Quiet()
+    findings = compared(tmp_path, "methods=2bw,1f1b", "batches=2", "seeds=2", "lr=0.01,0.1", observer=observer)
+    assert (observer.seen["finished"], len(findings.results)) == (7, 8)
+
+
+def keys(findings: Findings) -> list[tuple[str, int, float]]:
+    return [tuple(key) for key in findings.results]
+
+
+def test_what_is_not_named_stays_as_it_is(tmp_path: Path) -> None:
+    """Methods come behind those that are there; seeds and rates are for all of them."""
+    few = [change for change in TINY if not change.startswith(("seeds=", "optimizer.lr="))] + ["batches=2"]
+
+    def again(*changes: str) -> tuple[Findings, int]:
+        observer = Quiet()
+        return ComparisonRun(comparison_config([*few, *changes], {}), tmp_path, observer).run(), observer.seen["began"]
+
+    again("methods=2bw,1f1b", "seeds=1", "lr=0.01,0.1")
+    found, began = again("methods=stash,pipedream-2bw")
+    assert [entrant.label for entrant in found.entrants] == ["2bw", "1f1b", "stash"]
+    assert keys(found) == [(m, 0, lr) for lr in (0.01, 0.1) for m in ("2bw", "1f1b", "stash")]
+    assert began == 2
+    assert json.loads((tmp_path / "comparison.json").read_text())["methods"] == ["2bw", "1f1b", "stash"]
+    found, began = again()
+    assert (keys(found), began) == ([(m, 0, lr) for lr in (0.01, 0.1) for m in ("2bw", "1f1b", "stash")], 0)
+    found, began = again("seeds=2", "tune=1", "methods=2bw")
+    assert (began, len(found.results)) == (3, 9)
+    assert again()[1] == 0  # without the seeds that all rates are tried with, either
+    assert again("seeds=1")[0].config.seeds == 2
+    found, began = again("optimizer.lr=0.2")
+    assert found.config.rates == (0.01, 0.1, 0.2)
+    assert {key[0] for key in keys(found) if key[2] == 0.2} == {"2bw", "1f1b", "stash"}
+    assert again("tune=null")[0].config.tune is None
+
+
+def test_a_paper_s_other_setting_is_told(tmp_path: Path) -> None:
+    """All methods have one optimizer, so a method may not be as its paper has it."""
+    said = "nag-pp: its paper has optimizer.beta1=0.99, here all methods have 0.9"
+    nadam, decay = "optimizer.name=nadam", "optimizer.weight_decay=0.01"
+    assert other_settings(configured("methods=1f1b,stash,nag-pp", nadam, decay)) == [said]
+    assert not other_settings(configured("methods=1f1b,stash,nag-pp", nadam, decay, "optimizer.beta1=0.99"))
+    assert f"{said}." in caption(compared(tmp_path, "methods=1f1b,nag-pp", nadam, "seeds=1", "batches=1"))
+
+
+def test_another_comparison_is_refused_before_its_methods_are_looked_at(tmp_path: Path) -> None:
+    """Or the message would be about one that the command does not name."""
+    compared(tmp_path, "methods=2bw", "batches=2", "stages=4", "model.layers=4")
+    with pytest.raises(ConfigError, match="holds another comparison: microbatches is 4 there and 2 now"):
+        compared(tmp_path, "methods=1f1b", "batches=2", "stages=4", "model.layers=4", "microbatches=2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["batches=3"], "batches is 2 there and 3 now"),
+        (["max_grad_norm=1.0"], "max_grad_norm is not set there and 1.0 now"),
+        (["optimizer.beta2=0.9", "model.width=8"], "model.width is 16 there and 8 now; optimizer.beta2 is 0.95 there"),
+        (["data=pyproject.toml"], "data found is .* tokens, .* there and"),
+    ],
+)
+def test_another_comparison_is_refused(tmp_path: Path, changes: list[str], message: str) -> None:
+    """Before anything is trained, and what is there stays as it is."""
+    compared(tmp_path, "methods=1f1b,2bw", "batches=2")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    with pytest.raises(ConfigError, match=message):
+        ComparisonRun(configured("methods=1f1b,2bw", "batches=2", *changes), tmp_path, Quiet())
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(ConfigError, match="has other files in it but no comparison"):
+        compared(tmp_path)
+    with pytest.raises(ConfigError, match="cannot write to --out"):
+        compared(tmp_path / "thesis.txt/out")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is damaged"), ('{"schema": 1}', "is damaged"), ("[]", "has schema None")]
+)
+def test_a_damaged_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    compared(tmp_path, "methods=1f1b", "batches=2")
+    (path,) = (tmp_path / "runs").iterdir()
+    path.write_text(text)
+    with pytest.raises(DataError, match=message) as caught:
+        compared(tmp_path, "methods=1f1b", "batches=2")
+    assert path.name in str(caught.value)
+
+
+def test_own_files_are_no_data(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT.read_text())
+    changes = ["methods=1f1b", "batches=1", f"data={tmp_path}"]
+    compared(tmp_path / "out", *changes)
+    observer = Quiet()
+    compared(tmp_path / "out", *changes, observer=observer)
+    assert observer.seen["began"] == 0
