@@ -32,6 +32,8 @@ _MODULES = {
     "compare": "compare",
     "profile": "planning",
     "plan": "planning",
+    "scale": "scaling",
+    "rehearse": "rehearse",
 }
 """The module of each command."""
 

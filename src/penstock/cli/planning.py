@@ -179,15 +179,16 @@ DeviceMemory = Annotated[
     typer.Option("--memory", metavar="SIZE", help="Of each device, as in 16GiB; no limit if not given."),
 ]
 PlannerName = Annotated[
-    str, typer.Option("--planner", metavar="NAME", help="default, or as published: pipedream, piper or 2bw-paper.")
+    str,
+    typer.Option("--planner", metavar="NAME", help="default, or as published: pipedream, dapple, piper or 2bw-paper."),
 ]
 CostName = Annotated[
     str | None,
     typer.Option(
         "--cost",
         metavar="NAME",
-        help="The cost function to plan for: pipedream, piper, 2bw-paper or simulated. If not given, the planner's "
-        "own, and for default that of the program which the profile is from.",
+        help="The cost function to plan for: pipedream, dapple, piper, 2bw-paper or simulated. If not given, the "
+        "planner's own, and for default that of the program which the profile is from.",
     ),
 ]
 PerBatch = Annotated[
@@ -219,6 +220,30 @@ Compression = Annotated[
 ]
 
 
+MethodsToTry = Annotated[
+    str | None,
+    typer.Option("--methods", metavar="A,B..", help="With cost simulated: only these methods, as in 1f1b,gpipe."),
+]
+Objective = Annotated[
+    str,
+    typer.Option("--objective", metavar="NAME", help="throughput, time-to-target, devices (the fewest), or cost."),
+]
+EpochsByBatch = Annotated[
+    str | None,
+    typer.Option(
+        "--epochs", metavar="B:E,B:E..", help="With time-to-target: epochs that each batch takes, as in 256:10,512:11."
+    ),
+]
+EpochSamples = Annotated[
+    float | None, typer.Option("--epoch-samples", metavar="N", help="With time-to-target: samples of an epoch.")
+]
+DevicePrice = Annotated[float, typer.Option("--price", metavar="P", help="With cost: of a device for an hour.")]
+SmallerWorlds = Annotated[
+    str | None,
+    typer.Option("--worlds", metavar="N,N..", help="With --out: plans for fewer devices, too, at the same batch."),
+]
+
+
 def plan(
     profile: ProfileFile,
     devices: DeviceCounts,
@@ -230,6 +255,12 @@ def plan(
     global_batch: SamplesPerBatch = None,
     straight: Straight = False,
     compression: Compression = None,
+    methods: MethodsToTry = None,
+    objective: Objective = "throughput",
+    epochs: EpochsByBatch = None,
+    epoch_samples: EpochSamples = None,
+    price: DevicePrice = 1.0,
+    worlds: SmallerWorlds = None,
     out: PlanFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -238,7 +269,9 @@ def plan(
     Exit code 1 if no plan fits.
     """
     from penstock.plan.planners.pipedream import Choices
-    from penstock.plan.planning import PlanRequest, make_plan
+    from penstock.plan.objectives import choose
+    from penstock.plan.objectives_report import trials_json, trials_table
+    from penstock.plan.planning import PlanRequest
     from penstock.plan.profile.files import read_profile
     from penstock.plan.report import plan_file, planning_json, planning_tables
 
@@ -253,20 +286,76 @@ def plan(
         microbatches,
         global_batch,
         Choices(straight, compression=compression),
+        None if methods is None else tuple(name.strip() for name in methods.split(",")),
     )
-    found = make_plan(request)
+    chosen = choose(request, objective, _target(epochs, epoch_samples), price)
+    found = chosen.planning
     if as_json:
-        print_json(planning_json(found))
+        print_json(planning_json(found) | trials_json(chosen))
     else:
         console = Console()
+        if objective != "throughput":
+            console.print(trials_table(chosen))
         console.print(planning_tables(found), soft_wrap=not console.is_terminal)
     if not found.plans:
         raise typer.Exit(1)
     if out is not None:
-        try:
-            write_whole(out, plan_file(found))
-        except OSError as error:
-            raise ConfigError(f"cannot write the plan {str(out)!r}: {error.strerror or error}") from None
+        _write_plan(out, plan_file(found))
+        for size in _whole_numbers("--worlds", worlds) if worlds else ():
+            _write_plan(out.with_stem(f"{out.stem}-{size}"), _smaller_world(found, size))
+
+
+def _write_plan(path: Path, text: str) -> None:
+    """Write a plan.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise ConfigError(f"cannot write the plan {str(path)!r}: {error.strerror or error}") from None
+
+
+def _smaller_world(found: Any, size: int) -> str:
+    """Return the plan for fewer devices with the same samples in a batch.
+
+    Raises:
+        ConfigError: there are no such devices, or no plan fits them.
+    """
+    from dataclasses import replace
+
+    from penstock.plan.objectives import fewer_devices
+    from penstock.plan.planning import make_plan
+    from penstock.plan.report import plan_file
+
+    best, request = found.plans[0], found.request
+    samples = found.sizes[best.samples].microbatches * best.samples
+    request = replace(request, devices=fewer_devices(request.devices, size), samples=samples, microbatches=None)
+    smaller = make_plan(request)
+    if not smaller.plans:
+        raise ConfigError(f"--worlds: no plan fits {size} devices; leave it out, or give more memory")
+    return plan_file(smaller)
+
+
+def _target(epochs: str | None, samples: float | None) -> Any:
+    """Read the curve of epochs.
+
+    Raises:
+        ConfigError: it is none, or half of it is missing.
+    """
+    from penstock.plan.objectives import Target
+
+    if epochs is None and samples is None:
+        return None
+    if epochs is None or samples is None:
+        raise ConfigError("give both --epochs and --epoch-samples")
+    pairs = [part.strip().partition(":") for part in epochs.split(",")]
+    try:
+        found = {int(batch): float(count) for batch, _, count in pairs}
+    except ValueError:
+        raise ConfigError(f"--epochs takes batches and epochs, as in 256:10,1024:12.5, got {epochs!r:.80}") from None
+    return Target(found, samples)
 
 
 def _devices(devices: str, bandwidth: str | None, memory: str | None, links: Sequence[Any]) -> Any:
@@ -292,17 +381,17 @@ def _devices(devices: str, bandwidth: str | None, memory: str | None, links: Seq
         bandwidth, latency = ",".join(repr(link.bandwidth) for link in links), max(link.latency for link in links)
     if bandwidth is None and {int(part) for part in parts} != {1}:
         raise ConfigError("--bandwidth is missing: bytes per second of a link between devices, as in 12GB or 10Gbit")
-    speeds = [_size("--bandwidth", part) for part in (bandwidth or "1GB").split(",")]
+    speeds = [size_of("--bandwidth", part) for part in (bandwidth or "1GB").split(",")]
     speeds *= len(parts) if len(speeds) == 1 else 1
     if len(speeds) != len(parts):
         raise ConfigError(
             f"--bandwidth has {len(speeds)} numbers for {len(parts)} levels of devices; give one, or one each"
         )
     levels = tuple(DeviceLevel(int(part), speed) for part, speed in zip(parts, speeds, strict=True))
-    return Devices(levels, None if memory is None else _size("--memory", memory), latency)
+    return Devices(levels, None if memory is None else size_of("--memory", memory), latency)
 
 
-def _size(option: str, text: str) -> float:
+def size_of(option: str, text: str) -> float:
     """Read a number of bytes with its unit.
 
     Raises:
