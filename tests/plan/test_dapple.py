@@ -177,7 +177,8 @@ def _slowest(numbers, cuts, replicas, speed):
 def test_uneven_stages_are_said_not_to_run():
     numbers = (3.0, 0.0), (1.0, 1000.0)
     layers = [
-        ProfiledLayer(name=f"l{n}", forward=f, backward=f, output=1e-3, parameters=p) for n, (f, p) in enumerate(numbers)
+        ProfiledLayer(name=f"l{n}", forward=f, backward=f, output=1e-3, parameters=p)
+        for n, (f, p) in enumerate(numbers)
     ]
     graph = layer_graph(Profile(format="penstock profile 1", layers=layers))
     plan = plan_as_dapple(graph, Devices((DeviceLevel(4, 1.0),)), 8).plan

@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 import yaml
 
 from penstock.errors import ConfigError
 from penstock.plan.objectives import Target, choose, fewer_devices
+from penstock.plan.planned_timeline import idle_shares, planned_timeline, what_would_help
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.files import profile_text
 from penstock.plan.profile.schema import Profile, ProfiledLayer
@@ -113,6 +115,37 @@ def test_smaller_worlds_have_the_same_batch(command, tmp_path):
         plan = yaml.safe_load((tmp_path / name).read_text())
         assert plan["stages"] * plan["width"] <= most
         assert plan["width"] * plan["microbatches"] * plan["microbatch_size"] == 16
+
+
+def test_the_timeline_of_a_plan_is_what_was_predicted(command, tmp_path):
+    """It takes what the plan says that a batch takes, in the steady state, and names what ranks wait for."""
+    found = make_plan(request_of(4, cost="simulated"))
+    plan, played = found.plans[0], planned_timeline(found)
+    sized = found.sizes[plan.samples]
+    assert played.ranks == plan.settings["stages"]
+    assert played.makespan >= 3 * plan.rating.seconds * sized.microbatches * (1 - 1e-9) - 1e-9
+    assert sum(idle_shares(played).values()) == pytest.approx(played.bubble().bubble)
+    (tmp_path / "tower.yaml").write_text(profile_text(blocks()))
+    given = f"--profile {tmp_path / 'tower.yaml'} --devices 2 --bandwidth 50 --global-batch 16 --cost simulated"
+    run = command("plan", *given.split(), "--timeline", str(tmp_path / "plan.svg"), "--what-if")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert ElementTree.parse(tmp_path / "plan.svg").getroot().tag.endswith("svg")
+    assert "Ranks are idle for" in run.stdout
+    assert "With devices twice as fast: " in run.stdout
+    run = command("plan", *given.replace("simulated", "2bw-paper").split(), "--timeline", str(tmp_path / "plan.svg"))
+    assert run.returncode == 2
+    assert "--cost simulated" in run.stderr
+
+
+def test_what_would_help_is_planned_anew():
+    """Where nothing but compute takes time, devices twice as fast are twice as fast, and links bring nothing."""
+    request = PlanRequest(blocks(parameters=0.0), Devices((DeviceLevel(2, 1e20),)), samples=16, cost="2bw-paper")
+    gains = {each.change: each.gain for each in what_would_help(make_plan(request))}
+    assert gains["devices twice as fast"] == pytest.approx(2.0)
+    assert gains["links of twice the bandwidth"] == pytest.approx(1.0)
+    assert gains["twice as many devices"] > 1.2
+    tight = replace(request_of(4, memory=700.0), cost="2bw-paper")
+    assert "twice the memory" in {each.change for each in what_would_help(make_plan(tight))}
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ _MODULES = {
     "compare": "compare",
     "profile": "planning",
     "plan": "planning",
-    "scale": "scaling",
-    "rehearse": "rehearse",
+    "scale": "plans.scale",
+    "rehearse": "plans.rehearse",
 }
 """The module of each command."""
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from penstock.cli.options import FLAG, AsJson, ConfigFile, DataPath, TrainChanges
 from penstock.cli.output import print_json
@@ -39,6 +40,19 @@ ProfileOut = Annotated[
 ]
 
 
+ProfiledCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster", metavar="NAME|FILE", help="Instead of measuring: by formulas, for a transformer on such devices."
+    ),
+]
+ModelLayers = Annotated[int | None, typer.Option("--layers", metavar="N", help="With --cluster: of the model.")]
+ModelHidden = Annotated[int | None, typer.Option("--hidden", metavar="N", help="Its hidden size.")]
+ModelSequence = Annotated[int | None, typer.Option("--sequence", metavar="N", help="Its tokens in a sequence.")]
+ModelHeads = Annotated[int | None, typer.Option("--heads", metavar="N", help="Its heads; of size 128 if not given.")]
+ModelVocabulary = Annotated[int | None, typer.Option("--vocabulary", metavar="N", help="Of its tokens.")]
+
+
 def profile(
     file: Annotated[
         Path | None,
@@ -53,6 +67,12 @@ def profile(
     ] = None,
     microbatch_sizes: MicrobatchSizes = None,
     seconds: MeasuredSeconds = 0.3,
+    cluster: ProfiledCluster = None,
+    layers: ModelLayers = None,
+    hidden: ModelHidden = None,
+    sequence: ModelSequence = None,
+    heads: ModelHeads = None,
+    vocabulary: ModelVocabulary = None,
     links: Annotated[
         bool, typer.Option("--links/--no-links", metavar=FLAG, help="Measure the link between two processes, too.")
     ] = True,
@@ -68,6 +88,10 @@ def profile(
     measured once, as a stage of its own, and messages between two processes. For example: penstock profile --set
     model.preset=small --microbatch-sizes 1,2,4 --out small.yaml
     """
+    numbers = (layers, hidden, sequence, heads, vocabulary)
+    if cluster is not None or any(number is not None for number in numbers):
+        _write_profile(_analytic(cluster, numbers, microbatch_sizes, name), out, as_json)
+        return
     if file is None:
         if source is not None:
             raise ConfigError("--from converts the profile of another program; give its FILE")
@@ -79,6 +103,28 @@ def profile(
             raise ConfigError(f"{unused} is of measuring; leave it out, or FILE")
         found = _read(file, source, name)
     _write_profile(found, out, as_json)
+
+
+def _analytic(cluster: str | None, numbers: tuple[int | None, ...], sizes: str | None, name: str | None) -> Any:
+    """Return the profile of a transformer on the devices of a cluster.
+
+    Raises:
+        ConfigError: something is missing, or wrong.
+    """
+    from penstock.plan.cluster.files import find_cluster
+    from penstock.plan.scale.analytic_profile import analytic_profile
+    from penstock.plan.scale.model_shape import ModelShape
+
+    names = ("--layers", "--hidden", "--sequence", "--vocabulary")
+    layers, hidden, sequence, heads, vocabulary = numbers
+    missing = [n for n, v in zip(names, (layers, hidden, sequence, vocabulary), strict=True) if v is None]
+    if cluster is None or layers is None or hidden is None or sequence is None or vocabulary is None:
+        missing += ["--cluster"] if cluster is None else []
+        raise ConfigError(f"a profile by formulas needs {', '.join(missing)}, too")
+    heads = max(1, hidden // 128) if heads is None else heads
+    shape = ModelShape(name or f"{layers} x {hidden}", layers, hidden, sequence, heads, vocabulary=vocabulary)
+    wanted = sorted(set(_whole_numbers("--microbatch-sizes", sizes))) if sizes else [1]
+    return analytic_profile(shape, find_cluster(cluster), wanted)
 
 
 def _measured(
@@ -180,14 +226,16 @@ DeviceMemory = Annotated[
 ]
 PlannerName = Annotated[
     str,
-    typer.Option("--planner", metavar="NAME", help="default, or as published: pipedream, dapple, piper or 2bw-paper."),
+    typer.Option(
+        "--planner", metavar="NAME", help="default, or as published: pipedream, dapple, piper, mist, 2bw-paper."
+    ),
 ]
 CostName = Annotated[
     str | None,
     typer.Option(
         "--cost",
         metavar="NAME",
-        help="The cost function to plan for: pipedream, dapple, piper, 2bw-paper or simulated. If not given, the "
+        help="The cost function to plan for: pipedream, dapple, piper, mist, 2bw-paper or simulated. If not given, the "
         "planner's own, and for default that of the program which the profile is from.",
     ),
 ]
@@ -244,6 +292,14 @@ SmallerWorlds = Annotated[
 ]
 
 
+TimelineFile = Annotated[
+    Path | None, typer.Option("--timeline", metavar="FILE", help="With cost simulated: draw the best plan, as SVG.")
+]
+WhatIfFlag = Annotated[
+    bool, typer.Option("--what-if", metavar=FLAG, help="Also plan with twice the speed, bandwidth, memory and devices.")
+]
+
+
 def plan(
     profile: ProfileFile,
     devices: DeviceCounts,
@@ -261,6 +317,8 @@ def plan(
     epoch_samples: EpochSamples = None,
     price: DevicePrice = 1.0,
     worlds: SmallerWorlds = None,
+    timeline: TimelineFile = None,
+    what_if: WhatIfFlag = False,
     out: PlanFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -268,9 +326,9 @@ def plan(
 
     Exit code 1 if no plan fits.
     """
-    from penstock.plan.planners.pipedream import Choices
     from penstock.plan.objectives import choose
     from penstock.plan.objectives_report import trials_json, trials_table
+    from penstock.plan.planners.pipedream import Choices
     from penstock.plan.planning import PlanRequest
     from penstock.plan.profile.files import read_profile
     from penstock.plan.report import plan_file, planning_json, planning_tables
@@ -290,15 +348,21 @@ def plan(
     )
     chosen = choose(request, objective, _target(epochs, epoch_samples), price)
     found = chosen.planning
+    changes = _what_if(found) if what_if else []
     if as_json:
-        print_json(planning_json(found) | trials_json(chosen))
+        print_json(planning_json(found) | trials_json(chosen) | {"what_if": [each._asdict() for each in changes]})
     else:
         console = Console()
         if objective != "throughput":
             console.print(trials_table(chosen))
         console.print(planning_tables(found), soft_wrap=not console.is_terminal)
+        for change, seconds, gain in changes:
+            said = "no plan fits" if seconds is None else f"{seconds:.5g} s per sample"
+            console.print(Text(f"With {change}: {said}" + (f", {gain:.3g} times as fast." if gain else ".")))
     if not found.plans:
         raise typer.Exit(1)
+    if timeline is not None:
+        _draw_timeline(timeline, found, as_json)
     if out is not None:
         _write_plan(out, plan_file(found))
         for size in _whole_numbers("--worlds", worlds) if worlds else ():
@@ -315,6 +379,30 @@ def _write_plan(path: Path, text: str) -> None:
         write_whole(path, text)
     except OSError as error:
         raise ConfigError(f"cannot write the plan {str(path)!r}: {error.strerror or error}") from None
+
+
+def _what_if(found: Any) -> list[Any]:
+    """Return what more of each resource would bring."""
+    from penstock.plan.planned_timeline import what_would_help
+
+    return list(what_would_help(found))
+
+
+def _draw_timeline(path: Path, found: Any, quiet: bool) -> None:
+    """Draw the best plan, and say what its ranks wait for.
+
+    Raises:
+        ConfigError: it cannot be played, or the file cannot be written.
+    """
+    from penstock.plan.planned_timeline import idle_shares, planned_timeline
+    from penstock.view.svg import timeline_svg
+
+    played = planned_timeline(found)
+    best = found.plans[0]
+    _write_plan(path, timeline_svg(played, f"{found.request.profile.name}: {best.notes[0].partition(':')[0]}"))
+    if not quiet:
+        shares = ", ".join(f"{cause} {share:.1%}" for cause, share in idle_shares(played).items())
+        Console().print(Text(f"Ranks are idle for: {shares or 'nothing'} (docs/design.md has the causes)."))
 
 
 def _smaller_world(found: Any, size: int) -> str:

@@ -9,6 +9,8 @@ from typing import Protocol
 
 from penstock.checks import check_whole, did_you_mean, in_words
 from penstock.errors import ConfigError
+from penstock.plan.memory_knobs.mist import plan_as_mist
+from penstock.plan.memory_knobs.mist_cost import MistCost
 from penstock.plan.planners.best_stages import plan_for_two_bw_cost
 from penstock.plan.planners.candidate_trial import NAME as SIMULATED
 from penstock.plan.planners.dapple import plan_as_dapple, plan_for_dapple_cost
@@ -27,8 +29,8 @@ from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Ski
 from penstock.plan.stages.two_bw_cost import TwoBwCost
 from penstock.schedule.transforms.batch_ops import what_decides
 
-PLANNERS = ("default", "pipedream", "dapple", "piper", "2bw-paper")
-COSTS = ("pipedream", "dapple", "piper", "2bw-paper", SIMULATED)
+PLANNERS = ("default", "pipedream", "dapple", "piper", "mist", "2bw-paper")
+COSTS = ("pipedream", "dapple", "piper", "mist", "2bw-paper", SIMULATED)
 MICROBATCHES = 32  # per batch, where neither the profile nor the caller says
 
 
@@ -102,10 +104,8 @@ def make_plan(request: PlanRequest) -> Planning:
     request = _checked(request)
     sizes = _sizes(request)
     if request.cost == SIMULATED:
-        settings = request.profile.settings
-        clips, fp16 = settings.get("max_grad_norm", 1.0) is not None, settings.get("precision") == "fp16"
-        decides = what_decides(clips, fp16, fp16, 1, None)  # candidates know about their widths
-        plans, refused = simulated_plans(sizes, request.devices, decides=bool(decides), methods=request.methods)
+        decide = decides(request.profile)
+        plans, refused = simulated_plans(sizes, request.devices, decides=decide, methods=request.methods)
         why = {} if plans else {"default": "no plan fits: see what was skipped, and why"}
         return Planning(request, sizes, tuple(plans), tuple(refused), why)
     names = [request.planner]
@@ -135,6 +135,13 @@ def make_plan(request: PlanRequest) -> Planning:
     return Planning(request, sizes, tuple(found), tuple(skipped), left_out)
 
 
+def decides(profile: Profile) -> bool:
+    """Return whether updates of a profiled run wait for all stages; those of parallel pipelines always do."""
+    settings = profile.settings
+    clips, fp16 = settings.get("max_grad_norm", 1.0) is not None, settings.get("precision") == "fp16"
+    return bool(what_decides(clips, fp16, fp16, 1, None))
+
+
 def _same_as_default(name: str, request: PlanRequest, found: list[Plan]) -> Search | None:
     """Return the default planner's answer as that of Piper's, which has looked at no less if nothing is noted."""
     if name == request.cost == "piper" and request.planner == "default" and found and not found[0].notes:
@@ -152,7 +159,7 @@ def _checked(request: PlanRequest) -> PlanRequest:
         if name not in known:
             names = [each for each in known if each]
             raise ConfigError(f"{what} must be {in_words(names)}, got {name!r:.80}.{did_you_mean(name, names)}")
-    own = {"pipedream": "pipedream", "piper": "piper", "dapple": "dapple"}
+    own = {"pipedream": "pipedream", "piper": "piper", "dapple": "dapple", "mist": "mist"}
     source = request.profile.source if request.profile.source in own else "2bw-paper"
     cost = request.cost or own.get(request.planner) or ("piper" if request.profile.source == "piper" else source)
     if request.planner in own and cost != own[request.planner]:
@@ -170,7 +177,7 @@ def _checked(request: PlanRequest) -> PlanRequest:
             raise ConfigError(
                 f"methods that plans know are {in_words(METHODS)}, got {unknown!r:.80}.{did_you_mean(unknown, METHODS)}"
             )
-    if request.planner == "2bw-paper" and cost in ("pipedream", "dapple", SIMULATED):
+    if request.planner == "2bw-paper" and cost in ("pipedream", "dapple", "mist", SIMULATED):
         if request.cost:
             raise ConfigError(f"planner '2bw-paper' takes cost '2bw-paper' or 'piper', not {cost!r}")
         cost = "2bw-paper"
@@ -212,6 +219,14 @@ def _rated(plan: Plan, sizes: Mapping[int, Sized], request: PlanRequest) -> Plan
     return None if rating is None else replace(plan, rating=rating)
 
 
+_RATERS: Mapping[str, Callable[..., _Rater]] = {
+    "piper": PiperCost,
+    "dapple": DappleCost,
+    "mist": MistCost,
+    "2bw-paper": TwoBwCost,
+}
+
+
 def _rate(cost: str, stages: tuple[PlannedStage, ...], sized: Sized, request: PlanRequest) -> Rating | None:
     """Return what a cost function says of stages; None if it knows no such plans."""
     if cost == SIMULATED:
@@ -222,7 +237,12 @@ def _rate(cost: str, stages: tuple[PlannedStage, ...], sized: Sized, request: Pl
         return PipeDreamCost(sized.graph, request.devices, request.choices.compression).rate(stages) if known else None
     if any(stage.inner for stage in stages):
         return None
-    costs: Mapping[str, Callable[..., _Rater]] = {"piper": PiperCost, "dapple": DappleCost, "2bw-paper": TwoBwCost}
+    costs: Mapping[str, Callable[..., _Rater]] = {
+        "piper": PiperCost,
+        "dapple": DappleCost,
+        "mist": MistCost,
+        "2bw-paper": TwoBwCost,
+    }
     try:
         return costs[cost](sized.graph, request.devices, sized.microbatches).rate(stages)
     except ConfigError:  # a layer has no way with the tensor degree of its stage, or no forward apart from its backward
@@ -248,6 +268,8 @@ def _default(request: PlanRequest, sizes: Mapping[int, Sized]) -> Search:
         return _each(sizes, lambda each: plan_for_pipedream_cost(each.graph, request.devices, request.choices))
     if request.cost == "piper":
         return _each(sizes, lambda each: plan_for_piper_cost(each.graph, request.devices, each.microbatches))
+    if request.cost == "mist":
+        return _each(sizes, lambda each: plan_as_mist(each.graph, request.devices, each.microbatches))
     if request.cost == "dapple":
         return _each(sizes, lambda each: plan_for_dapple_cost(each.graph, request.devices, each.microbatches))
     return plan_for_two_bw_cost(sizes, request.devices)
@@ -260,6 +282,9 @@ _SEARCHES: Mapping[str, Callable[[PlanRequest, Mapping[int, Sized]], Search]] = 
     ),
     "dapple": lambda request, sizes: _each(
         sizes, lambda each: plan_as_dapple(each.graph, request.devices, each.microbatches)
+    ),
+    "mist": lambda request, sizes: _each(
+        sizes, lambda each: plan_as_mist(each.graph, request.devices, each.microbatches)
     ),
     "piper": lambda request, sizes: _each(
         sizes, lambda each: plan_as_piper(each.graph, request.devices, each.microbatches)

@@ -72,9 +72,7 @@ def _print(found: Rehearsal, limit: float | None) -> None:
     console.print(table)
     rate = found.samples / found.busy if found.busy else 0.0
     console.print(Text(f"Busy for {found.busy:.4g} s a batch, so at most {rate:.4g} samples per second in a pipeline."))
-    kinds = ", ".join(
-        f"{kind} {count / _MIB:.4g}" for kind, count in found.peak.items() if kind != "total" and count
-    )
+    kinds = ", ".join(f"{kind} {count / _MIB:.4g}" for kind, count in found.peak.items() if kind != "total" and count)
     total = found.peak["total"]
     console.print(Text(f"Held {total / _MIB:.4g} MiB at most (each kind at its own most: {kinds})."))
     if limit is not None:
