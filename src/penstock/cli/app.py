@@ -34,6 +34,7 @@ _MODULES = {
     "plan": "planning",
     "scale": "plans.scale",
     "rehearse": "plans.rehearse",
+    "predicted": "plans.predicted",
 }
 """The module of each command."""
 

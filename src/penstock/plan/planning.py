@@ -237,14 +237,8 @@ def _rate(cost: str, stages: tuple[PlannedStage, ...], sized: Sized, request: Pl
         return PipeDreamCost(sized.graph, request.devices, request.choices.compression).rate(stages) if known else None
     if any(stage.inner for stage in stages):
         return None
-    costs: Mapping[str, Callable[..., _Rater]] = {
-        "piper": PiperCost,
-        "dapple": DappleCost,
-        "mist": MistCost,
-        "2bw-paper": TwoBwCost,
-    }
     try:
-        return costs[cost](sized.graph, request.devices, sized.microbatches).rate(stages)
+        return _RATERS[cost](sized.graph, request.devices, sized.microbatches).rate(stages)
     except ConfigError:  # a layer has no way with the tensor degree of its stage, or no forward apart from its backward
         return None
 
