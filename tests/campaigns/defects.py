@@ -39,8 +39,8 @@ DEFECTS = (
     Defect(
         "Mist's program lets the last stage end as if nothing ran before it",
         "plan/memory_knobs",
-        "row([(ending, 1.0), *before, *((n",
-        "row([(ending, 1.0), *((n",
+        "table.add([(ending, 1.0), *before, *((n",
+        "table.add([(ending, 1.0), *((n",
         ("tests/plan/test_mist.py",),
     ),
     Defect(

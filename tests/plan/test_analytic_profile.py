@@ -45,6 +45,26 @@ def test_plans_of_an_analytic_profile(command, tmp_path):
     assert json.loads(run.stdout)["plans"][0]["devices"] <= 8
 
 
+def test_plans_for_the_devices_of_a_cluster(command, tmp_path):
+    shape = ["--layers", "14", "--hidden", "1024", "--sequence", "512", "--vocabulary", "1000"]
+    file = str(tmp_path / "model.yaml")
+    assert command("profile", "--cluster", "a100", *shape, "--out", file).returncode == 0
+    given = ["plan", "--profile", file, "--cluster", "a100", "--json"]
+    found = json.loads(command(*given, "--devices", "16").stdout)
+    assert found["levels"] == [{"units": 8, "bandwidth": 300e9}, {"units": 2, "bandwidth": 25e9}]
+    assert found["memory"] == 80e9
+    assert json.loads(command(*given, "--devices", "4", "--memory", "40GB").stdout)["memory"] == 40e9
+    for more, said in (
+        (["--devices", "12"], "no whole nodes of 8"),
+        (["--devices", "8x2"], "takes whole numbers"),
+        (["--devices", "8,2"], "takes one number"),
+        (["--devices", "8", "--bandwidth", "1GB"], "leave --bandwidth out"),
+    ):
+        run = command(*given, *more)
+        assert run.returncode == 2
+        assert said in " ".join(run.stderr.split())
+
+
 def test_what_analytic_profiles_lack(command):
     with pytest.raises(ConfigError, match="needs --vocabulary"):
         analytic_profile(ModelShape("gpt", 2, 16, 16, 2), find_cluster("a100"), [1])

@@ -33,7 +33,7 @@ def request_of(count=8, memory=None, bandwidth=50.0, **values):
 
 
 def test_the_fewest_devices_are_those_below_which_nothing_fits():
-    request = request_of(memory=700.0)
+    request = request_of(memory=300.0)
     chosen = choose(request, "devices")
     fits = [n for n in range(1, 9) if make_plan(replace(request, devices=fewer_devices(request.devices, n))).plans]
     assert fits[0] > 1
@@ -151,13 +151,14 @@ def test_what_would_help_is_planned_anew():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--objective", "speed"], "objective must be throughput"),
+        (["--objective", "speed"], "objective must be 'throughput'"),
         (["--objective", "time-to-target"], "takes --epochs"),
         (["--epochs", "8:10", "--epoch-samples", "5"], "and no other"),
         (["--epochs", "8:10"], "give both"),
         (["--epochs", "8-10", "--epoch-samples", "5", "--objective", "time-to-target"], "as in 256:10"),
         (["--epochs", "8:0", "--epoch-samples", "5", "--objective", "time-to-target"], "epochs must be above 0"),
         (["--objective", "cost", "--price", "0"], "price of a device"),
+        (["--worlds", "1"], "give --out, too"),
     ],
 )
 def test_what_objectives_refuse(command, tmp_path, given, said):

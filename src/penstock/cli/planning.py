@@ -268,6 +268,12 @@ Compression = Annotated[
 ]
 
 
+PlannedCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster", metavar="NAME|FILE", help="Devices and links of a preset such as h100, or of a file like one."
+    ),
+]
 MethodsToTry = Annotated[
     str | None,
     typer.Option("--methods", metavar="A,B..", help="With cost simulated: only these methods, as in 1f1b,gpipe."),
@@ -305,6 +311,7 @@ def plan(
     devices: DeviceCounts,
     bandwidth: Bandwidths = None,
     memory: DeviceMemory = None,
+    cluster: PlannedCluster = None,
     planner: PlannerName = "default",
     cost: CostName = None,
     microbatches: PerBatch = None,
@@ -327,18 +334,18 @@ def plan(
     Exit code 1 if no plan fits.
     """
     from penstock.plan.objectives import choose
-    from penstock.plan.objectives_report import trials_json, trials_table
     from penstock.plan.planners.pipedream import Choices
     from penstock.plan.planning import PlanRequest
     from penstock.plan.profile.files import read_profile
-    from penstock.plan.report import plan_file, planning_json, planning_tables
 
+    if worlds is not None and out is None:
+        raise ConfigError("--worlds writes plans beside that of --out; give --out, too")
     if out is not None and cost != "simulated":
         raise ConfigError("--out takes plans that can be run, which --cost simulated finds")
     known = read_profile(profile)
     request = PlanRequest(
         known,
-        _devices(devices, bandwidth, memory, known.links),
+        _devices_of(cluster, devices, bandwidth, memory, known.links),
         planner,
         cost,
         microbatches,
@@ -347,26 +354,46 @@ def plan(
         None if methods is None else tuple(name.strip() for name in methods.split(",")),
     )
     chosen = choose(request, objective, _target(epochs, epoch_samples), price)
-    found = chosen.planning
-    changes = _what_if(found) if what_if else []
-    if as_json:
-        print_json(planning_json(found) | trials_json(chosen) | {"what_if": [each._asdict() for each in changes]})
-    else:
-        console = Console()
-        if objective != "throughput":
-            console.print(trials_table(chosen))
-        console.print(planning_tables(found), soft_wrap=not console.is_terminal)
-        for change, seconds, gain in changes:
-            said = "no plan fits" if seconds is None else f"{seconds:.5g} s per sample"
-            console.print(Text(f"With {change}: {said}" + (f", {gain:.3g} times as fast." if gain else ".")))
-    if not found.plans:
+    _print_answer(chosen, what_if, as_json)
+    if not chosen.planning.plans:
         raise typer.Exit(1)
     if timeline is not None:
-        _draw_timeline(timeline, found, as_json)
+        _draw_timeline(timeline, chosen.planning, as_json)
     if out is not None:
-        _write_plan(out, plan_file(found))
-        for size in _whole_numbers("--worlds", worlds) if worlds else ():
-            _write_plan(out.with_stem(f"{out.stem}-{size}"), _smaller_world(found, size))
+        _write_plans(out, chosen.planning, _whole_numbers("--worlds", worlds) if worlds else [])
+
+
+def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
+    """Print plans, what was asked for them, and what more of each resource would bring."""
+    from penstock.plan.objectives_report import trials_json, trials_table
+    from penstock.plan.planned_timeline import what_would_help
+    from penstock.plan.report import planning_json, planning_tables
+
+    found = chosen.planning
+    changes = list(what_would_help(found)) if what_if else []
+    if as_json:
+        print_json(planning_json(found) | trials_json(chosen) | {"what_if": [each._asdict() for each in changes]})
+        return
+    console = Console()
+    if chosen.objective != "throughput":
+        console.print(trials_table(chosen))
+    console.print(planning_tables(found), soft_wrap=not console.is_terminal)
+    for change, seconds, gain in changes:
+        said = "no plan fits" if seconds is None else f"{seconds:.5g} s per sample"
+        console.print(Text(f"With {change}: {said}" + (f", {gain:.3g} times as fast." if gain else ".")))
+
+
+def _write_plans(out: Path, found: Any, sizes: Sequence[int]) -> None:
+    """Write the best plan, and beside it plans for fewer devices.
+
+    Raises:
+        ConfigError: one cannot be written, or nothing fits fewer devices.
+    """
+    from penstock.plan.report import plan_file
+
+    _write_plan(out, plan_file(found))
+    for size in sizes:
+        _write_plan(out.with_stem(f"{out.stem}-{size}"), _smaller_world(found, size))
 
 
 def _write_plan(path: Path, text: str) -> None:
@@ -379,13 +406,6 @@ def _write_plan(path: Path, text: str) -> None:
         write_whole(path, text)
     except OSError as error:
         raise ConfigError(f"cannot write the plan {str(path)!r}: {error.strerror or error}") from None
-
-
-def _what_if(found: Any) -> list[Any]:
-    """Return what more of each resource would bring."""
-    from penstock.plan.planned_timeline import what_would_help
-
-    return list(what_would_help(found))
 
 
 def _draw_timeline(path: Path, found: Any, quiet: bool) -> None:
@@ -444,6 +464,29 @@ def _target(epochs: str | None, samples: float | None) -> Any:
     except ValueError:
         raise ConfigError(f"--epochs takes batches and epochs, as in 256:10,1024:12.5, got {epochs!r:.80}") from None
     return Target(found, samples)
+
+
+def _devices_of(
+    cluster: str | None, devices: str, bandwidth: str | None, memory: str | None, links: Sequence[Any]
+) -> Any:
+    """Return the devices of a cluster, or those that options describe.
+
+    Raises:
+        ConfigError: they cannot be read, or do not fit together.
+    """
+    if cluster is None:
+        return _devices(devices, bandwidth, memory, links)
+    from dataclasses import replace
+
+    from penstock.plan.cluster.files import find_cluster
+
+    if bandwidth is not None:
+        raise ConfigError("--cluster says what links do; leave --bandwidth out, or --cluster")
+    (count, *more) = _whole_numbers("--devices, with --cluster,", devices)
+    if more:
+        raise ConfigError("--devices takes one number with --cluster, which knows its nodes")
+    found = find_cluster(cluster).devices(count)
+    return found if memory is None else replace(found, memory=size_of("--memory", memory))
 
 
 def _devices(devices: str, bandwidth: str | None, memory: str | None, links: Sequence[Any]) -> Any:

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.checks import check_whole
+from penstock.errors import ConfigError
 from penstock.plan.profile.schema import MOST_DEVICES
 from penstock.plan.stages.devices import DeviceLevel, Devices
 
@@ -80,8 +82,11 @@ class Cluster(ClusterPart):
         Raises:
             ConfigError: there are no whole nodes.
         """
+        check_whole("devices", count, 1, MOST_DEVICES)
         inner = min(count, self.node)
+        if count % inner:
+            raise ConfigError(f"{count} devices are no whole nodes of {self.node} of {self.name}; take a multiple")
         levels = [DeviceLevel(inner, self.inside.value / 2)]
         if count > inner:
-            levels.append(DeviceLevel(-(-count // inner), self.between.value / 2))
+            levels.append(DeviceLevel(count // inner, self.between.value / 2))
         return Devices(tuple(levels), self.memory.value)

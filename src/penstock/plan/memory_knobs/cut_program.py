@@ -54,42 +54,68 @@ def least_batch(choices: Sequence[StageChoice], blocks: int, depth: int, microba
     count = len(choices)
     if count > MOST_CHOICES:
         raise ConfigError(f"planner 'mist' has {count:,} choices of stages, more than {MOST_CHOICES:,}; merge layers")
-    slowest, ending = count, count + 1
-    entries, low, high = list[tuple[int, int, float]](), list[float](), list[float]()
-
-    def row(cells: Sequence[tuple[int, float]], least: float, most: float) -> None:
-        entries.extend((len(low), column, value) for column, value in cells)
-        low.append(least)
-        high.append(most)
-
     by_stage: list[list[int]] = [[] for _ in range(depth)]
     for number, choice in enumerate(choices):
         by_stage[choice.stage].append(number)
+    table = _Rows()
+    if not _paths(table, choices, by_stage, blocks):
+        return None
+    _times(table, choices, by_stage)
+    rows, columns, values = zip(*table.entries, strict=True)
+    matrix = coo_array((values, (rows, columns)), shape=(len(table.low), count + 2)).tocsr()
+    found = milp(
+        np.array([*(choice.steady for choice in choices), microbatches - 1.0, 1.0]),
+        integrality=np.array([1] * count + [0, 0]),
+        bounds=Bounds([0.0] * (count + 1) + [-np.inf], [1.0] * count + [np.inf, np.inf]),
+        constraints=LinearConstraint(matrix, table.low, table.high),
+        options={"time_limit": _SECONDS, "mip_rel_gap": 1e-9},
+    )
+    if found.status == 2:
+        return None
+    if found.x is None or found.status != 0:
+        raise ConfigError(f"planner 'mist' found no answer in {_SECONDS:g} s ({found.message}); merge layers")
+    return [max(own, key=lambda n: found.x[n]) for own in by_stage]
+
+
+class _Rows:
+    """Linear constraints.
+
+    Attributes:
+        entries: (row, column, coefficient).
+        low, high: bounds of each row.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, int, float]] = []
+        self.low: list[float] = []
+        self.high: list[float] = []
+
+    def add(self, cells: Sequence[tuple[int, float]], least: float, most: float = np.inf) -> None:
+        """Add a row."""
+        self.entries += ((len(self.low), column, value) for column, value in cells)
+        self.low.append(least)
+        self.high.append(most)
+
+
+def _paths(table: _Rows, choices: Sequence[StageChoice], by_stage: Sequence[Sequence[int]], blocks: int) -> bool:
+    """Add that chosen stages follow each other and cover all blocks; returns False where that cannot be."""
+    depth = len(by_stage)
     for at in range(depth + 1):
         for block in range(blocks + 1):
             ends = [(n, 1.0) for n in (by_stage[at - 1] if at else []) if choices[n].last == block]
             begins = [(n, -1.0) for n in (by_stage[at] if at < depth else []) if choices[n].first == block]
             wanted = float((at, block) == (depth, blocks)) - float((at, block) == (0, 0))
             if ends or begins:
-                row([*ends, *begins], wanted, wanted)
+                table.add([*ends, *begins], wanted, wanted)
             elif wanted:
-                return None
-    for at in range(depth):
-        row([(slowest, 1.0), *((n, -choices[n].steady) for n in by_stage[at])], 0.0, np.inf)
+                return False
+    return True
+
+
+def _times(table: _Rows, choices: Sequence[StageChoice], by_stage: Sequence[Sequence[int]]) -> None:
+    """Add what the slowest stage and the last end are at least."""
+    slowest, ending = len(choices), len(choices) + 1
+    for at, own in enumerate(by_stage):
+        table.add([(slowest, 1.0), *((n, -choices[n].steady) for n in own)], 0.0)
         before = [(n, choices[n].steady) for earlier in by_stage[:at] for n in earlier]
-        row([(ending, 1.0), *before, *((n, -choices[n].extra) for n in by_stage[at])], 0.0, np.inf)
-    rows, columns, values = zip(*entries, strict=True)
-    matrix = coo_array((values, (rows, columns)), shape=(len(low), count + 2)).tocsr()
-    cost = np.array([*(choice.steady for choice in choices), microbatches - 1.0, 1.0])
-    found = milp(
-        cost,
-        integrality=np.array([1] * count + [0, 0]),
-        bounds=Bounds([0.0] * (count + 1) + [-np.inf], [1.0] * count + [np.inf, np.inf]),
-        constraints=LinearConstraint(matrix, low, high),
-        options={"time_limit": _SECONDS, "mip_rel_gap": 1e-9},
-    )
-    if found.status == 2:
-        return None
-    if found.x is None or found.status not in (0, 1):
-        raise ConfigError(f"planner 'mist' found no answer in {_SECONDS:g} s ({found.message}); merge layers")
-    return [max(own, key=lambda n: found.x[n]) for own in by_stage]
+        table.add([(ending, 1.0), *before, *((n, -choices[n].extra) for n in own)], 0.0)
