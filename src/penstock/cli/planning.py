@@ -227,7 +227,7 @@ DeviceMemory = Annotated[
 PlannerName = Annotated[
     str,
     typer.Option(
-        "--planner", metavar="NAME", help="default, or as published: pipedream, dapple, piper, mist, 2bw-paper."
+        "--planner", metavar="NAME", help="default, or as published: pipedream, dapple, spp, piper, mist, 2bw-paper."
     ),
 ]
 CostName = Annotated[
@@ -235,7 +235,7 @@ CostName = Annotated[
     typer.Option(
         "--cost",
         metavar="NAME",
-        help="The cost function to plan for: pipedream, dapple, piper, mist, 2bw-paper or simulated. If not given, the "
+        help="The cost function to plan for: pipedream, dapple, spp, piper, mist, 2bw-paper or simulated. If not given, the "
         "planner's own, and for default that of the program which the profile is from.",
     ),
 ]
@@ -268,6 +268,10 @@ Compression = Annotated[
 ]
 
 
+LinkMatrix = Annotated[
+    Path | None,
+    typer.Option("--link-matrix", metavar="FILE", help="With planner spp: YAML, links: [[0, 9e9], [9e9, 0]], bytes/s."),
+]
 PlannedCluster = Annotated[
     str | None,
     typer.Option(
@@ -312,6 +316,7 @@ def plan(
     bandwidth: Bandwidths = None,
     memory: DeviceMemory = None,
     cluster: PlannedCluster = None,
+    link_matrix: LinkMatrix = None,
     planner: PlannerName = "default",
     cost: CostName = None,
     microbatches: PerBatch = None,
@@ -345,13 +350,14 @@ def plan(
     known = read_profile(profile)
     request = PlanRequest(
         known,
-        _devices_of(cluster, devices, bandwidth, memory, known.links),
+        _devices_of(cluster, devices, bandwidth, memory, known.links, link_matrix is not None),
         planner,
         cost,
         microbatches,
         global_batch,
         Choices(straight, compression=compression),
         None if methods is None else tuple(name.strip() for name in methods.split(",")),
+        None if link_matrix is None else _link_matrix(link_matrix, planner),
     )
     chosen = choose(request, objective, _target(epochs, epoch_samples), price)
     _print_answer(chosen, what_if, as_json)
@@ -466,8 +472,27 @@ def _target(epochs: str | None, samples: float | None) -> Any:
     return Target(found, samples)
 
 
+def _link_matrix(path: Path, planner: str) -> Any:
+    """Read the bandwidths between all pairs of devices.
+
+    Raises:
+        ConfigError: it cannot be read, is none, or no planner takes it.
+    """
+    from penstock.plan.any_links.device_order import checked_links
+    from penstock.yaml_file import read_yaml
+
+    if planner != "spp":
+        raise ConfigError("--link-matrix is for --planner spp; others know levels of devices (--devices, --bandwidth)")
+    return checked_links(read_yaml(path).get("links"))
+
+
 def _devices_of(
-    cluster: str | None, devices: str, bandwidth: str | None, memory: str | None, links: Sequence[Any]
+    cluster: str | None,
+    devices: str,
+    bandwidth: str | None,
+    memory: str | None,
+    links: Sequence[Any],
+    with_links: bool = False,
 ) -> Any:
     """Return the devices of a cluster, or those that options describe.
 
@@ -475,6 +500,8 @@ def _devices_of(
         ConfigError: they cannot be read, or do not fit together.
     """
     if cluster is None:
+        if with_links and bandwidth is None:
+            bandwidth = "1GB"  # not used
         return _devices(devices, bandwidth, memory, links)
     from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a profile predicts of a run beside what the run took, stage by stage and cause by cause; and a profile that fits.
+"""What a profile predicts of a run beside what the run took, by stage and by cause; and a profile that fits.
 
 Predicted is what the planner simulates. Measured times of passes are medians, so that the first batches, which are
 slower, do not count.
@@ -90,8 +90,8 @@ def compare_with_run(profile: Profile, settings: RunSettings, timeline: Timeline
     """Compare what a profile predicts with the timeline of a run.
 
     Raises:
-        ConfigError: the profile is of another model or lacks the microbatch size, the method is none that plans know, or
-            the timeline holds too little.
+        ConfigError: the profile is of another model or lacks the microbatch size, the method is none that plans know,
+            or the timeline holds too little.
     """
     trial, known, candidate = _trial(profile, settings)
     costs = trial.costs(np.array([0, *accumulate(settings.balance)]))
@@ -120,9 +120,7 @@ def recalibrated(profile: Profile, settings: RunSettings, comparison: RunCompari
     """
     at = sizes_of(profile).index(settings.microbatch_size) if profile.microbatch_sizes else 0
     layers = list(profile.layers)
-    for stage, (first, last) in zip(
-        comparison.stages, pairwise((0, *accumulate(settings.balance))), strict=True
-    ):
+    for stage, (first, last) in zip(comparison.stages, pairwise((0, *accumulate(settings.balance))), strict=True):
         forward, whole, step = (_factor(stage, kind) for kind in _PASSES)
         for number in range(first, last):
             layer = layers[number]
@@ -154,7 +152,7 @@ def _trial(profile: Profile, settings: RunSettings) -> tuple[CandidateTrial, Kno
     graph = layer_graph(profile, size)
     if sum(settings.balance) != len(graph.layers):
         raise ConfigError(
-            f"the run has {sum(settings.balance)} blocks, the profile {len(graph.layers)}; take the profile of its model"
+            f"the run has {sum(settings.balance)} blocks, the profile {len(graph.layers)}; take that of its model"
         )
     unknown = next((layer.name for layer in graph.layers if layer.forward is None), None)
     if unknown is not None:
@@ -207,5 +205,3 @@ def _scaled(numbers: Numbers | None, factor: float) -> Numbers | None:
     if isinstance(numbers, Sequence):
         return [each * factor for each in numbers]
     return None if numbers is None else numbers * factor
-
-

@@ -7,8 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
+
 from penstock.checks import check_whole, did_you_mean, in_words
 from penstock.errors import ConfigError
+from penstock.plan.any_links.device_order import MOST_LINKED, Floats, device_order, link_matrix
+from penstock.plan.any_links.spp import plan_as_spp
+from penstock.plan.any_links.spp_cost import SppCost
 from penstock.plan.memory_knobs.mist import plan_as_mist
 from penstock.plan.memory_knobs.mist_cost import MistCost
 from penstock.plan.planners.best_stages import plan_for_two_bw_cost
@@ -29,8 +34,8 @@ from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Ski
 from penstock.plan.stages.two_bw_cost import TwoBwCost
 from penstock.schedule.transforms.batch_ops import what_decides
 
-PLANNERS = ("default", "pipedream", "dapple", "piper", "mist", "2bw-paper")
-COSTS = ("pipedream", "dapple", "piper", "mist", "2bw-paper", SIMULATED)
+PLANNERS = ("default", "pipedream", "dapple", "spp", "piper", "mist", "2bw-paper")
+COSTS = ("pipedream", "dapple", "spp", "piper", "mist", "2bw-paper", SIMULATED)
 MICROBATCHES = 32  # per batch, where neither the profile nor the caller says
 
 
@@ -54,6 +59,7 @@ class PlanRequest:
         microbatches: per batch; None: the profile's, or `MICROBATCHES`.
         samples: per batch, instead of microbatches, for profiles with several microbatch sizes.
         choices: for PipeDream's cost function.
+        links: bytes per second between all pairs of devices, for "spp"; None: as levels of devices say.
         methods: that the cost "simulated" tries; None for all that it knows.
     """
 
@@ -65,6 +71,7 @@ class PlanRequest:
     samples: int | None = None
     choices: Choices = field(default_factory=Choices)
     methods: tuple[str, ...] | None = None
+    links: Floats | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,7 @@ def _checked(request: PlanRequest) -> PlanRequest:
         if name not in known:
             names = [each for each in known if each]
             raise ConfigError(f"{what} must be {in_words(names)}, got {name!r:.80}.{did_you_mean(name, names)}")
-    own = {"pipedream": "pipedream", "piper": "piper", "dapple": "dapple", "mist": "mist"}
+    own = {"pipedream": "pipedream", "piper": "piper", "dapple": "dapple", "mist": "mist", "spp": "spp"}
     source = request.profile.source if request.profile.source in own else "2bw-paper"
     cost = request.cost or own.get(request.planner) or ("piper" if request.profile.source == "piper" else source)
     if request.planner in own and cost != own[request.planner]:
@@ -177,7 +184,7 @@ def _checked(request: PlanRequest) -> PlanRequest:
             raise ConfigError(
                 f"methods that plans know are {in_words(METHODS)}, got {unknown!r:.80}.{did_you_mean(unknown, METHODS)}"
             )
-    if request.planner == "2bw-paper" and cost in ("pipedream", "dapple", "mist", SIMULATED):
+    if request.planner == "2bw-paper" and cost in ("pipedream", "dapple", "mist", "spp", SIMULATED):
         if request.cost:
             raise ConfigError(f"planner '2bw-paper' takes cost '2bw-paper' or 'piper', not {cost!r}")
         cost = "2bw-paper"
@@ -237,7 +244,15 @@ def _rate(cost: str, stages: tuple[PlannedStage, ...], sized: Sized, request: Pl
         return PipeDreamCost(sized.graph, request.devices, request.choices.compression).rate(stages) if known else None
     if any(stage.inner for stage in stages):
         return None
+    if cost == "spp" and request.devices.count > MOST_LINKED:
+        return None
     try:
+        if cost == "spp":
+            links = _links(request)
+            order = device_order(links)
+            return SppCost(sized.graph, links[np.ix_(order, order)], request.devices.memory, sized.microbatches).rate(
+                stages
+            )
         return _RATERS[cost](sized.graph, request.devices, sized.microbatches).rate(stages)
     except ConfigError:  # a layer has no way with the tensor degree of its stage, or no forward apart from its backward
         return None
@@ -262,11 +277,32 @@ def _default(request: PlanRequest, sizes: Mapping[int, Sized]) -> Search:
         return _each(sizes, lambda each: plan_for_pipedream_cost(each.graph, request.devices, request.choices))
     if request.cost == "piper":
         return _each(sizes, lambda each: plan_for_piper_cost(each.graph, request.devices, each.microbatches))
+    if request.cost == "spp":
+        return _spp(request, sizes)
     if request.cost == "mist":
         return _each(sizes, lambda each: plan_as_mist(each.graph, request.devices, each.microbatches))
     if request.cost == "dapple":
         return _each(sizes, lambda each: plan_for_dapple_cost(each.graph, request.devices, each.microbatches))
     return plan_for_two_bw_cost(sizes, request.devices)
+
+
+def _spp(request: PlanRequest, sizes: Mapping[int, Sized]) -> Search:
+    """Search as SPP does, with links of each pair of devices."""
+    links, memory = _links(request), request.devices.memory
+    return _each(sizes, lambda each: plan_as_spp(each.graph, links, memory, each.microbatches))
+
+
+def _links(request: PlanRequest) -> Floats:
+    """Return the bandwidths of all pairs of devices.
+
+    Raises:
+        ConfigError: they are those of another number of devices.
+    """
+    if request.links is None:
+        return link_matrix(request.devices)
+    if len(request.links) != request.devices.count:
+        raise ConfigError(f"the matrix of links is that of {len(request.links)} devices, not {request.devices.count}")
+    return request.links
 
 
 _SEARCHES: Mapping[str, Callable[[PlanRequest, Mapping[int, Sized]], Search]] = {
@@ -280,6 +316,7 @@ _SEARCHES: Mapping[str, Callable[[PlanRequest, Mapping[int, Sized]], Search]] = 
     "mist": lambda request, sizes: _each(
         sizes, lambda each: plan_as_mist(each.graph, request.devices, each.microbatches)
     ),
+    "spp": _spp,
     "piper": lambda request, sizes: _each(
         sizes, lambda each: plan_as_piper(each.graph, request.devices, each.microbatches)
     ),
