@@ -151,7 +151,7 @@ def test_memory_counts_what_the_order_holds():
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([], "list of 1 to 512 rows"),
+        ([], "list of 1 to 128 rows"),
         ([[0, 1]], "must be square"),
         ([[0, 1], [2, 0]], "must be symmetric"),
         ([[0, -1], [-1, 0]], "from 0 to 1 must be above 0"),

@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import numpy as np
-
 from penstock.checks import check_whole, did_you_mean, in_words
 from penstock.errors import ConfigError
-from penstock.plan.any_links.device_order import MOST_LINKED, Floats, device_order, link_matrix
+from penstock.plan.any_links.device_order import Floats, link_matrix, ordered_links
 from penstock.plan.any_links.spp import plan_as_spp
 from penstock.plan.any_links.spp_cost import SppCost
 from penstock.plan.memory_knobs.mist import plan_as_mist
@@ -244,15 +242,12 @@ def _rate(cost: str, stages: tuple[PlannedStage, ...], sized: Sized, request: Pl
         return PipeDreamCost(sized.graph, request.devices, request.choices.compression).rate(stages) if known else None
     if any(stage.inner for stage in stages):
         return None
-    if cost == "spp" and request.devices.count > MOST_LINKED:
-        return None
+    if cost == "spp" and request.cost != "spp":
+        return None  # ordering the devices takes long
     try:
         if cost == "spp":
-            links = _links(request)
-            order = device_order(links)
-            return SppCost(sized.graph, links[np.ix_(order, order)], request.devices.memory, sized.microbatches).rate(
-                stages
-            )
+            memory, links = request.devices.memory, ordered_links(_links(request))
+            return SppCost(sized.graph, links, memory, sized.microbatches).rate(stages)
         return _RATERS[cost](sized.graph, request.devices, sized.microbatches).rate(stages)
     except ConfigError:  # a layer has no way with the tensor degree of its stage, or no forward apart from its backward
         return None

@@ -15,7 +15,7 @@ from penstock.plan.stages.devices import Devices
 
 Floats = npt.NDArray[np.float64]
 
-MOST_LINKED = 512
+MOST_LINKED = 128
 """Devices of a matrix of links."""
 
 
@@ -72,10 +72,12 @@ def least_cut(weights: Floats) -> tuple[float, frozenset[int]]:
     best: tuple[float, frozenset[int]] = (np.inf, frozenset())
     while len(groups) > 1:
         order, attached = [0], left[0].copy()
+        attached[0] = -np.inf
         while len(order) < len(groups):
-            attached[order] = -np.inf
-            order.append(int(np.argmax(attached)))
-            attached = left[order].sum(axis=0)
+            nearest = int(np.argmax(attached))
+            order.append(nearest)
+            attached += left[nearest]
+            attached[nearest] = -np.inf
         last, before = order[-1], order[-2]
         cut = float(left[last].sum() - left[last, last])
         if cut < best[0]:
@@ -110,3 +112,9 @@ def device_order(weights: Floats) -> tuple[int, ...]:
 
     place(list(range(len(weights))))
     return tuple(placed)
+
+
+def ordered_links(weights: Floats) -> Floats:
+    """Return the bandwidths of all pairs, with the devices in the order in which stages take them."""
+    order = device_order(weights)
+    return np.asarray(weights[np.ix_(order, order)])
