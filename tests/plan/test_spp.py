@@ -112,11 +112,11 @@ def slowest_of(numbers, cuts, replicas, links, m):
 
 
 def test_a_list_schedule_by_hand():
-    """Equal stages, F = 1 and B = 2: backwards first, as 1F1B, so a batch takes (m + p - 1) 3."""
+    """Equal stages, F = 1 and B = 2: forwards have the longer way to go, so a batch is GPipe's, (m + p - 1) 3."""
     found = list_schedule([1.0] * 3, [2.0] * 3, [0.0] * 2, 6)
     assert max(found.ends) == (6 + 2) * 3
     alone = list_schedule([1.0], [2.0], [], 4)
-    assert (alone.ends, alone.held) == ((12.0,), (1,))
+    assert (alone.ends, alone.held) == ((12.0,), (4,))
     late = list_schedule([1.0, 1.0], [2.0, 2.0], [5.0], 1)
     assert late.ends == (1 + 5 + 1 + 2 + 5 + 2, 1 + 5 + 1 + 2)
 
