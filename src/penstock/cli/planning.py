@@ -235,8 +235,8 @@ CostName = Annotated[
     typer.Option(
         "--cost",
         metavar="NAME",
-        help="The cost function to plan for: pipedream, dapple, spp, piper, mist, 2bw-paper or simulated. If not given, the "
-        "planner's own, and for default that of the program which the profile is from.",
+        help="The cost function to plan for: pipedream, dapple, spp, piper, mist, 2bw-paper or simulated. If not "
+        "given, the planner's own, and for default that of the program which the profile is from.",
     ),
 ]
 PerBatch = Annotated[
