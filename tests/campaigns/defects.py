@@ -30,6 +30,41 @@ class Defect(NamedTuple):
 DEFECTS = (
     # --- plans -------------------------------------------------------------------------------------------------------
     Defect(
+        "the ending of stages behind DAPPLE's pivot counts the wrong way",
+        "plan/stages",
+        "end = max(end, block.reduction - ending)",
+        "end = max(end, block.reduction + ending)",
+        ("tests/plan/test_dapple.py",),
+    ),
+    Defect(
+        "Mist's program lets the last stage end as if nothing ran before it",
+        "plan/memory_knobs",
+        "table.add([(ending, 1.0), *before, *((n",
+        "table.add([(ending, 1.0), *((n",
+        ("tests/plan/test_mist.py",),
+    ),
+    Defect(
+        "layered gathers count as often as depth-first ones",
+        "plan/scale",
+        "window = tokens * (of.microbatches if of.layered else 1.0)",
+        "window = tokens",
+        ("tests/plan/test_published_cases.py", "tests/plan/test_scaling.py"),
+    ),
+    Defect(
+        "depth-first pipelines keep all microbatches",
+        "plan/scale",
+        "flight = of.microbatches if of.layered else np.minimum(of.depth, of.microbatches)",
+        "flight = of.microbatches",
+        ("tests/plan/test_scaling.py",),
+    ),
+    Defect(
+        "a rehearsed stage is given what the first stage is given",
+        "measure",
+        "found[index] = pytree.tree_map(lambda x: copied(x) if isinstance(x, Tensor) else x, given.value)",
+        "found[index] = pytree.tree_map(lambda x: copied(x) if isinstance(x, Tensor) else x, self._sample[0])",
+        ("tests/measure/test_rehearsal.py",),
+    ),
+    Defect(
         "the bytes that two blocks both keep count once too often",
         "measure",
         "sum(alone) - both.run(given).stored",

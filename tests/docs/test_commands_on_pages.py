@@ -66,6 +66,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ):  # fmt: skip
         monkeypatch.setattr(place, reached)
     monkeypatch.setattr("penstock.cli.planning._measured", reached, raising=False)
+    monkeypatch.setattr("penstock.measure.rehearsal.rehearse", reached)
     monkeypatch.setattr("penstock.cli.train._checked", read)
     monkeypatch.chdir(tmp_path)
     for name in ("my_order.py", "endless.py", "broken.py", "examples/my_order.py"):

@@ -32,6 +32,9 @@ _MODULES = {
     "compare": "compare",
     "profile": "planning",
     "plan": "planning",
+    "scale": "plans.scale",
+    "rehearse": "plans.rehearse",
+    "predicted": "plans.predicted",
 }
 """The module of each command."""
 

@@ -5,17 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from penstock.checks import check_whole, did_you_mean, in_words
 from penstock.errors import ConfigError
+from penstock.plan.any_links.device_order import Floats, link_matrix, ordered_links
+from penstock.plan.any_links.spp import plan_as_spp
+from penstock.plan.any_links.spp_cost import SppCost
+from penstock.plan.memory_knobs.mist import plan_as_mist
+from penstock.plan.memory_knobs.mist_cost import MistCost
 from penstock.plan.planners.best_stages import plan_for_two_bw_cost
 from penstock.plan.planners.candidate_trial import NAME as SIMULATED
+from penstock.plan.planners.dapple import plan_as_dapple, plan_for_dapple_cost
+from penstock.plan.planners.foreseen import METHODS
 from penstock.plan.planners.pipedream import Choices, plan_as_pipedream, plan_for_pipedream_cost
 from penstock.plan.planners.piper import plan_as_piper, plan_for_piper_cost
 from penstock.plan.planners.simulated import simulated_plans
 from penstock.plan.planners.two_bw import Sized, plan_as_two_bw
 from penstock.plan.profile.layer_graph import layer_graph, sizes_of
 from penstock.plan.profile.schema import Profile
+from penstock.plan.stages.dapple_cost import DappleCost
 from penstock.plan.stages.devices import Devices
 from penstock.plan.stages.pipedream_cost import PipeDreamCost
 from penstock.plan.stages.piper_cost import PiperCost
@@ -23,9 +32,16 @@ from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Ski
 from penstock.plan.stages.two_bw_cost import TwoBwCost
 from penstock.schedule.transforms.batch_ops import what_decides
 
-PLANNERS = ("default", "pipedream", "piper", "2bw-paper")
-COSTS = ("pipedream", "piper", "2bw-paper", SIMULATED)
+PLANNERS = ("default", "pipedream", "dapple", "spp", "piper", "mist", "2bw-paper")
+COSTS = ("pipedream", "dapple", "spp", "piper", "mist", "2bw-paper", SIMULATED)
 MICROBATCHES = 32  # per batch, where neither the profile nor the caller says
+
+
+class _Rater(Protocol):
+    """A cost function of a graph and devices."""
+
+    def rate(self, stages: tuple[PlannedStage, ...]) -> Rating:
+        """Return what a plan costs."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,8 @@ class PlanRequest:
         microbatches: per batch; None: the profile's, or `MICROBATCHES`.
         samples: per batch, instead of microbatches, for profiles with several microbatch sizes.
         choices: for PipeDream's cost function.
+        links: bytes per second between all pairs of devices, for "spp"; None: as levels of devices say.
+        methods: that the cost "simulated" tries; None for all that it knows.
     """
 
     profile: Profile
@@ -50,6 +68,8 @@ class PlanRequest:
     microbatches: int | None = None
     samples: int | None = None
     choices: Choices = field(default_factory=Choices)
+    methods: tuple[str, ...] | None = None
+    links: Floats | None = None
 
 
 @dataclass(frozen=True)
@@ -89,10 +109,8 @@ def make_plan(request: PlanRequest) -> Planning:
     request = _checked(request)
     sizes = _sizes(request)
     if request.cost == SIMULATED:
-        settings = request.profile.settings
-        clips, fp16 = settings.get("max_grad_norm", 1.0) is not None, settings.get("precision") == "fp16"
-        decides = what_decides(clips, fp16, fp16, 1, None)  # candidates know about their widths
-        plans, refused = simulated_plans(sizes, request.devices, decides=bool(decides))
+        decide = decides(request.profile)
+        plans, refused = simulated_plans(sizes, request.devices, decides=decide, methods=request.methods)
         why = {} if plans else {"default": "no plan fits: see what was skipped, and why"}
         return Planning(request, sizes, tuple(plans), tuple(refused), why)
     names = [request.planner]
@@ -122,6 +140,13 @@ def make_plan(request: PlanRequest) -> Planning:
     return Planning(request, sizes, tuple(found), tuple(skipped), left_out)
 
 
+def decides(profile: Profile) -> bool:
+    """Return whether updates of a profiled run wait for all stages; those of parallel pipelines always do."""
+    settings = profile.settings
+    clips, fp16 = settings.get("max_grad_norm", 1.0) is not None, settings.get("precision") == "fp16"
+    return bool(what_decides(clips, fp16, fp16, 1, None))
+
+
 def _same_as_default(name: str, request: PlanRequest, found: list[Plan]) -> Search | None:
     """Return the default planner's answer as that of Piper's, which has looked at no less if nothing is noted."""
     if name == request.cost == "piper" and request.planner == "default" and found and not found[0].notes:
@@ -139,7 +164,7 @@ def _checked(request: PlanRequest) -> PlanRequest:
         if name not in known:
             names = [each for each in known if each]
             raise ConfigError(f"{what} must be {in_words(names)}, got {name!r:.80}.{did_you_mean(name, names)}")
-    own = {"pipedream": "pipedream", "piper": "piper"}
+    own = {"pipedream": "pipedream", "piper": "piper", "dapple": "dapple", "mist": "mist", "spp": "spp"}
     source = request.profile.source if request.profile.source in own else "2bw-paper"
     cost = request.cost or own.get(request.planner) or ("piper" if request.profile.source == "piper" else source)
     if request.planner in own and cost != own[request.planner]:
@@ -147,7 +172,17 @@ def _checked(request: PlanRequest) -> PlanRequest:
             f"planner {request.planner!r} searches for its own cost function; leave --cost out (the plan is rated by "
             "the others, too), or use planner 'default'"
         )
-    if request.planner == "2bw-paper" and cost in ("pipedream", SIMULATED):
+    if request.methods is not None:
+        if cost != SIMULATED:
+            raise ConfigError(
+                "methods are tried by cost 'simulated' only; leave --methods out, or give --cost simulated"
+            )
+        unknown = next((name for name in request.methods if name not in METHODS), None)
+        if unknown is not None:
+            raise ConfigError(
+                f"methods that plans know are {in_words(METHODS)}, got {unknown!r:.80}.{did_you_mean(unknown, METHODS)}"
+            )
+    if request.planner == "2bw-paper" and cost in ("pipedream", "dapple", "mist", "spp", SIMULATED):
         if request.cost:
             raise ConfigError(f"planner '2bw-paper' takes cost '2bw-paper' or 'piper', not {cost!r}")
         cost = "2bw-paper"
@@ -189,6 +224,14 @@ def _rated(plan: Plan, sizes: Mapping[int, Sized], request: PlanRequest) -> Plan
     return None if rating is None else replace(plan, rating=rating)
 
 
+_RATERS: Mapping[str, Callable[..., _Rater]] = {
+    "piper": PiperCost,
+    "dapple": DappleCost,
+    "mist": MistCost,
+    "2bw-paper": TwoBwCost,
+}
+
+
 def _rate(cost: str, stages: tuple[PlannedStage, ...], sized: Sized, request: PlanRequest) -> Rating | None:
     """Return what a cost function says of stages; None if it knows no such plans."""
     if cost == SIMULATED:
@@ -199,11 +242,14 @@ def _rate(cost: str, stages: tuple[PlannedStage, ...], sized: Sized, request: Pl
         return PipeDreamCost(sized.graph, request.devices, request.choices.compression).rate(stages) if known else None
     if any(stage.inner for stage in stages):
         return None
+    if cost == "spp" and request.cost != "spp":
+        return None  # ordering the devices takes long
     try:
-        return (PiperCost if cost == "piper" else TwoBwCost)(sized.graph, request.devices, sized.microbatches).rate(
-            stages
-        )
-    except ConfigError:  # a layer has no way with the tensor degree of its stage
+        if cost == "spp":
+            memory, links = request.devices.memory, ordered_links(_links(request))
+            return SppCost(sized.graph, links, memory, sized.microbatches).rate(stages)
+        return _RATERS[cost](sized.graph, request.devices, sized.microbatches).rate(stages)
+    except ConfigError:  # a layer has no way with the tensor degree of its stage, or no forward apart from its backward
         return None
 
 
@@ -226,7 +272,32 @@ def _default(request: PlanRequest, sizes: Mapping[int, Sized]) -> Search:
         return _each(sizes, lambda each: plan_for_pipedream_cost(each.graph, request.devices, request.choices))
     if request.cost == "piper":
         return _each(sizes, lambda each: plan_for_piper_cost(each.graph, request.devices, each.microbatches))
+    if request.cost == "spp":
+        return _spp(request, sizes)
+    if request.cost == "mist":
+        return _each(sizes, lambda each: plan_as_mist(each.graph, request.devices, each.microbatches))
+    if request.cost == "dapple":
+        return _each(sizes, lambda each: plan_for_dapple_cost(each.graph, request.devices, each.microbatches))
     return plan_for_two_bw_cost(sizes, request.devices)
+
+
+def _spp(request: PlanRequest, sizes: Mapping[int, Sized]) -> Search:
+    """Search as SPP does, with links of each pair of devices."""
+    links, memory = _links(request), request.devices.memory
+    return _each(sizes, lambda each: plan_as_spp(each.graph, links, memory, each.microbatches))
+
+
+def _links(request: PlanRequest) -> Floats:
+    """Return the bandwidths of all pairs of devices.
+
+    Raises:
+        ConfigError: they are those of another number of devices.
+    """
+    if request.links is None:
+        return link_matrix(request.devices)
+    if len(request.links) != request.devices.count:
+        raise ConfigError(f"the matrix of links is that of {len(request.links)} devices, not {request.devices.count}")
+    return request.links
 
 
 _SEARCHES: Mapping[str, Callable[[PlanRequest, Mapping[int, Sized]], Search]] = {
@@ -234,6 +305,13 @@ _SEARCHES: Mapping[str, Callable[[PlanRequest, Mapping[int, Sized]], Search]] = 
     "pipedream": lambda request, sizes: _each(
         sizes, lambda each: plan_as_pipedream(each.graph, request.devices, request.choices)
     ),
+    "dapple": lambda request, sizes: _each(
+        sizes, lambda each: plan_as_dapple(each.graph, request.devices, each.microbatches)
+    ),
+    "mist": lambda request, sizes: _each(
+        sizes, lambda each: plan_as_mist(each.graph, request.devices, each.microbatches)
+    ),
+    "spp": _spp,
     "piper": lambda request, sizes: _each(
         sizes, lambda each: plan_as_piper(each.graph, request.devices, each.microbatches)
     ),

@@ -73,6 +73,8 @@ def _stage_json(stage: PlannedStage, rating: StageRating | None, graph: LayerGra
     }
     if stage.ways:
         found["options"] = list(stage.ways)
+    if stage.sharded:
+        found["sharded"] = True
     if rating is not None:
         found |= {"seconds": rating.seconds, **{f"{part}_seconds": v for part, v in rating.parts.items()}}
         found |= {"memory": rating.memory}

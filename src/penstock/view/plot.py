@@ -79,6 +79,12 @@ def plot_svg(
     return "\n".join([*parts, "</svg>"])
 
 
+def plot_document(curves: Sequence[Curve], title: str, x_label: str, y_label: str) -> str:
+    """Return a plot with logarithmic axes as a complete SVG document, for files of their own."""
+    drawn = plot_svg(curves, title, x_label, y_label, log=True, log_x=True, width=640, height=320)
+    return drawn.replace("<svg ", "<svg xmlns='http://www.w3.org/2000/svg' ", 1)
+
+
 class _Frame:
     """The axes of a plot, and the mapping from values to pixels.
 

@@ -213,11 +213,11 @@ class CandidateTrial:
 
     def _batch_times(self, several: list[Cuts]) -> list[float]:
         """Return what one more batch of a long run takes, for each of several cuts."""
-        costs = [self._costs(np.array(cuts)) for cuts in several]
+        costs = [self.costs(np.array(cuts)) for cuts in several]
         short, long = (self._known.span(self._of.schedule, batches)(costs) for batches in _SPANS)
         return [(b.makespan - a.makespan) / (_SPANS[1] - _SPANS[0]) for a, b in zip(short, long, strict=True)]
 
-    def _costs(self, cuts: npt.NDArray[np.intp]) -> Costs:
+    def costs(self, cuts: npt.NDArray[np.intp]) -> Costs:
         """Return the times of stages and messages; all messages take the time of the largest."""
         of, chain = self._of, self._chain
         across, along = bandwidths(self._devices, of.width, of.depth)
@@ -232,7 +232,7 @@ class CandidateTrial:
 
     def least_batch(self, cuts: Cuts) -> float:
         """Return the seconds that a batch takes at least with these cuts, as `Candidate.bound` says."""
-        of, costs = self._of, self._costs(np.array(cuts))
+        of, costs = self._of, self.costs(np.array(cuts))
         times, m = np.diff(self._chain.seconds[list(cuts)]), of.microbatches
         if find_method(of.method).rule != "flush":
             return max(m * float(times.max()), m * costs.transfer, costs.collective)

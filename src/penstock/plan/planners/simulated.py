@@ -28,7 +28,11 @@ from penstock.plan.stages.planned import Plan, Skipped
 
 
 def simulated_plans(
-    sizes: Mapping[int, Sized], devices: Devices, optimizer_copies: float = 2.0, decides: bool = True
+    sizes: Mapping[int, Sized],
+    devices: Devices,
+    optimizer_copies: float = 2.0,
+    decides: bool = True,
+    methods: Sequence[str] | None = None,
 ) -> tuple[list[Plan], list[Skipped]]:
     """Return the best plan of every method that fits, fastest first, and the classes that were skipped.
 
@@ -39,6 +43,7 @@ def simulated_plans(
             Adam.
         decides: updates wait for a decision of all stages, as with `max_grad_norm` or fp16 of `penstock train`;
             those of parallel pipelines always do.
+        methods: some of `METHODS`; None for all.
 
     Raises:
         ConfigError: the profile does not tell forward and backward apart, or its layers do not stand in an order in
@@ -52,8 +57,8 @@ def simulated_plans(
         for again in (False, True)
     }
     search = _Search(chains, devices, KnownSchedules(decides))
-    candidates = list(_candidates(sizes, devices))
-    for method in METHODS:
+    candidates = list(_candidates(sizes, devices, methods or METHODS))
+    for method in methods or METHODS:
         search.look_into([each for each in candidates if each.method == method])
     return search.plans()
 
@@ -125,12 +130,12 @@ def _check_chain(graph: LayerGraph) -> None:
         raise ConfigError("cost 'simulated' cuts consecutive layers: order the profile so that each reads earlier ones")
 
 
-def _candidates(sizes: Mapping[int, Sized], devices: Devices) -> Iterator[Candidate]:
+def _candidates(sizes: Mapping[int, Sized], devices: Devices, methods: Sequence[str]) -> Iterator[Candidate]:
     """Return all configurations."""
     for sized in sizes.values():
         for depth in range(1, min(devices.count, len(sized.graph.layers)) + 1):
             for width in widths(devices.count // depth, 1, sized.microbatches):
-                for method in METHODS if depth > 1 else METHODS[:1]:
+                for method in methods if depth > 1 else methods[:1]:
                     yield Candidate(sized, method, depth, width, False)
                     if devices.memory is not None:
                         yield Candidate(sized, method, depth, width, True)

@@ -17,6 +17,7 @@ class PlannedStage:
         tensor: on how many devices each copy is spread.
         ways: names of the options by which the layers are executed, one each; empty where a planner knows none.
         inner: with levels of devices, the pipeline that each copy is, on one unit of this level; empty for one device.
+        sharded: whether the copies divide the optimizer's state among them.
     """
 
     layers: tuple[int, ...]
@@ -24,6 +25,7 @@ class PlannedStage:
     tensor: int = 1
     ways: tuple[str, ...] = ()
     inner: tuple[PlannedStage, ...] = ()
+    sharded: bool = False
 
     @property
     def devices(self) -> int:

@@ -1,0 +1,95 @@
+"""The command `penstock predicted`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.options import AsJson
+from penstock.cli.output import print_json
+from penstock.errors import ConfigError
+from penstock.files import write_whole
+
+if TYPE_CHECKING:
+    from penstock.plan.measured_run import RunComparison, RunSettings
+    from penstock.train.config.schema import TrainConfig
+
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that has ended.")]
+RunProfile = Annotated[Path, typer.Option("--profile", metavar="FILE", help="The profile that it was planned with.")]
+Recalibrated = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Write a profile whose layers take what they took there.")
+]
+
+
+def predicted(run: RunFolder, profile: RunProfile, out: Recalibrated = None, as_json: AsJson = False) -> None:
+    """Compare what a profile predicts of a run with what the run took, by stage and cause; and recalibrate the profile.
+
+    For example: penstock predicted runs/2026-07-01-120000-2bw --profile blocks.yaml --out recalibrated.yaml
+    """
+    from penstock.plan.measured_run import compare_with_run, recalibrated
+    from penstock.plan.profile.files import profile_text, read_profile
+    from penstock.runtime.rank.timeline_files import read_timeline
+    from penstock.train.config.load import load_config
+
+    known, settings = read_profile(profile), _settings(load_config(run / "config.yaml", []))
+    found = compare_with_run(known, settings, read_timeline(run))
+    if as_json:
+        print_json(
+            {
+                "stages": [{"predicted": dict(s.predicted), "measured": dict(s.measured)} for s in found.stages],
+                "batch": {"predicted": found.batch[0], "measured": found.batch[1]},
+                "idle": {"predicted": dict(found.idle[0]), "measured": dict(found.idle[1])},
+            }
+        )
+    else:
+        _print(found)
+    if out is not None:
+        try:
+            write_whole(out, profile_text(recalibrated(known, settings, found, run.name)))
+        except OSError as error:
+            raise ConfigError(f"cannot write the profile {str(out)!r}: {error.strerror or error}") from None
+
+
+def _settings(config: TrainConfig) -> RunSettings:
+    """Return how a run was configured.
+
+    Raises:
+        ConfigError: its stages are unknown.
+    """
+    from penstock.plan.measured_run import RunSettings
+
+    if config.balance is None:
+        raise ConfigError("the run's configuration has no balance, as plans have; set it to the blocks of each stage")
+    return RunSettings(
+        config.row.name,
+        config.stages,
+        config.width,
+        config.microbatches,
+        config.microbatch_size,
+        config.recompute != "none",
+        tuple(config.balance),
+    )
+
+
+def _print(found: RunComparison) -> None:
+    """Print what was found."""
+    console = Console()
+    table = Table(box=None, title="seconds of a pass, median", title_justify="left")
+    for heading in ("stage", "", "predicted", "measured", "error"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for at, stage in enumerate(found.stages):
+        for kind, measured in stage.measured.items():
+            error = stage.error(kind)
+            said = "" if error is None else f"{error:+.1%}"
+            table.add_row(str(at), kind, f"{stage.predicted.get(kind, 0.0):.4g}", f"{measured:.4g}", said)
+    console.print(table)
+    before, after = found.batch
+    console.print(Text(f"A batch: predicted {before:.4g} s, measured {after:.4g} s ({before / after - 1:+.1%})."))
+    causes = sorted({*found.idle[0], *found.idle[1]})
+    said = ", ".join(f"{c} {found.idle[0].get(c, 0.0):.1%} / {found.idle[1].get(c, 0.0):.1%}" for c in causes)
+    console.print(Text(f"Idle, predicted / measured: {said or 'never'}."))

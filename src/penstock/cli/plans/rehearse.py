@@ -1,0 +1,82 @@
+"""The command `penstock rehearse`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.options import AsJson, TrainChanges
+from penstock.cli.output import print_json
+
+if TYPE_CHECKING:
+    from penstock.measure.rehearsal import Rehearsal
+
+_MIB = 2.0**20
+
+PlanOrConfig = Annotated[Path, typer.Argument(metavar="FILE", help="A plan, or any configuration of penstock train.")]
+RankNumber = Annotated[int, typer.Option("--rank", metavar="R", help="Which rank of the pipeline.", min=0)]
+TimedBatches = Annotated[int, typer.Option("--batches", metavar="T", help="To time, after two others.", min=1)]
+MemoryLimit = Annotated[
+    str | None, typer.Option("--memory", metavar="SIZE", help="Of the device; exit code 1 if the rank holds more.")
+]
+
+
+def rehearse(
+    file: PlanOrConfig,
+    rank: RankNumber,
+    batches: TimedBatches = 5,
+    memory: MemoryLimit = None,
+    changes: TrainChanges = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run the program of one rank of a plan alone, on one device: does it fit, and how fast is it?
+
+    All other ranks are stand-ins that send and take messages of the same shapes, and do no work. For example:
+    penstock rehearse plan.yaml --rank 3 --memory 16GiB
+    """
+    from penstock.cli.planning import size_of
+    from penstock.train.config.load import load_config
+
+    limit = None if memory is None else size_of("--memory", memory)
+    settings = load_config(file, changes or [])
+    from penstock.measure.rehearsal import rehearse as run  # not before, as this imports torch
+
+    with Console(stderr=True).status(f"rehearsing rank {rank}"):
+        found = run(settings, rank, batches)
+    total = found.peak["total"]
+    if as_json:
+        print_json(asdict(found) | {"fits": None if limit is None else total <= limit})
+    else:
+        _print(found, limit)
+    if limit is not None and total > limit:
+        raise typer.Exit(1)
+
+
+def _print(found: Rehearsal, limit: float | None) -> None:
+    """Print what was found."""
+    console = Console()
+    blocks = found.blocks
+    named = " ".join(blocks) if len(blocks) < 4 else f"{blocks[0]} .. {blocks[-1]} ({len(blocks)})"
+    console.print(Text(f"Rank {found.rank} of {found.ranks}, {found.method}: {named}"))
+    table = Table(box=None, title="work of a batch", title_justify="left")
+    for heading in ("", "times", "s each", "s"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for kind, (count, seconds) in found.passes.items():
+        table.add_row(kind, str(count), f"{seconds:.4g}", f"{count * seconds:.4g}")
+    console.print(table)
+    rate = found.samples / found.busy if found.busy else 0.0
+    console.print(Text(f"Busy for {found.busy:.4g} s a batch, so at most {rate:.4g} samples per second in a pipeline."))
+    kinds = ", ".join(f"{kind} {count / _MIB:.4g}" for kind, count in found.peak.items() if kind != "total" and count)
+    total = found.peak["total"]
+    console.print(Text(f"Held {total / _MIB:.4g} MiB at most (each kind at its own most: {kinds})."))
+    if limit is not None:
+        said = "fits into" if total <= limit else "does not fit into"
+        console.print(Text(f"It {said} {limit / _MIB:.4g} MiB."))
+    if found.left_out:
+        console.print(Text(f"Not rehearsed: {'; '.join(found.left_out)}."))

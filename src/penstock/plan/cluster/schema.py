@@ -1,0 +1,92 @@
+"""The schema of cluster files: equal devices in nodes; every number says where it is from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.checks import check_whole
+from penstock.errors import ConfigError
+from penstock.plan.profile.schema import MOST_DEVICES
+from penstock.plan.stages.devices import DeviceLevel, Devices
+
+LINKS = ("inside", "between", "host", "disk")
+"""Links of a device: to others of its node, to other nodes, to the memory of its host, to storage."""
+
+
+class ClusterPart(BaseModel):
+    """No unknown keys, and no text that is read as a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Sourced(ClusterPart):
+    """A number and where it is from.
+
+    Attributes:
+        value: the number.
+        source: a data sheet, a paper, a measurement, or "assumed".
+    """
+
+    value: Annotated[float, Field(gt=0, le=1e30)]
+    source: Annotated[str, Field(min_length=1, max_length=500)]
+
+
+class Cluster(ClusterPart):
+    """A cluster file. Bandwidths are those of one device, in bytes per second, both directions added up.
+
+    Attributes:
+        format: says what the file is.
+        name: of the cluster.
+        node: how many devices share the fast links of a node.
+        flops: floating-point operations per second of a device, dense matrix products in 16 bits.
+        memory: bytes of a device.
+        inside, between: to other devices of the node, and of other nodes.
+        host, disk: to the memory of the host, and to storage; None if there is none.
+        memory_bandwidth: bytes per second of the device's own memory.
+        efficiency: the share of `flops` that training on one device reaches; all of it if not given.
+        price: of a device for an hour, in any currency.
+    """
+
+    format: Literal["penstock cluster 1"]
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    node: Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+    flops: Sourced
+    memory: Sourced
+    inside: Sourced
+    between: Sourced
+    host: Sourced | None = None
+    disk: Sourced | None = None
+    memory_bandwidth: Sourced | None = None
+    efficiency: Sourced | None = None
+    price: Sourced | None = None
+
+    @property
+    def rate(self) -> float:
+        """Operations per second that a device reaches when nothing else holds it up."""
+        return self.flops.value * (1.0 if self.efficiency is None else self.efficiency.value)
+
+    def threshold(self, link: str) -> float | None:
+        """Return the operations per byte with which a transfer takes as long as the work that hides it.
+
+        Args:
+            link: one of `LINKS`; None is returned if the cluster has no such link.
+        """
+        bandwidth: Sourced | None = getattr(self, link)
+        return None if bandwidth is None else self.rate / bandwidth.value
+
+    def devices(self, count: int) -> Devices:
+        """Return so many of its devices, for planners, which count bandwidths of one direction.
+
+        Raises:
+            ConfigError: there are no whole nodes.
+        """
+        check_whole("devices", count, 1, MOST_DEVICES)
+        inner = min(count, self.node)
+        if count % inner:
+            raise ConfigError(f"{count} devices are no whole nodes of {self.node} of {self.name}; take a multiple")
+        levels = [DeviceLevel(inner, self.inside.value / 2)]
+        if count > inner:
+            levels.append(DeviceLevel(count // inner, self.between.value / 2))
+        return Devices(tuple(levels), self.memory.value)

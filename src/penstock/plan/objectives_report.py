@@ -1,0 +1,63 @@
+"""What the planner was asked for an objective, and its answers: a table, and JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from penstock.plan.objectives import Chosen, PlannedTrial
+
+_VALUES = {
+    "throughput": "s per sample",
+    "time-to-target": "s to target",
+    "devices": "devices",
+    "cost": "price of 1,000,000 samples",
+}
+
+
+def trials_json(chosen: Chosen) -> dict[str, Any]:
+    """Return the trials as plain values."""
+    return {
+        "optimized": chosen.objective,
+        "trials": [
+            {
+                "devices": trial.devices,
+                "batch": trial.batch,
+                "value": trial.value,
+                "without_pipeline": trial.flat,
+                "stages": None if trial.plan is None else len(trial.plan.stages),
+                "devices_used": None if trial.plan is None else trial.plan.devices,
+                "seconds_per_sample": None if trial.plan is None else trial.plan.seconds_per_sample,
+            }
+            for trial in chosen.trials
+        ],
+    }
+
+
+def trials_table(chosen: Chosen) -> Table:
+    """Return the trials, the best one marked."""
+    table = Table(title=f"objective: {chosen.objective}", title_justify="left", box=None)
+    batches = chosen.objective == "time-to-target"
+    heads = ["", "devices", *(["batch"] if batches else []), "plan", "stages", "used", "s per sample"]
+    heads += [_VALUES[chosen.objective]] if chosen.objective in ("cost", "time-to-target") else []
+    heads += ["without a pipeline"] if batches else []
+    for heading in heads:
+        table.add_column(heading, justify="left" if heading in ("", "plan") else "right", no_wrap=True)
+    values = [trial.value for trial in chosen.trials if trial.value is not None]
+    for trial in chosen.trials:
+        table.add_row(*_cells(trial, chosen.objective, bool(values) and trial.value == min(values)))
+    return table
+
+
+def _cells(trial: PlannedTrial, objective: str, best: bool) -> list[str]:
+    """Return the cells of a trial."""
+    plan, batches = trial.plan, objective == "time-to-target"
+    cells = ["best" if best else "", str(trial.devices), *([str(trial.batch)] if batches else [])]
+    if plan is None or trial.value is None:
+        return [*cells, "none fits"]
+    cells += [plan.planner, str(len(plan.stages)), str(plan.devices), f"{plan.seconds_per_sample:.5g}"]
+    cells += [f"{trial.value:.5g}"] if objective in ("cost", "time-to-target") else []
+    if batches:
+        cells.append("none fits" if trial.flat is None else f"{trial.flat:.5g}")
+    return cells

@@ -1,0 +1,109 @@
+"""The best plan by simulation, played: its timeline, and what its ranks wait for; and what would make it faster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.errors import ConfigError
+from penstock.idle_time import Idle, split_time
+from penstock.plan.planners.block_chain import BlockChain
+from penstock.plan.planners.candidate_trial import NAME, Candidate, CandidateTrial
+from penstock.plan.planners.known_schedules import KnownSchedules
+from penstock.plan.planning import Planning, PlanRequest, decides, make_plan
+from penstock.plan.profile.schema import Numbers, Profile
+from penstock.plan.stages.devices import DeviceLevel, Devices
+from penstock.simulate.simulate import simulate_schedule
+from penstock.timeline import Timeline
+
+_BATCHES = 3
+_MOST_PASSES = 20_000  # that are played and drawn
+
+
+def planned_timeline(planning: Planning) -> Timeline:
+    """Return the timeline of a few batches of the best plan.
+
+    Raises:
+        ConfigError: it was not found by simulation, or has too many passes.
+    """
+    if not planning.plans or planning.request.cost != NAME:
+        raise ConfigError("timelines are those of plans that --cost simulated finds")
+    plan, request = planning.plans[0], planning.request
+    settings, sized = plan.settings, planning.sizes[plan.samples]
+    if settings["stages"] * settings["microbatches"] * _BATCHES > _MOST_PASSES:
+        raise ConfigError(
+            f"a timeline of {settings['stages']} x {settings['microbatches']} passes is too long to be drawn; plan for "
+            "a smaller batch"
+        )
+    recompute = settings["recompute"] != "none"
+    candidate = Candidate(sized, settings["method"], settings["stages"], settings["width"], recompute)
+    known = KnownSchedules(decides(request.profile))
+    trial = CandidateTrial(candidate, BlockChain(sized.graph, recompute, 2.0), request.devices, known)
+    costs = trial.costs(np.array([0, *accumulate(settings["balance"])]))
+    return simulate_schedule(known.proof(candidate.schedule), costs, _BATCHES).timeline
+
+
+def idle_shares(timeline: Timeline) -> dict[str, float]:
+    """Return the share of the time of all ranks that is idle, by cause; the largest first."""
+    split = split_time(timeline)
+    total = timeline.ranks * split.makespan or 1.0
+    shares = {cause: sum(getattr(idle, cause) for idle in split.idle) / total for cause in Idle._fields}
+    return dict(sorted(((c, s) for c, s in shares.items() if s > 0), key=lambda each: -each[1]))
+
+
+class WhatIf(NamedTuple):
+    """A change, and what the best plan would take with it.
+
+    Attributes:
+        change: in words.
+        seconds: per sample, with a plan made anew; None if none fits.
+        gain: by what factor it is faster.
+    """
+
+    change: str
+    seconds: float | None
+    gain: float | None
+
+
+def what_would_help(planning: Planning) -> Iterator[WhatIf]:
+    """Yield what twice of each resource would bring, each with a plan of its own."""
+    request = planning.request
+    before = planning.plans[0].seconds_per_sample if planning.plans else None
+    for change, other in _changes(request):
+        plans = make_plan(other).plans
+        seconds = plans[0].seconds_per_sample if plans else None
+        yield WhatIf(change, seconds, before / seconds if before and seconds else None)
+
+
+def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Yield changes of a request."""
+    devices = request.devices
+    yield "devices twice as fast", replace(request, profile=_faster(request.profile))
+    if devices.count > 1:
+        levels = tuple(DeviceLevel(level.units, 2 * level.bandwidth) for level in devices.levels)
+        yield "links of twice the bandwidth", replace(request, devices=replace(devices, levels=levels))
+    if devices.latency:
+        yield "links of half the latency", replace(request, devices=replace(devices, latency=devices.latency / 2))
+    if devices.memory is not None:
+        yield "twice the memory", replace(request, devices=replace(devices, memory=2 * devices.memory))
+    last = devices.levels[-1]
+    more = (*devices.levels[:-1], DeviceLevel(2 * last.units, last.bandwidth))
+    yield "twice as many devices", replace(request, devices=Devices(more, devices.memory, devices.latency))
+
+
+def _faster(profile: Profile) -> Profile:
+    """Return a profile whose work takes half the time."""
+
+    def half(value: Numbers | None) -> Numbers | None:
+        return [each / 2 for each in value] if isinstance(value, list) else value and value / 2
+
+    layers = []
+    for layer in profile.layers:
+        options = [option.model_copy(update={"seconds": half(option.seconds)}) for option in layer.options]
+        times = {key: half(getattr(layer, key)) for key in ("forward", "backward", "backward_input", "backward_weight")}
+        layers.append(layer.model_copy(update=times | {"step": layer.step / 2, "options": options}))
+    return profile.model_copy(update={"layers": layers})

@@ -1,0 +1,198 @@
+"""The fastest training of a model on a cluster: every layout that the critical batch allows, at once.
+
+Parallel pipelines are as many as the critical batch has room for: n_b = floor(b_c / (n_mu b_mu)). Depths divide the
+layers, and tensor degrees are powers of two within a node. A batch below the critical one takes steps by
+`penstock.plan.scale.batch_theory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import ConfigError
+from penstock.plan.cluster.schema import Cluster
+from penstock.plan.scale.batch_theory import steps_at
+from penstock.plan.scale.layouts import Array, Layouts, efficiency_of, exposed_of, memory_of, overheads
+from penstock.plan.scale.model_shape import ModelShape
+from penstock.plan.scale.rules import ScalingRules
+
+AXES = ("data", "pipeline", "tensor")
+"""How a model can be divided."""
+MOST_BATCH = 1e5  # sequences
+_DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class ScaledTraining:
+    """What is to be trained, and on what.
+
+    Attributes:
+        shape: of the model.
+        cluster: its devices.
+        rules: of the analysis.
+        critical: the critical batch in sequences.
+        steps: with the critical batch.
+        most_devices: None for no limit.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    rules: ScalingRules
+    critical: float
+    steps: float
+    most_devices: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            ConfigError: a number is out of its range.
+        """
+        if not 1 <= self.critical <= MOST_BATCH:
+            raise ConfigError(f"the critical batch must be 1 to {MOST_BATCH:,.0f} sequences, got {self.critical:g}")
+        if not 0 < self.steps < 1e30:
+            raise ConfigError(f"steps must be above 0, got {self.steps:g}")
+
+    @property
+    def flops(self) -> float:
+        """Operations of all steps at the critical batch."""
+        return self.steps * self.critical * self.shape.sequence_flops(self.rules)
+
+
+@dataclass(frozen=True)
+class Rated:
+    """Layouts with what they take, as arrays.
+
+    Attributes:
+        layouts: the layouts.
+        parts: overheads in parts of compute.
+        efficiency: share of the time that is compute.
+        seconds: of the whole training.
+        memory: bytes of a device by kind.
+    """
+
+    layouts: Layouts
+    parts: Mapping[str, Array]
+    efficiency: Array
+    seconds: Array
+    memory: Mapping[str, Array]
+
+    @property
+    def held(self) -> Array:
+        """Bytes of a device."""
+        return np.asarray(sum(self.memory.values()))
+
+    @property
+    def days(self) -> Array:
+        """The whole training, in days."""
+        return self.seconds / _DAY
+
+    def at(self, place: int) -> Rated:
+        """Return one of them."""
+        parts = {name: part[place : place + 1] for name, part in self.parts.items()}
+        memory = {name: part[place : place + 1] for name, part in self.memory.items()}
+        one = slice(place, place + 1)
+        return Rated(self.layouts.at(place), parts, self.efficiency[one], self.seconds[one], memory)
+
+
+def rate(training: ScaledTraining, layouts: Layouts) -> Rated:
+    """Return what layouts take."""
+    shape, rules = training.shape, training.rules
+    parts = overheads(shape, training.cluster, rules, layouts)
+    efficiency = efficiency_of(parts)
+    steps = steps_at(layouts.batch, training.critical, training.steps / 2)
+    work = steps * layouts.batch * shape.sequence_flops(rules)
+    seconds = work / (layouts.devices * training.cluster.rate * efficiency)
+    return Rated(layouts, parts, efficiency, seconds, memory_of(shape, rules, layouts))
+
+
+def allowed(training: ScaledTraining, rated: Rated) -> npt.NDArray[np.bool_]:
+    """Return which layouts the rules and the number of devices allow, whatever they hold."""
+    rules, of = training.rules, rated.layouts
+    found = rated.efficiency >= rules.least_efficiency.value
+    found &= of.batch >= rules.least_batch.value * int(training.critical + 1e-9)
+    if of.layered:
+        found &= of.microbatches >= of.depth
+    if rules.most_exposed is not None:
+        found &= exposed_of(rated.parts) <= rules.most_exposed + 1e-12
+    if training.most_devices is not None:
+        found &= of.devices <= training.most_devices
+    return found
+
+
+def layouts_of(training: ScaledTraining, axes: tuple[str, ...], *, layered: bool, sharded: bool) -> Iterator[Layouts]:
+    """Yield every layout that divides a model along some axes only, those of a depth and tensor degree at once."""
+    shape, most = training.shape, int(training.critical + 1e-9)
+    if "data" in axes:
+        pairs = [(n, b) for b in range(1, most + 1) for n in range(1, most // b + 1)]
+        sequential, microbatch = (np.array(column, dtype=np.float64) for column in zip(*pairs, strict=True))
+        data = most // (sequential * microbatch)
+    else:
+        microbatch = np.arange(1.0, most + 1)
+        data, sequential = np.ones(most), most // microbatch
+    depths = [d for d in range(1, shape.layers + 1) if shape.layers % d == 0] if "pipeline" in axes else [1]
+    tensors = [1 << k for k in range(training.cluster.node.bit_length())] if "tensor" in axes else [1]
+    for depth, tensor in product(depths, tensors):
+        alike = np.ones(len(data))
+        yield Layouts(data, depth * alike, tensor * alike, sequential, microbatch, layered, sharded)
+
+
+def fastest(training: ScaledTraining, axes: tuple[str, ...], *, layered: bool) -> tuple[Rated | None, Rated | None]:
+    """Return the fastest layout that fits, and the fastest whatever it holds; None where there is none.
+
+    Depth-first layouts are tried with weights sharded and not, layered ones sharded. Of layouts that take as long, the
+    one with the fewest devices counts, then the fewest sequential microbatches.
+    """
+    both: list[Rated | None] = [None, None]
+    for sharded in (True,) if layered else (True, False):
+        for layouts in layouts_of(training, axes, layered=layered, sharded=sharded):
+            rated = rate(training, layouts)
+            usable = allowed(training, rated)
+            for at, places in enumerate((usable & (rated.held <= training.cluster.memory.value), usable)):
+                found, best = _best(rated, np.flatnonzero(places)), both[at]
+                if found is not None and (best is None or _key(found) < _key(best)):
+                    both[at] = found
+    return both[0], both[1]
+
+
+def _best(rated: Rated, places: npt.NDArray[np.intp]) -> Rated | None:
+    """Return the best of some layouts."""
+    if not len(places):
+        return None
+    of, seconds = rated.layouts, rated.seconds[places]
+    near = places[seconds <= seconds.min() * (1 + 1e-9)]
+    order = np.lexsort((rated.held[near], of.microbatches[near], of.devices[near]))
+    return rated.at(int(near[order[0]]))
+
+
+def _key(rated: Rated) -> tuple[float, float, float, float]:
+    """Return what decides between two layouts."""
+    of = rated.layouts
+    seconds = float(f"{float(rated.seconds[0]):.9g}")
+    return seconds, float(of.devices[0]), float(of.microbatches[0]), float(rated.held[0])
+
+
+def by_devices(training: ScaledTraining, *, layered: bool) -> list[tuple[int, float]]:
+    """Return the fastest training by the number of devices that may be used: (devices, days), where it gets faster."""
+    found: list[tuple[float, float]] = []
+    for sharded in (True,) if layered else (True, False):
+        for layouts in layouts_of(training, AXES, layered=layered, sharded=sharded):
+            rated = rate(training, layouts)
+            fits = allowed(training, rated) & (rated.held <= training.cluster.memory.value)
+            found += _front(list(zip(layouts.devices[fits].tolist(), rated.days[fits].tolist(), strict=True)))
+    return [(int(devices), days) for devices, days in _front(found)]
+
+
+def _front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points whose second number is less than that of all before them."""
+    front, best = [], np.inf
+    for first, second in sorted(points):
+        if second < best:
+            front.append((first, second))
+            best = second
+    return front

@@ -1,0 +1,75 @@
+"""Profiles by formulas: their operations are those of Megatron's formula, and plans can be made of them."""
+
+import json
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.plan.cluster.files import find_cluster
+from penstock.plan.profile.layer_graph import layer_graph
+from penstock.plan.scale.analytic_profile import analytic_profile
+from penstock.plan.scale.model_shape import ModelShape
+from penstock.plan.scale.rules import read_rules
+
+SHAPE = ModelShape("gpt", 24, 6144, 2048, 48, vocabulary=51200)
+
+
+def test_operations_are_those_of_megatrons_formula():
+    """96 B s l h^2 (1 + s / 6h + V / 16lh), of which layers do four parts of a forward, and the head three."""
+    cluster = find_cluster("h100")
+    profile = analytic_profile(SHAPE, cluster, [1, 4])
+    for place, size in enumerate((1, 4)):
+        forward = {layer.name: layer.forward[place] * cluster.rate for layer in profile.layers}
+        layers = sum(value for name, value in forward.items() if name.startswith("layers"))
+        assert 4 * layers + 3 * forward["head"] == pytest.approx(size * SHAPE.sequence_flops(read_rules()), rel=1e-9)
+
+
+def test_bytes_of_an_analytic_profile():
+    profile = analytic_profile(SHAPE, find_cluster("a100"), [2])
+    layer = profile.layers[1]
+    assert layer.parameters == 4 * 12 * 6144**2
+    assert (layer.buffer, layer.whole, layer.optimizer) == (2 * 12 * 6144**2, layer.parameters, 2 * layer.parameters)
+    assert layer.stored == [2 * 2048 * 6144 * (34 + 5 * 48 * 2048 / 6144)]
+    assert profile.layers[0].forward == [pytest.approx(2 * 2048 * 6144 * 2 / 2039e9)]
+    assert [link.bandwidth for link in profile.links] == [300e9, 25e9]
+    assert len(layer_graph(profile).layers) == 26
+
+
+@pytest.mark.smoke
+def test_plans_of_an_analytic_profile(command, tmp_path):
+    shape = ["--layers", "14", "--hidden", "1024", "--sequence", "512", "--vocabulary", "1000"]
+    file = str(tmp_path / "model.yaml")
+    run = command("profile", "--cluster", "a100", *shape, "--microbatch-sizes", "1,2", "--out", file)
+    assert (run.returncode, run.stderr) == (0, "")
+    run = command("plan", "--profile", file, "--devices", "4x2", "--global-batch", "16", "--json")
+    assert json.loads(run.stdout)["plans"][0]["devices"] <= 8
+
+
+def test_plans_for_the_devices_of_a_cluster(command, tmp_path):
+    shape = ["--layers", "14", "--hidden", "1024", "--sequence", "512", "--vocabulary", "1000"]
+    file = str(tmp_path / "model.yaml")
+    assert command("profile", "--cluster", "a100", *shape, "--out", file).returncode == 0
+    given = ["plan", "--profile", file, "--cluster", "a100", "--json"]
+    found = json.loads(command(*given, "--devices", "16").stdout)
+    assert found["levels"] == [{"units": 8, "bandwidth": 300e9}, {"units": 2, "bandwidth": 25e9}]
+    assert found["memory"] == 80e9
+    assert json.loads(command(*given, "--devices", "4", "--memory", "40GB").stdout)["memory"] == 40e9
+    for more, said in (
+        (["--devices", "12"], "no whole nodes of 8"),
+        (["--devices", "8x2"], "takes whole numbers"),
+        (["--devices", "8,2"], "takes one number"),
+        (["--devices", "8", "--bandwidth", "1GB"], "leave --bandwidth out"),
+    ):
+        run = command(*given, *more)
+        assert run.returncode == 2
+        assert said in " ".join(run.stderr.split())
+
+
+def test_what_analytic_profiles_lack(command):
+    with pytest.raises(ConfigError, match="needs --vocabulary"):
+        analytic_profile(ModelShape("gpt", 2, 16, 16, 2), find_cluster("a100"), [1])
+    run = command("profile", "--cluster", "a100", "--layers", "3")
+    assert run.returncode == 2
+    assert "needs --hidden, --sequence, --vocabulary, too" in " ".join(run.stderr.split())
+    run = command("profile", "--layers", "3", "--hidden", "16", "--sequence", "8", "--vocabulary", "9")
+    assert "needs --cluster, too" in " ".join(run.stderr.split())

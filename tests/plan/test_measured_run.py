@@ -1,0 +1,114 @@
+"""Predicted against measured: factors that a simulated run was made with are found again, stage by stage."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+import penstock
+from penstock.errors import ConfigError
+from penstock.plan.measured_run import RunSettings, compare_with_run, recalibrated
+from penstock.plan.profile.files import profile_text, read_profile
+from penstock.plan.profile.schema import Profile, ProfiledLayer, ProfiledLink
+from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.simulate import simulate_schedule
+from penstock.timeline import Timeline
+from support.schedules import make_schedule
+
+SETTINGS = RunSettings("1f1b", 2, 1, 4, 2, False, (2, 1))
+
+
+def small_profile(**values):
+    layers = [
+        ProfiledLayer(name=f"l{n}", forward=[0.5, 1.0 + n], backward=[1.0, 2.0 + n], output=[1.0, 2.0], step=0.1)
+        for n in range(3)
+    ]
+    links = [ProfiledLink(bandwidth=1e9)]
+    return Profile(format="penstock profile 1", microbatch_sizes=[1, 2], layers=layers, links=links, **values)
+
+
+def played(forward, backward, steps, batches=6, method="1f1b"):
+    costs = Costs(tuple(StageCost(f, b, 0.0, s) for f, b, s in zip(forward, backward, steps, strict=True)))
+    return simulate_schedule(make_schedule(method, 2, 4), costs, batches).timeline
+
+
+def test_a_run_as_predicted_has_no_error():
+    found = compare_with_run(small_profile(), SETTINGS, played((3.0, 3.0), (5.0, 4.0), (0.2, 0.1)))
+    for stage in found.stages:
+        assert [stage.error(kind) for kind in ("F", "B", "STEP")] == pytest.approx([0, 0, 0], abs=1e-9)
+    assert found.batch[0] == pytest.approx(found.batch[1], rel=0.02)
+    seen = [{cause for cause, share in idle.items() if share > 1e-6} for idle in found.idle]
+    assert seen[0] == seen[1]
+    assert "fill" in seen[0]
+
+
+def test_factors_are_found_again():
+    """The first stage takes 1.5 times as long forward, the second one half backward: so do their layers then."""
+    timeline = played((4.5, 3.0), (5.0, 2.0), (0.2, 0.3))
+    profile = small_profile()
+    found = compare_with_run(profile, SETTINGS, timeline)
+    assert found.stages[0].error("F") == pytest.approx(1 / 1.5 - 1)
+    better = recalibrated(profile, SETTINGS, found, "a run")
+    assert better.source.endswith("recalibrated from a run")
+    assert [layer.forward[1] for layer in better.layers] == pytest.approx([1.5, 3.0, 3.0])
+    assert [layer.backward[1] for layer in better.layers] == pytest.approx([2.0, 3.0, 2.0])
+    assert [layer.backward[0] for layer in better.layers] == pytest.approx([1.0, 1.0, 0.5])
+    assert [layer.step for layer in better.layers] == pytest.approx([0.1, 0.1, 0.3])
+    again = compare_with_run(better, SETTINGS, timeline)
+    assert [stage.error(kind) for stage in again.stages for kind in ("F", "B")] == pytest.approx([0] * 4, abs=1e-9)
+
+
+def test_backwards_that_recompute_are_taken_apart():
+    """A measured backward holds another forward, which the profile does not count."""
+    settings = replace(SETTINGS, recompute=True)
+    timeline = played((6.0, 3.0), (20.0, 7.0), (0.2, 0.1))
+    profile = small_profile()
+    found = compare_with_run(profile, settings, timeline)
+    assert found.stages[0].predicted["B"] == pytest.approx(8.0)
+    again = compare_with_run(recalibrated(profile, settings, found, "run"), settings, timeline)
+    assert [stage.error(kind) for stage in again.stages for kind in ("F", "B")] == pytest.approx([0] * 4, abs=1e-9)
+
+
+def test_what_cannot_be_compared():
+    timeline = played((3.0, 3.0), (5.0, 4.0), (0.2, 0.1))
+    for changes, said in (
+        ({"method": "zb-v"}, "runs of '1f1b'"),
+        ({"balance": (2, 2)}, "the run has 4 blocks, the profile 3"),
+        ({"microbatch_size": 3}, "microbatch size 3 was not profiled"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            compare_with_run(small_profile(), replace(SETTINGS, **changes), timeline)
+    with pytest.raises(ConfigError, match="no forwards of stage 0"):
+        compare_with_run(small_profile(), SETTINGS, Timeline(2))
+    with pytest.raises(ConfigError, match="fewer than two updates"):
+        compare_with_run(small_profile(), SETTINGS, played((3.0, 3.0), (5.0, 4.0), (0.2, 0.1), batches=1))
+
+
+def test_the_command_compares_a_run(command, tmp_path):
+    """A pipeline in this process, and the configuration that `penstock train` would have written."""
+    blocks = [nn.Linear(4, 4) for _ in range(3)]
+    pipeline = penstock.Pipeline(
+        blocks, method="1f1b", stages=2, microbatches=4, partition=[2, 1], loss=nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )  # fmt: skip
+    for _ in pipeline.run((torch.randn(8, 4), torch.randn(8, 4)) for _ in range(5)):
+        pass
+    run = tmp_path / "run"
+    pipeline.write_timeline(run)
+    values = {"method": "1f1b", "stages": 2, "microbatches": 4, "microbatch_size": 2, "balance": [2, 1]}
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "profile.yaml").write_text(profile_text(small_profile()))
+    given = ["predicted", str(run), "--profile", str(tmp_path / "profile.yaml")]
+    answer = command(*given, "--out", str(tmp_path / "better.yaml"))
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "A batch: predicted" in answer.stdout
+    found = json.loads(command(*given, "--json").stdout)
+    better = read_profile(tmp_path / "better.yaml")
+    assert better.layers[2].forward[1] == pytest.approx(found["stages"][1]["measured"]["F"])
+    (run / "config.yaml").write_text(yaml.safe_dump(values | {"balance": None}))
+    answer = command(*given)
+    assert answer.returncode == 2
+    assert "no balance" in answer.stderr
