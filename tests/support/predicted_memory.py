@@ -30,7 +30,7 @@ class Run:
     method: str
     depth: int
     m: int
-    recompute: str = "none"
+    recompute: str | tuple[str, ...] = "none"
     precision: str = "fp32"
     width: int = 1
     sharding: str | None = None
@@ -103,7 +103,9 @@ def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
     sizes = measure_stages(
         blocks_for(schedule.num_stages), pipeline.parts, data[0][0], training, run.recompute != "none"
     )
-    asked = MemoryOptions(run.width, run.precision != "fp32", run.recompute == "block", row.correction, BATCHES)
+    each = run.recompute if isinstance(run.recompute, tuple) else (run.recompute,) * schedule.num_stages
+    blockwise = frozenset(index for index, mode in enumerate(each) if mode == "block")
+    asked = MemoryOptions(run.width, run.precision != "fp32", blockwise, row.correction, BATCHES)
     predicted = peak_bytes(pipeline.proof, sizes, asked)
     depth = schedule.ranks
     return {pipeline_ * depth + rank: peak for (pipeline_, rank), peak in predicted.items()}, found

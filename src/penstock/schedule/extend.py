@@ -28,7 +28,7 @@ def extended(
     *,
     decides: bool = False,
     reduces: bool = False,
-    recomputes: bool = False,
+    recomputes: bool | Collection[int] = False,
     segments: Segments = 1,
     tied: Collection[int] = (),
     averages: int | None = None,
@@ -41,7 +41,7 @@ def extended(
         schedule: which.
         decides: updates wait for what all stages decide together.
         reduces: parallel pipelines add their gradients.
-        recomputes: forwards are run again, in actions of their own.
+        recomputes: forwards are run again, in actions of their own; of all stages, or of some, by index.
         segments: how many stages do so together (`penstock.schedule.transforms.recompute`), where the schedule does not
             say.
         tied: stages that share parameters.
@@ -60,7 +60,12 @@ def extended(
         what = "pipelines with weights of their own have nothing to share" if averages else "add recomputes first"
         raise ConfigError(f"{schedule.name}: the schedule has sharding {level}; {what}")
     if recomputes and Op.R not in operations:
-        whole = with_recompute(whole, segments)
+        whole = with_recompute(whole, segments, None if recomputes is True else recomputes)
+    elif not isinstance(recomputes, bool) and not schedule.recomputed <= set(recomputes) and Op.R in operations:
+        raise ConfigError(
+            f"{schedule.name}: the schedule recomputes stages {sorted(schedule.recomputed)} by itself, so recompute "
+            "cannot choose others; leave it out"
+        )
     elif recomputes and segments != 1:
         raise ConfigError(
             f"{schedule.name}: the schedule has recomputes of its own, so leave segments={segments!r} out"
@@ -90,7 +95,7 @@ def extend(
     *,
     decides: bool = False,
     reduces: bool = False,
-    recomputes: bool = False,
+    recomputes: bool | Collection[int] = False,
     segments: Segments = 1,
     tied: Collection[int] = (),
     averages: int | None = None,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -12,7 +14,7 @@ from penstock.partition.block_delays import Delays
 from penstock.runtime.options.kernels import Kernels, SdpaName
 from penstock.schedule.transforms.recompute import Segments
 from penstock.short_repr import ShortRepr
-from penstock.stage.autograd.recompute import RecomputeMode, check_recompute
+from penstock.stage.autograd.recompute import RecomputeMode, RecomputeModes, check_recompute
 from penstock.stage.precision import BoundaryGradients, PrecisionName, boundary_format, low_precision
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import LossScale
@@ -94,7 +96,8 @@ class Recompute(ShortRepr):
             while their gradients are still on their way. The numbers are the same, random ones and module buffers
             included; only the gradient of a parameter that several blocks of one stage share is added up in another
             order with "block". (Under the version rule "newest", the second run reads the newest weights, or PipeMare's
-            estimate.)
+            estimate.) A list has one of these for each stage; `penstock.choose_recompute` finds the one that costs
+            least time and fits into a given memory.
         segments: with recompute="stage", the number of consecutive stages that recompute together. Only the first of
             them keeps its input, and the others get theirs from the stage before once more. "auto" is the square root
             of the number of stages, rounded.
@@ -103,12 +106,45 @@ class Recompute(ShortRepr):
         ConfigError: an unknown value of `recompute`, or segments without recompute="stage".
     """
 
-    recompute: RecomputeMode = "none"
+    recompute: RecomputeMode | Sequence[RecomputeMode] = "none"
     segments: Segments = 1
 
     def __post_init__(self) -> None:
         """Check both together."""
-        check_recompute(self.recompute, self.segments)
+        if isinstance(self.recompute, list):  # frozen: what users pass may change later
+            object.__setattr__(self, "recompute", tuple(self.recompute))
+        check_recompute(cast("RecomputeModes", self.recompute), self.segments)
+
+    @property
+    def modes(self) -> tuple[RecomputeMode, ...]:
+        """The different ones that stages have."""
+        each = cast("RecomputeModes", self.recompute)
+        return tuple(sorted(set(each))) if isinstance(each, tuple) else (each,)
+
+    def of(self, stage: int) -> RecomputeMode:
+        """What is run again of a stage, by its index."""
+        each = cast("RecomputeModes", self.recompute)
+        return each[stage] if isinstance(each, tuple) else each
+
+    @property
+    def in_schedule(self) -> bool | tuple[int, ...]:
+        """Whether stages are run again by actions of their own: none, all, or some by index."""
+        each = cast("RecomputeModes", self.recompute)
+        if isinstance(each, tuple):
+            return tuple(index for index, mode in enumerate(each) if mode == "stage")
+        return each == "stage"
+
+    def check_stages(self, num_stages: int) -> None:
+        """Make sure that a list has as many entries as there are stages.
+
+        Raises:
+            ConfigError: it has not.
+        """
+        if isinstance(self.recompute, tuple) and len(self.recompute) != num_stages:
+            raise ConfigError(
+                f"recompute has {len(self.recompute)} entries, but there are {num_stages} stages; give one for each, or "
+                "one word for all"
+            )
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,7 +17,7 @@ from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, Schedule, Stage, since
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Message
-from penstock.simulate.memory.held import Combination, Held, HeldKind, Holdings
+from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, Holdings, is_blockwise
 from penstock.simulate.memory.tickets import Completion, InProcessLane, Part, Rendezvous, take_turns
 
 _NOT_PREDICTED = (Op.OFFLOAD, Op.FETCH, Op.HOLD, Op.RETURN, Op.AVERAGE, Op.TIE, Op.RELEASE)
@@ -30,14 +30,14 @@ class _Shared:
     Attributes:
         lowered: the schedule with its messages.
         width: parallel pipelines.
-        blockwise: blocks are recomputed one by one.
+        blockwise: stages whose blocks are recomputed one by one, by index; all or none if a truth value.
         lanes: of messages, by pipeline.
         meet: collectives of ranks.
     """
 
     lowered: Lowered
     width: int
-    blockwise: bool
+    blockwise: Blockwise
     lanes: dict[tuple[int, LaneKey], InProcessLane]
     meet: Rendezvous
 
@@ -56,7 +56,7 @@ class _Shared:
 
 
 def most_held(
-    lowered: Lowered, batches: int, width: int = 1, blockwise: bool = False
+    lowered: Lowered, batches: int, width: int = 1, blockwise: Blockwise = False
 ) -> dict[Part, tuple[Combination, ...]]:
     """Return what every rank holds in a span, at the moments at which it may be the most.
 
@@ -64,7 +64,8 @@ def most_held(
         lowered: the schedule with its messages, and with all actions that its run has.
         batches: length of the span.
         width: parallel pipelines.
-        blockwise: blocks are recomputed one by one before their backwards.
+        blockwise: stages whose blocks are recomputed one by one before their backwards, by index; all or none if a
+            truth value.
 
     Raises:
         CapabilityError: the schedule does something that is not predicted.
@@ -206,6 +207,7 @@ class _StageRun:
         ]
         self._m, self._halved = schedule.microbatches, halved_units(schedule, stage, bool(self._returns))
         self._again = stage.index in schedule.recomputed
+        self._blockwise = is_blockwise(rank.shared.blockwise, stage.index)
         self._before, after = schedule.segment_before(stage.index), dict[int | None, int]()
         for index in range(schedule.num_stages):
             after[schedule.segment_before(index)] = index
@@ -276,7 +278,7 @@ class _StageRun:
             graph = self._graph(k)
             if self._again:
                 self._replace(graph, HeldKind.INPUT)
-            elif self._shared.blockwise:
+            elif self._blockwise:
                 halved = graph is HeldKind.HALVED
                 self._replace(HeldKind.FORWARD_HALVED if halved else HeldKind.FORWARD, HeldKind.SAVED)
             else:
@@ -303,7 +305,7 @@ class _StageRun:
         for source in self._gradients:
             self._rank.inside(Payload.GRADIENT, source, self._stage, -1)
         halved = self._is_halved(k)
-        if self._shared.blockwise and not self._again:
+        if self._blockwise and not self._again:
             self._change(HeldKind.SAVED, -1)
             while_ = HeldKind.BACKWARD_HALVED if halved else HeldKind.BACKWARD
             self._change(while_, 1)
