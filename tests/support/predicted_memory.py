@@ -35,6 +35,7 @@ class Run:
     width: int = 1
     sharding: str | None = None
     clip: float | None = None
+    offload: str = "none"
 
 
 class Widening(nn.Module):
@@ -83,6 +84,7 @@ def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
     row = find_method(run.method)
     m = int(row.settings.get("microbatches", run.m))
     options = {"precision": run.precision, "recompute": run.recompute, "width": run.width, "sharding": run.sharding}
+    options |= {"offload": run.offload}
     correction = None if row.correction == "none" else correction_of(row.correction, **_options(row.correction))
     schedule = make_schedule(run.method, run.depth, m)
     blocks = blocks_for(schedule.num_stages)

@@ -142,6 +142,18 @@ def _extended(proof: Proof, segments: str | None, sharding: str) -> Proof:
     return extend(proof, recomputes=True, segments=number, sharding=sharding)
 
 
+def _offloaded(proof: Proof, offload: float | None) -> Proof:
+    """Add copies of activations to the host's memory, if a time of these is given."""
+    from penstock.schedule.extend import extend
+
+    return proof if offload is None else extend(proof, offloads=True)
+
+
+def _copy_time(proof: Proof, offload: float | None) -> float:
+    """Return the time of a copy of one stage's activations, given that of a rank's whole share."""
+    return (offload or 0.0) / max(proof.schedule.chunks.values())
+
+
 def _prove_own(
     file: Path,
     rule: str | None,
@@ -236,6 +248,12 @@ def methods(
 GatherTime = Annotated[
     float, _at_least_0("TIME", "Time to gather, or to sum, a rank's whole share, if state is sharded.")
 ]
+OffloadTime = Annotated[
+    float | None,
+    _at_least_0(
+        "TIME", "Move activations to the host's memory and back; TIME is that of a copy of a rank's whole share."
+    ),
+]
 DrawingWidth = Annotated[
     int | None,
     typer.Option(metavar="N", help="Columns of the drawing.", min=40, max=10**6, show_default="those of the terminal"),
@@ -262,6 +280,7 @@ def show(
     correction: OrderCorrection = None,
     sharding: ShardingLevel = None,
     gather: GatherTime = 1.0,
+    offload: OffloadTime = None,
     text: Annotated[
         bool, typer.Option("--text", metavar=FLAG, help="Print the text form, which --file reads, instead.")
     ] = False,
@@ -284,11 +303,13 @@ def show(
     own, sizes = (file, rule, correction), (stages, microbatches)
     with Console(stderr=True).status("proving the schedule"):  # a search for an order may take minutes
         proof, choice = _prove(method, own, sizes, changes, segments, order, in_flight, share, sharding)
+        proof = _offloaded(proof, offload)
     schedule = proof.schedule
     span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
     costs = Costs.uniform(schedule, *times, latency=latency)
     if proof.shards and gather:
         costs = replace(costs, network=Network.of_time(schedule, gather))
+    costs = replace(costs, copy=_copy_time(proof, offload))
     simulation = simulate_schedule(proof, costs, span)
     if svg is not None:
         write_svg(svg, simulation, span)
@@ -375,6 +396,7 @@ def simulate(
     width: PipelineNumber = None,
     bandwidth: Bandwidth = None,
     parameters: ParameterNumber = 1.0,
+    offload: OffloadTime = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict makespan, bubble, activations, versions and messages of a span of batches."""
@@ -392,12 +414,14 @@ def simulate(
     own, sizes = (file, rule, correction), (stages, microbatches)
     with Console(stderr=True).status("proving the schedule"):  # a search for an order may take minutes
         proof, choice = _prove(method, own, sizes, changes, segments, order, in_flight, share, sharding)
+        proof = _offloaded(proof, offload)
     if per_stage is not None:
         costs = read_stage_costs(per_stage, proof.schedule.num_stages, latency, transfer)
     else:
         costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=latency, step=step)
         costs = replace(costs, transfer=transfer)
-    costs = replace(costs, fused=fused, left=left, network=_network(proof, width, bandwidth, parameters))
+    costs = replace(costs, fused=fused, left=left, copy=_copy_time(proof, offload))
+    costs = replace(costs, network=_network(proof, width, bandwidth, parameters))
     simulation = simulate_schedule(proof, costs, batches, window=_window(window))
     in_a_long_run = max(steady_bubble(simulation.lowered, costs, proof.steady_from + 2), 0.0)
     if as_json:

@@ -19,6 +19,7 @@ from penstock.schedule.transforms.batch_ops import (
     with_ties,
     without_averages,
 )
+from penstock.schedule.transforms.offload import with_offload
 from penstock.schedule.transforms.recompute import Segments, with_recompute
 from penstock.schedule.transforms.sharding import with_sharding
 
@@ -30,6 +31,7 @@ def extended(
     reduces: bool = False,
     recomputes: bool | Collection[int] = False,
     segments: Segments = 1,
+    offloads: bool = False,
     tied: Collection[int] = (),
     averages: int | None = None,
     behind: int = 0,
@@ -44,6 +46,7 @@ def extended(
         recomputes: forwards are run again, in actions of their own; of all stages, or of some, by index.
         segments: how many stages do so together (`penstock.schedule.transforms.recompute`), where the schedule does not
             say.
+        offloads: activations of stages that recompute nothing are moved to the host's memory, and back.
         tied: stages that share parameters.
         averages: parallel pipelines average their weights, or the like, after every so many batches.
         behind: they add there what they have made so many batches before.
@@ -70,6 +73,8 @@ def extended(
         raise ConfigError(
             f"{schedule.name}: the schedule has recomputes of its own, so leave segments={segments!r} out"
         )
+    if offloads and Op.OFFLOAD not in operations:
+        whole = with_offload(whole)
     if reduces and Op.REDUCE not in operations:
         whole = with_reductions(whole, everywhere=True)
     whole = with_sharding(whole, read_sharding(sharding))
@@ -97,6 +102,7 @@ def extend(
     reduces: bool = False,
     recomputes: bool | Collection[int] = False,
     segments: Segments = 1,
+    offloads: bool = False,
     tied: Collection[int] = (),
     averages: int | None = None,
     behind: int = 0,
@@ -107,7 +113,7 @@ def extend(
 
     Args:
         given: a schedule, or its proof.
-        decides, reduces, recomputes, segments, tied, averages, behind, sharding: as of `extended`.
+        decides, reduces, recomputes, segments, offloads, tied, averages, behind, sharding: as of `extended`.
         window: messages that may be outstanding on a lane; what the schedule says if None (see `make_schedule`).
 
     Raises:
@@ -121,6 +127,7 @@ def extend(
         reduces=reduces,
         recomputes=recomputes,
         segments=segments,
+        offloads=offloads,
         tied=tied,
         averages=averages,
         behind=behind,

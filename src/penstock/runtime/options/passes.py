@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast, get_args
 
 import torch
 
@@ -87,9 +87,12 @@ class Precision(ShortRepr):
         return self.loss_scale or (LossScale() if self.precision == "fp16" else None)
 
 
+OffloadMode = Literal["none", "activations"]
+
+
 @dataclass(frozen=True, repr=False)
 class Recompute(ShortRepr):
-    """Which forwards are run a second time, so that their activations need not be kept.
+    """Which forwards are run a second time, so that their activations need not be kept; and where others are kept.
 
     Attributes:
         recompute: "none"; "block" runs each block again just before its backward; "stage" runs whole stages again,
@@ -101,19 +104,30 @@ class Recompute(ShortRepr):
         segments: with recompute="stage", the number of consecutive stages that recompute together. Only the first of
             them keeps its input, and the others get theirs from the stage before once more. "auto" is the square root
             of the number of stages, rounded.
+        offload: "activations" moves what stages that recompute nothing keep for their backwards to the memory of the
+            host, and back some passes before the backward; an accelerator copies beside its passes. Where the host
+            computes nothing is moved: it takes its own memory.
 
     Raises:
-        ConfigError: an unknown value of `recompute`, or segments without recompute="stage".
+        ConfigError: an unknown value, segments without recompute="stage", or "block" with `offload`.
     """
 
     recompute: RecomputeMode | Sequence[RecomputeMode] = "none"
     segments: Segments = 1
+    offload: OffloadMode = "none"
 
     def __post_init__(self) -> None:
-        """Check both together."""
+        """Check all together."""
         if isinstance(self.recompute, list):  # frozen: what users pass may change later
             object.__setattr__(self, "recompute", tuple(self.recompute))
         check_recompute(cast("RecomputeModes", self.recompute), self.segments)
+        if self.offload not in get_args(OffloadMode):
+            raise ConfigError(f"offload must be one of {', '.join(get_args(OffloadMode))}; got {self.offload!r:.80}")
+        if self.offload != "none" and "block" in self.modes:
+            raise ConfigError(
+                "offload moves the activations of stages that recompute nothing, but recompute has 'block'; take 'none' "
+                "or 'stage' for these stages"
+            )
 
     @property
     def modes(self) -> tuple[RecomputeMode, ...]:

@@ -103,6 +103,7 @@ def additions(plain: Schedule, options: PipelineOptions, tied: Collection[int]) 
         "reduces": parallel.width != 1 and not combine.apart,
         "recomputes": recompute.in_schedule,
         "segments": recompute.segments,
+        "offloads": recompute.offload == "activations",
         "tied": tied,
         "averages": combine.every if combine.apart else None,
         "behind": combine.behind,

@@ -1,7 +1,8 @@
 """A run of all ranks in one process without tensors: what each rank holds, as the runtime's ledger counts it.
 
 It follows the runtime action by action: who goes on when (`penstock.runtime.execute.run_loop`), when a SEND counts as
-taken, and what passes and updates begin and cease to hold. What takes the same room from beginning to end is not
+taken, and what passes and updates begin and cease to hold. Activations that are moved to the host's memory count like
+others, as all kinds are counted together. What takes the same room from beginning to end is not
 counted here (`penstock.simulate.memory.predicted`).
 """
 
@@ -20,7 +21,7 @@ from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered
 from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, Holdings, is_blockwise
 from penstock.simulate.memory.tickets import Completion, InProcessLane, Part, Rendezvous, take_turns
 
-_NOT_PREDICTED = (Op.OFFLOAD, Op.FETCH, Op.HOLD, Op.RETURN, Op.AVERAGE, Op.TIE, Op.RELEASE)
+_NOT_PREDICTED = (Op.HOLD, Op.RETURN, Op.AVERAGE, Op.TIE, Op.RELEASE)
 
 
 @dataclass

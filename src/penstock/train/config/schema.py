@@ -101,6 +101,10 @@ class TrainConfig(Strict):
     segments: int | Literal["auto"] = Field(
         default=1, description="with recompute=stage, stages that do so together; auto: sqrt(stages), rounded"
     )
+    offload: Literal["none", "activations"] = Field(
+        default="none",
+        description="what is moved to the host's memory between forward and backward, of stages that recompute nothing",
+    )
     undo: Literal["copies", "in-place"] = Field(
         default="copies",
         description="how methods with post-validation take an update back: exactly, from copies, or off by roundings",
