@@ -12,7 +12,19 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from support.schedules import make_schedule
 
-METHODS = ["gpipe", "1f1b", "2bw", "2bw-ahead", "stash", "zb-h1", "interleaved:chunks=2", "zb-v", "chimera", "seq1f1b", "nf1b"]
+METHODS = [
+    "gpipe",
+    "1f1b",
+    "2bw",
+    "2bw-ahead",
+    "stash",
+    "zb-h1",
+    "interleaved:chunks=2",
+    "zb-v",
+    "chimera",
+    "seq1f1b",
+    "nf1b",
+]
 
 
 def simulated(method, stages, m, copy=None, batches=1):

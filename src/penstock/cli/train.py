@@ -233,7 +233,15 @@ def _work(values: dict[str, Any], folder: str | None, restart: bool, drain: str 
         place, request = (Path(path) if path else None for path in (folder, drain))
         # Workers that elastic starts again would train all batches once more, and on the same disk.
         must_save = request is None and not starts_again(os.environ)
-        run(validate_config(values), place, observer, request, restart=restart, must_save=must_save, choose=_choose_recompute)
+        run(
+            validate_config(values),
+            place,
+            observer,
+            request,
+            restart=restart,
+            must_save=must_save,
+            choose=_choose_recompute,
+        )
     finally:
         observer.close()
 

@@ -18,9 +18,8 @@ from penstock.errors import DeadlockError, ScheduleError
 from penstock.schedule.ir.ops import ACCEPTING
 from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, existing, format_unit, passes
 from penstock.schedule.machine.collectives import ADDING, Collectives, is_collective
-from penstock.schedule.machine.host_copies import HostCopies, is_host_copy
 from penstock.schedule.machine.instructions import Instruction, Lowered, LoweredProgram, Message, Route
-from penstock.schedule.machine.lane_state import LaneState
+from penstock.schedule.machine.lane_state import HostCopies, LaneState, is_host_copy
 
 Observer = Callable[[int, Action, int, float, float], None]
 """Called as (rank, action with relative numbers, batch they are relative to, start, end)."""

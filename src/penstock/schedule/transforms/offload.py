@@ -70,9 +70,7 @@ def _moved(program: Program, m: int, stages: set[int]) -> Program:
 
 def _fetched_behind(actions: tuple[Action, ...], fetches: dict[int, list[Action]]) -> dict[int, list[Action]]:
     """Return where FETCHs stand, none of which may come before its own OFFLOAD in the same period."""
-    made = {
-        (p.stage, p.unit.first, p.unit.slice): i for i, a in enumerate(actions) for p in passes(a) if p.op is Op.F
-    }
+    made = {(p.stage, p.unit.first, p.unit.slice): i for i, a in enumerate(actions) for p in passes(a) if p.op is Op.F}
     found: dict[int, list[Action]] = defaultdict(list)
     for position, group in fetches.items():
         for fetch in group:

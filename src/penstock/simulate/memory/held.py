@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
-
 Blockwise = bool | Collection[int]
 """Of which stages blocks are recomputed one by one: of all, of none, or of some, by index."""
 

@@ -20,7 +20,17 @@ from penstock.train.config.sections import (
     RateSection,
     SyncSection,
 )
-from penstock.train.config.values import LONGEST, MANY, MOST, MOST_THREADS, BlockDelays, Number, OrderOptions, RecomputeModes, Strict
+from penstock.train.config.values import (
+    LONGEST,
+    MANY,
+    MOST,
+    MOST_THREADS,
+    BlockDelays,
+    Number,
+    OrderOptions,
+    RecomputeModes,
+    Strict,
+)
 
 
 class TrainConfig(Strict):

@@ -111,7 +111,9 @@ def test_drawings_show_a_lane_of_the_host():
 
 def test_units_of_copies_are_whole_microbatches():
     assert Costs((StageCost(1, 1, 1),), copy=4.0).duration(check_action(Op.OFFLOAD)) == 4.0
-    assert Costs((StageCost(1, 1, 1),), copy=4.0).duration(check_action(Op.FETCH)._replace(unit=Unit(0, 1, (0, 2)))) == 2
+    assert (
+        Costs((StageCost(1, 1, 1),), copy=4.0).duration(check_action(Op.FETCH)._replace(unit=Unit(0, 1, (0, 2)))) == 2
+    )
 
 
 def check_action(op):
