@@ -311,8 +311,8 @@ def _without_ties(proof: Proof) -> Proof:
 def _too_little(rank: int, least: int, limit: float, refused: Sequence[str]) -> ConfigError:
     more = f" (not possible here: {'; '.join(refused)})" if refused else ""
     return ConfigError(
-        f"recompute=auto: rank {rank} takes at least {_megabytes(least)}, but memory_limit is {_megabytes(limit)}; raise "
-        f"it, or take more stages, smaller microbatches or another method{more}"
+        f"recompute=auto: rank {rank} takes at least {_megabytes(least)}, but memory_limit is {_megabytes(limit)}; "
+        f"raise it, or take more stages, smaller microbatches or another method{more}"
     )
 
 

@@ -125,8 +125,8 @@ class Recompute(ShortRepr):
             raise ConfigError(f"offload must be one of {', '.join(get_args(OffloadMode))}; got {self.offload!r:.80}")
         if self.offload != "none" and "block" in self.modes:
             raise ConfigError(
-                "offload moves the activations of stages that recompute nothing, but recompute has 'block'; take 'none' "
-                "or 'stage' for these stages"
+                "offload moves the activations of stages that recompute nothing, but recompute has 'block'; take "
+                "'none' or 'stage' for these stages"
             )
 
     @property
@@ -156,8 +156,8 @@ class Recompute(ShortRepr):
         """
         if isinstance(self.recompute, tuple) and len(self.recompute) != num_stages:
             raise ConfigError(
-                f"recompute has {len(self.recompute)} entries, but there are {num_stages} stages; give one for each, or "
-                "one word for all"
+                f"recompute has {len(self.recompute)} entries, but there are {num_stages} stages; give one for each, "
+                "or one word for all"
             )
 
 

@@ -185,8 +185,7 @@ class Machine:
                 if route >= 0:
                     if first < 0:
                         continue
-                    post = self._receive if op is Op.RECV else self._send
-                    if not post(rank, Message(route, first), woken):
+                    if not (self._receive if op is Op.RECV else self._send)(rank, Message(route, first), woken):
                         break
                     continue
                 parts = action[4]

@@ -183,8 +183,8 @@ def check_recompute(recompute: RecomputeModes, segments: Segments) -> None:
     known = get_args(RecomputeMode)
     if recompute == "auto":
         raise ConfigError(
-            "recompute='auto' is chosen before a pipeline is made: penstock.choose_recompute(...) measures a microbatch "
-            "and returns what to pass as recompute (penstock train takes recompute=auto with memory_limit)"
+            "recompute='auto' is chosen before a pipeline is made: penstock.choose_recompute(...) measures a "
+            "microbatch and returns what to pass as recompute (penstock train takes recompute=auto with memory_limit)"
         )
     wanted = recompute if isinstance(recompute, tuple) else (recompute,)
     if not wanted or not all(isinstance(mode, str) and mode in known for mode in wanted):

@@ -43,10 +43,11 @@ def _as_delays(value: Any) -> Any:
 
 def _as_recompute(value: Any) -> Any:
     """One word for all stages, or a list with one for each."""
-    words = (*get_args(RecomputeMode), "auto")
-    if value in words if isinstance(value, str) else isinstance(value, list | tuple):
-        if all(isinstance(each, str) and each in words[:-1] for each in ([] if isinstance(value, str) else value)):
-            return value if isinstance(value, str) else list(value)
+    words = get_args(RecomputeMode)
+    if isinstance(value, str) and value in (*words, "auto"):
+        return value
+    if isinstance(value, list) and all(isinstance(each, str) and each in words for each in value):
+        return value
     raise PydanticCustomError(
         "recompute", "Input should be none, block, stage or auto, or a list of the first three, one for each stage"
     )

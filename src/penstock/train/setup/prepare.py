@@ -207,7 +207,8 @@ def _check_limit(config: TrainConfig, choose: ChooseRecompute | None) -> None:
         raise ConfigError("recompute=auto is chosen by penstock train and verify; give none, block, stage or a list")
     if config.memory_limit is not None and config.recompute in ("none", "block", "stage"):
         raise ConfigError(
-            f"memory_limit is what recompute=auto chooses by, but recompute is {config.recompute}; leave one of them out"
+            f"memory_limit is what recompute=auto chooses by, but recompute is {config.recompute}; leave one of them "
+            "out"
         )
 
 
