@@ -78,6 +78,7 @@ def _prove(
     in_flight: str | None,
     costs: tuple[Costs, int],
     sharding: str | None = None,
+    offload: float | None = None,
 ) -> tuple[Proof, InFlightChoice | None]:
     """Prove the schedule of a method or in a file, with recompute if asked for; and how `auto` was decided.
 
@@ -88,6 +89,7 @@ def _prove(
         changes, segments, order: as given.
         costs: of so many ranks together: an order that is searched for given times gets them as options.
         sharding: as given, in place of the method's; added behind recomputes.
+        offload: time of a copy to the host's memory, if activations are moved there.
     """
     from penstock.schedule.build import ScheduleRequest
     from penstock.schedule.ir.in_flight import read_in_flight
@@ -121,9 +123,7 @@ def _prove(
         request = replace(request, sharding=added if whole else "none")
         request, choice = choose_in_flight(request, of_every_rank(costs[0], request.stages))
         proof = request.prove()
-    if whole:
-        return proof, choice
-    return _extended(proof, segments, added), choice
+    return _offloaded(proof if whole else _extended(proof, segments, added), offload), choice
 
 
 def _extended(proof: Proof, segments: str | None, sharding: str) -> Proof:
@@ -302,14 +302,12 @@ def show(
     share = Costs((StageCost(*times),), latency), 1
     own, sizes = (file, rule, correction), (stages, microbatches)
     with Console(stderr=True).status("proving the schedule"):  # a search for an order may take minutes
-        proof, choice = _prove(method, own, sizes, changes, segments, order, in_flight, share, sharding)
-        proof = _offloaded(proof, offload)
+        proof, choice = _prove(method, own, sizes, changes, segments, order, in_flight, share, sharding, offload)
     schedule = proof.schedule
     span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
-    costs = Costs.uniform(schedule, *times, latency=latency)
+    costs = replace(Costs.uniform(schedule, *times, latency=latency), copy=_copy_time(proof, offload))
     if proof.shards and gather:
         costs = replace(costs, network=Network.of_time(schedule, gather))
-    costs = replace(costs, copy=_copy_time(proof, offload))
     simulation = simulate_schedule(proof, costs, span)
     if svg is not None:
         write_svg(svg, simulation, span)
@@ -413,14 +411,12 @@ def simulate(
     share = replace(share[0], left=left), share[1]
     own, sizes = (file, rule, correction), (stages, microbatches)
     with Console(stderr=True).status("proving the schedule"):  # a search for an order may take minutes
-        proof, choice = _prove(method, own, sizes, changes, segments, order, in_flight, share, sharding)
-        proof = _offloaded(proof, offload)
+        proof, choice = _prove(method, own, sizes, changes, segments, order, in_flight, share, sharding, offload)
     if per_stage is not None:
         costs = read_stage_costs(per_stage, proof.schedule.num_stages, latency, transfer)
     else:
         costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=latency, step=step)
-        costs = replace(costs, transfer=transfer)
-    costs = replace(costs, fused=fused, left=left, copy=_copy_time(proof, offload))
+    costs = replace(costs, transfer=transfer, fused=fused, left=left, copy=_copy_time(proof, offload))
     costs = replace(costs, network=_network(proof, width, bandwidth, parameters))
     simulation = simulate_schedule(proof, costs, batches, window=_window(window))
     in_a_long_run = max(steady_bubble(simulation.lowered, costs, proof.steady_from + 2), 0.0)

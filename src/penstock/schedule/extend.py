@@ -83,16 +83,25 @@ def extended(
     if decides and Op.DECIDE not in operations:
         whole = with_decisions(whole)
     if averages is not None:
-        averaged = with_averages(without_averages(whole), averages, behind)
-        if Op.AVERAGE in operations and averaged != whole:
-            raise ConfigError(
-                f"{schedule.name}: the schedule has AVERAGEs of its own, but pipelines that meet every {averages} "
-                "batches have them directly after the STEPs of these batches"
-                + (f", of {behind} batches before" if behind else "")
-                + "; leave them out of the schedule"
-            )
-        whole = averaged
+        whole = _averaged(whole, averages, behind)
     return whole
+
+
+def _averaged(schedule: Schedule, averages: int, behind: int) -> Schedule:
+    """Add AVERAGEs; arguments as of `extended`.
+
+    Raises:
+        ConfigError: there are others.
+    """
+    averaged = with_averages(without_averages(schedule), averages, behind)
+    if Op.AVERAGE in schedule.operations and averaged != schedule:
+        raise ConfigError(
+            f"{schedule.name}: the schedule has AVERAGEs of its own, but pipelines that meet every {averages} "
+            "batches have them directly after the STEPs of these batches"
+            + (f", of {behind} batches before" if behind else "")
+            + "; leave them out of the schedule"
+        )
+    return averaged
 
 
 def extend(

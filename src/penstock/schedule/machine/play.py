@@ -174,7 +174,7 @@ class Machine:
     def _advance(self, rank: int, woken: set[int]) -> None:
         """Run one rank until it has to wait or its queue is empty."""
         queue, arrived, clock = self._queues[rank], self._arrived[rank], self.clock
-        duration, observer, collects, copies = self._duration, self.observer, self._collects, self.copies_beside
+        duration, observer, beside = self._duration, self.observer, self._collects or self.copies_beside
         while queue:
             segment = queue[0]
             instructions, t, offset = segment.instructions, segment.t, segment.t * self._m
@@ -203,15 +203,11 @@ class Machine:
                         awaits = tuple([k for k in awaits if k.first + offset >= 0])
                 elif first < 0:
                     continue
-                if collects:
-                    if is_collective(action):
-                        self._issue(rank, action, t, first, woken)
+                if beside:
+                    if self._issued_beside(rank, action, t, first, woken):
                         continue
                     if not self._collectives.joined(action, first, t):
                         break
-                if copies and is_host_copy(action):
-                    self._copy_beside(rank, action, t)
-                    continue
                 start = clock[rank]
                 if needs and op in ACCEPTING:
                     self._accept(rank, needs, offset)
@@ -223,10 +219,8 @@ class Machine:
                     if ready is None:
                         break
                     start = max(start, ready)
-                if collects:
-                    start = max(start, self._collectives.done(action, first, t))
-                if copies:
-                    start = max(start, self._host_copies.done(action, offset))
+                if beside:
+                    start = max(start, self._collectives.done(action, first, t), self._host_copies.done(action, offset))
                 end = clock[rank] = start + duration(action)
                 if observer is not None:
                     observer(rank, action, t, start, end)
@@ -243,11 +237,17 @@ class Machine:
             if self.observer is not None:
                 self.observer(stage.rank, action._replace(op=op, stage=stage), t, start, end)
 
-    def _copy_beside(self, rank: int, action: Action, t: int) -> None:
-        """Issue a copy to the host's memory or back, which blocks nobody."""
+    def _issued_beside(self, rank: int, action: Action, t: int, batch: int, woken: set[int]) -> bool:
+        """Issue a collective, or a copy to the host's memory or back, which blocks nobody; False for other actions."""
+        if is_collective(action):
+            self._issue(rank, action, t, batch, woken)
+            return True
+        if not (self.copies_beside and is_host_copy(action)):
+            return False
         start, end = self._host_copies.issue(rank, action, t * self._m, self.clock[rank], self._duration(action))
         if self.observer is not None:
             self.observer(rank, action, t, start, end)
+        return True
 
     @staticmethod
     def _take(arrived: dict[Message, float], needs: tuple[Message, ...], offset: int) -> float | None:

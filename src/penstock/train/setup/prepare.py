@@ -149,42 +149,54 @@ def prepare(
     windows = Windows(corpus, model.context, config.held_out, config.seed)
     if corpus.text and config.sample_length and not config.prompt:
         raise ConfigError("prompt must not be empty while sample_length is not 0")
-    auto = config.recompute == "auto"
-    options = pipeline_options(config.model_copy(update={"recompute": "none"}) if auto else config, model)
+    options = pipeline_options(_decided(config), model)
     if config.evaluate.patience is not None and not options.deciding:
         raise ConfigError(
             "evaluate.patience needs stages that decide together, so that all end after the same batch; set "
             "max_grad_norm, or a width above 1"
         )
-
-    def make(known: Known, options: PipelineOptions) -> dict[str, UnprovenPlan]:
-        draft = UnprovenPlan.of(gpt_blocks(model, config.seed), request, options, known.get(MAIN))
-        if draft.schedule.slices > 1:
-            equal_times = Slicing(lengths=equal_time_lengths(1 / (12 * model.width)))
-            draft = replace(draft, options=options.changed(slicing=equal_times))
-        _check_lags(config, draft.schedule)
-        _check_optimizer(config, draft)
-        drafts = {MAIN: draft}
-        for phase, other in others.items():
-            with _of_phase(phase):
-                drafts[phase] = draft.followed_by(other, None, known.get(phase))
-        return drafts
-
-    said = ""
-    if auto:
-        assert choose is not None
-
-        def proven(recompute: Any) -> list[PipelinePlan]:
-            drafts = make({}, options.changed(recompute=recompute))
-            return [_prove(phase, draft) for phase, draft in drafts.items()]
-
-        question = RecomputeQuestion(config, model, windows, proven)
-        make_choice = partial(_chosen, choose, question)
-        what = "choosing what to recompute"
-        modes, said = make_choice() if control is None else from_first(make_choice, what, control)
+    drafts, said = partial(_drafts, config, model, request, others), ""
+    if choose is not None and config.recompute == "auto":
+        question = RecomputeQuestion(config, model, windows, partial(_with_recompute, drafts, options))
+        make, what = partial(_chosen, choose, question), "choosing what to recompute"
+        modes, said = make() if control is None else from_first(make, what, control)
         config, options = config.model_copy(update={"recompute": modes}), options.changed(recompute=tuple(modes))
-    plans = shared_plans(lambda known: make(known, options), control, _prove)
+    plans = shared_plans(partial(drafts, options), control, _prove)
     return Prepared(config, model, plans.pop(MAIN), windows, plans, said)
+
+
+def _decided(config: TrainConfig) -> TrainConfig:
+    """A configuration without what is still to be chosen."""
+    return config.model_copy(update={"recompute": "none"}) if config.recompute == "auto" else config
+
+
+def _drafts(
+    config: TrainConfig,
+    model: GPTConfig,
+    request: ScheduleRequest | Schedule,
+    others: Mapping[str, ScheduleRequest],
+    options: PipelineOptions,
+    known: Known,
+) -> dict[str, UnprovenPlan]:
+    """The plans of all phases, but for their proofs."""
+    draft = UnprovenPlan.of(gpt_blocks(model, config.seed), request, options, known.get(MAIN))
+    if draft.schedule.slices > 1:
+        equal_times = Slicing(lengths=equal_time_lengths(1 / (12 * model.width)))
+        draft = replace(draft, options=options.changed(slicing=equal_times))
+    _check_lags(config, draft.schedule)
+    _check_optimizer(config, draft)
+    drafts = {MAIN: draft}
+    for phase, other in others.items():
+        with _of_phase(phase):
+            drafts[phase] = draft.followed_by(other, None, known.get(phase))
+    return drafts
+
+
+def _with_recompute(
+    drafts: Callable[[PipelineOptions, Known], Mapping[str, UnprovenPlan]], options: PipelineOptions, recompute: Any
+) -> list[PipelinePlan]:
+    """The proven plans of all phases, given what stages recompute."""
+    return [_prove(phase, draft) for phase, draft in drafts(options.changed(recompute=recompute), {}).items()]
 
 
 def _chosen(choose: ChooseRecompute, question: RecomputeQuestion) -> tuple[list[str], str]:
