@@ -120,7 +120,7 @@ class Recompute(ShortRepr):
         """Check all together."""
         if isinstance(self.recompute, list):  # frozen: what users pass may change later
             object.__setattr__(self, "recompute", tuple(self.recompute))
-        check_recompute(cast("RecomputeModes", self.recompute), self.segments)
+        check_recompute(self.recompute, self.segments)
         if self.offload not in get_args(OffloadMode):
             raise ConfigError(f"offload must be one of {', '.join(get_args(OffloadMode))}; got {self.offload!r:.80}")
         if self.offload != "none" and "block" in self.modes:

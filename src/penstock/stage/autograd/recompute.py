@@ -174,7 +174,7 @@ def parts_to_recompute(names: Sequence[str], recompute: RecomputeMode, in_schedu
     return [[name] for name in names] if recompute == "block" else []
 
 
-def check_recompute(recompute: RecomputeModes, segments: Segments) -> None:
+def check_recompute(recompute: object, segments: Segments) -> None:
     """Make sure that the user asks for recomputes of a known kind, and for segments of stages only where there are any.
 
     Raises:
