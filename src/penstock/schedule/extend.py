@@ -44,8 +44,7 @@ def extended(
         decides: updates wait for what all stages decide together.
         reduces: parallel pipelines add their gradients.
         recomputes: forwards are run again, in actions of their own; of all stages, or of some, by index.
-        segments: how many stages do so together (`penstock.schedule.transforms.recompute`), where the schedule does not
-            say.
+        segments: how many stages do so together, where the schedule does not say (see `with_recompute`).
         offloads: activations of stages that recompute nothing are moved to the host's memory, and back.
         tied: stages that share parameters.
         averages: parallel pipelines average their weights, or the like, after every so many batches.

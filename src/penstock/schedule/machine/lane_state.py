@@ -1,9 +1,9 @@
 """The state of lanes while a schedule is played: what is posted, what is under way, which buffers are free.
 
-A rank also has one lane for copies of activations to the host's memory and back, beside its passes. An OFFLOAD without a
-peer begins when all actions before it have ended, a FETCH when it is reached, both when the copy before has ended;
-neither holds up the rank. Of what comes later only the first action on the microbatch behind its FETCH (a backward, a
-recompute) waits for the copy. So copies cost time but cannot block.
+A rank also has one lane for copies of activations to the host's memory and back, beside its passes. An OFFLOAD or FETCH
+without a peer begins when all actions before it have ended, and the copy before it, too; neither holds up the rank. Of
+what comes later only the first action on the microbatch behind its FETCH (a backward, a recompute) waits for the copy.
+So copies cost time but cannot block.
 """
 
 from __future__ import annotations
