@@ -110,7 +110,7 @@ def test_a_rank_with_two_stages_recomputes_the_cheaper_one_if_that_is_enough():
 
 
 def test_a_limit_that_nothing_meets_is_refused_with_the_least():
-    with pytest.raises(ConfigError, match=r"rank 0 takes at least 0\.\d MB, but memory_limit is 0\.0 MB"):
+    with pytest.raises(ConfigError, match=r"rank 0 takes at least \d+\.\d kB, but memory_limit is 0\.0 kB"):
         choose(1.0)
 
 
@@ -193,5 +193,5 @@ def test_wrong_limits_are_refused(changes, said):
 
 def test_words_of_a_choice():
     found = choose(1e9)
-    assert str(found).startswith("none, none, none, none (0.")
+    assert str(found).startswith(f"none, none, none, none ({max(found.peaks) / 1e3:.1f} kB on the fullest rank")
     assert "without recompute" in str(replace(found, peaks=(1, 2, 3, 4)))

@@ -65,8 +65,8 @@ class RecomputeChoice:
 
     def __str__(self) -> str:
         """Return it in words."""
-        said = f"{_megabytes(max(self.peaks))} on the fullest rank, of {_megabytes(self.limit)}"
-        more = f"; without recompute {_megabytes(max(self.without))}" if self.without != self.peaks else ""
+        said = f"{_in_words(max(self.peaks))} on the fullest rank, of {_in_words(self.limit)}"
+        more = f"; without recompute {_in_words(max(self.without))}" if self.without != self.peaks else ""
         return f"{', '.join(self.recompute)} ({said}{more})"
 
 
@@ -145,7 +145,8 @@ def choose_for(
             full = [rank for rank in sorted(over) if any(stage.index in group for stage in schedule.on_rank(rank))]
             if not full:
                 continue
-            while left and any(without[rank] - saves.most(left[0], rank) > limit for rank in full):
+            while left and (short := [rank for rank in full if without[rank] - saves.most(left[0], rank) > limit]):
+                least[short[0]] = min(least[short[0]], without[short[0]] - saves.most(left[0], short[0]))
                 left.pop(0)
             if not left:
                 raise _too_little(full[0], least[full[0]], limit, refused)
@@ -207,7 +208,7 @@ def _modes(plans: Plans, plain: PipelinePlan) -> tuple[dict[int, list[RecomputeM
         except PenstockError as error:
             refused.append(f"{mode}: {str(error).splitlines()[0]}")
             continue
-        again = set.intersection(*(set(plan.schedule.recomputed) for plan in made)) if mode == "stage" else found
+        again = set[int]().union(*(plan.schedule.recomputed for plan in made)) if mode == "stage" else found
         for index in again:
             found[index].append(mode)
     return found, refused
@@ -311,10 +312,10 @@ def _without_ties(proof: Proof) -> Proof:
 def _too_little(rank: int, least: int, limit: float, refused: Sequence[str]) -> ConfigError:
     more = f" (not possible here: {'; '.join(refused)})" if refused else ""
     return ConfigError(
-        f"recompute=auto: rank {rank} takes at least {_megabytes(least)}, but memory_limit is {_megabytes(limit)}; "
+        f"recompute=auto: rank {rank} takes at least {_in_words(least)}, but memory_limit is {_in_words(limit)}; "
         f"raise it, or take more stages, smaller microbatches or another method{more}"
     )
 
 
-def _megabytes(number: float) -> str:
-    return f"{number / 1e6:,.1f} MB"
+def _in_words(number: float) -> str:
+    return f"{number / 1e6:,.1f} MB" if number >= 1e5 else f"{number / 1e3:.1f} kB"
