@@ -25,8 +25,8 @@ from rich.console import Console
 from benchmarks.throughput import RESULTS
 from penstock.compare.config import ComparisonConfig, comparison_config
 from penstock.compare.run import ComparisonRun
-from penstock.view.comparing import TerminalComparison
 from penstock.view.comparison_page import RESULTS as ROWS, SUMMARY, write_findings
+from penstock.view.comparison_progress import TerminalComparison
 
 PUBLISHED = RESULTS / "quality"
 SHARED = ("stages=8", "batches=600", "lr_schedule.warm_up=150", "seeds=3", "tune=1")

@@ -50,6 +50,16 @@ def imports(name, path):
                 yield module
 
 
+def definitions(kind):
+    """The modules that define each name at their top, of classes or of functions."""
+    found = {}
+    for name, path in modules():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, kind):
+                found.setdefault(node.name, []).append(name)
+    return found
+
+
 def room_of(name):
     return name.split(".")[1] if name.startswith("penstock.") else None
 
@@ -98,12 +108,17 @@ def test_folders_are_small():
 
 def test_no_class_name_stands_twice():
     """A name on a stack trace or in a search means one thing."""
-    found = {}
-    for name, path in modules():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(name)
+    found = definitions(ast.ClassDef)
     assert {cls: where for cls, where in found.items() if len(where) > 1} == {}
+
+
+def test_no_public_function_name_stands_twice():
+    """But for functions of users, which have the name of what stands behind them."""
+    for_users = ("penstock.cli", "penstock.proven_schedule")
+    found = {name: where for name, where in definitions(ast.FunctionDef).items() if not name.startswith("_")}
+    behind = {name: [each for each in where if not each.startswith(for_users)] for name, where in found.items()}
+    assert len(found) > 500
+    assert {name: where for name, where in behind.items() if len(where) > 1} == {}
 
 
 def test_the_first_rooms_name_torch_nowhere():

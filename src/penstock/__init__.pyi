@@ -15,6 +15,10 @@ from .idle_time import TimeSplit as TimeSplit, split_time as split_time
 from .measure.recompute_choice import RecomputeChoice as RecomputeChoice, choose_recompute as choose_recompute
 from .models.gpt import gpt_blocks as gpt_blocks, language_loss as language_loss
 from .models.gpt_shape import GPTConfig as GPTConfig
+from .options.divergence import Divergence as Divergence
+from .options.division import DataParallel as DataParallel, Microbatches as Microbatches, Partition as Partition
+from .options.passes import Precision as Precision, Recompute as Recompute, Staleness as Staleness
+from .options.run import Group as Group
 from .partition.blocks import LazyBlock as LazyBlock
 from .partition.sequence_slices import Slicing as Slicing, equal_time_lengths as equal_time_lengths
 from .proven_schedule import (
@@ -25,16 +29,13 @@ from .proven_schedule import (
 )
 from .runtime.execute.evaluation import Evaluating as Evaluating
 from .runtime.malloc import keep_freed_memory as keep_freed_memory
-from .runtime.options.division import DataParallel as DataParallel, Microbatches as Microbatches, Partition as Partition
-from .runtime.options.passes import Precision as Precision, Recompute as Recompute, Staleness as Staleness
-from .runtime.options.run import Group as Group
 from .runtime.pipeline import Pipeline as Pipeline
 from .runtime.rank.reports import Report as Report
 from .runtime.rank.restore import SavedState as SavedState
 from .runtime.rank.snapshot import Saving as Saving, Snapshot as Snapshot
 from .runtime.rank.timeline_files import read_timeline as read_timeline
 from .runtime.training_run import TrainingRun as TrainingRun
-from .runtime.update.divergence import Divergence as Divergence, Trouble as Trouble
+from .runtime.update.divergence import Trouble as Trouble
 from .runtime.update.events import Evaluated as Evaluated
 from .schedule.ir.order import Order as Order
 from .schedule.ir.schedule import Schedule as Schedule, Stage as Stage
@@ -47,9 +48,9 @@ from .simulate.costs import Costs as Costs, StageCost as StageCost
 from .simulate.simulate import Simulation as Simulation
 from .timeline import Bubble as Bubble, Timeline as Timeline
 from .view.perfetto import write_trace as write_trace
-from .view.summary import summary as summary
 from .view.svg import timeline_svg as timeline_svg
 from .view.text import draw_timeline as draw_timeline
+from .view.train_summary import summary as summary
 from .weights.corrections.base import Correction as Correction
 from .weights.corrections.registry import correction_of as correction_of
 from .weights.decision import Decision as Decision, LossScale as LossScale

@@ -32,8 +32,8 @@ from penstock.schedule.text import parse_schedule
 from penstock.schedule.torch_csv import from_torch_csv
 from penstock.train.config.load import validate_config, with_method_options
 from penstock.train.config.schema import TrainConfig
+from penstock.train.config.written_config import as_yaml
 from penstock.train.export.sample import load_model
-from penstock.train.setup.run_folder import as_yaml
 from penstock.yaml_file import parse_yaml
 from support.schedules import make_schedule
 from support.time_limit import TooLongError, time_limit

@@ -16,8 +16,8 @@ import torch
 from torch.distributed import FileStore, HashStore
 
 from penstock.checkpoint import format as disk, index as indexes
-from penstock.checkpoint.format import Checkpoint, checkpoints, clear_parts, open_newest, place_of
-from penstock.checkpoint.posts import LocalPosts, Posts, StorePosts
+from penstock.checkpoint.announcements import LocalPosts, Posts, StorePosts
+from penstock.checkpoint.format import Checkpoint, checkpoint_folder, checkpoints, clear_parts, open_newest
 from penstock.checkpoint.writer import Part, Writer
 from penstock.errors import CheckpointError
 from penstock.runtime.rank.snapshot import Snapshot
@@ -59,7 +59,7 @@ def write(run: Path, batch: int, keep: int = 2) -> None:
 
 def test_what_was_written_comes_back(tmp_path: Path) -> None:
     write(tmp_path, 5)
-    found = Checkpoint(place_of(tmp_path, 5))
+    found = Checkpoint(checkpoint_folder(tmp_path, 5))
     assert found.batch == 5
     assert found.facts["updates"] == 4
     assert found.facts["values"] == {"optimizer/mu/0.w": 0.5, "optimizer/mu/1.w": 1.5}
@@ -82,9 +82,9 @@ def test_older_ones_go(tmp_path: Path) -> None:
 def test_one_of_the_same_batch_is_replaced(tmp_path: Path) -> None:
     """A restart may go further back than the newest one, if that is damaged."""
     write(tmp_path, 5)
-    (place_of(tmp_path, 5) / "stage-1.safetensors").write_bytes(b"damaged")
+    (checkpoint_folder(tmp_path, 5) / "stage-1.safetensors").write_bytes(b"damaged")
     write(tmp_path, 5)
-    assert Checkpoint(place_of(tmp_path, 5)).batch == 5
+    assert Checkpoint(checkpoint_folder(tmp_path, 5)).batch == 5
 
 
 def truncated(path: Path) -> None:
@@ -111,14 +111,14 @@ FAULTS = [
 def test_the_one_before_a_damaged_one_is_taken(tmp_path: Path, name: str, damage: Any, message: str) -> None:
     write(tmp_path, 4)
     write(tmp_path, 8)
-    damage(place_of(tmp_path, 8) / name)
+    damage(checkpoint_folder(tmp_path, 8) / name)
     newest, faults = open_newest(tmp_path)
     assert newest is not None
     assert newest.batch == 4
-    assert [str(place_of(tmp_path, 8)) in str(fault) for fault in faults] == [True]
+    assert [str(checkpoint_folder(tmp_path, 8)) in str(fault) for fault in faults] == [True]
     with pytest.raises(CheckpointError, match=message):
-        Checkpoint(place_of(tmp_path, 8))
-    damage(place_of(tmp_path, 4) / name)
+        Checkpoint(checkpoint_folder(tmp_path, 8))
+    damage(checkpoint_folder(tmp_path, 4) / name)
     with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
         open_newest(tmp_path)
 
@@ -153,16 +153,16 @@ OTHER_TYPES: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "message"), OTHER_TYPES)
 def test_entries_of_another_type_behind_a_valid_digest(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     write(tmp_path, 8)
-    rewritten(place_of(tmp_path, 8), **changes)
+    rewritten(checkpoint_folder(tmp_path, 8), **changes)
     with pytest.raises(CheckpointError, match=message):
-        Checkpoint(place_of(tmp_path, 8))
+        Checkpoint(checkpoint_folder(tmp_path, 8))
 
 
 def test_the_number_inside_counts_not_that_of_the_folder(tmp_path: Path) -> None:
     """A copy of batch 40 named 99 is older than batch 60: it is neither taken nor thrown away for being newer."""
     for batch in (40, 60):
         write(tmp_path, batch)
-    shutil.copytree(place_of(tmp_path, 40), place_of(tmp_path, 99))
+    shutil.copytree(checkpoint_folder(tmp_path, 40), checkpoint_folder(tmp_path, 99))
     newest, faults = open_newest(tmp_path)
     assert newest is not None
     assert (newest.batch, faults) == (60, [])
@@ -175,17 +175,17 @@ def test_the_number_inside_counts_not_that_of_the_folder(tmp_path: Path) -> None
     newest, faults = open_newest(tmp_path)
     assert newest is not None
     assert newest.batch == 40
-    (place_of(tmp_path, 99) / "index.json").write_text("{")
+    (checkpoint_folder(tmp_path, 99) / "index.json").write_text("{")
     newest, faults = open_newest(tmp_path)
     assert newest is not None
-    assert (newest.folder, len(faults)) == (place_of(tmp_path, 40), 1)
+    assert (newest.folder, len(faults)) == (checkpoint_folder(tmp_path, 40), 1)
 
 
 @pytest.mark.parametrize("what", ["link", "pipe", "device", "folder"])
 @pytest.mark.parametrize("name", ["stage-0.safetensors", "index.json"])
 def test_what_is_no_regular_file_is_neither_read_nor_waited_for(tmp_path: Path, name: str, what: str) -> None:
     write(tmp_path, 4)
-    path = place_of(tmp_path, 4) / name
+    path = checkpoint_folder(tmp_path, 4) / name
     path.rename(tmp_path / "elsewhere")
     if what == "link":
         path.symlink_to(tmp_path / "elsewhere")
@@ -196,14 +196,14 @@ def test_what_is_no_regular_file_is_neither_read_nor_waited_for(tmp_path: Path, 
     else:
         path.mkdir()
     with pytest.raises(CheckpointError, match=rf"batch-00000004.*(symbolic link|{what})"):
-        Checkpoint(place_of(tmp_path, 4))
+        Checkpoint(checkpoint_folder(tmp_path, 4))
 
 
 def test_checkpoints_are_not_written_through_links(tmp_path: Path) -> None:
     """Neither through that of all of them nor through what a dead run may have left."""
     outside = tmp_path / "outside"
     outside.mkdir()
-    for linked in (tmp_path / "one" / "checkpoints", disk.part_of(place_of(tmp_path / "two", 4))):
+    for linked in (tmp_path / "one" / "checkpoints", disk.partial_folder(checkpoint_folder(tmp_path / "two", 4))):
         linked.parent.mkdir(parents=True)
         linked.symlink_to(outside)
         told = Told()
@@ -224,16 +224,16 @@ def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
 
 def test_an_index_may_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     write(tmp_path, 4)
-    path = place_of(tmp_path, 4) / "index.json"
+    path = checkpoint_folder(tmp_path, 4) / "index.json"
     index = json.loads(path.read_text())
     index["files"] = {"../secret": index["files"].pop("stage-0.safetensors"), **index["files"]}
     index["tensors"] = {name: "../secret" if f == "stage-0.safetensors" else f for name, f in index["tensors"].items()}
     del index["schema"], index["sha256"]
-    part = disk.part_of(place_of(tmp_path, 4))
+    part = disk.partial_folder(checkpoint_folder(tmp_path, 4))
     part.mkdir()
-    disk.complete(place_of(tmp_path, 4), index)
+    disk.complete(checkpoint_folder(tmp_path, 4), index)
     with pytest.raises(CheckpointError, match=r"names '\.\./secret', which is not a file of its folder"):
-        Checkpoint(place_of(tmp_path, 4))
+        Checkpoint(checkpoint_folder(tmp_path, 4))
 
 
 @pytest.mark.parametrize("where", ["file", "index"])
@@ -294,7 +294,7 @@ def test_ranks_write_their_own_and_the_first_completes(tmp_path: Path) -> None:
     writers[3].sink(snapshot(6, 1, 1))
     assert [one.finish(6) for one in writers] == [None] * 4
     assert [t.found for t in told] == [[(6, None)], [], [], []]
-    assert checkpoints(tmp_path) == [place_of(tmp_path, 6)]
+    assert checkpoints(tmp_path) == [checkpoint_folder(tmp_path, 6)]
 
 
 def test_a_rank_that_never_writes_costs_the_checkpoint(tmp_path: Path) -> None:
@@ -368,25 +368,25 @@ def test_one_is_left_out_when_a_disk_is_slower_than_training(
 
 def test_what_a_dead_run_was_writing_is_cleared(tmp_path: Path) -> None:
     write(tmp_path, 4)
-    part = disk.part_of(place_of(tmp_path, 8))
+    part = disk.partial_folder(checkpoint_folder(tmp_path, 8))
     part.mkdir()
     (part / "stage-0.safetensors").write_bytes(b"half")
     assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000004"]
     clear_parts(tmp_path)
     assert not part.exists()
-    assert place_of(tmp_path, 4).exists()
+    assert checkpoint_folder(tmp_path, 4).exists()
 
 
 def test_a_folder_without_an_index_is_a_damaged_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, 4)
-    (place_of(tmp_path, 4) / "index.json").unlink()
+    (checkpoint_folder(tmp_path, 4) / "index.json").unlink()
     with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints .* is intact"):
         open_newest(tmp_path)
 
 
 def test_one_digit_of_the_index_is_noticed(tmp_path: Path) -> None:
     write(tmp_path, 4)
-    path = place_of(tmp_path, 4) / "index.json"
+    path = checkpoint_folder(tmp_path, 4) / "index.json"
     path.write_text(path.read_text().replace('"updates": 3', '"updates": 8'))
     with pytest.raises(CheckpointError, match=r"index\.json' is damaged: its content does not match its checksum"):
         open_newest(tmp_path)
@@ -395,10 +395,10 @@ def test_one_digit_of_the_index_is_noticed(tmp_path: Path) -> None:
 def test_newer_ones_that_are_damaged_do_not_push_good_ones_out(tmp_path: Path) -> None:
     write(tmp_path, 4)
     write(tmp_path, 8)
-    flipped(place_of(tmp_path, 8) / "stage-0.safetensors")
+    flipped(checkpoint_folder(tmp_path, 8) / "stage-0.safetensors")
     write(tmp_path, 6, keep=1)
     assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006", "batch-00000008"]
-    disk.set_aside(tmp_path, place_of(tmp_path, 6))
+    disk.set_aside(tmp_path, checkpoint_folder(tmp_path, 6))
     assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006"]
     assert len(list((tmp_path / "checkpoints").glob(".damaged-*"))) == 1
 
@@ -407,7 +407,7 @@ def test_old_ones_that_cannot_be_removed_do_no_harm(tmp_path: Path, monkeypatch:
     def refuse(*_: Any) -> None:
         raise OSError(13, "Permission denied")
 
-    monkeypatch.setattr(disk, "rotate", refuse)
+    monkeypatch.setattr(disk, "remove_older", refuse)
     for batch in (1, 2, 3):
         write(tmp_path, batch)
     assert len(checkpoints(tmp_path)) == 3

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from penstock.checkpoint import format as disk
-from penstock.checkpoint.format import Checkpoint, checkpoints, clear_parts, open_newest, part_of, place_of
+from penstock.checkpoint.format import (
+    Checkpoint,
+    checkpoint_folder,
+    checkpoints,
+    clear_parts,
+    open_newest,
+    partial_folder,
+)
 from penstock.checkpoint.index import INDEX
 from penstock.files import fingerprint
 
@@ -22,15 +29,15 @@ class Killed(BaseException):
 
 def write(run: Path, batch: int, data: str) -> None:
     """What ranks and the first of them do for a checkpoint, in one."""
-    place = place_of(run, batch)
-    part = part_of(place)
+    place = checkpoint_folder(run, batch)
+    part = partial_folder(place)
     part.mkdir(parents=True, exist_ok=True)
     (part / "stage-0.safetensors").write_text(data)
     (part / "stage-1.safetensors").write_text(data)
     files = {path.name: fingerprint(path) for path in part.iterdir() if path.name != INDEX}
     content = {"facts": {"batch": batch, "values": {}}, "extra": {}, "files": files, "tensors": {}}
     disk.complete(place, content)
-    disk.rotate(run, place, keep=1)
+    disk.remove_older(run, place, keep=1)
 
 
 def dying(monkeypatch: pytest.MonkeyPatch, after: int) -> Callable[[], int]:

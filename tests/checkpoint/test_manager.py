@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.checkpoint import format as disk
-from penstock.checkpoint.format import checkpoints, place_of
+from penstock.checkpoint.folder_claim import Owner
+from penstock.checkpoint.format import checkpoint_folder, checkpoints
 from penstock.checkpoint.index import write_index
-from penstock.checkpoint.owner import Owner
 from penstock.errors import CheckpointError, ConfigError, PenstockError
-from penstock.runtime.options.run import Group
+from penstock.options.run import Group
 from penstock.runtime.pipeline import Pipeline
 from support.pool import Pool
 
@@ -90,7 +90,7 @@ def damage(path: Path) -> None:
 def test_a_damaged_file_is_seen_by_all_whoever_reads_it(tmp_path: Path, pool: Pool, index: int) -> None:
     whole = pool.submit(train, str(tmp_path), ranks=3)
     assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000006", "batch-00000008"]
-    damage(place_of(tmp_path, 8) / f"stage-{index}.safetensors")
+    damage(checkpoint_folder(tmp_path, 8) / f"stage-{index}.safetensors")
     found = pool.submit(load, str(tmp_path), ranks=3)
     assert [batch for batch, _ in found] == [6, 6, 6]
     for _, passed in found:
@@ -104,8 +104,8 @@ def test_a_damaged_file_is_seen_by_all_whoever_reads_it(tmp_path: Path, pool: Po
 
 def test_when_none_is_whole_all_ranks_say_so(tmp_path: Path, pool: Pool) -> None:
     pool.submit(train, str(tmp_path), ranks=3)
-    damage(place_of(tmp_path, 8) / "stage-1.safetensors")
-    (place_of(tmp_path, 6) / "stage-2.safetensors").unlink()
+    damage(checkpoint_folder(tmp_path, 8) / "stage-1.safetensors")
+    (checkpoint_folder(tmp_path, 6) / "stage-2.safetensors").unlink()
     told = pool.submit(refused, str(tmp_path), ranks=3)
     assert len(set(told)) == 1
     assert "none of the 2 checkpoints" in told[0]
@@ -234,7 +234,7 @@ def test_what_came_after_a_checkpoint_is_forgotten_when_it_is_loaded(tmp_path: P
     every = found.every(3)
     list(pipeline.run(batches()[:6], save=every))
     assert found.wait() is None
-    damage(place_of(tmp_path, 6) / "stage-1.safetensors")
+    damage(checkpoint_folder(tmp_path, 6) / "stage-1.safetensors")
     found.load()
     assert pipeline.batches == 3
     found.save()
@@ -258,7 +258,7 @@ def test_facts_of_another_form_behind_a_valid_digest_are_named(tmp_path: Path, f
     pipeline = make(None)
     list(pipeline.run(batches()[:2]))
     penstock.Checkpoints(pipeline, tmp_path).save()
-    place = place_of(tmp_path, 2)
+    place = checkpoint_folder(tmp_path, 2)
     index = json.loads((place / "index.json").read_text())
     del index["schema"], index["sha256"]
     write_index(place, 1, index | {"facts": index["facts"] | {fact: value}})

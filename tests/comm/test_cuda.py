@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.comm.transports import GlooTransports, NcclTransports
-from penstock.runtime.options.passes import Precision
+from penstock.options.passes import Precision
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.text import parse_schedule

@@ -12,6 +12,7 @@ from penstock.comm.core.device_clock import DeviceClock, device_clock
 from penstock.comm.core.recorder import Recorder
 from penstock.idle_time import split_time
 from penstock.runtime.setup import rank_state
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.timeline import Waiting
 from support.cases import Case, make_batches, make_pipeline
 
@@ -131,7 +132,7 @@ def test_a_pipeline_on_a_device_reads_its_clock_once_per_batch(monkeypatch: pyte
     schedule = make_pipeline(case).schedule
     for rank, seconds in pipeline.busy_seconds().items():
         work = timeline.work(rank)
-        assert [i.label for i in work] == [f"{a.op}{a.unit.first}" for a in schedule.actions(rank, 6)]
+        assert [i.label for i in work] == [f"{a.op}{a.unit.first}" for a in actions_of(schedule, rank, 6)]
         assert all(before.end <= after.start for before, after in pairwise(work))
         assert seconds == pytest.approx(sum(i.end - i.start for i in work))
         data = [i for i in timeline.intervals if i.rank == rank and i.what == Waiting.DATA]

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from penstock.comm.p2p import nccl
 from penstock.comm.transports import NcclTransports, Transports
 from penstock.errors import CapabilityError
+from penstock.options.passes import Precision
+from penstock.options.run import Group
 from penstock.runtime.execute.evaluation import Evaluating
-from penstock.runtime.options.passes import Precision
-from penstock.runtime.options.run import Group
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.machine.issue_order import Issued, one_order
 from penstock.weights.updates.lr_schedulers import by_factor

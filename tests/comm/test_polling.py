@@ -10,7 +10,7 @@ from penstock.comm.collective import polling
 from penstock.comm.collective.polling import Waits, choose_polling
 from penstock.comm.core.ticket import LATENCY, SHARED, Polling, Ticket
 from penstock.job.cpus import Cpus
-from penstock.runtime.options.run import RunOptions
+from penstock.options.run import RunOptions
 from support.pool import Pool
 
 

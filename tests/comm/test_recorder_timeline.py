@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.comm.core.recorder import Recorder
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Kind
 from penstock.timeline import Timeline, Waiting
 from support.cases import METHODS, Case, make_batches, make_pipeline, mixed
@@ -27,7 +28,7 @@ def measured(group: dist.ProcessGroup | None, case: Case) -> tuple[Timeline, dic
 def check_timeline(case: Case, timeline: Timeline) -> None:
     schedule = make_pipeline(case).schedule
     for rank in range(case.depth):
-        actions = list(schedule.actions(rank, case.spans[0]))
+        actions = list(actions_of(schedule, rank, case.spans[0]))
         work = sorted(timeline.work(rank), key=lambda i: i.start)
         assert [i.label for i in work] == [f"{a.op}{a.unit.first}" for a in actions]
         for interval, action in zip(work, actions, strict=True):

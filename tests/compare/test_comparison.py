@@ -26,15 +26,15 @@ from penstock.compare.tasks import make_task, training_batches
 from penstock.compare.trial import TrialResult
 from penstock.errors import CapabilityError, ConfigError, DataError, ScheduleError
 from penstock.models.gpt import language_loss
+from penstock.options.passes import Precision
 from penstock.partition.blocks import cut_blocks
 from penstock.runtime.execute.evaluation import Evaluating
-from penstock.runtime.options.passes import Precision
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.verify.reference import train_reference
-from penstock.view.comparing import caption
+from penstock.view.comparison_progress import caption
 from penstock.weights.updates.lr_schedulers import by_factor
 
 TEXT = Path(__file__).parents[2] / "LICENSE"  # any text that stays the same

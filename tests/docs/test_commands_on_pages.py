@@ -59,7 +59,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise ReachedError
 
     for place in (
-        "penstock.cli.schedules._prove", "penstock.cli.compare._compare", "penstock.verify.verify.verify",
+        "penstock.cli.schedules.commands.prove_asked", "penstock.cli.compare._compare", "penstock.verify.verify.verify",
         "penstock.simulate.method_facts.facts_of_methods", "penstock.view.tables.facts_of_methods",
         "penstock.launch.job_files.job_file", "penstock.plan.profile.files.read_profile",
         "penstock.plan.profile.files.read_profile_text", "penstock.train.export.sample.sample_text",

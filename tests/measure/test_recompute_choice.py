@@ -13,7 +13,7 @@ import penstock
 from penstock.errors import CapabilityError, ConfigError
 from penstock.measure.configured_recompute import chosen_recompute
 from penstock.measure.recompute_choice import _groups, _ways, choose_recompute
-from penstock.runtime.options.options import PipelineOptions
+from penstock.options.groups import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.load import load_config
 from penstock.train.setup.prepare import make_run_folder, prepare

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.runtime.options.passes import Staleness
+from penstock.options.passes import Staleness
 from penstock.runtime.pipeline import Pipeline
 from support.cases import Case, Outcome, assert_same, make_batches, make_blocks, make_pipeline, together, train
 from support.delay_cases import VARIED, assert_trained, go_on, long_case, sequential, snapshots

@@ -14,9 +14,9 @@ from torch import nn
 
 from penstock.checkpoint.manager import Checkpoints
 from penstock.errors import CheckpointError, ConfigError, VersionError
+from penstock.options.passes import Staleness
 from penstock.partition.blocks import LazyBlock
 from penstock.runtime.execute.evaluation import Evaluating
-from penstock.runtime.options.passes import Staleness
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.weights.corrections.pipemare import PipeMare

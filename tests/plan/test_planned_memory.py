@@ -8,6 +8,7 @@ from torch import nn
 
 import penstock.plan.planning as planning
 from penstock.measure.model_profile import measure_blocks, profile_of
+from penstock.options.groups import PipelineOptions
 from penstock.plan.planners.block_chain import BlockChain
 from penstock.plan.planners.candidate_trial import Candidate, CandidateTrial
 from penstock.plan.planners.known_schedules import KnownSchedules, ScheduleKey
@@ -15,7 +16,6 @@ from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.files import parse_profile, profile_text
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.stages.devices import DeviceLevel, Devices
-from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.ir.ops import Op
 from support.grouped import grouped

@@ -13,7 +13,7 @@ import penstock
 from penstock.errors import ConfigError, ScheduleError
 from penstock.plan.planners.block_chain import BlockChain
 from penstock.plan.planners.candidate_trial import Candidate, CandidateTrial
-from penstock.plan.planners.foreseen import METHODS, forecast, least_microbatches
+from penstock.plan.planners.foreseen import METHODS, least_microbatches, stage_forecast
 from penstock.plan.planners.known_schedules import KnownSchedules, ScheduleKey
 from penstock.plan.planners.simulated import simulated_plans
 from penstock.plan.planners.two_bw import Sized
@@ -170,7 +170,7 @@ def test_the_forecast_is_what_the_proof_says(method):
         except ScheduleError:
             continue
         for stage, facts in enumerate(proof.stages.values()):
-            found = forecast(method, depth, m, stage)
+            found = stage_forecast(method, depth, m, stage)
             assert found == (proof.schedule.rule, facts, proof.activations[stage]), (depth, m, stage)
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import CapabilityError, CheckpointError, ConfigError
+from penstock.options.divergence import Divergence
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
-from penstock.runtime.update.divergence import Divergence
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.methods.combine import COMBINES, Combine
 from penstock.schedule.text import parse_schedule

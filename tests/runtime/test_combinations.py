@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.options.divergence import Divergence
 from penstock.partition.sequence_slices import Slicing
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.snapshot import Saving, Snapshot
-from penstock.runtime.update.divergence import Divergence, Trouble
+from penstock.runtime.update.divergence import Trouble
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.build import prove
 from penstock.schedule.machine.batch_border import border_fault

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from penstock import Evaluating, Pipeline
 from penstock.errors import PenstockError, TransportError
-from penstock.runtime.options.run import Group
+from penstock.options.run import Group
 from support.pool import Pool
 
 pytestmark = pytest.mark.processes

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.errors import ConfigError, PenstockError, TransportError
+from penstock.options.run import Group
 from penstock.partition.blocks import LazyBlock, named_blocks
-from penstock.runtime.options.run import Group
 from penstock.runtime.pipeline import Pipeline
 from support.pool import Pool
 from support.schedules import make_schedule

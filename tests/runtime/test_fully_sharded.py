@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from penstock.comm.collective.shard_exchange import LocalShards
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import VersionError
-from penstock.runtime.options.division import DataParallel
-from penstock.runtime.options.passes import Precision
+from penstock.options.division import DataParallel
+from penstock.options.number_formats import PrecisionName
+from penstock.options.passes import Precision
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.update.update_step import Updates
 from penstock.schedule.ir.schedule import Op, Stage
-from penstock.schedule.proof.state_bytes import state_bytes
 from penstock.stage.autograd.recompute import RecomputeMode
-from penstock.stage.precision import PrecisionName
 from penstock.verify.reference import Scaling
 from support.cases import Case, Outcome, assert_equal_tensors, expected, make_batches, make_pipeline
 from support.pool import Pool
 from support.schedules import make_schedule
 from support.sharded import assert_as_whole, train_sharded
+from support.state_bytes import state_bytes
 
 CLIP = 0.4  # of most batches
 TWO, THREE = (("chunks", 2),), (("chunks", 3),)

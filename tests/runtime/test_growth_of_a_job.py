@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint import posts
-from penstock.checkpoint.posts import StorePosts
+from penstock.checkpoint import announcements as posts
+from penstock.checkpoint.announcements import StorePosts
 from penstock.checkpoint.writer import Writer
 from penstock.comm.collective import gather, hand_out
 from penstock.runtime.rank.snapshot import Snapshot
 from penstock.schedule.build import prove
-from penstock.schedule.rank_proof import common_part, own_part
+from penstock.schedule.rank_proof import common_part, part_of_rank
 from penstock.schedule.rank_schedule import schedule_facts
 from support.many_ranks import Network
 
@@ -96,7 +96,7 @@ def share(monkeypatch: pytest.MonkeyPatch, ranks: int) -> tuple[int, int]:
     """Hand out a proof: what a rank receives beside what is common, in bytes; and the most messages but of rank 0."""
     proof, ends = prove("1f1b", ranks, 8), Ends(monkeypatch, ranks)
     common = [schedule_facts(proof.schedule), common_part(proof)]
-    parts = [own_part(proof.lowered, rank) for rank in range(ranks)]
+    parts = [part_of_rank(proof.lowered, rank) for rank in range(ranks)]
 
     def make() -> hand_out.HandedOut:
         return hand_out.HandedOut(common, lambda rank: parts[rank])

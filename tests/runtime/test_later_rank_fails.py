@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import Evaluating, Pipeline, make_schedule
-from penstock.runtime.options.run import Group
+from penstock.options.run import Group
 from penstock.schedule.proof.read_ahead import batches_ahead
 from support.pool import Pool
 

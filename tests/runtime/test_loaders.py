@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from penstock import Checkpoints, Evaluating, Pipeline, make_schedule
 from penstock.errors import DataError, TransportError
+from penstock.options.run import Group
 from penstock.runtime.data.microbatches import microbatches_of
-from penstock.runtime.options.run import Group
 from support.pool import Pool
 
 M, STAGES = 4, 2

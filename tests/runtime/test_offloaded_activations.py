@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock.runtime.options.passes import Recompute
+from penstock.options.passes import Recompute
 from penstock.runtime.pipeline import Pipeline
 from support.predicted_memory import SAMPLES, WIDTH, Run, blocks_for, optimizer_for, peaks_of_a_run, squared
 

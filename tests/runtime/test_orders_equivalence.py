@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import passes
 from support.cases import Case, assert_same, expected, make_batches, make_pipeline, train, train_on_ranks
 from support.order_cases import ORDERS, PAIRS, case_of
@@ -50,7 +51,7 @@ def test_what_was_run_is_the_table(name: str) -> None:
     timeline, kinds = pipeline.timeline(), ("F", "B", "I", "W")
     for rank in range(2):
         work = sorted(timeline.work(rank), key=lambda i: i.start)
-        table = [part for action in case.schedule.actions(rank, 2) for part in passes(action) if part.op in kinds]
+        table = [part for action in actions_of(case.schedule, rank, 2) for part in passes(action) if part.op in kinds]
         wanted = [(part.op, part.stage.index, part.stage.direction, part.unit.first) for part in table]
         assert [(i.what, i.stage, i.direction, i.microbatch) for i in work if i.what in kinds] == wanted
 

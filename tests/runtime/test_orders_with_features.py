@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from penstock.errors import ConfigError, ScheduleError
+from penstock.options.run import Group
 from penstock.runtime.execute.evaluation import Evaluating
-from penstock.runtime.options.run import Group
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.build import prove

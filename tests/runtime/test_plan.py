@@ -13,17 +13,17 @@ from torch import nn
 
 from penstock import make_schedule as proven
 from penstock.errors import CapabilityError, ConfigError, PenstockError, ScheduleError
+from penstock.options.divergence import Divergence
+from penstock.options.division import DataParallel, Partition
+from penstock.options.groups import PipelineOptions
+from penstock.options.passes import Precision, Recompute
+from penstock.options.run import Group
 from penstock.partition.blocks import LazyBlock
 from penstock.runtime.from_plan import continue_under, pipeline_of
-from penstock.runtime.options.division import DataParallel, Partition
-from penstock.runtime.options.options import PipelineOptions
-from penstock.runtime.options.passes import Precision, Recompute
-from penstock.runtime.options.run import Group
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan import plan as plan_module
 from penstock.runtime.plan.method_choice import request_of
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
-from penstock.runtime.update.divergence import Divergence
 from penstock.schedule import build, extend
 from penstock.schedule.build import ScheduleRequest, prove
 from penstock.schedule.methods.choice import method

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.runtime.options.passes import Recompute
+from penstock.options.passes import Recompute
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.extend import extend
 from penstock.verify.pass_order import order_of

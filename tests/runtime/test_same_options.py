@@ -16,17 +16,17 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.errors import ConfigError
+from penstock.options.divergence import Divergence
+from penstock.options.division import DataParallel, Partition
+from penstock.options.groups import PipelineOptions
+from penstock.options.passes import Precision, Recompute, Staleness
+from penstock.options.run import Group
 from penstock.partition.blocks import LazyBlock
 from penstock.partition.sequence_slices import Slicing
-from penstock.runtime.options.division import DataParallel, Partition
-from penstock.runtime.options.options import PipelineOptions
-from penstock.runtime.options.passes import Precision, Recompute, Staleness
-from penstock.runtime.options.run import Group
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.common_options import common_options
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.setup.shared_plan import shared_plan
-from penstock.runtime.update.divergence import Divergence
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.combine import Combine

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.runtime.options.division import DataParallel, Partition
+from penstock.options.division import DataParallel, Partition
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.proof.state_bytes import state_bytes
 from penstock.verify.reference import Scaling
 from support.cases import Case, Outcome, assert_equal_tensors, expected, make_batches, make_pipeline
 from support.pool import Pool
 from support.schedules import make_schedule
 from support.sharded import assert_as_whole, train_sharded
+from support.state_bytes import state_bytes
 
 CLIP = 0.4  # of most batches
 CASES = [

@@ -10,8 +10,9 @@ from penstock.errors import ScheduleError
 from penstock.runtime.rank.stage_books import Effect, StageBooks
 from penstock.schedule.build import prove, smallest_microbatches
 from penstock.schedule.extend import extend
+from penstock.schedule.ir.absolute_actions import since
 from penstock.schedule.ir.rules import RULES
-from penstock.schedule.ir.schedule import Action, Copy, Op, Schedule, since, split_fused
+from penstock.schedule.ir.schedule import Action, Copy, Op, Schedule, split_fused
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.stage_spec import StageSpec, stage_specs
 from penstock.schedule.proof.stage_state import StageState

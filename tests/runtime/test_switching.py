@@ -16,15 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import CapabilityError, ConfigError, PenstockError
+from penstock.options.divergence import Divergence
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.update.divergence import Divergence, DivergenceDetector, Trouble
+from penstock.runtime.update.divergence import DivergenceDetector, Trouble
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.schedule import Schedule
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.train.setup.early_stopping import known_after
 from penstock.verify.reference import Scaling, run
-from penstock.verify.reference.methods import DOUBLE_BUFFER, options_of
+from penstock.verify.reference.methods import DOUBLE_BUFFER, method_options
 from penstock.verify.reference.predictions import ReferencePrediction
 from penstock.verify.reference.stage import ReferenceReading, step
 from penstock.weights.corrections.pipemare import PipeMare
@@ -98,7 +99,7 @@ def expected_of(case: Case, phases: Phases, patch: pytest.MonkeyPatch) -> Outcom
         if t in starts:
             if not (starts[t] in DOUBLE_BUFFER and self.method in DOUBLE_BUFFER):
                 since = t
-            self.method, self.options = starts[t], options_of(starts[t], OPTIONS.get(starts[t], {}))
+            self.method, self.options = starts[t], method_options(starts[t], OPTIONS.get(starts[t], {}))
             for stage in self.stages:
                 stage.reading, stage.step, stage.made = (
                     ReferenceReading(),

@@ -18,15 +18,15 @@ from torch import nn
 from penstock.comm.collective.wave_exchange import LocalExchange
 from penstock.comm.core.rank_grid import Holder
 from penstock.errors import CheckpointError, ConfigError, PenstockError, TransportError, VersionError
+from penstock.options.divergence import Divergence
+from penstock.options.division import DataParallel
+from penstock.options.number_formats import PrecisionName
 from penstock.runtime.execute.evaluation import Evaluating
-from penstock.runtime.options.division import DataParallel
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
-from penstock.runtime.update.divergence import Divergence
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.methods.combine import Combine
 from penstock.schedule.text import parse_schedule
-from penstock.stage.precision import PrecisionName
 from penstock.weights.store import VersionStore
 from penstock.weights.waves import WaveWeights
 from support.cases import OPTIMIZERS, Case, make_batches, make_blocks, make_pipeline, mean_loss

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.options.number_formats import low_precision
 from penstock.schedule.methods.combine import Combine
-from penstock.stage.precision import low_precision
 from penstock.verify.reference.decisions import Scaling
 from penstock.verify.reference.waves import Wsp, train_wsp
 from support.cases import (

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule.build import prove
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
@@ -27,7 +28,7 @@ def test_every_batch_has_each_of_them_between_its_last_backward_and_its_update(m
     schedule = everything(make_schedule(method, depth, m))
     check(schedule)
     for rank in range(depth):
-        actions = list(schedule.actions(rank, 5))
+        actions = list(actions_of(schedule, rank, 5))
         place = {(a.op, a.unit.first): i for i, a in enumerate(actions)}
         for batch in range(5):
             tied = rank in (0, depth - 1)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import ScheduleError
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
@@ -107,7 +108,7 @@ def runs_with_blocking_sends(schedule):
     rows = []
     for rank in range(ranks):
         row = []
-        for a in schedule.actions(rank, 1):
+        for a in actions_of(schedule, rank, 1):
             if a.op in (Op.F, Op.B):
                 came_from, goes_to = (rank - 1, rank + 1) if a.op is Op.F else (rank + 1, rank - 1)
                 message = (a.op, a.unit.first)

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.schedule.build import prove
 from penstock.schedule.extend import extend
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.machine.lower import lower
@@ -33,7 +34,7 @@ def slots(stages: int, stage: int, microbatches: int, first: str = "F") -> str:
 def test_passes_stand_in_the_slots_of_the_paper(p: int, n: int) -> None:
     schedule = prove("newest", p, n, order="fine-grained").schedule
     for rank in range(p):
-        found = [f"{a.op}{a.unit.first}" for a in schedule.actions(rank, 7) if a.op is not Op.STEP]
+        found = [f"{a.op}{a.unit.first}" for a in actions_of(schedule, rank, 7) if a.op is not Op.STEP]
         assert " ".join(found) == slots(p, rank + 1, 7 * n)
 
 
@@ -107,5 +108,5 @@ def test_backwards_first_it_is_that_of_pipelined_backpropagation(p: int) -> None
     proof = prove("newest", p, 1, order="endless-eager-1f1b")
     assert [proof.stages[stage].delay.forward for stage in sorted(proof.stages)] == [2 * (p - 1 - s) for s in range(p)]
     for rank in range(p):
-        found = [f"{a.op}{a.unit.first}" for a in proof.schedule.actions(rank, 9) if a.op is not Op.STEP]
+        found = [f"{a.op}{a.unit.first}" for a in actions_of(proof.schedule, rank, 9) if a.op is not Op.STEP]
         assert found == slots(p, rank + 1, 9, first="B").split()

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Op, Unit, passes
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
@@ -76,7 +77,7 @@ def reference(schedule, forward, backward, copy, batches):
     """The times of one rank without messages, by its equations."""
     now = free = 0.0
     back, found = {}, {}
-    for action in schedule.actions(0, batches):
+    for action in actions_of(schedule, 0, batches):
         for p in passes(action):
             if p.op in (Op.OFFLOAD, Op.FETCH):
                 free = max(now, free) + copy

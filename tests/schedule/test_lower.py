@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.schedule.ir.absolute_actions import actions_of, existing
 from penstock.schedule.ir.rules import RULES
-from penstock.schedule.ir.schedule import Op, Payload, existing
+from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import check
@@ -202,7 +203,7 @@ def test_instructions_of_a_span_are_those_that_exist(schedule):
         messages.update(i.action.op for i in epilogue if i.route >= 0)
         wanted = Counter(what for what, _ in stream(lowered, rank, batches))
         assert (messages[Op.SEND], messages[Op.RECV]) == (wanted["send"], wanted["receive"])
-        assert passes["period"] + sum(i.route < 0 for i in epilogue) == len(list(schedule.actions(rank, batches)))
+        assert passes["period"] + sum(i.route < 0 for i in epilogue) == len(list(actions_of(schedule, rank, batches)))
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.runtime.plan.capabilities import check_offered
 from penstock.schedule.build import prove, smallest_microbatches
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.orders.nf1b import version_difference
@@ -30,7 +31,7 @@ F0 F1 B0..1 F2 F3 B2..3 F4 F5 B4..5 F6 F7 B6..7 F8 F9 B8..9
 
 
 def passes_of(schedule: Schedule, rank: int, batches: int) -> list[str]:
-    actions = schedule.actions(rank, batches)
+    actions = actions_of(schedule, rank, batches)
     return [str(a._replace(reads=None)).split("@")[0] for a in actions if a.op in (Op.F, Op.B)]
 
 
@@ -101,7 +102,7 @@ def test_further_ahead() -> None:
     for rank in range(3):
         wide = [
             name
-            for a in plain.actions(rank, 5)
+            for a in actions_of(plain, rank, 5)
             for name in {
                 Op.F: [f"F{4 * a.unit.first + k}" for k in range(4)],
                 Op.B: [f"B{4 * a.unit.first}..{4 * a.unit.first + 3}"],

@@ -5,6 +5,7 @@ from math import ceil
 import pytest
 
 from penstock.schedule.build import prove
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 
@@ -86,7 +87,7 @@ def test_every_slice_asks_for_what_its_microbatch_was_admitted_with(method):
 
 def live_versions(schedule, rank, batches):
     """The most versions alive at once, from the unrolled span: a version lives from its birth to its last reader."""
-    actions = list(schedule.actions(rank, batches))
+    actions = list(actions_of(schedule, rank, batches))
     last_read, newest, most = {}, 0, 1
     for i, action in enumerate(actions):
         if action.reads:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.orders import ORDERS
 from support.schedules import make_schedule
 
@@ -50,7 +51,7 @@ F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7
 
 def passes_of(schedule, rank, batches):
     """What a rank runs in a span, without updates, as `F3 B0 ...`."""
-    return " ".join(f"{a.op}{a.unit.first}" for a in schedule.actions(rank, batches) if a.op in ("F", "B"))
+    return " ".join(f"{a.op}{a.unit.first}" for a in actions_of(schedule, rank, batches) if a.op in ("F", "B"))
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ import pytest
 from penstock.errors import PenstockError
 from penstock.schedule.build import prove
 from penstock.schedule.extend import evaluation_of, extend
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import Proof, check
 from penstock.schedule.proof.stage_spec import stage_specs
-from penstock.schedule.rank_proof import common_part, own_part, rank_proof
+from penstock.schedule.rank_proof import common_part, part_of_rank, rank_proof
 from penstock.schedule.rank_schedule import rank_schedule, schedule_facts
 from penstock.schedule.text import parse_schedule
 from support.smallest_batch import least
@@ -31,9 +32,9 @@ def assert_same(proof: Proof) -> None:
     common, facts = sent(common_part(proof)), sent(schedule_facts(proof.schedule))
     for rank in range(proof.schedule.ranks):
         received = rank_schedule(facts, unbuilt)
-        found = rank_proof(received, rank, common, sent(own_part(proof.lowered, rank)))
+        found = rank_proof(received, rank, common, sent(part_of_rank(proof.lowered, rank)))
         assert_alike(found.schedule, proof.schedule, rank)
-        found = rank_proof(proof.schedule, rank, common, sent(own_part(proof.lowered, rank)))
+        found = rank_proof(proof.schedule, rank, common, sent(part_of_rank(proof.lowered, rank)))
         assert found.lowered.programs[rank] == proof.lowered.programs[rank]
         assert (found.lowered.routes, found.lowered.window) == (proof.lowered.routes, proof.lowered.window)
         assert (found.lowered.lanes, found.schedule) == (proof.lowered.lanes, proof.schedule)
@@ -60,7 +61,7 @@ def assert_alike(received: Schedule, built: Schedule, rank: int) -> None:
     assert {name: getattr(received, name) for name in FACTS} == {name: getattr(built, name) for name in FACTS}
     assert received.program(rank) == built.program(rank)
     assert stage_specs(received, 0, {rank}) == [one for one in stage_specs(built, 0) if one.stage.rank == rank]
-    assert list(received.actions(rank, 3, -1)) == list(built.actions(rank, 3, -1))
+    assert list(actions_of(received, rank, 3, -1)) == list(actions_of(built, rank, 3, -1))
 
 
 def test_the_programs_of_other_ranks_are_built_when_somebody_looks() -> None:
@@ -102,6 +103,6 @@ def extended_or_none(schedule: Schedule, options: dict) -> Proof | None:
 def test_a_rank_gets_no_more_than_its_own_program(ranks: int) -> None:
     """Its size follows the microbatches, not the ranks; what all have in common follows the stages alone."""
     proof = prove("1f1b", ranks, 64)
-    sizes = [len(json.dumps(own_part(proof.lowered, rank))) for rank in range(ranks)]
+    sizes = [len(json.dumps(part_of_rank(proof.lowered, rank))) for rank in range(ranks)]
     assert max(sizes) < 64 * 260
     assert len(json.dumps(common_part(proof))) < 200 * ranks

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from penstock.schedule.build import prove
-from penstock.schedule.proof.state_bytes import state_bytes
+from support.state_bytes import state_bytes
 
 
 def total(proof, width, low, rank=0):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from penstock.errors import ScheduleError
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import (
     Action,
     Copy,
@@ -145,7 +146,7 @@ def test_every_action_is_read_back(action):
 
 def test_str_of_an_action_has_absolute_numbers():
     schedule = make_schedule("2bw", 2, 2)
-    printed = [str(a) for a in schedule.actions(0, 2)]
+    printed = [str(a) for a in actions_of(schedule, 0, 2)]
     assert printed == [
         "F0@0^0", "F1@0^0", "B0@0^0", "F2@0^0", "B1@0^0", "F3@0^0", "B2@0^0", "STEP[0]@0", "B3@0^0", "STEP[1]@0",
     ]  # fmt: skip

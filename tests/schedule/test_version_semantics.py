@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Op
 from support.schedules import make_schedule
 
@@ -14,7 +15,7 @@ BATCHES = 5
 
 def reads(schedule, rank, older=0, batches=BATCHES):
     """Per pass of the span, in order: (operation, microbatch of the span, version read)."""
-    for action in schedule.actions(rank, batches, older):
+    for action in actions_of(schedule, rank, batches, older):
         if action.op is not Op.STEP:
             (version,) = action.reads.versions
             yield action.op, action.unit.first, version
@@ -95,7 +96,7 @@ def test_2bw_span_that_continues_an_earlier_one_begins_with_two_bases(depth):
 def test_every_version_is_born_once_and_in_order(method, depth):
     schedule = make_schedule(method, depth, depth + 1)
     for rank in range(depth):
-        steps = [a.unit.first for a in schedule.actions(rank, BATCHES) if a.op is Op.STEP]
+        steps = [a.unit.first for a in actions_of(schedule, rank, BATCHES) if a.op is Op.STEP]
         assert steps == list(range(BATCHES))
 
 
@@ -105,7 +106,7 @@ def test_2bw_steps_directly_before_the_first_forward_that_reads_the_new_version(
     m = max(depth - 1, 1) + more
     schedule = make_schedule("2bw", depth, m)
     for rank in range(depth):
-        actions = list(schedule.actions(rank, BATCHES))
+        actions = list(actions_of(schedule, rank, BATCHES))
         for i, action in enumerate(actions):
             if action.op is Op.STEP and action.unit.first + 2 < BATCHES:
                 following = actions[i + 1]
@@ -118,7 +119,7 @@ def test_2bw_steps_directly_before_the_first_forward_that_reads_the_new_version(
 def test_pipedream_steps_directly_after_the_last_backward_of_the_batch(method, depth, m):
     schedule = make_schedule(method, depth, m)
     for rank in range(depth):
-        actions = list(schedule.actions(rank, BATCHES))
+        actions = list(actions_of(schedule, rank, BATCHES))
         for before, action in pairwise(actions):
             if action.op is Op.STEP:
                 assert (before.op, before.unit.first) == (Op.B, action.unit.first * m + m - 1)
@@ -129,7 +130,7 @@ def test_flush_steps_when_nothing_is_in_flight(method):
     schedule = make_schedule(method, 3, 4)
     for rank in range(3):
         flying = 0
-        for action in schedule.actions(rank, 3):
+        for action in actions_of(schedule, rank, 3):
             flying += {Op.F: 1, Op.B: -1}.get(action.op, 0)
             if action.op is Op.STEP:
                 assert flying == 0

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.schedule.build import prove
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Action, Op
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.window_search import unlimited
@@ -66,7 +67,7 @@ def as_in_the_code(p: int, rank: int, batches: int) -> list[str]:
 def test_it_is_the_order_of_the_code_of_its_authors(p: int) -> None:
     schedule = make_schedule("wpipe", p, p)
     for rank in range(p):
-        found = [printed(a, p) for a in schedule.actions(rank, 4) if a.op is not Op.STEP]
+        found = [printed(a, p) for a in actions_of(schedule, rank, 4) if a.op is not Op.STEP]
         assert found == as_in_the_code(p, rank, 4)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
@@ -118,7 +119,7 @@ def test_labels_count_through_the_span(batches):
     timeline = simulate_schedule(check(schedule), Costs.uniform(schedule), batches).timeline
     for rank in (0, 1):
         labels = [i.label for i in timeline.work(rank)]
-        assert labels == [f"{a.op}{a.unit.first}" for a in schedule.actions(rank, batches)]
+        assert labels == [f"{a.op}{a.unit.first}" for a in actions_of(schedule, rank, batches)]
     for i in timeline.work():
         number = int(i.label.removeprefix("STEP").strip("FB"))
         assert i.batch == (number if i.what == "STEP" else number // 2)

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.errors import DeadlockError, ScheduleError
 from penstock.schedule.build import prove
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Kind, Op
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.window_search import unlimited
@@ -38,7 +39,7 @@ def earliest(schedule, costs, batches):
     Gathers and sums of a rank occupy its network one after the other. A gradient is whole from the start of its first
     backward to the end of its sum; a backward that would make more than k waits. Messages take no time.
     """
-    todo = [list(schedule.actions(rank, batches, older=-1)) for rank in range(schedule.ranks)]
+    todo = [list(actions_of(schedule, rank, batches, older=-1)) for rank in range(schedule.ranks)]
     clock, network, found = defaultdict(float), defaultdict(float), []
     there, whole, summed = {}, {}, {}  # (F or G, stage, microbatch), (stage, version), (stage, batch) -> time
     begun, ends = defaultdict(set), defaultdict(list)

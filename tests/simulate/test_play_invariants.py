@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hypothesis import given, settings, strategies as st
 
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
@@ -103,7 +104,7 @@ def test_figures_stay_in_their_bounds(run):
 @given(runs())
 def test_everything_runs_once(run):
     simulation, proof, _, batches = run
-    wanted = sum(len(list(proof.schedule.actions(rank, batches))) for rank in range(proof.schedule.ranks))
+    wanted = sum(len(list(actions_of(proof.schedule, rank, batches))) for rank in range(proof.schedule.ranks))
     intervals = [i for i in simulation.timeline.intervals if i.what != "SEND"]
     assert len(intervals) == wanted
 
@@ -114,7 +115,7 @@ def test_busy_time_is_the_sum_of_what_a_rank_runs(run):
     simulation, proof, costs, batches = run
     beside = ("REDUCE", "AVERAGE", "GATHER")
     for rank, busy in enumerate(simulation.bubble.busy):
-        work = sum(costs.duration(a) for a in proof.schedule.actions(rank, batches) if a.op.value not in beside)
+        work = sum(costs.duration(a) for a in actions_of(proof.schedule, rank, batches) if a.op.value not in beside)
         assert abs(busy - work) <= 1e-9 * max(1.0, work)
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op
-from penstock.schedule.proof.state_bytes import state_bytes
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.network import Network
 from penstock.simulate.simulate import simulate_schedule
+from support.state_bytes import state_bytes
 
 GIB = 2**30
 DF, BF = "interleaved", "breadth-first"

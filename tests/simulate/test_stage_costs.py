@@ -37,6 +37,18 @@ def test_duration(action, time):
     assert COSTS.duration(action) == time
 
 
+@pytest.mark.parametrize("stages", [1, 1.0, (), (1.0, 2.0), [StageCost(1, 1, 1)], StageCost(1, 1, 1), None])
+def test_stages_that_are_no_costs_are_refused(stages):
+    """With what to write instead, not when they are first used."""
+    with pytest.raises(ConfigError, match=r"stages must be a StageCost for each stage.*Costs\.uniform"):
+        Costs(stages)
+
+
+def test_what_is_no_costs_at_all_is_refused():
+    with pytest.raises(ConfigError, match=r"costs must be a Costs.*got 1"):
+        simulate_schedule(make_schedule("1f1b", 2, 2), 1)
+
+
 def test_uniform_costs_are_those_of_a_whole_rank():
     schedule = make_schedule("1f1b", 3, 4)
     costs = Costs.uniform(schedule, 1, 2, 3, latency=4, step=5)

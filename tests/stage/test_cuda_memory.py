@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.models.gpt_shape import GPTConfig
+from penstock.options.number_formats import PrecisionName
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.autograd.recompute import RecomputeMode
-from penstock.stage.precision import PrecisionName
 from support.schedules import make_schedule
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

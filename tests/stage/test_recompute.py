@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
@@ -79,8 +80,8 @@ def test_a_recompute_reads_what_its_forward_read(method: str) -> None:
     plain, schedule = (f(make_schedule(method, 3, m)) for f in (lambda s: s, with_recompute))
     assert check(schedule).stages.keys() == check(plain).stages.keys()
     for rank in range(3):
-        read = {a.unit.first: a.reads for a in schedule.actions(rank, 4) if a.op is Op.F}
-        again = {a.unit.first: a.reads for a in schedule.actions(rank, 4) if a.op is Op.R}
+        read = {a.unit.first: a.reads for a in actions_of(schedule, rank, 4) if a.op is Op.F}
+        again = {a.unit.first: a.reads for a in actions_of(schedule, rank, 4) if a.op is Op.R}
         assert again.items() <= read.items()
 
 

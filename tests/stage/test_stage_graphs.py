@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import ConfigError, DataError
-from penstock.runtime.options.run import Group
+from penstock.options.run import Group
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import prove
 from penstock.schedule.orders.stage_graph import over

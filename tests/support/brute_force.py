@@ -7,6 +7,7 @@ weights that its rule's equation names, from a version that is still there?
 
 from collections import Counter
 
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Op
 
 BUFFERS = {"flush": 2, "newest": 2, "double-buffer": 3, "stash": None, "vertical-sync": None}
@@ -15,7 +16,7 @@ BUFFERS = {"flush": 2, "newest": 2, "double-buffer": 3, "stash": None, "vertical
 def complaint(schedule):
     """Why the schedule is wrong in some span that is long enough to show every number of its text, or None."""
     for batches in range(1, 3 + _lookback(schedule)):
-        programs = [list(schedule.actions(rank, batches)) for rank in range(schedule.ranks)]
+        programs = [list(actions_of(schedule, rank, batches)) for rank in range(schedule.ranks)]
         why = _coverage(schedule, programs, batches) or _dependencies(programs) or _weights(schedule, programs, batches)
         if why:
             return f"{batches} batches: {why}"

@@ -6,7 +6,8 @@ earlier, in the period before only behind that period's first forward, and never
 `latency` after both its ends are posted.
 """
 
-from penstock.schedule.ir.schedule import Op, shift
+from penstock.schedule.ir.absolute_actions import shift
+from penstock.schedule.ir.schedule import Op
 
 WAITS = {Op.F: -1, Op.B: 1}
 """The neighbour whose forward or backward a pass waits for; the other neighbour waits for this one's."""

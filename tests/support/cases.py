@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from penstock.comm.collective.all_reduce import Reduce
 from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
+from penstock.options.number_formats import BoundaryGradients, PrecisionName, boundary_format, low_precision
 from penstock.partition.blocks import LazyBlock
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.ir.schedule import Op, Schedule, passes
 from penstock.schedule.methods.find_method import find_method
 from penstock.stage.autograd.recompute import RecomputeMode
-from penstock.stage.precision import BoundaryGradients, PrecisionName, boundary_format, low_precision
 from penstock.train.config.sections import OptimizerName, OptimizerSection
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.verify.pass_order import order_of

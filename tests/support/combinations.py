@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
+from penstock.options.divergence import Divergence
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.update.divergence import Divergence
 from penstock.schedule.build import smallest_microbatches
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.methods.combine import Combine

@@ -13,8 +13,8 @@ from pathlib import Path
 from penstock.errors import ScheduleError
 from penstock.schedule.build import prove
 from penstock.schedule.ir.rules import RULES
+from penstock.schedule.methods.method_text import written_method
 from penstock.schedule.methods.table import METHODS
-from penstock.schedule.methods.written import written_method
 from penstock.simulate.costs import Costs
 from penstock.simulate.method_facts import facts_of_methods
 from penstock.simulate.network import Network

@@ -8,12 +8,13 @@ machine whose buffers do not run out the simulator must give these times exactly
 
 from itertools import pairwise
 
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Kind, Op
 
 
 def start_times(schedule, duration, latency, batches):
     """Per rank, (action, start, end) of every action of a span; `duration` maps an action to its time."""
-    todo = [list(schedule.actions(rank, batches)) for rank in range(schedule.ranks)]
+    todo = [list(actions_of(schedule, rank, batches)) for rank in range(schedule.ranks)]
     done = [[] for _ in todo]
     born = {}  # fact -> (when it exists, on which rank)
     fetched = set()  # what comes back from a peer: stage, microbatch, slice

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from penstock.runtime.options.division import DataParallel, Microbatches, Partition
-from penstock.runtime.options.passes import Precision, Recompute, Staleness
-from penstock.runtime.options.run import Group
+from penstock.options.division import DataParallel, Microbatches, Partition
+from penstock.options.passes import Precision, Recompute, Staleness
+from penstock.options.run import Group
 
 GROUPS = {
     "data_parallel": DataParallel,

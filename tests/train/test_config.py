@@ -16,7 +16,7 @@ from penstock.train.config.key_reference import (
     described_keys,
     known_keys,
     suggested_keys,
-    with_options,
+    with_option_keys,
 )
 from penstock.train.config.load import load_config, validate_config
 from penstock.train.config.schema import TrainConfig
@@ -275,7 +275,7 @@ def test_every_choice_is_named_with_its_key():
 
 def test_options_of_methods_are_listed_under_their_sections():
     """With the methods that take them, and their defaults there."""
-    rows = with_options(described_keys())
+    rows = with_option_keys(described_keys())
     names = [key for key, _, _ in rows]
     assert names[names.index("correction") + 1] == "correction.reschedule"
     assert [row for row in rows if row[0] in known_keys()] == described_keys()

@@ -8,7 +8,7 @@ from penstock.errors import ConfigError
 from penstock.models.gpt_shape import preset
 from penstock.train.config.load import load_config
 from penstock.train.setup import machine_memory
-from penstock.train.setup.machine_memory import check_memory, check_workers
+from penstock.train.setup.machine_memory import check_machine_memory, check_workers
 from support.command_line import run
 
 
@@ -33,17 +33,17 @@ def test_the_least_that_a_run_takes(changes: list[str], parts: str | None) -> No
     assert 1.05e9 < model.parameters < 1.15e9
     config = load_config(None, ["method=1f1b", *changes])
     if parts is None:
-        check_memory(config, model)
+        check_machine_memory(config, model)
         return
     with pytest.raises(ConfigError, match=r"takes at least 1\d\.\d GiB|takes at least 2\d\.\d GiB") as refused:
-        check_memory(config, model)
+        check_machine_memory(config, model)
     assert parts in str(refused.value)
     assert "but this machine has 16.0 GiB; use a smaller model" in str(refused.value)
 
 
 def test_a_machine_that_does_not_say_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_memory, "_physical_memory", lambda: None)
-    check_memory(load_config(None, []), preset("3.8b", vocabulary=256))
+    check_machine_memory(load_config(None, []), preset("3.8b", vocabulary=256))
 
 
 def test_more_processes_than_a_machine_starts() -> None:

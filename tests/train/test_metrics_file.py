@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from penstock.train.metrics_file import Metrics
-from penstock.train.setup.recorded import recorded
+from penstock.train.setup.recorded_progress import recorded
 
 
 def test_a_record_that_was_cut_does_not_swallow_the_next_one(tmp_path: Path) -> None:

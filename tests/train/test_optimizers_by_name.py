@@ -24,7 +24,7 @@ from penstock.train.setup.prepare import prepare
 from penstock.weights.corrections.base import StagePlace
 from penstock.weights.corrections.registry import correction_of
 from penstock.weights.memory.buffers import Layout
-from penstock.weights.optim.adapters import ByParameter, Joined, is_separable, name_of, part_of
+from penstock.weights.optim.adapters import ByParameter, Joined, is_separable, name_of, optimizer_of
 from penstock.weights.optim.basis_rotation import BasisRotation
 from penstock.weights.optim.directions import check_predictable, direction
 
@@ -353,7 +353,7 @@ def test_joined_optimizers_are_predicted_part_by_part() -> None:
         else:
             mean, square = state["exp_avg"] / (1 - 0.9**3), state["exp_avg_sq"] / (1 - 0.95**3)
             torch.testing.assert_close(found, mean / (square.sqrt() + 1e-8))
-        assert part_of(optimizer, p) in (optimizer.parts if isinstance(optimizer, Joined) else ())
+        assert optimizer_of(optimizer, p) in (optimizer.parts if isinstance(optimizer, Joined) else ())
 
 
 @pytest.mark.parametrize("name", ["nadam", "adan", "soap", "basis-rotation"])

@@ -17,7 +17,7 @@ from penstock.compare.tasks import make_task
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import count_blocks, preset
-from penstock.runtime.options.options import PipelineOptions
+from penstock.options.groups import PipelineOptions
 from penstock.schedule import build, extend
 from penstock.train.config.load import load_config
 from penstock.train.config.schema import TrainConfig

@@ -12,22 +12,23 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.checkpoint.format import checkpoints, complete, part_of as being_written, place_of
+from penstock.checkpoint.format import checkpoint_folder, checkpoints, complete, partial_folder as being_written
 from penstock.cli import main
 from penstock.cli.train import _launch
 from penstock.errors import ConfigError, InterruptedRunError, WorkerError
 from penstock.files import fingerprint
 from penstock.train.config.load import load_config
+from penstock.train.config.written_config import note_changes, write_config
 from penstock.train.metrics_file import Metrics
 from penstock.train.setup.prepare import check_resume
-from penstock.train.setup.run_folder import how_to_go_on, note_changes, set_aside_run, write_config
-from penstock.train.setup.taken_back import ConfigBefore
+from penstock.train.setup.restored_config import ConfigBefore
+from penstock.train.setup.run_folder import how_to_go_on, set_aside_run
 from support.command_line import run as run_command
 
 
 def leave(run: Path, batch: int) -> None:
     """A checkpoint without tensors."""
-    place = place_of(run, batch)
+    place = checkpoint_folder(run, batch)
     being_written(place).mkdir(parents=True)
     complete(place, {"facts": {"batch": batch}, "extra": {}, "files": {}, "tensors": {}})
 
@@ -39,7 +40,7 @@ def test_fewer_batches_than_a_run_has_are_refused(tmp_path: Path) -> None:
         check_resume(load_config(None, ["batches=111"]), tmp_path)
     check_resume(load_config(None, ["batches=112"]), tmp_path)  # its end, where that has failed
     check_resume(load_config(None, ["batches=113"]), tmp_path)
-    (place_of(tmp_path, 112) / "index.json").write_text("{")  # the run goes on from the one before
+    (checkpoint_folder(tmp_path, 112) / "index.json").write_text("{")  # the run goes on from the one before
     check_resume(load_config(None, ["batches=111"]), tmp_path)
     with pytest.raises(ConfigError, match="has 100 batches already"):
         check_resume(load_config(None, ["batches=20"]), tmp_path)
@@ -48,7 +49,7 @@ def test_fewer_batches_than_a_run_has_are_refused(tmp_path: Path) -> None:
 def test_what_has_no_checkpoint_or_no_whole_one_is_told_by_the_run(tmp_path: Path) -> None:
     check_resume(load_config(None, ["batches=1"]), tmp_path)
     leave(tmp_path, 5)
-    (place_of(tmp_path, 5) / "index.json").unlink()
+    (checkpoint_folder(tmp_path, 5) / "index.json").unlink()
     check_resume(load_config(None, ["batches=1"]), tmp_path)
 
 
@@ -165,7 +166,7 @@ def test_a_run_that_has_lost_its_checkpoints_is_not_begun_again_without_a_word(m
 
 def test_another_model_is_refused_before_workers_start(monkeypatch, capsys, trained) -> None:
     """In one line; they would all say it, each of its own weights. Heads and context are of no weight."""
-    place = place_of(trained, 2)
+    place = checkpoint_folder(trained, 2)
     being_written(place).mkdir(parents=True)
     sizes = {"layers.0.mlp_norm.weight": 128, "layers.1.mlp_norm.weight": 128, "head.norm.weight": 128}
     tensors = {f"weights/{name}": torch.zeros(size) for name, size in sizes.items()}

@@ -13,10 +13,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.errors import ConfigError
 from penstock.train.config.load import load_config, validate_config
+from penstock.train.config.written_config import note_changes
 from penstock.train.graceful_stop import DrainRequest
 from penstock.train.loop import _Loop
 from penstock.train.setup.prepare import prepare
-from penstock.train.setup.run_folder import note_changes
 from support.pool import Pool
 from support.worker_functions import Silent
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.errors import CapabilityError, ConfigError
 from penstock.verify.reference import FLUSH, METHODS, train_reference
 from penstock.verify.reference.corrections import Discrepancy, Rescheduling, Spike
-from penstock.verify.reference.delays import horizons, mean_delay, version_read
+from penstock.verify.reference.delays import mean_delay, prediction_horizons, version_read
 from penstock.verify.reference.methods import OPTIONS
 from penstock.verify.reference.predictions import velocity
 from support import scalar_pipelines as by_hand
@@ -314,7 +314,7 @@ def test_tables_of_horizons() -> None:
     """SpecTrain for 3 and 4 devices, its stashing variant, which is PipeOptim's, and XPipe for 4 devices, T = 2."""
 
     def table(method: str, d: int, m: int = 1) -> list[tuple[float, float | None]]:
-        return [horizons(method, s, d, m) for s in range(d)]
+        return [prediction_horizons(method, s, d, m) for s in range(d)]
 
     assert table("spectrain", 4) == [(3, 0), (2, 0), (2, 1), (1, 1)]
     assert table("spectrain", 3) == [(2, 0), (1, 0), (1, 1)]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError, VersionError
 from penstock.models.gpt_shape import GPTConfig
+from penstock.options import passes as passes_module
 from penstock.partition.blocks import LazyBlock
-from penstock.runtime.options import passes as passes_module
 from penstock.schedule.methods.table import METHODS
 from penstock.stage.module import StageModule
 from penstock.train.config.load import load_config

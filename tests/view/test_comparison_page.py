@@ -19,8 +19,8 @@ from penstock.compare.prepare import enter
 from penstock.compare.results import Findings
 from penstock.compare.tasks import make_task
 from penstock.compare.trial import TrialResult
-from penstock.view.comparing import plus_minus
 from penstock.view.comparison_page import comparison_page, write_findings
+from penstock.view.comparison_progress import plus_minus
 from penstock.view.plot import Curve, plot_svg
 
 VOID = {"meta"}

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.idle_time import split_time
-from penstock.runtime.in_flight.adapted import AdaptedInFlight
+from penstock.runtime.in_flight.chosen import AdaptedInFlight
 from penstock.runtime.in_flight.measure import Measured
 from penstock.simulate.auto_in_flight import InFlightChoice
 from penstock.simulate.in_flight import RankTimes

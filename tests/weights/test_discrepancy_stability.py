@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.options.passes import Staleness
+from penstock.options.passes import Staleness
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import prove
 from penstock.weights.corrections.registry import correction_of

@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer, lr_scheduler as schedulers
 import penstock
 from penstock import Pipeline, make_schedule
 from penstock.errors import CapabilityError, CheckpointError, ConfigError, PenstockError
-from penstock.runtime.options.run import Group
+from penstock.options.run import Group
 from penstock.weights.updates.lr_schedulers import ScheduledSettings
 from support.cases import assert_equal_tensors
 from support.pool import Pool

@@ -20,6 +20,7 @@ from torch.func import functional_call
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import prove
 from penstock.schedule.extend import extend
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.text import parse_schedule
 from penstock.schedule.transforms.recompute import length_of, with_recompute
@@ -440,7 +441,7 @@ def kept(depth: int, segments: int | None) -> int:
     total = 0
     for rank in range(depth):
         inputs = activations = most = 0
-        for action in schedule.actions(rank, 3 * depth):
+        for action in actions_of(schedule, rank, 3 * depth):
             if action.op is Op.F and rank in schedule.recomputed:
                 inputs += schedule.segment_before(rank) is None
             elif action.op in (Op.F, Op.R):

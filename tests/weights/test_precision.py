@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.options.number_formats import PrecisionName
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.methods.choice import method
 from penstock.stage.autograd.recompute import RecomputeMode
-from penstock.stage.precision import PrecisionName
 from penstock.verify.reference import Scaling
 from support.cases import (
     ONE_OF_EACH,

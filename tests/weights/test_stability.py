@@ -13,7 +13,7 @@ from benchmarks.stability import BETAS, delayed, limit_of, roots_of, synchronous
 from torch import Tensor, nn
 
 import penstock
-from penstock.runtime.options.passes import Staleness
+from penstock.options.passes import Staleness
 from penstock.runtime.pipeline import Pipeline
 from support.cases import Named
 from support.schedules import make_schedule

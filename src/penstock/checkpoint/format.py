@@ -82,12 +82,12 @@ class Checkpoint:
         return int(self.facts["batch"])
 
 
-def place_of(run: Path, batch: int) -> Path:
+def checkpoint_folder(run: Path, batch: int) -> Path:
     """Return the folder of a checkpoint of a run."""
     return run / FOLDER / f"batch-{batch:08d}"
 
 
-def part_of(place: Path) -> Path:
+def partial_folder(place: Path) -> Path:
     """Return the folder that a checkpoint is in while it is being written."""
     return place.with_name(f".{place.name}{_PART}")
 
@@ -161,7 +161,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def complete(place: Path, content: Mapping[str, Any]) -> None:
     """Complete a checkpoint: write the index and rename the folder."""
-    part = part_of(place)
+    part = partial_folder(place)
     indexes.write_index(part, SCHEMA, content)
     sync_folder(part)
     if place.exists():  # from before a restart from an older checkpoint
@@ -170,7 +170,7 @@ def complete(place: Path, content: Mapping[str, Any]) -> None:
     sync_folder(place.parent)
 
 
-def rotate(run: Path, newest: Path, keep: int) -> None:
+def remove_older(run: Path, newest: Path, keep: int) -> None:
     """Remove all but the last `keep` checkpoints up to the newest, which has just been written."""
     for path in [path for path in _places(run) if path.name <= newest.name][:-keep]:
         _discard(path)

@@ -51,9 +51,9 @@ class FrozenFile:
             OSError: it cannot be written.
             CheckpointError: parameters that the snapshot shares with the stage were changed before they were written.
         """
-        path = disk.part_of(disk.place_of(self._run, batch)) / name
+        path = disk.partial_folder(disk.checkpoint_folder(self._run, batch)) / name
         if self._written and self._sums is None:
-            self._sums = _sums_of(disk.place_of(self._run, self._batch) / name)
+            self._sums = _sums_of(disk.checkpoint_folder(self._run, self._batch) / name)
         if snapshot.frozen != self._sums or not self._link(path):
             tensors = snapshot.on_cpu(sorted(snapshot.frozen))
             self._written, self._sums = disk.write_tensors(path, tensors), None
@@ -64,8 +64,8 @@ class FrozenFile:
 
     def _link(self, path: Path) -> bool:
         """Link to the file of the last checkpoint; return False if there is none, or it is another one by now."""
-        place = disk.place_of(self._run, self._batch)
-        for source in (disk.part_of(place), place):  # in this order, as it may be renamed just now
+        place = disk.checkpoint_folder(self._run, self._batch)
+        for source in (disk.partial_folder(place), place):  # in this order, as it may be renamed just now
             try:
                 path.unlink(missing_ok=True)
                 os.link(source / path.name, path, follow_symlinks=False)

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
+from penstock.checkpoint.announcements import LocalPosts, Posts, StorePosts
+from penstock.checkpoint.folder_claim import Owner
 from penstock.checkpoint.format import (
     Checkpoint,
     check_folder,
@@ -21,8 +23,6 @@ from penstock.checkpoint.format import (
     open_newest,
     set_aside,
 )
-from penstock.checkpoint.owner import Owner
-from penstock.checkpoint.posts import LocalPosts, Posts, StorePosts
 from penstock.checkpoint.writer import Writer
 from penstock.comm.collective.gather import gather_json
 from penstock.errors import CheckpointError, ConfigError, PenstockError

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint import format as disk
+from penstock.checkpoint.announcements import Posts
 from penstock.checkpoint.frozen_file import NOTHING, FrozenFile
 from penstock.checkpoint.index import INDEX
-from penstock.checkpoint.posts import Posts
 from penstock.comm.core.background import Background
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import CheckpointError
@@ -135,10 +135,10 @@ class Writer:
 
     def _write(self, snapshot: Snapshot) -> None:
         """Write the files of one stage; on the first rank, then wait for the others and complete the checkpoint."""
-        place, name = disk.place_of(self._run, snapshot.batch), _file_name("stage", snapshot)
+        place, name = disk.checkpoint_folder(self._run, snapshot.batch), _file_name("stage", snapshot)
         part: dict[str, Any] = {"values": snapshot.values, "facts": snapshot.facts, "tensors": {}, "files": {}}
         try:
-            folder = disk.part_of(place)
+            folder = disk.partial_folder(place)
             folder.mkdir(parents=True, exist_ok=True)
             for each in (place.parent, folder):
                 check_own_folder(each)
@@ -164,7 +164,7 @@ class Writer:
 
     def _complete(self, batch: int) -> None:
         """Write the index once all stages have been written."""
-        place = disk.place_of(self._run, batch)
+        place = disk.checkpoint_folder(self._run, batch)
         keys = [_key(batch, index, place) for index, place in self._parts]
         found = self._await(keys, self._timeout)
         if found is None:
@@ -178,11 +178,11 @@ class Writer:
                 disk.complete(place, _content(parts, self._extra(batch)))
                 with suppress(OSError):  # older checkpoints may stay
                     if not any(map(_is_doubtful, parts)):
-                        disk.rotate(self._run, place, self._keep)
+                        disk.remove_older(self._run, place, self._keep)
         except Exception as error:
             failure = f"{INDEX}: {error}"
         if failure is not None:
-            shutil.rmtree(disk.part_of(place), ignore_errors=True)
+            shutil.rmtree(disk.partial_folder(place), ignore_errors=True)
         # Nobody waits for the verdict before: all ranks have contributed to this checkpoint since, or have given up.
         before = [] if self._completed is None else [_verdict(self._completed)]
         self._posts.remove([*keys, *before])

@@ -21,9 +21,9 @@ def _in_paragraphs(text: str) -> str:
 
 
 _MODULES = {
-    "methods": "schedules",
-    "show": "schedules",
-    "simulate": "schedules",
+    "methods": "schedules.commands",
+    "show": "schedules.commands",
+    "simulate": "schedules.commands",
     "train": "train",
     "launch": "launch",
     "sample": "train",

@@ -95,8 +95,8 @@ def compare(
 def _compare(settings: ComparisonConfig, out: Path, as_json: bool) -> None:
     """Train what has not been trained yet, and print a summary; as JSON, all else goes to standard error."""
     from penstock.compare.run import ComparisonRun
-    from penstock.view.comparing import TerminalComparison, summary_table
     from penstock.view.comparison_page import PAGE, write_findings
+    from penstock.view.comparison_progress import TerminalComparison, summary_table
 
     observer, run = TerminalComparison(Console(stderr=as_json)), None
     try:

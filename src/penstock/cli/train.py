@@ -61,10 +61,10 @@ def changes_of(
 
 def print_train_keys() -> None:
     """Print every key of a training run."""
-    from penstock.train.config.key_reference import described_keys, with_options
+    from penstock.train.config.key_reference import described_keys, with_option_keys
     from penstock.view.tables import keys_table
 
-    Console().print(keys_table(with_options(described_keys())))
+    Console().print(keys_table(with_option_keys(described_keys())))
 
 
 def train(
@@ -137,11 +137,11 @@ def _checked(
         PenstockError: something is wrong.
     """
     from penstock.train.config.load import load_config
-    from penstock.train.setup.enough_blocks import check_blocks
+    from penstock.train.setup.enough_blocks import check_enough_blocks
 
     file = config if resume is None else _config_of(resume, config)
     settings = load_config(file, changes, proves=local)  # rank 0 of a job that runs already proves for all
-    check_blocks(settings)
+    check_enough_blocks(settings)
     from penstock.comm.core.devices import find_device  # not before, as these import torch
     from penstock.train.setup.prepare import check_resume, prepare
 
@@ -173,7 +173,8 @@ def _config_of(run: Path, config: Path | None) -> Path:
     Raises:
         ConfigError: the folder is none of a run, or a file in it is not a regular one.
     """
-    from penstock.train.setup.run_folder import CONFIG, changed_by_hand, changes_in_words, check_is_run, check_own_files
+    from penstock.train.config.written_config import CONFIG, changed_by_hand, changes_in_words
+    from penstock.train.setup.run_folder import check_is_run, check_own_files
 
     check_is_run(run)
     check_own_files(run)
@@ -193,9 +194,9 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
     """
     from penstock.launch.launch import launch_local
     from penstock.train.setup.prepare import make_run_folder
-    from penstock.train.setup.recorded import recorded
+    from penstock.train.setup.recorded_progress import recorded
+    from penstock.train.setup.restored_config import ConfigBefore
     from penstock.train.setup.run_folder import check_is_saved, how_to_go_on, saved_batches
-    from penstock.train.setup.taken_back import ConfigBefore
     from penstock.view.lasting_stream import lasting_console
 
     folder = resume or make_run_folder(settings)

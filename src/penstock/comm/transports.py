@@ -21,7 +21,7 @@ from penstock.errors import CapabilityError
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.issue_order import issued, one_order
 from penstock.schedule.machine.lower import in_one_order
-from penstock.schedule.rank_proof import own_part, own_program
+from penstock.schedule.rank_proof import own_program, part_of_rank
 
 _BATCHES = 5  # of the span whose order is proven: filled, in its steady state, and drained
 
@@ -165,7 +165,7 @@ class NcclTransports:
         def make() -> HandedOut:
             made.append(in_one_order(lowered))
             one_order(issued(made[0], _BATCHES))
-            return HandedOut(made[0].window, lambda other: own_part(made[0], other % lowered.schedule.ranks))
+            return HandedOut(made[0].window, lambda other: part_of_rank(made[0], other % lowered.schedule.ranks))
 
         window, own = hand_out(make, "ordering messages", self._control)
         return made[0] if made else own_program(replace(lowered, window=window), self._grid.local[0].rank, own)

@@ -8,8 +8,8 @@ from penstock.compare.config import ComparisonConfig
 from penstock.compare.contender import Contender
 from penstock.compare.tasks import Task
 from penstock.errors import ConfigError, PenstockError
+from penstock.options.groups import PipelineOptions
 from penstock.runtime.from_plan import pipeline_of
-from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.schedule.build import ScheduleRequest
@@ -79,7 +79,7 @@ def enter(config: ComparisonConfig, task: Task, contender: Contender) -> Entrant
     """
     try:
         plan, opening = _plans(config, task, contender)
-        pipeline = make_pipeline(task, plan, 0, make_optimizers(config, config.rates[0]))
+        pipeline = make_trial_pipeline(task, plan, 0, make_optimizers(config, config.rates[0]))
         check_hidden(config.optimizer, pipeline.optimizers().values(), f"task {config.task}")
     except PenstockError as error:
         raise type(error)(f"{contender.label}: {error}") from None
@@ -129,7 +129,7 @@ def _plans(config: ComparisonConfig, task: Task, contender: Contender) -> tuple[
     return plan, first.prove()
 
 
-def make_pipeline(task: Task, plan: PipelinePlan, seed: int, optimizer: OptimizerFactory) -> Pipeline:
+def make_trial_pipeline(task: Task, plan: PipelinePlan, seed: int, optimizer: OptimizerFactory) -> Pipeline:
     """The pipeline of one run, all ranks in this process.
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.compare.config import ComparisonConfig
 from penstock.compare.grid import Key
 from penstock.compare.held_out import Gatherer, Score, Scorer
-from penstock.compare.prepare import Entrant, make_optimizers, make_pipeline
+from penstock.compare.prepare import Entrant, make_optimizers, make_trial_pipeline
 from penstock.compare.tasks import Sample, Task, training_batches
 from penstock.runtime.from_plan import continue_under
 from penstock.runtime.rank.reports import Report
@@ -75,7 +75,7 @@ class _Trial:
         every = config.evaluate.every
         wanted = range(every, config.batches, every)
         self._gatherer = Gatherer(make_optimizers(config, key.lr), self._scorer.parameters, wanted)
-        self._pipeline = make_pipeline(task, entrant.opening or entrant.plan, key.seed, self._gatherer)
+        self._pipeline = make_trial_pipeline(task, entrant.opening or entrant.plan, key.seed, self._gatherer)
         self._entrant = entrant
         self._whole = entrant.proof.schedule.directions == 1  # otherwise reports cover a part of the batch
         self._decided: dict[int, float] = {}  # update -> norm before clipping

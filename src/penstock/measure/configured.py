@@ -14,9 +14,9 @@ from penstock.job.cpus import Cpus
 from penstock.measure.links import measure_link
 from penstock.measure.model_profile import check_microbatch_sizes, measure_blocks, profile_of
 from penstock.models.gpt import gpt_blocks, language_loss
+from penstock.options.groups import PipelineOptions
 from penstock.plan.profile.schema import Profile
 from penstock.runtime.malloc import keep_freed_memory
-from penstock.runtime.options.options import PipelineOptions
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import load_corpus
 from penstock.train.data.windows import Windows

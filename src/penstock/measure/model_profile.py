@@ -10,9 +10,9 @@ from penstock.errors import ConfigError
 from penstock.measure.block_figures import BlockFigures, PassFigures, measure_block
 from penstock.measure.distinct_blocks import kind_of, title_of
 from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training
+from penstock.options.groups import PipelineOptions
 from penstock.partition.blocks import named_blocks
 from penstock.plan.profile.schema import Numbers, Profile, ProfiledLayer, ProfiledLink
-from penstock.runtime.options.options import PipelineOptions
 from penstock.stage.loss import LossFunction
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 

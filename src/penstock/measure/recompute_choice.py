@@ -19,11 +19,12 @@ from typing import Any
 from penstock.errors import CapabilityError, ConfigError, PenstockError
 from penstock.measure.stage_bytes import measure_stages
 from penstock.measure.stage_trial import Training
+from penstock.options.division import DataParallel
+from penstock.options.groups import PipelineOptions
 from penstock.partition.blocks import LazyBlock, cost_of, named_blocks
-from penstock.runtime.options.division import DataParallel
-from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.plan.method_choice import request_for
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Op, Program, Schedule, Stage, passes
@@ -271,7 +272,7 @@ class _Savings:
 def _most_in_flight(proof: Proof, stage: Stage) -> int:
     """Return the most microbatches of a stage between forward and the end of their backward, in a span."""
     held = most = 0
-    for action in proof.schedule.actions(stage.rank, proof.steady_from + _SETTLED):
+    for action in actions_of(proof.schedule, stage.rank, proof.steady_from + _SETTLED):
         for p in passes(action):
             if p.stage == stage and p.op in (Op.F, Op.B, Op.W):
                 held += p.unit.count if p.op is Op.F else -p.unit.count

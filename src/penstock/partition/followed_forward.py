@@ -26,7 +26,7 @@ class CannotFollowError(Exception):
     """Why no blocks can be proposed."""
 
 
-def graph_of(model: nn.Module) -> fx.Graph:
+def forward_graph(model: nn.Module) -> fx.Graph:
     """Return the graph of a forward that gets its first argument only.
 
     Raises:

@@ -90,7 +90,7 @@ class Slicing(ShortRepr):
 EQUAL_SLICES = Slicing()
 
 
-def check_blocks(blocks: Mapping[str, Any], where: str) -> None:
+def check_sliceable(blocks: Mapping[str, Any], where: str) -> None:
     """Raise an error if a block does not declare how it processes slices.
 
     Raises:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 
 
-def check_memory(blocks: Mapping[str, Any]) -> None:
+def check_shared_memory(blocks: Mapping[str, Any]) -> None:
     """Make sure that no trained parameter of some blocks lies over the memory of another parameter or buffer.
 
     Args:

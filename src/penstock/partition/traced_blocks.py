@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import fx, nn
 from torch.fx.node import Node
 
-from penstock.partition.followed_forward import CannotFollowError, graph_of, hooked
+from penstock.partition.followed_forward import CannotFollowError, forward_graph, hooked
 from penstock.partition.written_steps import PartLines, StepWriter, part_of, place_of
 
 
@@ -35,7 +35,7 @@ def blocks_of_forward(model: nn.Module) -> BlockLines:
     Raises:
         CannotFollowError: there are none that compute the same.
     """
-    return _Cut(model, graph_of(model)).code()
+    return _Cut(model, forward_graph(model)).code()
 
 
 class _Cut:
@@ -168,10 +168,10 @@ class _Cut:
             whole = f"{path!r}: {place_of(path)}" if path else ""
             if whole in self._code.items:
                 at = self._code.items.index(whole)
-                self._code.items[at : at + 1] = parts_of(path, module) or [whole]
+                self._code.items[at : at + 1] = called_parts(path, module) or [whole]
 
 
-def parts_of(path: str, module: nn.Module) -> list[str]:
+def called_parts(path: str, module: nn.Module) -> list[str]:
     """Return the items of a dict with the parts that a module of torch calls in turn; none for others."""
     prefix = f"{path}." if path else ""
     if type(module) is nn.TransformerEncoder and not hooked(module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from penstock.partition.followed_forward import CannotFollowError
-from penstock.partition.traced_blocks import BlockLines, blocks_of_forward, parts_of
+from penstock.partition.traced_blocks import BlockLines, blocks_of_forward, called_parts
 from penstock.partition.transformers_models import is_of_transformers, known_lines
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -95,7 +95,7 @@ def _made(model: nn.Module) -> tuple[str, list[str]]:
     if type(model).forward is nn.Module.forward:
         raise CannotFollowError("it has none")
     code = BlockLines()
-    code.items = parts_of("", model)  # a TransformerEncoder
+    code.items = called_parts("", model)  # a TransformerEncoder
     if not code.items:
         code = blocks_of_forward(model)
     one_line = f"blocks = {{{', '.join(code.items)}}}"

@@ -16,24 +16,25 @@ from torch.utils.hooks import RemovableHandle
 from penstock.comm.core.rank_grid import RankGrid, check_group, warn_if_alone
 from penstock.comm.mesh import from_mesh
 from penstock.errors import CapabilityError, ConfigError
+from penstock.options.divergence import Divergence
+from penstock.options.division import DataParallel, Microbatches, Partition
+from penstock.options.groups import PipelineOptions
+from penstock.options.number_formats import PrecisionName
+from penstock.options.passes import Precision, Recompute, Staleness
+from penstock.options.run import Group, RunOptions
+from penstock.options.updates import UpdateOptions
 from penstock.partition.blocks import Blocks, check_same_blocks
 from penstock.runtime.attribute_hints import UserAdvice, names_checked
 from penstock.runtime.data.batch_source import Batches
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
-from penstock.runtime.options.division import DataParallel, Microbatches, Partition
-from penstock.runtime.options.options import PipelineOptions
-from penstock.runtime.options.passes import Precision, Recompute, Staleness
-from penstock.runtime.options.run import Group, RunOptions
-from penstock.runtime.options.updates import UpdateOptions
 from penstock.runtime.plan.known_schedule import ranks_of
-from penstock.runtime.plan.method_choice import default_stages, request_for, with_options
+from penstock.runtime.plan.method_choice import default_stages, request_for, with_asked_in_flight
 from penstock.runtime.plan.plan import UnprovenPlan
 from penstock.runtime.rank.snapshot import Saving, check_saving
 from penstock.runtime.saved_states import SavedStates
-from penstock.runtime.setup.given import blocks_of
+from penstock.runtime.setup.given_arguments import blocks_of
 from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.runtime.training_run import TrainingRun
-from penstock.runtime.update.divergence import Divergence
 from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Level
@@ -41,7 +42,6 @@ from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.check import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.loss import LossFunction, check_loss
-from penstock.stage.precision import PrecisionName
 from penstock.weights.corrections.base import Correction
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.update_hooks import UpdateHook
@@ -166,7 +166,7 @@ class Pipeline(SavedStates, UserAdvice):
             raise ConfigError("a schedule has its stages and microbatches; leave stages and microbatches out")
         depth = partial(default_stages, width, group, mesh) if stages is None else stages
         request, correction = request_for(schedule, method, correction, depth, split.microbatches)
-        request = with_options(request, split.in_flight)
+        request = with_asked_in_flight(request, split.in_flight)
         ranks = ranks_of(request)
         width, group = from_mesh(mesh, width, ranks, group)
         if group is None:

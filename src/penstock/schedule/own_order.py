@@ -17,7 +17,7 @@ from penstock.schedule.ir.order import (
     OrderFunction,
     check_options,
     make_order,
-    name_of,
+    order_name,
     order_options,
 )
 from penstock.schedule.ir.schedule import Action, Op, format_action, passes, split_fused, straight
@@ -40,7 +40,7 @@ def call_order(
         ConfigError: a number is not positive, or the order does not have such an option.
         ScheduleError: the function returned something that is not an order.
     """
-    name = name_of(function, ORDERS)
+    name = order_name(function, ORDERS)
     check_options(function, options, ORDERS, asked)
     defaults, ours = order_options(function), function in ORDERS.values()
     given = options.get("in_flight")

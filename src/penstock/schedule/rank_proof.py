@@ -59,13 +59,13 @@ def common_part(proof: Proof) -> Json:
     }
 
 
-def own_part(lowered: Lowered, rank: int) -> Json:
+def part_of_rank(lowered: Lowered, rank: int) -> Json:
     """Return the lowered program of one rank: its period, its epilogue, and the period with a rejected version."""
     return [[_written(instruction) for instruction in part] for part in lowered.programs[rank]]
 
 
 def own_program(lowered: Lowered, rank: int, own: Json) -> Lowered:
-    """Return a lowered schedule with the program of one rank, for which `own_part` returned `own`, and no others."""
+    """Return a lowered schedule with the program of one rank only, for which `part_of_rank` returned `own`."""
     schedule, nothing = lowered.schedule, LoweredProgram((), ())
     mine = LoweredProgram(*(tuple([_read(each, schedule, rank) for each in part]) for part in own))
     return replace(lowered, programs=tuple(mine if r == rank else nothing for r in range(schedule.ranks)))
@@ -78,7 +78,7 @@ def rank_proof(schedule: Schedule, rank: int, common: Json, own: Json) -> RankPr
         schedule: the one that has been proven, as this rank has it.
         rank: of whom `own` is.
         common: what `common_part` returned.
-        own: what `own_part` returned.
+        own: what `part_of_rank` returned.
     """
     at = schedule.stage_at
     routes = tuple(

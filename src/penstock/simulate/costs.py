@@ -63,6 +63,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         """Refuse what is no time."""
+        _check_stages(self.stages)
         _check_times(self)
 
     def __repr__(self) -> str:
@@ -138,6 +139,14 @@ def _check_times(costs: StageCost | Costs) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST:
             raise ConfigError(f"{name} must be a finite number, not negative; got {in_short(value)}")
+
+
+def _check_stages(stages: object) -> None:
+    if not isinstance(stages, tuple) or not stages or not all(isinstance(cost, StageCost) for cost in stages):
+        raise ConfigError(
+            f"stages must be a StageCost for each stage, such as (StageCost(1, 1, 1),) * 4; got {in_short(stages)}. "
+            "For the same times on every rank: Costs.uniform(plan.schedule, forward=1.0)"
+        )
 
 
 def of_every_rank(costs: Costs, ranks: int) -> Costs:

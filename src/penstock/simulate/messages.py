@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from fractions import Fraction
 
-from penstock.schedule.ir.schedule import Op, Payload, since
+from penstock.schedule.ir.absolute_actions import since
+from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.machine.instructions import Lowered
 
 _COUNTED = (Payload.ACTIVATION, Payload.GRADIENT, Payload.RECOMPUTE)

@@ -8,6 +8,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Literal
 
+from penstock.checks import in_short
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.ops import OPS
@@ -16,7 +17,7 @@ from penstock.schedule.machine.instructions import Lowered, Route
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.machine.window_search import lower_freely, unlimited
-from penstock.schedule.proof.activations import Activations, most_held
+from penstock.schedule.proof.activations import Activations, most_activations
 from penstock.schedule.proof.check import Proof, check, too_narrow
 from penstock.schedule.rank_proof import RankProof
 from penstock.simulate.costs import Costs
@@ -118,6 +119,8 @@ def simulate_schedule(
     proof = schedule if isinstance(schedule, Proof) else check(schedule)
     if batches < 1:
         raise ConfigError(f"batches must be at least 1, got {batches}")
+    if not isinstance(costs, Costs):
+        raise ConfigError(f"costs must be a Costs, such as Costs.uniform(plan.schedule); got {in_short(costs)}")
     if len(costs.stages) != proof.schedule.num_stages:
         raise ConfigError(
             f"the costs describe {len(costs.stages)} stages, the schedule has {proof.schedule.num_stages}"
@@ -168,7 +171,7 @@ def _activations_of(proof: Proof, left: float) -> tuple[Fraction, ...]:
     """Those of a span of any length, where `left` of a microbatch's activations is left between I and W."""
     if left == 1:
         return proof.activations
-    return most_held(proof.schedule, proof.steady_from + 1, _as_fraction(left))
+    return most_activations(proof.schedule, proof.steady_from + 1, _as_fraction(left))
 
 
 def _as_fraction(left: float) -> Fraction:

@@ -18,6 +18,7 @@ from penstock.comm.core.devices import current_device, on_device
 from penstock.comm.message.tree_classes import open_dataclasses
 from penstock.comm.message.trees import detached
 from penstock.errors import CapabilityError, ConfigError
+from penstock.options.groups import PipelineOptions
 from penstock.stage.autograd.graph import open_inputs
 from penstock.stage.checks.absent_weights import hide
 from penstock.stage.checks.changed_modules import check_changes, find_parameters, take_over_values
@@ -36,12 +37,13 @@ class StageModule:
         blocks: canonical name -> module or plain function; each takes what the one before returned.
         loss: the loss function, on the last stage and on others to which no gradient comes back; None elsewhere.
         where: the stage in messages, such as "stage 0 on rank 0".
-        seed: of the random numbers that blocks draw.
-        precision: the dtype that passes compute in; None for that of the parameters.
+        options: of the pipeline.
         hands_on: other stages take its output, even if it has a loss.
         device: of a stage without parameters; torch's current one if None.
 
     Attributes:
+        options: of the pipeline.
+        precision: the dtype that passes compute in; None for that of the parameters.
         device: on which it computes.
         full: parameters that are not cast to the precision (`penstock.stage.precision.kept_full`).
         bound: the tensors that the modules compute with; None where these are their own parameters.
@@ -52,11 +54,11 @@ class StageModule:
         blocks: Mapping[str, Any],
         loss: LossFunction | None,
         where: str,
-        seed: int,
-        precision: torch.dtype | None = None,
+        options: PipelineOptions,
         hands_on: bool = False,
         device: torch.device | None = None,
     ) -> None:
+        self.options, self.precision = options, options.precision.low
         self.blocks = dict(blocks)
         self.last = list(self.blocks)[-1]
         self.loss, self.hands_on = loss, hands_on
@@ -71,14 +73,14 @@ class StageModule:
         full = {id(p) for module in self.modules for p in kept_full(module)}
         self.full = {name for name, p in self._originals.items() if id(p) in full}
         self._frozen = {
-            name: p.detach().to(precision)
+            name: p.detach().to(self.precision)
             for name, p in self._originals.items()
-            if precision is not None and not p.requires_grad and p.dtype == torch.float32 and name not in self.full
+            if self.precision is not None and not p.requires_grad and p.dtype == torch.float32 and name not in self.full
         }
-        self.precision = precision
         self.device = next((p.device for p in self._originals.values()), device or current_device())
+        options.precision.kernels.check_device(self.device)
         drawing = [*self.blocks.items(), *([] if loss is None else [(LOSS, loss)])]
-        self.rng = BlockRng(seed, {p.device for p in self._originals.values()}, drawing)
+        self.rng = BlockRng(options.run.seed, {p.device for p in self._originals.values()}, drawing)
 
     def _check_dtype(self, name: str, parameter: nn.Parameter) -> None:
         if parameter.requires_grad and parameter.dtype not in _TRAINABLE:

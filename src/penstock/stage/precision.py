@@ -1,43 +1,17 @@
-"""The precision that passes compute in, the cast of their inputs, and the format of gradients between stages."""
+"""Casts to the precision that passes compute in, and what to say where formats do not go together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from penstock.errors import CapabilityError, ConfigError
-
-PrecisionName = Literal["fp32", "bf16", "fp16"]
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-BoundaryGradients = Literal["same", "bf16"]
-
-
-def low_precision(precision: PrecisionName) -> torch.dtype | None:
-    """Return the dtype that parameters are cast to; None where they stay as they are.
-
-    Raises:
-        ConfigError: the precision is unknown.
-    """
-    if precision not in get_args(PrecisionName):
-        raise ConfigError(f"precision must be one of {', '.join(get_args(PrecisionName))}; got {precision!r}")
-    return next((dtype for dtype, name in _NAMES.items() if name == precision), None)
-
-
-def boundary_format(name: BoundaryGradients) -> torch.dtype | None:
-    """Return the format that float32 gradients are rounded to between stages; None where they stay as they are.
-
-    Raises:
-        ConfigError: the format is unknown.
-    """
-    if name not in get_args(BoundaryGradients):
-        known = ", ".join(get_args(BoundaryGradients))
-        raise ConfigError(f"boundary_gradients must be one of {known}; got {name!r:.80}")
-    return torch.bfloat16 if name == "bf16" else None
+from penstock.errors import CapabilityError
+from penstock.options.number_formats import NAMES
 
 
 def kept_full(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -88,7 +62,7 @@ def check_formats(error: RuntimeError, where: str, value: Any, precision: torch.
         return
     low = str(precision).removeprefix("torch.")
     raise CapabilityError(
-        f"{where}: the block before it returned float32, but with precision={_NAMES[precision]!r} its weights are "
+        f"{where}: the block before it returned float32, but with precision={NAMES[precision]!r} its weights are "
         f"{low}, and torch does not compute with both ({said}). Only the inputs of the model are cast, not at every "
         "operation as under torch.autocast: let the block before end with .to(x.dtype), x being its input, or let this "
         f"one begin with .to(torch.{low})"

@@ -24,7 +24,7 @@ from penstock.stage.in_flight import InFlightMicrobatch, Microbatch
 from penstock.stage.loss import UnreadLoss
 from penstock.stage.module import StageModule
 from penstock.stage.precision import cast
-from penstock.stage.stage_weights import StageWeights
+from penstock.stage.untrained_weights import StageWeights
 from penstock.stage.weight_reads import WeightReads
 from penstock.weights.decision import Decision
 from penstock.weights.memory.buffers import Handle

@@ -1,6 +1,4 @@
-"""The weights of one stage: versions, gradients, and everything that an update changes."""
-
-# ruff: noqa: ARG002 (a stage that trains nothing ignores what the other kind needs)
+"""The weights of a stage that trains parameters: versions, gradients, and everything that an update changes."""
 
 from __future__ import annotations
 
@@ -11,7 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from penstock.options.updates import UpdateOptions
 from penstock.schedule.ir.schedule import Copy
+from penstock.stage.untrained_weights import StageWeights
 from penstock.weights.averaging import Agreement
 from penstock.weights.corrections.base import Corrector
 from penstock.weights.decision import Decision
@@ -31,164 +31,6 @@ from penstock.weights.waves import WaveWeights
 from penstock.weights.written_check import WrittenCheck
 
 
-class StageWeights:
-    """The weights of a stage that trains nothing: one version, no gradients, and updates that do nothing.
-
-    `TrainedWeights` are those of a stage that trains parameters. Batches and versions are counted from the start of
-    training; version t + 1 is made by the update with the gradient of batch t.
-
-    Attributes:
-        agreement: what becomes of the weights when parallel pipelines meet; None where they hold the same.
-    """
-
-    agreement: Agreement | WaveWeights | None = None
-
-    # --- reading ----------------------------------------------------------------------------------------------------
-
-    def handle(self, version: int | None = None) -> Handle | None:
-        """Return a handle to read a version, the newest if None; None where there is nothing to bind."""
-        return None
-
-    def newest_tensors(self) -> dict[str, Tensor]:
-        """Return the newest value of every trained parameter."""
-        return {}
-
-    def common_model(self, averaged: bool) -> Buffer | None:
-        """Return what evaluations read instead of the newest version: an average, or a model that pipelines share."""
-        return None
-
-    def presented(self, averaged: bool) -> Mapping[str, Tensor]:
-        """Return what is shown as the stage's parameters instead of the newest version, by name."""
-        return {}
-
-    def predict(self, copy: Copy, versions: tuple[int, ...], batch: int, scale: float) -> None:
-        """Create a derived copy of the newest version, or of it and the one that a forward read.
-
-        Args:
-            copy: its name.
-            versions: what it is made of, the newest last.
-            batch: of the microbatch that it is for.
-            scale: S of the batch whose gradient the next update is made of: all batches before are decided.
-        """
-
-    def is_finite(self) -> bool:
-        """Return whether the newest weights and the optimizer state are finite."""
-        return True
-
-    # --- gradients --------------------------------------------------------------------------------------------------
-
-    def gradient(self, batch: int) -> list[Tensor]:
-        """Return the accumulated gradient of a batch as flat tensors."""
-        return []
-
-    def gradients_of(self, batch: int, names: Sequence[str]) -> list[Tensor]:
-        """Return the gradients of some parameters, as far as their sums over pipelines are here."""
-        return []
-
-    def gradient_squares(self, batch: int) -> tuple[float, float]:
-        """Return the squared norm of the gradient that is here, and its rounding error.
-
-        Without parameters that count with another stage.
-        """
-        return 0.0, 0.0
-
-    def all_squares(self, batch: int) -> float:
-        """Return the squared norm of the whole gradient."""
-        return 0.0
-
-    def gradient_shards(self, batch: int) -> list[list[Tensor]]:
-        """Return the gradient of a batch, by the pipeline that owns a shard of its sum."""
-        return []
-
-    def settle_sum(self, batch: int) -> None:
-        """Go on with a gradient whose shard of the sum is here."""
-
-    # --- updates ----------------------------------------------------------------------------------------------------
-
-    def step(self, batch: int, factor: float, keeps_old: bool) -> None:
-        """Create version batch + 1: the optimizer update.
-
-        Args:
-            batch: whose gradient is complete.
-            factor: what the accumulated gradient is multiplied by first; zero skips the update.
-            keeps_old: version `batch` stays readable, so the new one is written over the gradient.
-        """
-
-    def version_shards(self, version: int) -> list[list[Tensor]]:
-        """Return the memory of a version of which only the own shard has been written, by owner."""
-        return []
-
-    def complete(self, version: int) -> None:
-        """Go on with a version whose other shards have come."""
-
-    def release(self, version: int) -> None:
-        """Give the memory of a gathered version back, where weights are shards."""
-
-    @property
-    def gathered(self) -> bool:
-        """Whether the newest version is whole, or is being gathered."""
-        return True
-
-    @property
-    def keeps_average(self) -> bool:
-        """Whether there is an average of the weights."""
-        return True
-
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether weights are rows while a span trains."""
-        return False
-
-    @property
-    def keeps_sums_apart(self) -> bool:
-        """Whether gradients give their memory back when their sums have ended."""
-        return False
-
-    def begin_run(self) -> None:
-        """Begin a span of training: where weights are shards, keep those only."""
-
-    def end_run(self) -> list[list[Tensor]]:
-        """End it: return the memory of what is to be whole between two runs, by the owner of what is in it."""
-        return []
-
-    def completed(self) -> None:
-        """Go on with what `end_run` returned, which is whole."""
-
-    def try_step(self, batch: int, factor: float) -> None:
-        """Create version batch + 1 as `step` does, but so that it can be made again."""
-
-    def settle_step(self, decision: Decision) -> None:
-        """Settle a provisional update; if it is rejected, make it again."""
-
-    def decided(self, mean: float) -> None:
-        """Take note of c / N by the last batch that an update was made with."""
-
-    # --- between spans ----------------------------------------------------------------------------------------------
-
-    def refresh(self) -> None:
-        """Adopt what was written into the newest version between two runs."""
-
-    def take_hooks(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Take over the hooks on the modules' trained parameters."""
-
-    def begin_span(self, batches: int) -> None:
-        """Begin a span after so many batches."""
-
-    def end_span(self) -> None:
-        """End a span, with the pipeline drained."""
-
-    # --- memory -----------------------------------------------------------------------------------------------------
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Bytes that the optimizer remembers."""
-        return 0
-
-    def bytes_by_role(self) -> dict[str, int]:
-        """Return the parameter-sized bytes by role, without the optimizer's."""
-        return {}
-
-
 @dataclass
 class TrainedWeights(StageWeights):
     """The weights of a stage that trains parameters.
@@ -196,8 +38,9 @@ class TrainedWeights(StageWeights):
     Attributes:
         store: the versions and gradients.
         updater: the optimizer.
-        decay: of the average: A(t+1) = decay A(t) + (1 - decay) W(t+1) at every update that is made; A(0) = W(0).
-        average: exponential moving average of the weights; None where none is kept, or only its rows are here.
+        options: of updates.
+        average: exponential moving average of the weights, A(t+1) = decay A(t) + (1 - decay) W(t+1) at every update
+            that is made, A(0) = W(0); None where none is kept, or only its rows are here.
         average_rows: its own rows, where weights are rows while a span trains, as it is then.
         counted_elsewhere: parameters whose gradients count in the norm of another stage, which shares them.
         older: versions that training passes read instead of the newest; None where none is delayed.
@@ -212,7 +55,7 @@ class TrainedWeights(StageWeights):
 
     store: VersionStore
     updater: Updater
-    decay: float = 0.0
+    options: UpdateOptions
     average: Buffer | None = None
     average_rows: DividedRows | None = None
     counted_elsewhere: Collection[str] = ()
@@ -317,7 +160,7 @@ class TrainedWeights(StageWeights):
             return
         self.pending = factor  # the rest of the version comes later
         if factor and self.average_rows is not None and self.store.rows is not None:
-            self.average_rows.own.approach(self.store.rows.own, 1.0 - self.decay)
+            self.average_rows.own.approach(self.store.rows.own, self._towards)
 
     def version_shards(self, version: int) -> list[list[Tensor]]:
         """Return the memory of a version of which only the own shard has been written, by owner."""
@@ -404,12 +247,17 @@ class TrainedWeights(StageWeights):
         """Take note of c / N by the last batch that an update was made with."""
         self.mean = mean
 
+    @property
+    def _towards(self) -> float:
+        """Return how far the average goes towards the new weights at an update."""
+        return 1.0 - (self.options.ema_decay or 0.0)
+
     def _updated(self, factor: float) -> None:
         """Move the average towards the new version and call the hooks, unless the update was skipped."""
         if not factor:
             return
         if self.average is not None and self.average_rows is None:
-            self.average.approach(self.store.master, 1.0 - self.decay)
+            self.average.approach(self.store.master, self._towards)
         if self.hooks:
             call_hooks(self.hooks, self.updater.updates, self.store)
 

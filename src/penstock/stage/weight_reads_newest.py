@@ -2,7 +2,8 @@
 
 Some methods keep a single version, which is updated while microbatches are in flight; backwards read its present values
 (PipeMare, arXiv 1910.05124), or an estimate made from them. So graphs keep the positions of weights instead of the
-weights (`penstock.stage.weight_lookup_hooks`). The version that is read was proven beforehand and comes from the store.
+weights (`penstock.stage.autograd.weight_lookup_hooks`). The version that is read was proven beforehand, and comes from
+the store.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from penstock.errors import CapabilityError
 from penstock.schedule.ir.rules import VersionRule
 from penstock.schedule.ir.schedule import Copy
 from penstock.stage.autograd.saved_bytes import SavedBytes, has_memory
+from penstock.stage.autograd.weight_lookup_hooks import WeightLookupHooks, check_uncast
 from penstock.stage.in_flight import InFlightMicrobatch
-from penstock.stage.weight_lookup_hooks import WeightLookupHooks, check_uncast
 from penstock.stage.weight_reads import WeightReads, claim
 from penstock.weights.corrections.base import Corrector
 from penstock.weights.memory.buffers import Buffer, Handle

@@ -23,8 +23,10 @@ from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.malloc import keep_freed_memory
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.methods.wave_lags import RECORD
+from penstock.train.checkpoint_troubles import Troubles
 from penstock.train.config.lags_file import write_lags
 from penstock.train.config.schema import TrainConfig
+from penstock.train.config.written_config import note_changes
 from penstock.train.data.run_samples import RunSamples
 from penstock.train.data.windows import WindowMicrobatches
 from penstock.train.export.save_weights import save_weights
@@ -37,9 +39,8 @@ from penstock.train.reporter import Reporter
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.early_stopping import Patience, known_in_run
 from penstock.train.setup.prepare import ChooseRecompute, Prepared, prepare
-from penstock.train.setup.recorded import recorded
-from penstock.train.setup.run_folder import check_is_saved, note_changes, set_aside_run
-from penstock.train.troubles import Troubles
+from penstock.train.setup.recorded_progress import recorded
+from penstock.train.setup.run_folder import check_is_saved, set_aside_run
 
 
 def train(

@@ -26,7 +26,7 @@ from penstock.errors import ConfigError, TransportError
 from penstock.job.place import LOOPBACK, JobPlace, job_place
 from penstock.job.store import is_loopback, job_store
 from penstock.train.config.schema import TrainConfig
-from penstock.train.meeting import Meeting, differences
+from penstock.train.rendezvous import Meeting, differing_keys
 from penstock.train.setup.prepare import make_run_folder
 
 _STARTING = 60.0  # seconds within which all processes must start, in addition to the time-out of messages
@@ -76,7 +76,7 @@ def _meet(config: TrainConfig, job: Store, rank: int, size: int) -> PrefixStore:
                 f"{patience:g} seconds; it is stalled or dead"
             )
         time.sleep(_LOOK)
-    other = differences(mine, meeting.first)
+    other = differing_keys(mine, meeting.first)
     if other:
         raise ConfigError(f"rank {rank} was started with other values than rank 0 for: {', '.join(other)}")
     return PrefixStore(f"penstock/{meeting.name}", job)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from penstock.comm.core.devices import find_device, on_device
 from penstock.models.gpt import TIED_EMBEDDINGS, gpt_blocks, language_loss
+from penstock.options.number_formats import boundary_format, low_precision
 from penstock.schedule.ir.schedule import Op, Schedule, passes
-from penstock.stage.precision import boundary_format, low_precision
 from penstock.train.data.windows import batches
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.optimizers import optimizer_factory

@@ -83,9 +83,10 @@ def verify(config: TrainConfig, count: int) -> Verification:
     with _threads(config), torch.random.fork_rng(devices=[]), kernels.applied():
         reference, watch = run_reference(prepared, count)
         updated = [t for t, gradients in enumerate(reference.gradients) if gradients]
-        others = [(record_of(reference, updated, watch, decides(prepared)), _allowed(prepared))]
+        allowed = _allowed(prepared)
+        others = [(record_of(reference, updated, watch, decides(prepared)), allowed)]
         if left_out is None:
-            others.append((run_plain(prepared, count, reference.versions), TOLERANCE))
+            others.append((run_plain(prepared, count, reference.versions), max(allowed, TOLERANCE)))
         divided = prepared.plan.schedule.sharding.level is not Level.NONE
         if divided and not all(map(takes_rows, watch.optimizers)):
             raise ConfigError(
@@ -101,10 +102,12 @@ def verify(config: TrainConfig, count: int) -> Verification:
 
 def _allowed(prepared: Prepared) -> float:
     """Return the relative difference that is allowed from the reference: 0, unless the run rounds differently."""
+    schedule = prepared.plan.schedule
+    if schedule.slices > 1:  # other sums; the first steps of Adam magnify that in gradients near zero
+        return 10 * TOLERANCE
     if prepared.config.row.correction == "gap-aware":  # a gap is the difference of weights that are nearly the same
         return 10 * TOLERANCE
-    schedule = prepared.plan.schedule
-    rounds = schedule.slices > 1 or not _sums_in_order(schedule)  # other sums, or the same in another order
+    rounds = not _sums_in_order(schedule)  # the same sums in another order
     rounds |= prepared.config.compile  # fused operations round once
     return TOLERANCE if rounds or prepared.config.undo == "in-place" else 0.0
 

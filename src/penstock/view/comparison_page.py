@@ -13,11 +13,11 @@ from penstock.compare.results import EvaluationRow, Findings, MethodSummary, as_
 from penstock.compare.trial import TrialResult
 from penstock.errors import ConfigError
 from penstock.files import write_whole
-from penstock.view.comparing import caption, delay_by_rank, plus_minus
+from penstock.view.comparison_progress import caption, delay_by_rank, plus_minus
 from penstock.view.plot import Curve, plot_svg
+from penstock.view.plurals import counted
 from penstock.view.svg import timeline_svg
 from penstock.view.tables import DELAY, RANGES
-from penstock.view.words import counted
 
 _POINTS = 50  # of a curve of all batches, at most
 _STYLE = """

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.idle_time import split_time
-from penstock.runtime.in_flight.adapted import AdaptedInFlight
+from penstock.runtime.in_flight.chosen import AdaptedInFlight
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.in_flight import write_in_flight
 from penstock.schedule.ir.sharding import Level
@@ -23,9 +23,9 @@ from penstock.timeline import Timeline
 from penstock.train.observer import Progress, RunSummary, Switched
 from penstock.train.setup.prepare import Prepared
 from penstock.view.perfetto import write_trace
+from penstock.view.plurals import counted
 from penstock.view.resizable_live import ResizableLive
 from penstock.view.tables import bytes_table, human_bytes, time_table
-from penstock.view.words import counted
 
 TRACE = "trace.json"
 _BAR = 30  # columns; a bar as wide as the terminal would be wrapped as soon as that becomes narrower

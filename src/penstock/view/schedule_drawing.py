@@ -8,11 +8,12 @@ from typing import Any
 from rich.console import Console
 
 from penstock.errors import ConfigError
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import format_action
 from penstock.simulate.simulate import Simulation
+from penstock.view.plurals import counted
 from penstock.view.svg import timeline_svg
 from penstock.view.text import draw_timeline
-from penstock.view.words import counted
 
 _LINES = 40  # of a drawing, if the terminal has fewer
 _BESIDE = 8  # lines of the terminal that title, legend and prompt take
@@ -56,7 +57,7 @@ def write_svg(path: Path, simulation: Simulation, batches: int) -> None:
 def schedule_json(simulation: Simulation, batches: int) -> dict[str, Any]:
     """Return a schedule, the order of every rank, the timeline and the figures of a span as plain values."""
     schedule = simulation.lowered.schedule
-    orders = [[format_action(a, stage=False) for a in schedule.actions(r, batches)] for r in range(schedule.ranks)]
+    orders = [[format_action(a, stage=False) for a in actions_of(schedule, r, batches)] for r in range(schedule.ranks)]
     intervals = [i._asdict() | {"parts": [p._asdict() for p in i.parts]} for i in simulation.timeline.intervals]
     return {"schedule": str(schedule), "orders": orders, "timeline": intervals, **simulation.figures()}
 

@@ -31,7 +31,7 @@ from penstock.view.drawing.svg_marks import (
     luminance,
     text_on,
 )  # fmt: skip
-from penstock.view.words import counted
+from penstock.view.plurals import counted
 
 ROW, GAP, LEFT, RIGHT, TOP, AXIS = 26, 5, 56, 12, 52, 22
 NET, NET_GAP = 14, 1

@@ -16,7 +16,7 @@ from penstock.schedule.methods.combine import COMBINES
 from penstock.schedule.methods.table import METHODS
 from penstock.simulate.method_facts import NO_LINKS, Links, MethodFacts, facts_of_methods
 from penstock.simulate.simulate import Simulation
-from penstock.view.words import counted
+from penstock.view.plurals import counted
 
 
 def methods_json(stages: int, microbatches: int, links: Links = NO_LINKS) -> list[dict[str, Any]]:

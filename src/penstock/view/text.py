@@ -32,7 +32,7 @@ from penstock.view.drawing.passes import (
     unit_of,
     versions_read,
 )
-from penstock.view.words import counted
+from penstock.view.plurals import counted
 
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _STYLES = {

@@ -23,6 +23,7 @@ from penstock.weights.memory.resized_buffer import ResizedBuffer
 from penstock.weights.memory.row_shards import OwnRows, Steppable
 from penstock.weights.sharded_mixed_store import ShardedMixedStore
 from penstock.weights.sharded_store import ShardedStore, allocated
+from penstock.weights.store import GivenWeights
 from penstock.weights.updates.version_step import VersionStep
 
 _BUFFERS = 2  # the gathered version and the gradient, of rule flush
@@ -177,18 +178,12 @@ class FullyShardedExactStore(FullyShardedStore):
         self._put(gradient)
         self._stepped(batch)
 
-    def restart(
-        self,
-        batch: int,
-        newest: Mapping[str, Tensor],
-        older: Mapping[str, Tensor] | None,
-        ahead: Mapping[str, Tensor] | None = None,
-    ) -> None:
+    def restart(self, batch: int, given: GivenWeights) -> None:
         """Replace the weights, while nothing is in flight."""
-        assert older is None, "weights are shards under rule flush only"
-        assert ahead is None, "nor is there a correction"
+        assert given.older is None, "weights are shards under rule flush only"
+        assert given.ahead is None, "nor is there a correction"
         self.versions = {batch: self.master}
-        self.master.load(newest)
+        self.master.load(given.newest)
 
     def resize(self, facts: StageFacts, alive: Iterable[int]) -> None:  # noqa: ARG002  # they are the same
         """Be ready for another schedule under rule flush, while nothing is in flight."""

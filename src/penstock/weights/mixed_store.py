@@ -15,11 +15,44 @@ from torch import Tensor
 
 from penstock.schedule.proof.check import StageFacts
 from penstock.weights.memory.buffers import Buffer, Layout
-from penstock.weights.store import VersionStore
+from penstock.weights.store import GivenWeights, VersionStore
 from penstock.weights.updates.version_step import VersionStep
 
 
-class MixedStore(VersionStore):
+class CastVersions(VersionStore):
+    """A store whose versions are casts of the weights that the optimizer steps."""
+
+    def refresh(self) -> None:
+        """Cast the master weights again, which may have been written from outside between two runs."""
+        if self.reads_ahead:
+            return  # what passes read is no cast of them
+        self.versions[self.newest].load(self.master.views)
+
+    def restart(self, batch: int, given: GivenWeights) -> None:
+        """Replace all weights: the newest in full precision, the others as passes read them."""
+        self.master.load(given.newest)
+        super().restart(batch, given._replace(newest=self.master.views))
+
+    def resize(self, facts: StageFacts, alive: Iterable[int]) -> None:
+        """Hold as many versions, gradients and copies as another schedule needs, while nothing is in flight."""
+        self.retain(alive)
+        self._hold(facts.versions, facts.copies)
+        self._hold_gradients(facts.gradients)
+
+    def _hold_gradients(self, number: int) -> None:
+        """Free surplus buffers for gradients, and allocate missing ones."""
+        raise NotImplementedError
+
+
+def low_copies(parameters: Mapping[str, Tensor], precision: torch.dtype, full: Collection[str]) -> dict[str, Tensor]:
+    """Return parameters as passes read them: those in float32 cast, but for the ones in `full`."""
+    return {
+        name: p.detach().to(precision if p.dtype == torch.float32 and name not in full else p.dtype)
+        for name, p in parameters.items()
+    }
+
+
+class MixedStore(CastVersions):
     """Versions in low precision, with a float32 master copy.
 
     Args:
@@ -44,16 +77,13 @@ class MixedStore(VersionStore):
         copies: int = 0,
         full: Collection[str] = (),
     ) -> None:
-        low = {
-            name: p.detach().to(precision if p.dtype == torch.float32 and name not in full else p.dtype)
-            for name, p in parameters.items()
-        }
-        super().__init__(low, versions, where, copies)
+        super().__init__(low_copies(parameters, precision, full), versions, where, copies)
         self.low_layout, self.layout = self.layout, Layout(parameters)
         self._master = Buffer(self.layout, f"master of {where}")
         self._master.load(parameters)
         self._second = Buffer(self.layout, f"second master of {where}") if apart else None
-        self._free_gradients = [Buffer(self.layout, f"gradient {i} of {where}") for i in range(gradients)]
+        self._free_gradients: list[Buffer] = []
+        self._hold_gradients(gradients)
 
     @property
     def storages(self) -> set[int]:
@@ -68,35 +98,15 @@ class MixedStore(VersionStore):
         elif self._second is None:
             self._second = Buffer(self.layout, f"second master of {self.where}")
 
-    def resize(self, facts: StageFacts, alive: Iterable[int]) -> None:
-        """Hold as many versions, gradients and copies as another schedule needs."""
-        self.retain(alive)
-        self._hold(facts.versions, facts.copies)
-        self._free_gradients = self._free_gradients[: facts.gradients]
-        while len(self._free_gradients) < facts.gradients:
-            self._free_gradients.append(Buffer(self.layout, f"gradient {len(self._free_gradients)} of {self.where}"))
+    def _hold_gradients(self, number: int) -> None:
+        kept = self._free_gradients[:number]
+        names = (f"gradient {i} of {self.where}" for i in range(len(kept), number))
+        self._free_gradients = kept + [Buffer(self.layout, name) for name in names]
 
     @property
     def master(self) -> Buffer:
         """The float32 master copy, which the optimizer steps."""
         return self._master
-
-    def refresh(self) -> None:
-        """Cast the master weights again, which may have been written from outside between two runs."""
-        if self.reads_ahead:
-            return  # what passes read is no cast of them
-        self.versions[self.newest].load(self._master.views)
-
-    def restart(
-        self,
-        batch: int,
-        newest: Mapping[str, Tensor],
-        older: Mapping[str, Tensor] | None,
-        ahead: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        """Replace all weights: the newest in full precision, the others as passes read them."""
-        self._master.load(newest)
-        super().restart(batch, self._master.views, older, ahead)
 
     def _keep_weights(self, wanted: bool) -> None:
         """Do nothing: the master copy is there anyway."""

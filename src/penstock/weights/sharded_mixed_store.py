@@ -8,7 +8,7 @@ two versions of 2, one gradient of 4, and master, moments and a sum of 4/w each.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -19,11 +19,12 @@ from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.memory.divided_rows import DividedRows
 from penstock.weights.memory.resized_buffer import ResizedBuffer
 from penstock.weights.memory.row_shards import OwnRows, Steppable
+from penstock.weights.mixed_store import CastVersions, low_copies
 from penstock.weights.sharded_store import ShardedStore, allocated
 from penstock.weights.updates.version_step import VersionStep
 
 
-class ShardedMixedStore(ShardedStore):
+class ShardedMixedStore(CastVersions, ShardedStore):
     """Versions in low precision, whole, with rows of a float32 master copy.
 
     Args:
@@ -46,12 +47,8 @@ class ShardedMixedStore(ShardedStore):
         precision: torch.dtype,
         full: Collection[str] = (),
     ) -> None:
-        low = {
-            name: p.detach().to(precision if p.dtype == torch.float32 and name not in full else p.dtype)
-            for name, p in parameters.items()
-        }
         self._idle_gradients: list[Buffer] = []
-        super().__init__(low, facts.versions, where, level, holders, place)
+        super().__init__(low_copies(parameters, precision, full), facts.versions, where, level, holders, place)
         self.low_layout, self.layout = self.layout, Layout(parameters)
         master = Buffer(self.layout, f"master of {where}")
         master.load(parameters)
@@ -96,27 +93,6 @@ class ShardedMixedStore(ShardedStore):
         """Return the identities of all its storages."""
         held = (self.master_rows.own, *self._idle_gradients)
         return super().storages.union(*(buffer.storages for buffer in held))
-
-    def refresh(self) -> None:
-        """Cast the master weights again, which may have been written from outside between two runs."""
-        self.versions[self.newest].load(self.master.views)
-
-    def restart(
-        self,
-        batch: int,
-        newest: Mapping[str, Tensor],
-        older: Mapping[str, Tensor] | None,
-        ahead: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        """Replace all weights: the newest in full precision, the others as passes read them."""
-        self.master.load(newest)
-        super().restart(batch, self.master.views, older, ahead)
-
-    def resize(self, facts: StageFacts, alive: Iterable[int]) -> None:
-        """Hold as many versions and gradients as another schedule needs, while nothing is in flight."""
-        self.retain(alive)
-        self._hold(facts.versions, facts.copies)
-        self._hold_gradients(facts.gradients)
 
     def update(self, batch: int, step: VersionStep, keeps_old: bool) -> None:
         """Step the own rows of the master copy, and cast them into those of the new version."""

@@ -9,6 +9,7 @@ gradient, parameter by parameter, so that three buffers hold two versions and a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,20 @@ from penstock.weights.memory.derived_copies import DerivedCopies
 from penstock.weights.memory.parameter_hooks import ParameterHooks
 from penstock.weights.memory.row_shards import Steppable
 from penstock.weights.updates.version_step import VersionStep
+
+
+class GivenWeights(NamedTuple):
+    """Weights of a stage that are to replace those in its store, by name.
+
+    Attributes:
+        newest: as the optimizer steps them.
+        older: what passes read of the version before, if they will still read it.
+        ahead: what passes read of the newest version, if that is something else.
+    """
+
+    newest: Mapping[str, Tensor]
+    older: Mapping[str, Tensor] | None = None
+    ahead: Mapping[str, Tensor] | None = None
 
 
 class VersionStore:
@@ -197,26 +212,13 @@ class VersionStore:
             buffer.rewrite()
             self._put(buffer)
 
-    def restart(
-        self,
-        batch: int,
-        newest: Mapping[str, Tensor],
-        older: Mapping[str, Tensor] | None,
-        ahead: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        """Replace all weights, while nothing is in flight.
-
-        Args:
-            batch: the newest version.
-            newest: its weights, by name.
-            older: what passes read of the version before, if they will still read it.
-            ahead: what passes read of the newest version, if that is something else.
-        """
+    def restart(self, batch: int, given: GivenWeights) -> None:
+        """Replace all weights, while nothing is in flight; the newest version is `batch`."""
         self.retain(())
         self.derived.forget()
         if self._weights is not None:
-            self._weights.load(newest)
-        for version, tensors in ((batch, ahead or newest), (batch - 1, older)):
+            self._weights.load(given.newest)
+        for version, tensors in ((batch, given.ahead or given.newest), (batch - 1, given.older)):
             if tensors is not None:
                 self.versions[version] = self._take(f"version {version}")
                 self.versions[version].load(tensors)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.schedule.methods.combine import Combine
-from penstock.schedule.methods.wave_lags import place_of
+from penstock.schedule.methods.wave_lags import stage_place
 from penstock.weights.memory.buffers import Buffer
 from penstock.weights.store import VersionStore
 from penstock.weights.written_check import WrittenCheck
@@ -67,7 +67,7 @@ class WaveWeights:
 
     def __init__(self, combine: Combine, width: int, pipeline: int, store: VersionStore, stage: str) -> None:
         self.combine, self.width, self.pipeline = combine, width, pipeline
-        self.place, self.record = place_of(pipeline, stage), dict[int, list[int]]()
+        self.place, self.record = stage_place(pipeline, stage), dict[int, list[int]]()
         self._store, self._known = store, combine.lag.get(self.place, {}) if isinstance(combine.lag, Mapping) else None
         if self._known == {}:
             raise ConfigError(

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from penstock.errors import ScheduleError
 from penstock.plan.planners.block_chain import BlockChain, Floats
-from penstock.plan.planners.foreseen import StageForecast, forecast, least_microbatches
+from penstock.plan.planners.foreseen import StageForecast, least_microbatches, stage_forecast
 from penstock.plan.planners.known_schedules import KnownSchedules, ScheduleKey
 from penstock.plan.planners.two_bw import Sized, single_device_ways
 from penstock.plan.stages.devices import Devices
@@ -117,7 +117,7 @@ class CandidateTrial:
         least = least_microbatches(of.method, of.depth)
         if of.microbatches < least:
             return Skipped(name, f"refused: it needs at least {least} microbatches for each pipeline")
-        foreseen = [forecast(of.method, of.depth, of.microbatches, stage) for stage in range(of.depth)]
+        foreseen = [stage_forecast(of.method, of.depth, of.microbatches, stage) for stage in range(of.depth)]
         chain = self._chain
         self._held = [
             chain.memory(self._always(f), [chain.in_flight(f.activations, self._rotates(f))]) for f in foreseen

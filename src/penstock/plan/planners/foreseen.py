@@ -32,7 +32,7 @@ def least_microbatches(method: str, depth: int) -> int:
     return max(depth, 2 * (depth - 1)) if method == "2bw-eager" else depth
 
 
-def forecast(method: str, depth: int, microbatches: int, stage: int) -> StageForecast:
+def stage_forecast(method: str, depth: int, microbatches: int, stage: int) -> StageForecast:
     """Return what the proof of a method derives for a stage, if there are as many microbatches as stages, or more.
 
     Args:

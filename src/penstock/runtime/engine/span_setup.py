@@ -11,10 +11,10 @@ from penstock.comm.mesh import Groups
 from penstock.comm.p2p.routing import reads_of
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports
+from penstock.options.kernels import Kernels
 from penstock.runtime.data.batch_source import Batches, BatchSource
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
-from penstock.runtime.options.kernels import Kernels
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.rules import RULES

@@ -52,7 +52,7 @@ class Spans:
         self._left_after: int | None = None  # the batch after whose report the caller has left the current run
         self._stop = ranks[0].stop
         stages = [stage for state in ranks for stage in state.stages.values()]
-        self._schedules = Schedules(ranks[0].lr_scheduler, stages, grid)
+        self._schedules = Schedules(ranks[0].options.update.lr_scheduler, stages, grid)
         self._borders = SpanBorders(grid, ranks, combine, held)
         alone = grid.group is None or (grid.width == 1 and not any(stage.ties for stage in stages))
         self._watch = ParameterWatch([stage.module for stage in stages], partial(_stepped, stages), alone=alone)

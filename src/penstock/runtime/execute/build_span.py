@@ -56,7 +56,7 @@ def build_span(
         key: StageSpan(
             state.stages[key],
             spec,
-            StageRoutes(schedule, key, mailbox, state.boundary_gradients),
+            StageRoutes(schedule, key, mailbox, state.options.precision.between_stages),
             kind(memory, state.stages[key].weights),
             is_last=key.index == schedule.num_stages - 1,
             name=f"rank {recorder.rank}, stage {key.name}",
@@ -72,7 +72,7 @@ def build_span(
     reports = Reports(forwards, decides, losses, decisions, recorder)
     return RankSpan(
         schedule, pipeline, stages, mailbox, recorder, decisions, updates, meetings, losses, reports, memory,
-        state.slicing, provisional, state.stop,
+        state.options, provisional, state.stop,
     )  # fmt: skip
 
 

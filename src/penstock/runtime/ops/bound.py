@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from penstock.comm.core.wait import Wait
 from penstock.runtime.rank.span import RankSpan
-from penstock.schedule.ir.schedule import Copy, Kind, Op, Unit, format_unit, since
+from penstock.schedule.ir.absolute_actions import since
+from penstock.schedule.ir.schedule import Copy, Kind, Op, Unit, format_unit
 from penstock.schedule.machine.instructions import Instruction
 from penstock.stage.stage_weights import TrainedWeights
 

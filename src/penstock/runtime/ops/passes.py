@@ -103,7 +103,9 @@ class Forward(Consumer):
         recorder.add("compute", start, end, Waiting.DATA, label, index, cause="the data")
         if self._slice is None:
             return sample, more
-        own, target = (self._span.slicing.part(tree, self._slice) for tree in (sample.input, sample.target))
+        own, target = (
+            self._span.options.partition.slicing.part(tree, self._slice) for tree in (sample.input, sample.target)
+        )
         return sample._replace(input=own, target=target), more
 
 

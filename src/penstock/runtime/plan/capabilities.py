@@ -9,9 +9,9 @@ import torch
 
 from penstock.comm.p2p.routing import needs_decisions
 from penstock.errors import CapabilityError, ConfigError
+from penstock.options.passes import Recompute
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.runtime.ops.handlers import HANDLERS
-from penstock.runtime.options.passes import Recompute
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Kind, Op, Schedule, passes
 from penstock.schedule.ir.sharding import Level

@@ -14,9 +14,9 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.checks import is_number
+from penstock.options.groups import PipelineOptions
 from penstock.partition.block_delays import BlockDelays
 from penstock.partition.tied import Tie
-from penstock.runtime.options.options import PipelineOptions
 from penstock.schedule.ir.sharding import Sharding
 
 _MAY_DIFFER = frozenset({"timeout", "device", "waits", "compile"})
@@ -61,7 +61,7 @@ def common_options(
     return {name: _short(_text(value)) for name, value in (values | resolved).items() if name not in left_out}
 
 
-def differences(
+def differing_options(
     mine: Mapping[str, Mapping[str, str]], others: Mapping[str, Mapping[str, str]]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the options that differ, with the values of this rank, and with those of the other one.

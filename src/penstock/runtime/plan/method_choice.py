@@ -16,7 +16,7 @@ from penstock.runtime.plan.requirements import GivenSchedule, schedule_of
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice
-from penstock.schedule.methods.written import written_method
+from penstock.schedule.methods.method_text import written_method
 from penstock.weights.corrections.base import Correction
 from penstock.weights.corrections.registry import correction_of
 
@@ -100,7 +100,7 @@ def _is_order(value: object) -> TypeGuard[OrderFunction]:
     return callable(value) and not isinstance(value, type | nn.Module)
 
 
-def with_options(given: GivenSchedule, in_flight: int | Sequence[int] | str | None) -> GivenSchedule:
+def with_asked_in_flight(given: GivenSchedule, in_flight: int | Sequence[int] | str | None) -> GivenSchedule:
     """Return a schedule with other microbatches in flight than its order has, where some are asked for.
 
     Raises:

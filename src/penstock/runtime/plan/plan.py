@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from penstock.errors import ConfigError, ScheduleError
+from penstock.options.groups import PipelineOptions
 from penstock.partition.block_delays import BlockDelays, resolve_both
 from penstock.partition.blocks import check_enough, cut_blocks
-from penstock.partition.shared_memory import check_memory
+from penstock.partition.shared_memory import check_shared_memory
 from penstock.partition.tied import Tie, find_ties
-from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.plan.capabilities import check_compiled, check_correction, check_recomputed_blocks, check_slices
 from penstock.runtime.plan.common_options import common_options
 from penstock.runtime.plan.known_schedule import KnownSchedule, described, identity
@@ -32,7 +32,7 @@ from penstock.runtime.plan.requirements import (
     schedule_of,
     with_all_actions,
     with_own_sharding,
-    with_sharding,
+    without_own_sharding,
 )
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
@@ -91,7 +91,7 @@ class UnprovenPlan:
             ScheduleError: the schedule cannot be built, or cannot have the recomputes that are wanted.
         """
         options = with_own_sharding(given, options)
-        given = _as_known(with_sharding(given, options), known, len(blocks))
+        given = _as_known(without_own_sharding(given, options), known, len(blocks))
         if isinstance(given, ScheduleRequest):
             check_enough(blocks, given.stages)  # every rank holds a stage, so this much is known before it is built
         plain, staleness, tied = schedule_of(given), options.staleness, options.partition.tied or {}
@@ -102,7 +102,7 @@ class UnprovenPlan:
         if balance is None and known is not None:
             balance = known.balance  # costs are counted once
         parts = cut_blocks(blocks, plain.num_stages, balance)
-        check_memory(blocks)
+        check_shared_memory(blocks)
         ties, inside = find_ties(blocks, parts, tied)
         fault = parallel.combine.fault(
             plain,
@@ -170,7 +170,7 @@ class UnprovenPlan:
             raise ConfigError(
                 "a pipeline with delays of its own choice cannot go on under another method; leave delays out"
             )
-        given = _as_known(with_sharding(given, self.options), known, sum(map(len, self.parts)))
+        given = _as_known(without_own_sharding(given, self.options), known, sum(map(len, self.parts)))
         options = self.options.changed(correction=correction)
         schedule = _whole(given, options, self.ties, known)
         check_same_places(self.schedule, schedule)

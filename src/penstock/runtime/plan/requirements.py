@@ -8,9 +8,9 @@ from typing import Any
 
 from penstock.comm.p2p.routing import needs_decisions
 from penstock.errors import ConfigError
-from penstock.runtime.options.options import PipelineOptions
+from penstock.options.groups import PipelineOptions
 from penstock.runtime.plan.capabilities import check_offered
-from penstock.runtime.plan.sharded import check_sharding
+from penstock.runtime.plan.sharding_limits import check_sharding
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.extend import extend, extended
 from penstock.schedule.ir.rules import RULES
@@ -124,7 +124,7 @@ def with_own_sharding(given: GivenSchedule, options: PipelineOptions) -> Pipelin
     return options if own == Level.NONE else options.changed(sharding=own)
 
 
-def with_sharding(given: GivenSchedule, options: PipelineOptions) -> GivenSchedule:
+def without_own_sharding(given: GivenSchedule, options: PipelineOptions) -> GivenSchedule:
     """A schedule without the sharding that its method has by itself, where options ask for one."""
     if not isinstance(given, ScheduleRequest) or not isinstance(given.method, str):
         return given

@@ -7,7 +7,8 @@ from collections.abc import Collection
 
 from penstock.comm.core.recorder import Recorder
 from penstock.stage.stage_runtime import StageRuntime
-from penstock.stage.stage_weights import StageWeights, TrainedWeights
+from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.untrained_weights import StageWeights
 
 _OPTIMIZER = "optimizer"
 

@@ -22,6 +22,7 @@ from penstock.weights.averaging import COMMON
 from penstock.weights.corrections.base import Corrector
 from penstock.weights.memory.row_shards import Rows
 from penstock.weights.sharded_store import ShardedStore
+from penstock.weights.store import GivenWeights
 
 
 @runtime_checkable
@@ -117,7 +118,7 @@ def _restore_trained(weights: TrainedWeights, reader: _StageReader, saved: Saved
     kinds = {name: "ahead.1/" if ahead else reader.kind("older", name) for name in views}
     before = {name: reader.read(kinds[name], name, v) for name, v in views.items()} if older else None
     read = {name: reader.read("ahead/", name, v) for name, v in views.items()} if ahead else None
-    weights.store.restart(int(saved.facts["batch"]), newest, before, read)
+    weights.store.restart(int(saved.facts["batch"]), GivenWeights(newest, before, read))
     weights.watch = None  # nothing has been written since
     if weights.store.reads_ahead:
         weights.watch_writes()

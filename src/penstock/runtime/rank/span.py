@@ -15,7 +15,7 @@ from penstock.comm.core.wait import Wait
 from penstock.comm.message.tensor_message import TensorMessage
 from penstock.comm.p2p.mailbox import Mailbox
 from penstock.comm.p2p.routing import StageRoutes
-from penstock.partition.sequence_slices import Slicing
+from penstock.options.groups import PipelineOptions
 from penstock.runtime.data.batch_source import BatchSource
 from penstock.runtime.rank.loss_ledger import LossLedger
 from penstock.runtime.rank.memory_ledger import MemoryLedger, StageMemory
@@ -98,7 +98,7 @@ class RankSpan:
         losses: of its batches.
         reports: on its batches.
         memory: bytes of parameter-sized memory by role.
-        slicing: how sequences are cut.
+        options: of the pipeline.
         provisional: updates do not wait for decisions.
         stop: the request to end the run.
         capture: takes the snapshots of this span.
@@ -123,7 +123,7 @@ class RankSpan:
     losses: LossLedger
     reports: Reports
     memory: MemoryLedger
-    slicing: Slicing
+    options: PipelineOptions
     provisional: bool
     stop: StopRequest
     capture: SnapshotCapture = field(init=False)

@@ -47,9 +47,7 @@ class RankState:
         stop: StopRequest,
     ) -> None:
         options = plan.options
-        self.key, self.recorder, self.slicing, self.stop = key, recorder, options.partition.slicing, stop
-        self.boundary_gradients = options.precision.between_stages
-        self.lr_scheduler = options.update.lr_scheduler
+        self.key, self.options, self.recorder, self.stop = key, options, recorder, stop
         self.snapshots: list[ref[Snapshot]] = []  # that somebody may still have
         self._last = plan.schedule.num_stages - 1
         self.decisions = Decisions(

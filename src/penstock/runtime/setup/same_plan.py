@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from penstock.comm.collective.gather import gather_json
 from penstock.errors import ConfigError, PenstockError
-from penstock.runtime.plan.common_options import differences
+from penstock.runtime.plan.common_options import differing_options
 from penstock.runtime.plan.known_schedule import OtherScheduleError
 from penstock.runtime.plan.plan import UnprovenPlan
 
@@ -44,7 +44,7 @@ def check_same_plans(plans: Mapping[str, UnprovenPlan], failure: Exception | Non
             raise ConfigError(f"rank {rank} cannot build the pipeline that this one does, {mine}: {failed}")
         if other != mine:
             raise ConfigError(f"ranks build different pipelines: this one {mine}; rank {rank} {other}")
-        here, there = differences(options, other_options)
+        here, there = differing_options(options, other_options)
         if here:
             raise ConfigError(
                 f"ranks build different pipelines: this one has {_listed(here)}, rank {rank} has {_listed(there)}; "

@@ -18,7 +18,7 @@ from penstock.runtime.setup.same_plan import check_same_plans
 from penstock.schedule.extend import evaluation_of
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.proof.check import Proof, check
-from penstock.schedule.rank_proof import common_part, own_part, rank_proof
+from penstock.schedule.rank_proof import common_part, part_of_rank, rank_proof
 from penstock.schedule.rank_schedule import Json, rank_schedule, schedule_facts
 
 Known = Mapping[str, KnownSchedule]
@@ -123,7 +123,7 @@ def _common(plan: PipelinePlan) -> Json:
 
 def _own(proof: Proof, rank: int) -> Json:
     """The part of a rank of the job; parallel pipelines have one after the other's ranks."""
-    return own_part(proof.lowered, rank % proof.schedule.ranks)
+    return part_of_rank(proof.lowered, rank % proof.schedule.ranks)
 
 
 def _received(schedule: Schedule, rank: int, common: Json, own: Json) -> Proof:

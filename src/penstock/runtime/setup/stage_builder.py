@@ -15,8 +15,8 @@ from penstock.comm.p2p.routing import neighbors_of
 from penstock.errors import ConfigError
 from penstock.partition.block_delays import BlockDelays
 from penstock.partition.blocks import LazyBlock, check_shapes
-from penstock.partition.sequence_slices import check_blocks
-from penstock.partition.shared_memory import check_memory
+from penstock.partition.sequence_slices import check_sliceable
+from penstock.partition.shared_memory import check_shared_memory
 from penstock.partition.tied import Tie, share_inside
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.sharded_weights import average_of, divide_updates, fit_sums, make_sharded_store
@@ -31,7 +31,8 @@ from penstock.stage.graphs import StageGraphs
 from penstock.stage.loss import LossFunction
 from penstock.stage.module import StageModule
 from penstock.stage.stage_runtime import StageRuntime
-from penstock.stage.stage_weights import StageWeights, TrainedWeights
+from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.untrained_weights import StageWeights
 from penstock.stage.weight_reads import ForwardWeightReads, WeightReads
 from penstock.stage.weight_reads_delayed import DelayedWeightReads, check_real_delays
 from penstock.stage.weight_reads_newest import EstimatedWeightReads, NewestWeightReads, check_real
@@ -142,18 +143,16 @@ class StageBuilder:
     def _make_module(self, stage: Stage, blocks: dict[str, Any]) -> StageModule:
         plan, schedule = self._plan, self._plan.schedule
         share_inside(blocks, plan.inside, [name for part in plan.parts for name in part])
-        check_memory(blocks)  # lazy ones have not been there to be looked into before
+        check_shared_memory(blocks)  # lazy ones have not been there to be looked into before
         where = f"stage {stage.name} on rank {stage.rank}"
         ways = neighbors_of(schedule, stage)
         if schedule.slices > 1:
-            check_blocks(blocks, where)
+            check_sliceable(blocks, where)
         for delays in (plan.delays, plan.backward_delays):
             if delays is not None:
                 delays.check_trained(blocks)
         loss = self._loss_of(stage) if ways.has_loss else None
-        seed, hands_on = self._options.run.seed, bool(ways.outputs)
-        module = StageModule(blocks, loss, where, seed, self._low, hands_on, self._device)
-        self._options.precision.kernels.check_device(module.device)
+        module = StageModule(blocks, loss, where, self._options, bool(ways.outputs), self._device)
         if module.trained and stage.index in schedule.frozen:
             raise ConfigError(
                 f"{where} is frozen in the schedule, but {next(iter(module.trained))} wants gradients; set "
@@ -188,7 +187,7 @@ class StageBuilder:
         return TrainedWeights(
             store,
             updater,
-            decay=update.ema_decay or 0.0,
+            update,
             average=average,
             average_rows=average_rows,
             counted_elsewhere=elsewhere,

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.runtime.update.divergence import Divergence, DivergenceDetector
+from penstock.options.divergence import Divergence
+from penstock.runtime.update.divergence import DivergenceDetector
 from penstock.runtime.update.events import Evaluated, RunEvents
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.methods.combine import REDUCE, Combine

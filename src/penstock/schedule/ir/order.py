@@ -72,7 +72,7 @@ def check_options(
     Raises:
         ConfigError: an option is missing.
     """
-    known, name = order_options(function), asked or f"order {name_of(function, others)}"
+    known, name = order_options(function), asked or f"order {order_name(function, others)}"
     for option in options:
         if option not in known:
             owners = ", ".join(name for name, other in others.items() if option in order_options(other))
@@ -80,7 +80,7 @@ def check_options(
             raise ConfigError(no_option(name, option, known) + hint)
 
 
-def name_of(function: OrderFunction, known: Mapping[str, OrderFunction]) -> str:
+def order_name(function: OrderFunction, known: Mapping[str, OrderFunction]) -> str:
     """Return the name under which an order is registered, or else that of its function."""
     return next((name for name, other in known.items() if other is function), getattr(function, "__name__", "order"))
 

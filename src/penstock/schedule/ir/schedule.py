@@ -288,13 +288,6 @@ class Schedule:
             found.setdefault(stage.rank, []).append(stage)
         return {rank: tuple(stages) for rank, stages in found.items()}
 
-    def actions(self, rank: int, batches: int, older: int = 0) -> Iterator[Action]:
-        """Yield the actions of a rank in a span of `batches` batches, with absolute numbers (see `shift`)."""
-        program = self.program(rank)
-        for t in range(batches):
-            yield from _present(program.period, t, self.microbatches, older)
-        yield from _present(program.epilogue, batches, self.microbatches, older)
-
     def __str__(self) -> str:
         return format_schedule(self)
 
@@ -318,63 +311,6 @@ def split_fused(actions: Iterable[Action]) -> Iterator[Action]:
     """Yield the actions in order, with fused ones split into their passes."""
     for action in actions:
         yield from passes(action)
-
-
-def since(unit: Unit, microbatches: int) -> int:
-    """Return the first batch in whose period (or at whose border, in an epilogue) a unit is not before the span."""
-    return -unit.first if unit.kind is Kind.BATCH else -(unit.first // microbatches)
-
-
-def existing(action: Action, batches: int, microbatches: int) -> Action | None:
-    """Return the part of an action that exists in the period (or epilogue) of batch `batches`, not renumbered."""
-    unit = action.unit
-    if action.parts:
-        alive = tuple([p for p in action.parts if batches >= since(p.unit, microbatches)])
-        if len(alive) == len(action.parts):
-            return action
-        if len(alive) < 2:
-            return alive[0] if alive else None
-        return action._replace(stage=alive[0].stage, unit=alive[0].unit, parts=alive)
-    if batches < since(unit, microbatches) or (unit.every > 1 and (unit.first + batches + 1) % unit.every):
-        return None
-    return action
-
-
-def shift(action: Action, batches: int, microbatches: int, older: int = 0) -> Action | None:
-    """Return an action with the numbers of batch `batches`, or None where it lies before the span.
-
-    Args:
-        action: an action with relative numbers.
-        batches: t for a period, T for an epilogue.
-        microbatches: m.
-        older: number of the older base version. A span begins with two base versions, the newest (number 0 here) and
-            an older one: 0 again where both are the same weights, else -1.
-    """
-    found = existing(action, batches, microbatches)
-    if found is None:
-        return None
-    if found.parts:
-        parts = tuple([_renumber(p, batches, microbatches, older) for p in found.parts])
-        return found._replace(unit=parts[0].unit, parts=parts)
-    return _renumber(found, batches, microbatches, older)
-
-
-def _renumber(action: Action, batches: int, microbatches: int, older: int) -> Action:
-    op, stage, unit, reads, _, peer, payload = action
-    first = unit.first + (batches if unit.kind is Kind.BATCH else batches * microbatches)
-    if reads is not None and (batches or min(reads.versions) < older):
-        derive = reads.derive and Copy(reads.derive.label, reads.derive.first + batches * microbatches)
-        reads = WeightRef(tuple([max(v + batches, older) for v in reads.versions]), derive)
-    elif not batches:
-        return action
-    return Action(op, stage, Unit(first, unit.count, unit.slice, unit.kind, unit.every), reads, (), peer, payload)
-
-
-def _present(actions: tuple[Action, ...], batches: int, microbatches: int, older: int) -> Iterator[Action]:
-    for action in actions:
-        shifted = shift(action, batches, microbatches, older)
-        if shifted is not None:
-            yield shifted
 
 
 def format_unit(unit: Unit, relative: bool = False) -> str:

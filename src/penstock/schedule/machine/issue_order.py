@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir.schedule import Action, Op, existing
+from penstock.schedule.ir.absolute_actions import existing
+from penstock.schedule.ir.schedule import Action, Op
 from penstock.schedule.machine.collectives import Collectives, is_collective
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Message
 
@@ -121,7 +122,7 @@ def issued(lowered: Lowered, batches: int, rejected: Collection[int] = ()) -> li
     for rank in range(lowered.schedule.ranks):
         counts: dict[LaneKey, int] = defaultdict(int)
         events: list[Event] = []
-        for instruction, t, _ in unrolled(lowered, rank, batches, rejected):
+        for instruction, t, _ in span_instructions(lowered, rank, batches, rejected):
             if instruction.route >= 0:
                 lane = lowered.routes[instruction.route].lane
                 events.append(Issued(lane, counts[lane]))
@@ -141,7 +142,7 @@ def _collective_events(action: Action, t: int, collectives: Collectives) -> Iter
             yield AwaitedCollective(JoinedCollective(op, first.index, batch))
 
 
-def unrolled(
+def span_instructions(
     lowered: Lowered, rank: int, batches: int, rejected: Collection[int] = ()
 ) -> Iterator[tuple[Instruction, int, list[Message]]]:
     """Yield what a rank runs in a span: the instructions, the batch their numbers count from, the messages consumed."""
@@ -164,7 +165,7 @@ def buffers(lowered: Lowered, batches: int) -> int:
     most = 0
     for rank in range(lowered.schedule.ranks):
         held: dict[LaneKey, int] = defaultdict(int)
-        for instruction, _, needs in unrolled(lowered, rank, batches):
+        for instruction, _, needs in span_instructions(lowered, rank, batches):
             for need in needs:
                 held[lowered.routes[need.route].lane] -= 1
             if instruction.action.op is Op.RECV:

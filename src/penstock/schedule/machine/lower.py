@@ -14,9 +14,9 @@ from penstock.errors import ScheduleError
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.ops import MOVES, OPS, PASSES, PAYLOAD_OF_FACT, Fact, gives
 from penstock.schedule.ir.schedule import WINDOW, Action, Op, Payload, Schedule, Stage, Unit, format_place, passes
-from penstock.schedule.machine.awaited import awaited
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, LoweredProgram, Message, Route
 from penstock.schedule.machine.ordered_receives import OrderedReceives, Receives
+from penstock.schedule.machine.parked_waits import awaited
 from penstock.schedule.machine.receives import LaneReceives, Use
 from penstock.schedule.transforms.post_validation import Draft, redone
 

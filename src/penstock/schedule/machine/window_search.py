@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir.schedule import WINDOW, Action, Schedule, since
+from penstock.schedule.ir.absolute_actions import since
+from penstock.schedule.ir.schedule import WINDOW, Action, Schedule
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.lower import Lowering
 from penstock.schedule.machine.play import Machine

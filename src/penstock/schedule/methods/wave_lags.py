@@ -19,7 +19,7 @@ Record = Mapping[str, Mapping[int, Sequence[int]]]
 Lag = int | Sequence[int] | str | Record
 
 
-def place_of(pipeline: int, stage: str) -> str:
+def stage_place(pipeline: int, stage: str) -> str:
     """Return the name of a stage of a pipeline in a record."""
     return f"{pipeline}/{stage}"
 
@@ -61,7 +61,7 @@ def record_fault(lag: Lag | None, places: Iterable[str], every: int, batches: in
 
     Args:
         lag: as chosen; anything but a record is valid.
-        places: the stages of all pipelines (`place_of`).
+        places: the stages of all pipelines (`stage_place`).
         every: batches per wave.
         batches: batches of the run. Its last wave may end in a drain, for which there is no lag.
     """

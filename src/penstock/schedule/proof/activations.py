@@ -7,8 +7,9 @@ from fractions import Fraction
 from functools import reduce
 from math import lcm
 
+from penstock.schedule.ir.absolute_actions import existing
 from penstock.schedule.ir.ops import OPS
-from penstock.schedule.ir.schedule import Action, Schedule, existing
+from penstock.schedule.ir.schedule import Action, Schedule
 
 
 class MicrobatchCount(Fraction):
@@ -70,7 +71,7 @@ class Activations:
         return twin
 
 
-def most_held(schedule: Schedule, batches: int, left: Fraction = Fraction(1)) -> tuple[Fraction, ...]:
+def most_activations(schedule: Schedule, batches: int, left: Fraction = Fraction(1)) -> tuple[Fraction, ...]:
     """The most that each rank holds in a span of up to `batches` batches, in microbatches on its whole share.
 
     What a rank holds depends on the order of its own actions only, not on when they run. If no version is rejected and

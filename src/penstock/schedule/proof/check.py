@@ -24,19 +24,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from penstock.errors import DeadlockError, ScheduleError
+from penstock.schedule.ir.absolute_actions import existing, since
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.rules import RULES
-from penstock.schedule.ir.schedule import (
-    Action,
-    Op,
-    Payload,
-    Program,
-    Schedule,
-    Stage,
-    existing,
-    since,
-    split_fused,
-)
+from penstock.schedule.ir.schedule import Action, Op, Payload, Program, Schedule, Stage, split_fused
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.machine.batch_border import border_fault
 from penstock.schedule.machine.instructions import Lowered

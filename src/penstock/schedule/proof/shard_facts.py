@@ -14,6 +14,7 @@ from math import lcm
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
+from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.rules import RULES, Update
 from penstock.schedule.ir.schedule import Action, Op, Schedule, Stage, passes
 from penstock.schedule.ir.sharding import Level
@@ -116,7 +117,7 @@ def _most_whole(schedule: Schedule, rank: int, batches: int, sizes: Mapping[Stag
     most = [0] * 4
     weights = schedule.sharding.level is Level.FULL
     now = 0
-    for action in schedule.actions(rank, batches):
+    for action in actions_of(schedule, rank, batches):
         for p in passes(action):
             now += _gathered(p, gathered, sizes) if weights else 0
             batch = p.unit.first // schedule.microbatches if p.op in ADDING else p.unit.first

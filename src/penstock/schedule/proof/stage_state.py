@@ -13,22 +13,12 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.rules import Source, Update
 from penstock.schedule.ir.schedule import Action, Copy, Op, Stage, Unit, format_action
+from penstock.schedule.proof.gradients import Gradients
 from penstock.schedule.proof.in_flight import BooksError, Flights, MicrobatchNumber, Piece, VersionNumber
 from penstock.schedule.proof.shard_state import ShardState
 from penstock.schedule.proof.stage_spec import StageSpec
 from penstock.schedule.proof.weight_copies import Copies
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
-
-
-@dataclass
-class Gradient:
-    """The gradient of a batch while it accumulates or waits for its STEP."""
-
-    remaining: int
-    forward: int = 0  # sum of the versions read, one per pass
-    backward: int = 0
-    recompute: int = 0
-    joined: tuple[Op, ...] = ()  # collectives already done
 
 
 class Delay(NamedTuple):
@@ -59,7 +49,7 @@ class StageState:
     versions: set[int] = field(default_factory=set)
     provisional: set[int] = field(default_factory=set)
     flights: Flights = field(default_factory=Flights)
-    gradients: dict[int, Gradient] = field(default_factory=dict)
+    gradients: Gradients = field(init=False)
     copies: Copies = field(init=False)
     shards: ShardState = field(init=False)
     held: set[tuple[Stage | None, Unit]] = field(default_factory=set)  # activations held for other ranks
@@ -75,6 +65,7 @@ class StageState:
     recompute_delay: float | None = None
 
     def __post_init__(self) -> None:
+        self.gradients = Gradients(self.spec.share, self.spec.collectives)
         self.copies = Copies(self.spec.copy_uses, self.spec.microbatches)
         self.shards = ShardState(self.spec.sharding)
         if not self.versions:
@@ -89,10 +80,9 @@ class StageState:
             versions=set(self.versions),
             provisional=set(self.provisional),
             flights=self.flights.copy(),
-            gradients={b: replace(g) for b, g in self.gradients.items()},
             held=set(self.held),
         )
-        twin.copies, twin.shards = self.copies.copy(), self.shards.copy()
+        twin.gradients, twin.copies, twin.shards = self.gradients.copy(), self.copies.copy(), self.shards.copy()
         return twin
 
     def shifted(self, batches: int) -> StageState:
@@ -102,11 +92,7 @@ class StageState:
         twin.versions = {v + batches for v in self.versions}
         twin.provisional = {v + batches for v in self.provisional}
         twin.flights, twin.copies = self.flights.shifted(batches, k), self.copies.shifted(batches, k)
-        twin.gradients = {}
-        for batch, gradient in self.gradients.items():
-            later = batches * (self.spec.share - gradient.remaining)
-            sums = gradient.forward + later, gradient.backward + later, gradient.recompute + later
-            twin.gradients[batch + batches] = Gradient(gradient.remaining, *sums, gradient.joined)
+        twin.gradients = self.gradients.shifted(batches)
         twin.shards = self.shards.shifted(batches)
         twin.held = {(peer, unit._replace(first=unit.first + k)) for peer, unit in self.held}
         twin.forwards += batches * len(self.spec.forwards.period)
@@ -116,15 +102,11 @@ class StageState:
         """Return a comparable state, with numbers relative to batch t."""
         if not self.spec.share:
             return None
-        gradients = sorted(
-            (b - t, g.remaining, g.forward - t * (self.spec.share - g.remaining), g.joined)
-            for b, g in self.gradients.items()
-        )
         flights, copies = self.flights.state(t, self.spec.microbatches), self.copies.state(t)
         versions = sorted(v - t for v in self.versions), sorted(v - t for v in self.provisional), self.newest - t
         place = self.forwards - t * len(self.spec.forwards.period)
         held = sorted((peer, unit.first - t * self.spec.microbatches, unit.slice) for peer, unit in self.held)
-        return versions, flights, gradients, copies, self.shards.state(t), held, place, self.newest_read
+        return versions, flights, self.gradients.state(t), copies, self.shards.state(t), held, place, self.newest_read
 
     def drain(self, batches: int) -> None:
         """Begin the epilogue of a span of `batches` batches."""
@@ -275,11 +257,7 @@ class StageState:
         self.shards.add(batch)
         if flight is None:
             return
-        gradient = self.gradients[batch]
-        gradient.remaining -= 1
-        gradient.forward += flight.versions[0]
-        gradient.backward += versions[0]
-        gradient.recompute += flight.recomputed or 0
+        self.gradients.add(batch, flight.versions[0], versions[0], flight.recomputed or 0)
 
     # --- updates and the rest ---------------------------------------------------------------------------------------
 
@@ -295,7 +273,7 @@ class StageState:
             self.provisional.discard(batch + 1)
             if self.rejecting:
                 self.flights.reject(batch + 1)
-            del self.gradients[batch]
+            self.gradients.remove(batch)
         elif op is Op.PREDICT:
             self._predict(action, t)
         elif op is Op.AVERAGE:
@@ -325,35 +303,14 @@ class StageState:
 
     def _join(self, op: Op, batch: int) -> None:
         """Let the gradient of a batch take part in a collective."""
-        gradient = self.gradients.get(batch)
-        if op is Op.REDUCE and self.shards.level.splits_gradients and gradient is not None:
+        if op is Op.REDUCE and self.shards.level.splits_gradients and batch in self.gradients:
             self.shards.reduce(batch)
-            if gradient.remaining:
+            if self.gradients.accumulates(batch):
                 return  # a part of the sum, to which the next REDUCE adds
-        gradient = self._gradient_before(op, batch)
-        if op in gradient.joined:
-            raise BooksError("comes a second time for batch {}; once is enough", VersionNumber(batch))
-        gradient.joined += (op,)
-
-    def _complete_gradient(self, batch: int) -> Gradient:
-        gradient = self.gradients.get(batch)
-        left = self.spec.share if gradient is None else gradient.remaining
-        if gradient is None or left:
-            raise BooksError("comes before {} of batch {}'s backwards on this stage", left, VersionNumber(batch))
-        return gradient
-
-    def _gradient_before(self, op: Op, batch: int) -> Gradient:
-        """Return the complete gradient of a batch, after all collectives that come before `op`."""
-        gradient = self._complete_gradient(batch)
-        for earlier in self.spec.collectives:
-            if earlier is op:
-                break
-            if earlier not in gradient.joined:
-                raise BooksError("needs the {} of its batch first", earlier)
-        return gradient
+        self.gradients.join(op, batch)
 
     def _step(self, batch: int) -> None:
-        gradient, rule = self._gradient_before(Op.STEP, batch), self.spec.rule
+        gradient, rule = self.gradients.ready_for(Op.STEP, batch), self.spec.rule
         if self.newest != batch or batch in self.provisional:
             raise BooksError("starts from version {}, which is not the newest valid version", VersionNumber(batch))
         reader = self.flights.reader(batch) if rule.pins else None
@@ -370,7 +327,7 @@ class StageState:
             self.versions.discard(batch)
         self.rotated = rule.update is Update.ROTATE or (rule.update is Update.COPY_ON_WRITE and not free)
         if not rule.provisional:  # otherwise the gradient stays, as the update may have to be repeated
-            del self.gradients[batch]
+            self.gradients.remove(batch)
         self.newest = batch + 1
         self.newest_read = False
         self.versions.add(self.newest)
@@ -425,7 +382,7 @@ class StageState:
                 "{}. One would be overwritten too early; use more microbatches per batch",
                 *(VersionNumber(batch), limit, _versions(sorted(self.versions)), _versions(sorted(self.gradients))),
             )
-        self.gradients[batch] = Gradient(self.spec.share)
+        self.gradients.begin(batch)
         self._count()
 
     def _count(self) -> None:

@@ -26,7 +26,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.schedule.ir.schedule import Payload, existing
+from penstock.schedule.ir.absolute_actions import existing
+from penstock.schedule.ir.schedule import Payload
 from penstock.schedule.machine.lane_state import is_host_copy
 from penstock.simulate.compiled.code import ACT, RECEIVE, SEND, Code, CodedSchedule, CostClasses, Numbers, Unrolled
 from penstock.simulate.compiled.graph import NEVER, OWN, ROOM, START, TRANSFER, WAIT, EventGraph

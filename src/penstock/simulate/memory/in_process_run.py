@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from penstock.errors import CapabilityError
 from penstock.schedule.halved_backwards import halved_units
+from penstock.schedule.ir.absolute_actions import since
 from penstock.schedule.ir.rules import RULES
-from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, Schedule, Stage, since
+from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, Schedule, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Message
 from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, Holdings, is_blockwise

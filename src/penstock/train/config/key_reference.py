@@ -109,7 +109,7 @@ def suggested_keys(path: str, schema: type[BaseModel] = TrainConfig, cutoff: flo
     return [meant] if meant in known and path not in known else nearest_keys(path, known, cutoff)
 
 
-def with_options(keys: list[Key]) -> list[Key]:
+def with_option_keys(keys: list[Key]) -> list[Key]:
     """Insert the options that methods have below the keys of sections of options."""
     inner = {"options": list(order_keys()), "correction": list(correction_keys())}
     return [row for key in keys for row in (key, *inner.get(key[0], ()))]
@@ -146,5 +146,5 @@ def commented_reference() -> str:
         indent = "  " if group else ""
         value = yaml.safe_dump(default, default_flow_style=True).removesuffix("...\n").strip()
         lines += [f"{indent}# {meaning}", f"{indent}{last}: {value}"]
-        lines += [f"#   {option}: {said}" for option, _, said in with_options([(key, default, meaning)])[1:]]
+        lines += [f"#   {option}: {said}" for option, _, said in with_option_keys([(key, default, meaning)])[1:]]
     return "\n".join(lines) + "\n"

@@ -7,7 +7,7 @@ from penstock.models.gpt_shape import GPTConfig, count_blocks, preset
 from penstock.train.config.schema import TrainConfig
 
 
-def check_blocks(config: TrainConfig) -> None:
+def check_enough_blocks(config: TrainConfig) -> None:
     """Refuse a configuration whose stages cannot each have a block of the model.
 
     Every rank holds a stage; methods that place several on a rank are seen through when their schedule is built.

@@ -29,7 +29,7 @@ def check_workers(config: TrainConfig) -> None:
         )
 
 
-def check_memory(config: TrainConfig, model: GPTConfig) -> None:
+def check_machine_memory(config: TrainConfig, model: GPTConfig) -> None:
     """Refuse a run that takes more memory than this machine has even if nothing but the least is counted.
 
     Args:

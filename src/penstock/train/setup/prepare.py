@@ -19,26 +19,27 @@ from penstock.comm.collective.hand_out import from_first
 from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
+from penstock.options.groups import PipelineOptions
 from penstock.partition.sequence_slices import Slicing, equal_time_lengths
-from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.setup.shared_plan import Known, shared_plans
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.find_method import find_method
-from penstock.schedule.methods.wave_lags import place_of, record_fault
+from penstock.schedule.methods.wave_lags import record_fault, stage_place
 from penstock.simulate.auto_in_flight import later_with
 from penstock.train.config.own_schedule import own_schedule
 from penstock.train.config.schema import TrainConfig
+from penstock.train.config.written_config import write_config
 from penstock.train.data.corpus import Corpus, Once, load_corpus
 from penstock.train.data.windows import Windows
-from penstock.train.setup.enough_blocks import check_blocks, shape_of
-from penstock.train.setup.machine_memory import check_memory, check_workers
+from penstock.train.setup.enough_blocks import check_enough_blocks, shape_of
+from penstock.train.setup.machine_memory import check_machine_memory, check_workers
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import FALLBACK, MAIN, SYNC
 from penstock.train.setup.pipeline_options import pipeline_options, tokens_per_batch
-from penstock.train.setup.run_folder import check_whole_run, newest_checkpoint, write_config
+from penstock.train.setup.run_folder import check_whole_run, newest_checkpoint
 from penstock.weights.corrections.base import StagePlace
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.optim.adapters import check_averages
@@ -135,7 +136,7 @@ def prepare(
         DataError: the text is missing, unreadable or too short.
         TransportError: a peer is dead.
     """
-    check_blocks(config)
+    check_enough_blocks(config)
     _check_limit(config, choose)
     if local:
         check_workers(config)
@@ -145,7 +146,7 @@ def prepare(
     corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)), known, once)
     model = model_shape(config, corpus)
     if local:
-        check_memory(config, model)
+        check_machine_memory(config, model)
     windows = Windows(corpus, model.context, config.held_out, config.seed)
     if corpus.text and config.sample_length and not config.prompt:
         raise ConfigError("prompt must not be empty while sample_length is not 0")
@@ -308,7 +309,7 @@ def _check_lags(config: TrainConfig, schedule: Schedule) -> None:
         ConfigError: what differs.
     """
     combine = config.combine.chosen
-    places = (place_of(pipeline, stage.name) for pipeline in range(config.width) for stage in schedule.stages)
+    places = (stage_place(pipeline, stage.name) for pipeline in range(config.width) for stage in schedule.stages)
     fault = record_fault(combine.lag, places, combine.every, config.batches)
     if fault is not None:
         raise ConfigError(f"combine.lag: {fault}")

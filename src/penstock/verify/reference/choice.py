@@ -19,7 +19,7 @@ from penstock.verify.reference.corrections import (
     adapt_momentum,
 )
 from penstock.verify.reference.decayed import Decaying
-from penstock.verify.reference.delays import horizons, largest_delay, mean_delay
+from penstock.verify.reference.delays import largest_delay, mean_delay, prediction_horizons
 from penstock.verify.reference.methods import DECAYED, NEWEST, PREDICTION
 from penstock.verify.reference.predictions import Ahead, LastChange, ReferencePrediction, check_velocity
 from penstock.verify.reference.stage import ReferenceReading, ReferenceStage, step
@@ -83,7 +83,7 @@ def _reading(
         return Decaying(largest_delay(*place), options["backward"] == "stash", optimizer)
     if method not in PREDICTION:
         return ReferenceReading()
-    forward, backward = horizons(method, *place)
+    forward, backward = prediction_horizons(method, *place)
     stash = method == "spectrain-stash" or options.get("backward") == "stash"
     if method in ("lwp-weights", "spike-lwp-weights"):
         return LastChange(forward, stash)

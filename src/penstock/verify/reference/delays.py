@@ -94,7 +94,9 @@ def backwards_of_open_batch(t: int, k: int, m: int, s: int, d: int, first: int) 
     return max(0, (t - first) * m + k - (d - 1 - s)) % m
 
 
-def horizons(method: str, s: int, d: int, m: int, delays: Sequence[int] | None = None) -> tuple[float, float | None]:
+def prediction_horizons(
+    method: str, s: int, d: int, m: int, delays: Sequence[int] | None = None
+) -> tuple[float, float | None]:
     """Return by how many updates forward and backward predict; None if the backward has no prediction of its own.
 
     Sources: SpecTrain, arXiv 1809.02839, and its authors' code (spectrain-stash); XPipe, arXiv 1911.04610; PipeOptim,

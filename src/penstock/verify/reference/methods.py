@@ -59,7 +59,7 @@ warm-up. The `beta` of `i-timeprest` is ours."""
 _CHOICES = {"bias": ("paper", "adam"), "backward": ("newest", "stash")}
 
 
-def options_of(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def method_options(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a method, given or by default.
 
     Raises:

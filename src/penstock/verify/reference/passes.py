@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
-from penstock.verify.reference.stage import ReferenceStage, Weights, cast
+from penstock.verify.reference.stage import ReferenceStage, Weights, to_precision
 
 Loss = Callable[[Any, Any], "Tensor | tuple[Tensor, float | Tensor]"]
 
@@ -51,8 +51,8 @@ def run_microbatch(
     Returns:
         The sum of the loss, and its weight.
     """
-    leaves = [leaves_of(forward, precision) for forward, _ in reads]
-    x, target = cast(sample[0], precision), sample[1]
+    leaves = [graph_leaves(forward, precision) for forward, _ in reads]
+    x, target = to_precision(sample[0], precision), sample[1]
     for stage, weights, (_, others) in zip(stages, leaves, reads, strict=True):
         with nullcontext() if others is None else unguarded():
             x = stage.forward(x, weights, draw)
@@ -73,9 +73,9 @@ def run_microbatch(
     return float(sum_.detach()), weight
 
 
-def leaves_of(weights: Weights, precision: torch.dtype | None) -> Weights:
+def graph_leaves(weights: Weights, precision: torch.dtype | None) -> Weights:
     """Copy weights for one graph, in the precision of the passes."""
-    return {name: cast(w, precision).detach().clone().requires_grad_() for name, w in weights.items()}
+    return {name: to_precision(w, precision).detach().clone().requires_grad_() for name, w in weights.items()}
 
 
 def weighted(result: Tensor | tuple[Tensor, float | Tensor], target: Any, output: Any) -> tuple[Tensor, float]:

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from penstock.verify.reference.passes import Loss, leaves_of, replace, rounding_gradients, unguarded, weighted
-from penstock.verify.reference.stage import ReferenceStage, Weights, cast
+from penstock.verify.reference.passes import Loss, graph_leaves, replace, rounding_gradients, unguarded, weighted
+from penstock.verify.reference.stage import ReferenceStage, Weights, to_precision
 
 Piece = list[tuple[int, str]]
 """Consecutive blocks that share one kept input: stage and name of each."""
 
 
-def pieces_of(stages: Sequence[ReferenceStage], how: str, sizes: Sequence[int]) -> list[Piece]:
+def recompute_units(stages: Sequence[ReferenceStage], how: str, sizes: Sequence[int]) -> list[Piece]:
     """Divide the blocks into the units of recompute: single blocks, or segments of the given numbers of stages."""
     blocks = [[(s, name) for name in stage.blocks] for s, stage in enumerate(stages)]
     if how == "block":
@@ -59,9 +59,9 @@ def run_again(
     Returns:
         The sum of the loss in the first run, and its weight.
     """
-    x, target = cast(sample[0], precision), sample[1]
-    inputs, buffers = _first_run(stages, x, [leaves_of(w, precision) for w, _ in reads], pieces, draw)
-    leaves = [leaves_of(w, precision) for w in again]
+    x, target = to_precision(sample[0], precision), sample[1]
+    inputs, buffers = _first_run(stages, x, [graph_leaves(w, precision) for w, _ in reads], pieces, draw)
+    leaves = [graph_leaves(w, precision) for w in again]
     outputs = _second_run(stages, inputs, leaves, pieces, buffers, draw, boundary)
     draw("loss")
     output = inputs.pop()

@@ -17,10 +17,10 @@ from penstock.verify.reference.choice import ReferencePlace, correct
 from penstock.verify.reference.decayed import Partials
 from penstock.verify.reference.decisions import Scale, Scaling, equal_copies, factor_and_norm, tie_gradients
 from penstock.verify.reference.delays import backwards_of_open_batch, check_early, version_read
-from penstock.verify.reference.methods import DOUBLE_BUFFER, options_of
+from penstock.verify.reference.methods import DOUBLE_BUFFER, method_options
 from penstock.verify.reference.order import USUAL, ReferenceOrder
 from penstock.verify.reference.passes import Loss, draw_for, run_microbatch
-from penstock.verify.reference.recompute import pieces_of, run_again
+from penstock.verify.reference.recompute import recompute_units, run_again
 from penstock.verify.reference.stage import Block, Factory, ReferenceStage
 
 
@@ -100,7 +100,7 @@ def train_reference(
         CapabilityError: the method does not support this optimizer, or several microbatches.
         DataError: batches have different numbers of microbatches.
     """
-    chosen = options_of(method, options)
+    chosen = method_options(method, options)
     built = [ReferenceStage(blocks, optimizer) for blocks in stages]
     equal_copies(built, tied)
     for stage in built:
@@ -212,7 +212,7 @@ class Run:
             again = [n.reading.again(n, *vs) for n, *vs in zip(self.stages, versions, moments, strict=True)]
             others = [w for w in again if w is not None]
             if others:
-                pieces = pieces_of(self.stages, how, self.order.sizes(len(self.stages)))
+                pieces = recompute_units(self.stages, how, self.order.sizes(len(self.stages)))
                 return run_again(self.stages, sample, reads, others, pieces, *rest)
         return run_microbatch(self.stages, sample, reads, *rest)
 

@@ -91,7 +91,7 @@ class ReferenceStage:
         for module in self.modules.values():
             for parameter in module.parameters():
                 if not parameter.requires_grad:
-                    parameter.data = cast(parameter.data, precision)
+                    parameter.data = to_precision(parameter.data, precision)
 
     def copy_newest(self) -> Weights:
         """Return a copy of the newest weights, which the next update does not change."""
@@ -159,7 +159,7 @@ class ReferenceStage:
         self.versions.append(self.copy_newest())
 
 
-def cast(value: Any, precision: torch.dtype | None) -> Any:
+def to_precision(value: Any, precision: torch.dtype | None) -> Any:
     """Cast every tensor of higher precision to float32."""
     if precision is None:
         return value

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from penstock.errors import ConfigError, DataError
 from penstock.verify.reference.decisions import Scale, Scaling, equal_copies
-from penstock.verify.reference.methods import DOUBLE_BUFFER, FLUSH, options_of
+from penstock.verify.reference.methods import DOUBLE_BUFFER, FLUSH, method_options
 from penstock.verify.reference.order import USUAL, ReferenceOrder
 from penstock.verify.reference.passes import Loss
 from penstock.verify.reference.run import Reference, Run, with_end
@@ -132,7 +132,7 @@ def train_wsp(
     wsp.check()
     if method not in APART:
         raise ConfigError(f"{method} does not support waves; methods that do: {', '.join(APART)}")
-    chosen, drains, runs = options_of(method, {}), {*drains, *wsp.settle}, []
+    chosen, drains, runs = method_options(method, {}), {*drains, *wsp.settle}, []
     for _ in range(wsp.width):
         built = [ReferenceStage(blocks, optimizer) for blocks in stages]
         equal_copies(built, tied)

@@ -22,7 +22,7 @@ from penstock.errors import ConfigError
 from penstock.weights.corrections.base import Corrector, StagePlace
 from penstock.weights.corrections.repeated_gradient import check_repeatable, is_elementwise, repeated_step
 from penstock.weights.memory.buffers import Layout
-from penstock.weights.optim.adapters import Joined, part_of
+from penstock.weights.optim.adapters import Joined, optimizer_of
 from penstock.weights.updates.step_info import Step
 
 
@@ -81,6 +81,6 @@ class _ReadingAheadOnStage(Corrector):
     def ahead(self, step: Step) -> Tensor:
         """Return the values that passes read after an update."""
         horizon = self._wanted.horizon
-        if self._wanted.motion or not is_elementwise(part_of(step.optimizer, step.parameter)):
+        if self._wanted.motion or not is_elementwise(optimizer_of(step.optimizer, step.parameter)):
             return step.after + horizon * (step.after - step.before)
         return step.after - (horizon * step.rate(1)) * repeated_step(step, self._chosen)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Muon, NAdam, Optimizer
 
 from penstock.errors import CapabilityError
-from penstock.weights.optim.adapters import Joined, name_of, part_of
+from penstock.weights.optim.adapters import Joined, name_of, optimizer_of
 from penstock.weights.updates.step_info import Step
 
 Weights = tuple[float, float]
@@ -69,7 +69,7 @@ def repeated_step(step: Step, chosen: Weights | None) -> Tensor:
         step: the last one, of an optimizer that `check_repeatable` accepts.
         chosen: a and b; None if the last gradient comes again.
     """
-    optimizer = part_of(step.optimizer, step.parameter)
+    optimizer = optimizer_of(step.optimizer, step.parameter)
     state, group = step.optimizer.state.get(step.parameter, {}), step.group
     if isinstance(optimizer, SGD):
         return _of_sgd(state.get("momentum_buffer"), group, step.gradient, chosen)

@@ -51,6 +51,9 @@ class Layout:
 
     Args:
         parameters: canonical name -> tensor; only shapes, dtypes and the device are used.
+
+    Attributes:
+        nbytes: bytes of one buffer, alignment included.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -61,11 +64,7 @@ class Layout:
             start = self.sizes.get(p.dtype, 0)
             self.slots[name] = Slot(p.dtype, start, p.shape)
             self.sizes[p.dtype] = start + self.slots[name].padded
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one buffer, alignment included."""
-        return sum(size * dtype.itemsize for dtype, size in self.sizes.items())
+        self.nbytes = sum(size * dtype.itemsize for dtype, size in self.sizes.items())
 
 
 class Readable(Protocol):

@@ -118,7 +118,7 @@ def name_of(optimizer: Optimizer, parameter: nn.Parameter | None = None) -> str:
     return type(optimizer.inner if isinstance(optimizer, ByParameter) else optimizer).__name__
 
 
-def part_of(optimizer: Optimizer, parameter: nn.Parameter) -> Optimizer:
+def optimizer_of(optimizer: Optimizer, parameter: nn.Parameter) -> Optimizer:
     """Return the optimizer that steps a parameter: itself, or one of those that it joins."""
     return optimizer.part_of(parameter) if isinstance(optimizer, Joined) else optimizer
 

@@ -21,7 +21,7 @@ from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from penstock.errors import CapabilityError
-from penstock.weights.optim.adapters import Joined, name_of, part_of
+from penstock.weights.optim.adapters import Joined, name_of, optimizer_of
 
 PREDICTABLE = (SGD, Adam, AdamW, Muon)
 
@@ -65,7 +65,7 @@ def direction(
     Returns:
         None before the first update.
     """
-    state, kind = optimizer.state.get(parameter, {}), part_of(optimizer, parameter)
+    state, kind = optimizer.state.get(parameter, {}), optimizer_of(optimizer, parameter)
     if isinstance(kind, SGD | Muon):
         found: Tensor | None = state.get("momentum_buffer")
         return _orthogonal(found, group) if isinstance(kind, Muon) and found is not None else found

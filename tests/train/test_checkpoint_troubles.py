@@ -15,13 +15,13 @@ from rich.console import Console
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from penstock.checkpoint.format import checkpoints, place_of
+from penstock.checkpoint.format import checkpoint_folder, checkpoints
 from penstock.errors import CheckpointError
 from penstock.train import loop, reporter
+from penstock.train.checkpoint_troubles import Troubles
 from penstock.train.config.load import validate_config
 from penstock.train.graceful_stop import DrainRequest
 from penstock.train.setup.prepare import prepare
-from penstock.train.troubles import Troubles
 from penstock.view.progress import TerminalObserver
 from support.pool import Pool
 from support.simulated import simulated
@@ -125,7 +125,7 @@ def test_checkpoints_that_find_no_room_are_told_while_the_run_goes_on(pool: Pool
     assert told[-1][0].startswith("8 of 8 checkpoints were not written; the last of them, after 30 batches: stage-")
     assert checkpoints(folder) == []
     pool.submit(train_on_a_small_disk, values | {"batches": 32}, str(folder), 10**9, ranks=4)
-    damaged = place_of(folder, 32) / "stage-1.safetensors"
+    damaged = checkpoint_folder(folder, 32) / "stage-1.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     _, told, *_ = pool.submit(train_on_a_small_disk, values | {"batches": 33}, str(folder), 10**9, ranks=4)
     (warning,) = [line for line in told if isinstance(line, str)]

@@ -119,7 +119,7 @@ class Meeting:
         return f"penstock/{self.name}/{key}"
 
 
-def differences(mine: str, first: str) -> list[str]:
+def differing_keys(mine: str, first: str) -> list[str]:
     """Return the keys whose values differ between two configurations, given as JSON."""
     other: dict[str, Any] = json.loads(first)
     return [key for key, value in json.loads(mine).items() if other.get(key) != value]

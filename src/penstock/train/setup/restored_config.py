@@ -6,8 +6,15 @@ from pathlib import Path
 
 from penstock.files import read_text, write_whole
 from penstock.train.config.schema import TrainConfig
-from penstock.train.setup.recorded import recorded
-from penstock.train.setup.run_folder import CONFIG, WRITTEN, changed_by_hand, changed_since, changes_in_words, option_of
+from penstock.train.config.written_config import (
+    CONFIG,
+    WRITTEN,
+    changed_by_hand,
+    changed_since,
+    changes_in_words,
+    option_of,
+)
+from penstock.train.setup.recorded_progress import recorded
 from penstock.yaml_file import LARGEST
 
 

@@ -10,12 +10,12 @@ import torch
 
 from penstock.checks import check_number
 from penstock.errors import ConfigError
+from penstock.options.kernels import Kernels, SdpaName
+from penstock.options.number_formats import BoundaryGradients, PrecisionName, boundary_format, low_precision
 from penstock.partition.block_delays import Delays
-from penstock.runtime.options.kernels import Kernels, SdpaName
 from penstock.schedule.transforms.recompute import Segments
 from penstock.short_repr import ShortRepr
 from penstock.stage.autograd.recompute import RecomputeMode, RecomputeModes, check_recompute
-from penstock.stage.precision import BoundaryGradients, PrecisionName, boundary_format, low_precision
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import LossScale
 

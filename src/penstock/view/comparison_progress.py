@@ -13,8 +13,8 @@ from penstock.compare.prepare import Entrant
 from penstock.compare.results import Findings, MethodSummary
 from penstock.compare.tasks import Task
 from penstock.compare.trial import TrialResult
+from penstock.view.plurals import counted
 from penstock.view.tables import DELAY, RANGES, briefly
-from penstock.view.words import counted
 
 
 class TerminalComparison:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.runtime.options.division import DataParallel, Microbatches, Partition
-from penstock.runtime.options.passes import Precision, Recompute, Staleness
-from penstock.runtime.options.run import RunOptions
-from penstock.runtime.options.updates import UpdateOptions
+from penstock.options.division import DataParallel, Microbatches, Partition
+from penstock.options.passes import Precision, Recompute, Staleness
+from penstock.options.run import RunOptions
+from penstock.options.updates import UpdateOptions
 from penstock.schedule.transforms.batch_ops import what_decides
 from penstock.weights.decision import Policy
 

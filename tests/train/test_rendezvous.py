@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from penstock.train.meeting import Meeting
+from penstock.train.rendezvous import Meeting
 
 
 class CountingStore:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from penstock.checks import check_number
 from penstock.errors import ConfigError
-from penstock.runtime.update.divergence import Divergence
+from penstock.options.divergence import Divergence
 from penstock.weights.decision import Policy
 from penstock.weights.updates.lr_schedulers import SchedulerFactory, check_factory
 

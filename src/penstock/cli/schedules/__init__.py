@@ -1,0 +1,1 @@
+"""The commands that study schedules, and need no training."""

@@ -1,0 +1,184 @@
+"""What the options of `show` and `simulate` ask for: a proven schedule, a window, a network."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.schedule.proof.check import Proof
+    from penstock.simulate.auto_in_flight import InFlightChoice
+    from penstock.simulate.costs import Costs
+    from penstock.simulate.network import Network
+
+
+def prove_asked(
+    method: str | None,
+    own: tuple[Path | None, str | None, str | None],
+    sizes: tuple[int | None, int | None],
+    changes: list[str] | None,
+    segments: str | None,
+    order: str | None,
+    in_flight: str | None,
+    costs: tuple[Costs, int],
+    sharding: str | None = None,
+    offload: float | None = None,
+) -> tuple[Proof, InFlightChoice | None]:
+    """Prove the schedule of a method or in a file, with recompute if asked for; and how `auto` was decided.
+
+    Args:
+        method: with its options.
+        own: a file, its version rule and its correction.
+        sizes: stages and microbatches.
+        changes, segments, order: as given.
+        costs: of so many ranks together: an order that is searched for given times gets them as options.
+        sharding: as given, in place of the method's; added behind recomputes.
+        offload: time of a copy to the host's memory, if activations are moved there.
+    """
+    from penstock.schedule.build import ScheduleRequest
+    from penstock.schedule.ir.in_flight import read_in_flight
+    from penstock.schedule.methods.compatibility import sharding_of
+    from penstock.schedule.methods.find_method import find_method
+    from penstock.schedule.methods.method_text import written_method
+    from penstock.simulate.auto_in_flight import choose_in_flight
+    from penstock.simulate.costs import of_every_rank
+    from penstock.simulate.search_options import with_search_options
+
+    (file, rule, correction), (stages, microbatches) = own, sizes
+    if (method is None) == (file is None):
+        raise ConfigError("give either a METHOD (penstock methods lists them) or --file")
+    if file is not None and order is not None:
+        raise ConfigError("a --file holds the order; leave --order out")
+    options, choice = _order_options(changes), None
+    if in_flight is not None:
+        options["in_flight"] = read_in_flight(in_flight)
+    if file is not None:
+        proof = _prove_own(file, rule, correction, stages, microbatches, options)
+        whole, added = segments is None and sharding is None, sharding or "none"
+    else:
+        chosen = written_method(method or "")
+        row = find_method(chosen.name)
+        for what, value, its in (("rule", rule, row.rule), ("correction", correction, row.correction)):
+            if value is not None:
+                raise ConfigError(f"{what}: method {row.name!r} has its own, {its}; --{what} goes with --file")
+        options = with_search_options(chosen.name, order, {**chosen.options, **options}, *costs)
+        whole, added = segments is None, str(sharding_of(row, sharding))
+        request = ScheduleRequest(chosen.name, stages or 4, microbatches or 8, order=order, options=options)
+        request = replace(request, sharding=added if whole else "none")
+        request, choice = choose_in_flight(request, of_every_rank(costs[0], request.stages))
+        proof = request.prove()
+    return _offloaded(proof if whole else _extended(proof, segments, added), offload), choice
+
+
+def _offloaded(proof: Proof, offload: float | None) -> Proof:
+    """Add copies of activations to the host's memory, if a time of these is given."""
+    from penstock.schedule.extend import extend
+
+    return proof if offload is None else extend(proof, offloads=True)
+
+
+def _extended(proof: Proof, segments: str | None, sharding: str) -> Proof:
+    """Add recomputes and sharding to a schedule.
+
+    Raises:
+        ConfigError: the segments are no number.
+    """
+    from penstock.schedule.extend import extend
+
+    if segments is None:
+        return extend(proof, sharding=sharding)
+    if segments != "auto" and not (segments.isascii() and segments.isdigit() and len(segments) < 10):
+        raise ConfigError(f"--segments takes a number of stages, or auto; got {segments!r:.80}")
+    number: int | Literal["auto"] = "auto" if segments == "auto" else int(segments)
+    return extend(proof, recomputes=True, segments=number, sharding=sharding)
+
+
+def _prove_own(
+    file: Path,
+    rule: str | None,
+    correction: str | None,
+    stages: int | None,
+    microbatches: int | None,
+    options: dict[str, Any],
+) -> Proof:
+    """Prove the schedule in a file, under a version rule, and check that a correction goes with it."""
+    from penstock.schedule.ir.rules import RULES
+    from penstock.schedule.load import holds_function, prove_file
+    from penstock.schedule.methods.corrections import correction_fault
+    from penstock.schedule.methods.method_text import written_order
+
+    own = written_order(str(file), rule, correction)
+    path = Path(own.file)
+    if holds_function(path):
+        stages, microbatches = stages or 4, microbatches or 8
+    proof = prove_file(path, stages, microbatches, {**options, **own.options}, own.rule)
+    if own.correction is not None and (fault := correction_fault(RULES[proof.schedule.rule], own.correction)):
+        raise ConfigError(f"{path}: {fault}")
+    return proof
+
+
+def _order_options(changes: list[str] | None) -> dict[str, Any]:
+    """Parse the values of --set, which are options of an order.
+
+    Raises:
+        ConfigError: another key, or not a whole number.
+    """
+    from penstock.checks import nearest_keys
+    from penstock.schedule.ir.in_flight import read_in_flight
+    from penstock.train.config.key_reference import order_keys
+
+    options: dict[str, Any] = {}
+    for change in changes or ():
+        key, _, value = (part.strip() for part in change.partition("="))
+        section, _, name = key.rpartition(".")
+        if section != "options":
+            known = [option for option, _, _ in order_keys()]
+            near = next(iter(nearest_keys(key, known)), "options.chunks")
+            raise ConfigError(
+                f"--set of show and simulate takes options of the order, such as {near}=4; got {change!r:.80}"
+            )
+        try:
+            options[name] = read_in_flight(value) if name == "in_flight" else int(value)
+        except ValueError:
+            raise ConfigError(f"{key} takes a whole number, such as {key}=4; got {value!r:.80}") from None
+    return options
+
+
+def asked_window(text: str | None) -> int | Literal["unlimited"] | None:
+    """What --window says.
+
+    Raises:
+        ConfigError: it is neither a positive number nor "unlimited".
+    """
+    if text is None:
+        return None
+    if text == "unlimited":
+        return "unlimited"
+    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < 1:
+        raise ConfigError(f"--window takes a number of messages, from 1 to 999999999, or unlimited; got {text!r:.80}")
+    return int(text)
+
+
+def asked_copy_time(proof: Proof, offload: float | None) -> float:
+    """Return the time of a copy of one stage's activations, given that of a rank's whole share."""
+    return (offload or 0.0) / max(proof.schedule.chunks.values())
+
+
+def asked_network(proof: Proof, width: int | None, bandwidth: float | None, parameters: float) -> Network | None:
+    """Return the network of a sharded schedule; its stages are all alike.
+
+    Raises:
+        ConfigError: there are figures of a network, but the schedule is not sharded.
+    """
+    from penstock.simulate.network import Network
+
+    if proof.shards:
+        of_stage = parameters / proof.schedule.num_stages
+        return Network(proof.schedule, width or 2, math.inf if bandwidth is None else bandwidth, of_stage)
+    if width is not None or bandwidth is not None:
+        raise ConfigError(f"--{'bandwidth' if width is None else 'width'} goes with --sharding, or a sharded schedule")
+    return None

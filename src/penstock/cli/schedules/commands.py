@@ -1,0 +1,199 @@
+"""The commands that need no training: `penstock methods`, `show` and `simulate`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from penstock.cli.options import (
+    FLAG,
+    AsJson,
+    InFlightNumber,
+    MaybeMicrobatches,
+    MaybeStages,
+    MethodName,
+    OrderCorrection,
+    OrderFile,
+    OrderRule,
+)
+from penstock.cli.output import print_json
+from penstock.cli.schedules.asked import asked_copy_time, asked_network, asked_window, prove_asked
+from penstock.cli.schedules.study_options import (
+    Bandwidth,
+    DrawingWidth,
+    GatherTime,
+    OffloadTime,
+    OrderName,
+    OrderOptions,
+    ParameterNumber,
+    PerStage,
+    PipelineNumber,
+    Segments,
+    ShardingLevel,
+    WindowSize,
+    at_least_0,
+)
+
+if TYPE_CHECKING:
+    from penstock.simulate.auto_in_flight import InFlightChoice
+
+_MOST_SHOWN = 1_000  # batches
+
+
+def methods(
+    stages: MaybeStages = None,
+    microbatches: MaybeMicrobatches = None,
+    latency: Annotated[float, at_least_0("TIME", "Time of a message; a forward takes 1, a backward 2.")] = 0.0,
+    in_flight: InFlightNumber = None,
+    as_json: AsJson = False,
+) -> None:
+    """List every method with what its schedule costs: weight copies, delay, activations, bubble."""
+    from penstock.schedule.ir.in_flight import read_in_flight
+    from penstock.simulate.method_facts import Links
+    from penstock.view.tables import UNBOUNDED, combines_table, methods_json, methods_table
+
+    stages, microbatches = stages or 4, microbatches or 8
+    links = Links(latency, None if in_flight is None else read_in_flight(in_flight))
+    if as_json:
+        print_json(methods_json(stages, microbatches, links))
+    else:
+        console = Console()
+        width = console.width if console.is_terminal else None
+        if width is None:  # do not cut or wrap for programs that read the output
+            console = Console(width=UNBOUNDED)
+        console.print(methods_table(stages, microbatches, width, links))
+        console.print(combines_table())
+
+
+def show(
+    method: MethodName = None,
+    stages: MaybeStages = None,
+    microbatches: MaybeMicrobatches = None,
+    batches: Annotated[
+        int | None,
+        typer.Option(metavar="T", help="Batches to draw; 1 if flushed, else 3.", min=1, max=_MOST_SHOWN),
+    ] = None,
+    forward: Annotated[float, at_least_0("TIME", "Time of a forward.")] = 1.0,
+    backward: Annotated[float, at_least_0("TIME", "Time of a full backward.")] = 2.0,
+    order: OrderName = None,
+    changes: OrderOptions = None,
+    segments: Segments = None,
+    in_flight: InFlightNumber = None,
+    latency: Annotated[float, at_least_0("TIME", "Time of a message.")] = 0.0,
+    file: OrderFile = None,
+    rule: OrderRule = None,
+    correction: OrderCorrection = None,
+    sharding: ShardingLevel = None,
+    gather: GatherTime = 1.0,
+    offload: OffloadTime = None,
+    text: Annotated[
+        bool, typer.Option("--text", metavar=FLAG, help="Print the text form, which --file reads, instead.")
+    ] = False,
+    as_json: AsJson = False,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the drawing to this SVG file.")] = None,
+    width: DrawingWidth = None,
+    whole: Annotated[
+        bool, typer.Option("--whole", metavar=FLAG, help="Leave nothing out of the middle of a long drawing.")
+    ] = False,
+) -> None:
+    """Draw a schedule: what every rank does when, and the version of the weights that each pass reads."""
+    from penstock.simulate.costs import Costs, StageCost
+    from penstock.simulate.network import Network
+    from penstock.simulate.simulate import simulate_schedule
+    from penstock.view.schedule_drawing import print_drawing, schedule_json, write_svg
+    from penstock.view.text import wrap_schedule
+
+    times = forward, backward / 2, backward / 2
+    share = Costs((StageCost(*times),), latency), 1
+    own, sizes = (file, rule, correction), (stages, microbatches)
+    with Console(stderr=True).status("proving the schedule"):  # a search for an order may take minutes
+        proof, choice = prove_asked(method, own, sizes, changes, segments, order, in_flight, share, sharding, offload)
+    schedule = proof.schedule
+    span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
+    costs = replace(Costs.uniform(schedule, *times, latency=latency), copy=asked_copy_time(proof, offload))
+    if proof.shards and gather:
+        costs = replace(costs, network=Network.of_time(schedule, gather))
+    simulation = simulate_schedule(proof, costs, span)
+    if svg is not None:
+        write_svg(svg, simulation, span)
+    console = Console() if width is None else Console(width=width)
+    if as_json:
+        print_json(schedule_json(simulation, span))
+    elif text:
+        form = wrap_schedule(str(schedule), console.width) if console.is_terminal else str(schedule)
+        console.print(form.rstrip("\n"), markup=False, highlight=False, soft_wrap=True)
+    else:
+        print_drawing(console, simulation, span, whole=whole)
+        _say(console, choice)
+
+
+def _say(console: Console, choice: InFlightChoice | None) -> None:
+    """Print how many microbatches in flight were chosen, and why no more."""
+    if choice is not None:
+        console.print(f"in flight: {choice}", markup=False, highlight=False)
+
+
+def simulate(
+    method: MethodName = None,
+    stages: MaybeStages = None,
+    microbatches: MaybeMicrobatches = None,
+    forward: Annotated[float, at_least_0("TIME", "F, time of a forward of a rank's whole share.")] = 1.0,
+    backward_input: Annotated[float, at_least_0("TIME", "Time of the backward for the inputs.")] = 1.0,
+    backward_weight: Annotated[float, at_least_0("TIME", "Time of the backward for the weights.")] = 1.0,
+    batches: Annotated[int, typer.Option(metavar="T", help="Batches between two drains.", min=1, max=_MOST_SHOWN)] = 1,
+    step: Annotated[float, at_least_0("TIME", "Time of an update.")] = 0.0,
+    latency: Annotated[float, at_least_0("TIME", "Time of a hop; it occupies no rank.")] = 0.0,
+    transfer: Annotated[float, at_least_0("TIME", "Time that a message occupies its lane before that.")] = 0.0,
+    fused: Annotated[float, at_least_0("PART", "Time of a fused pair, as a part of that of both.")] = 1.0,
+    left: Annotated[float, at_least_0("PART", "Part of the activations that is left between I and W.")] = 1.0,
+    per_stage: PerStage = None,
+    order: OrderName = None,
+    changes: OrderOptions = None,
+    segments: Segments = None,
+    in_flight: InFlightNumber = None,
+    file: OrderFile = None,
+    rule: OrderRule = None,
+    correction: OrderCorrection = None,
+    window: WindowSize = None,
+    sharding: ShardingLevel = None,
+    width: PipelineNumber = None,
+    bandwidth: Bandwidth = None,
+    parameters: ParameterNumber = 1.0,
+    offload: OffloadTime = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict makespan, bubble, activations, versions and messages of a span of batches."""
+    from penstock.idle_time import split_time
+    from penstock.simulate.costs import Costs, StageCost, read_stage_costs
+    from penstock.simulate.long_run import steady_bubble
+    from penstock.simulate.simulate import simulate_schedule
+    from penstock.view.tables import sharding_table, simulation_table, time_table
+
+    if per_stage is not None:
+        share = read_stage_costs(per_stage, None, latency, transfer), stages or 4
+    else:
+        share = Costs((StageCost(forward, backward_input, backward_weight),), latency, transfer), 1
+    share = replace(share[0], left=left), share[1]
+    own, sizes = (file, rule, correction), (stages, microbatches)
+    with Console(stderr=True).status("proving the schedule"):  # a search for an order may take minutes
+        proof, choice = prove_asked(method, own, sizes, changes, segments, order, in_flight, share, sharding, offload)
+    if per_stage is not None:
+        costs = read_stage_costs(per_stage, proof.schedule.num_stages, latency, transfer)
+    else:
+        costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=latency, step=step)
+    costs = replace(costs, transfer=transfer, fused=fused, left=left, copy=asked_copy_time(proof, offload))
+    costs = replace(costs, network=asked_network(proof, width, bandwidth, parameters))
+    simulation = simulate_schedule(proof, costs, batches, window=asked_window(window))
+    in_a_long_run = max(steady_bubble(simulation.lowered, costs, proof.steady_from + 2), 0.0)
+    if as_json:
+        chosen = {} if choice is None else {"in_flight": asdict(choice)}
+        print_json(simulation.figures() | {"bubble_in_a_long_run": in_a_long_run} | chosen)
+    else:
+        table = simulation_table(simulation, batches, in_a_long_run)
+        sharded = sharding_table(simulation)
+        Console().print(table, *([] if sharded is None else [sharded]), time_table(split_time(simulation.timeline), ""))
+        _say(Console(), choice)

@@ -1,0 +1,78 @@
+"""The options of `show` and `simulate` alone; those of other commands as well are in `penstock.cli.options`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def at_least_0(unit: str, help: str) -> Any:
+    """Return an option that takes a number which is not negative."""
+    return typer.Option(metavar=unit, help=help, min=0)
+
+
+OrderOptions = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=N", help="An option of the order, as in [bold]--set options.chunks=4[/bold]."),
+]
+OrderName = Annotated[
+    str | None,
+    typer.Option(
+        "--order", metavar="NAME", help="Another order of passes than the method's, such as zb-exact or forward-only."
+    ),
+]
+Segments = Annotated[
+    str | None,
+    typer.Option(
+        "--segments",
+        metavar="N|auto",
+        help="Recompute forwards before their backwards, N stages from one input; auto: square root of the stages.",
+    ),
+]
+
+
+ShardingLevel = Annotated[
+    str | None,
+    typer.Option(
+        "--sharding",
+        metavar="LEVEL",
+        help="What parallel pipelines split of a stage: optimizer, gradients or full (ZeRO-1, 2 and 3).",
+    ),
+]
+GatherTime = Annotated[
+    float, at_least_0("TIME", "Time to gather, or to sum, a rank's whole share, if state is sharded.")
+]
+OffloadTime = Annotated[
+    float | None,
+    at_least_0(
+        "TIME", "Move activations to the host's memory and back; TIME is that of a copy of a rank's whole share."
+    ),
+]
+DrawingWidth = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Columns of the drawing.", min=40, max=10**6, show_default="those of the terminal"),
+]
+PerStage = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="JSON list with forward, backward_input, backward_weight[, step] of each stage, in place of times given "
+        "as options.",
+    ),
+]
+WindowSize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|unlimited",
+        help="Messages that may be outstanding between two ranks; the least that costs no time if not given.",
+    ),
+]
+
+
+PipelineNumber = Annotated[
+    int | None, typer.Option(metavar="W", help="Parallel pipelines, with --sharding; 2 if not given.", min=1)
+]
+Bandwidth = Annotated[float | None, at_least_0("BYTES", "Bytes that a rank sends in a unit of time; no limit.")]
+ParameterNumber = Annotated[float, at_least_0("N", "Parameters of the model; with 1, bytes are per parameter.")]
