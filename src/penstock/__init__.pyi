@@ -12,6 +12,7 @@ from .errors import (
     VersionError as VersionError,
 )
 from .idle_time import TimeSplit as TimeSplit, split_time as split_time
+from .measure.recompute_choice import RecomputeChoice as RecomputeChoice, choose_recompute as choose_recompute
 from .models.gpt import gpt_blocks as gpt_blocks, language_loss as language_loss
 from .models.gpt_shape import GPTConfig as GPTConfig
 from .options.divergence import Divergence as Divergence

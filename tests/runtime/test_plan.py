@@ -217,7 +217,7 @@ def test_options_are_checked_when_they_are_made(options: dict[str, Any], message
         ({"data_parallel": "2"}, "data_parallel: width must be a whole number of at least 1, got '2'"),
         ({"precision": lambda: Precision("fp16", loss_scale=8.0)}, "loss_scale must be a LossScale"),  # type: ignore[arg-type]
         ({"precision": lambda: Precision(divisor="8")}, "divisor must be a number, .*; got '8'"),  # type: ignore[arg-type]
-        ({"recompute": True}, "recompute must be one of none, block, stage; got True"),
+        ({"recompute": True}, "recompute must be one of none, block, stage, or a list .*; got True"),
         ({"recompute": lambda: Recompute("stage", segments="2")}, "segments must be .*; got '2'"),  # type: ignore[arg-type]
         ({"divergence": Divergence()}, r"set max_grad_norm=, .*precision=.* or data_parallel= \(penstock train: "),
     ],

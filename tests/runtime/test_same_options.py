@@ -112,6 +112,7 @@ DIFFERENT: dict[str, tuple[Given, Given, str, str]] = {
     "tf32": ({}, precision(tf32=True), "tf32=None", "tf32=True"),
     "sdpa": ({}, precision(sdpa="math"), "sdpa=None", "sdpa='math'"),
     "recompute": ({}, {"recompute": "block"}, "recompute='none'", "recompute='block'"),
+    "offload": ({}, {"recompute": Recompute(offload="activations")}, "offload='none'", "offload='activations'"),
     "segments": (
         {"recompute": Recompute("stage", 1)},
         {"recompute": Recompute("stage", 2)},

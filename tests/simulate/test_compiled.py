@@ -21,13 +21,13 @@ from penstock.simulate.compiled.code import coded
 from penstock.simulate.compiled.evaluate import evaluate
 from penstock.simulate.compiled.joint import NotCompiledError
 from penstock.simulate.compiled.span import graph_of
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.network import Network
 from penstock.simulate.predict import CompiledSpan, predict
 from penstock.simulate.simulate import play
 from support.schedules import make_schedule
 
-GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
+GOLDEN = sorted(p for p in (Path(__file__).parents[1] / "golden").glob("*.txt") if p.stem != "offload")
 
 
 def test_random_spans_are_equal_to_the_last_bit():
@@ -43,6 +43,14 @@ def test_every_golden_file(path):
     bubbles = CompiledSpan(lowered, 3, transfers=True).bubbles(costs)
     played = [play(lowered, each, 3)[0].bubble() for each in costs]
     assert [vars(bubble) for bubble in bubbles] == [vars(bubble) for bubble in played]
+
+
+def test_copies_to_the_host_are_left_to_the_machine():
+    lowered = lower(parse_schedule((GOLDEN[0].parent / "offload.txt").read_text()))
+    costs = Costs((StageCost(1.0, 1.0, 1.0),) * 2, copy=3.0)
+    with pytest.raises(NotCompiledError, match="lane of their own"):
+        CompiledSpan(lowered, 2)
+    assert vars(predict(lowered, [costs], 2)[0]) == vars(play(lowered, costs, 2)[0].bubble())
 
 
 @pytest.mark.parametrize("sharding", ["optimizer", "gradients:gradients=1", "full:weights=1:gradients=1", "full"])

@@ -30,11 +30,12 @@ class Run:
     method: str
     depth: int
     m: int
-    recompute: str = "none"
+    recompute: str | tuple[str, ...] = "none"
     precision: str = "fp32"
     width: int = 1
     sharding: str | None = None
     clip: float | None = None
+    offload: str = "none"
 
 
 class Widening(nn.Module):
@@ -83,6 +84,7 @@ def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
     row = find_method(run.method)
     m = int(row.settings.get("microbatches", run.m))
     options = {"precision": run.precision, "recompute": run.recompute, "width": run.width, "sharding": run.sharding}
+    options |= {"offload": run.offload}
     correction = None if row.correction == "none" else correction_of(row.correction, **_options(row.correction))
     schedule = make_schedule(run.method, run.depth, m)
     blocks = blocks_for(schedule.num_stages)
@@ -103,7 +105,9 @@ def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
     sizes = measure_stages(
         blocks_for(schedule.num_stages), pipeline.parts, data[0][0], training, run.recompute != "none"
     )
-    asked = MemoryOptions(run.width, run.precision != "fp32", run.recompute == "block", row.correction, BATCHES)
+    each = run.recompute if isinstance(run.recompute, tuple) else (run.recompute,) * schedule.num_stages
+    blockwise = frozenset(index for index, mode in enumerate(each) if mode == "block")
+    asked = MemoryOptions(run.width, run.precision != "fp32", blockwise, row.correction, BATCHES)
     predicted = peak_bytes(pipeline.proof, sizes, asked)
     depth = schedule.ranks
     return {pipeline_ * depth + rank: peak for (pipeline_, rank), peak in predicted.items()}, found

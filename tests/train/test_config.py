@@ -260,7 +260,7 @@ def test_every_choice_is_named_with_its_key():
     meanings = {key: meaning for key, _, meaning in described_keys()}
     for key, wrong in (
         ("precision", "x"),
-        ("recompute", "x"),
+        ("offload", "x"),
         ("reduce", "x"),
         ("undo", "x"),
         ("lr_schedule.decay", "x"),

@@ -63,12 +63,14 @@ def train_on_ray(
 
 def train_rank(job: Mapping[str, Any]) -> None:
     """Train as one rank, which Ray has started."""
+    from penstock.measure.configured_recompute import chosen_recompute
     from penstock.train.config.load import validate_config
     from penstock.train.loop import train
     from penstock.view.progress import TerminalObserver
 
     observer = TerminalObserver()
     try:
-        train(validate_config(dict(job["values"])), Path(job["folder"]), observer)
+        config = validate_config(dict(job["values"]))
+        train(config, Path(job["folder"]), observer, choose=chosen_recompute)
     finally:
         observer.close()

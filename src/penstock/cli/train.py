@@ -34,6 +34,7 @@ from penstock.schedule.ir.limits import MOST_BATCHES
 
 if TYPE_CHECKING:
     from penstock.train.config.schema import TrainConfig
+    from penstock.train.setup.prepare import Prepared, RecomputeQuestion
 
 
 def changes_of(
@@ -148,8 +149,22 @@ def _checked(
         check_resume(settings, resume)
     if local:
         find_device(settings.device)  # refuses one that is not there
-        prepare(settings, local=True)
+        return _chosen(prepare(settings, local=True, choose=_choose_recompute))
     return settings
+
+
+def _choose_recompute(question: RecomputeQuestion) -> object:
+    """Choose what stages recompute."""
+    from penstock.measure.configured_recompute import chosen_recompute  # imports all that measures
+
+    return chosen_recompute(question)
+
+
+def _chosen(prepared: Prepared) -> TrainConfig:
+    """Return a configuration with what was chosen for it, which is said."""
+    if prepared.recompute:
+        print_words(Console(stderr=True), Text(f"recompute: {prepared.recompute}"))
+    return prepared.config
 
 
 def _config_of(run: Path, config: Path | None) -> Path:
@@ -219,7 +234,15 @@ def _work(values: dict[str, Any], folder: str | None, restart: bool, drain: str 
         place, request = (Path(path) if path else None for path in (folder, drain))
         # Workers that elastic starts again would train all batches once more, and on the same disk.
         must_save = request is None and not starts_again(os.environ)
-        run(validate_config(values), place, observer, request, restart=restart, must_save=must_save)
+        run(
+            validate_config(values),
+            place,
+            observer,
+            request,
+            restart=restart,
+            must_save=must_save,
+            choose=_choose_recompute,
+        )
     finally:
         observer.close()
 

@@ -48,13 +48,12 @@ def measure_stages(
     Returns:
         By the index of the stage.
     """
-    named = {name: b.make() if isinstance(b, LazyBlock) else b for name, b in named_blocks(blocks).items()}
-    given, found = BlockInput(sample[0]), {}
+    named, given, found = named_blocks(blocks), BlockInput(sample[0]), {}
     for index, part in enumerate(parts):
         place = BlockPlace(index == 0, index == len(parts) - 1)
         if place.last:
             given = given._replace(target=sample[1])
-        own = {name: named[name] for name in part}
+        own = {name: b.make() if isinstance(b := named[name], LazyBlock) else b for name in part}
         found[index], given = _measure_stage(own, place, given, training, recompute)
     return found
 

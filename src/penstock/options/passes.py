@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, cast, get_args
 
 import torch
 
@@ -13,7 +15,7 @@ from penstock.options.number_formats import BoundaryGradients, PrecisionName, bo
 from penstock.partition.block_delays import Delays
 from penstock.schedule.transforms.recompute import Segments
 from penstock.short_repr import ShortRepr
-from penstock.stage.autograd.recompute import RecomputeMode, check_recompute
+from penstock.stage.autograd.recompute import RecomputeMode, RecomputeModes, check_recompute
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import LossScale
 
@@ -85,30 +87,78 @@ class Precision(ShortRepr):
         return self.loss_scale or (LossScale() if self.precision == "fp16" else None)
 
 
+OffloadMode = Literal["none", "activations"]
+
+
 @dataclass(frozen=True, repr=False)
 class Recompute(ShortRepr):
-    """Which forwards are run a second time, so that their activations need not be kept.
+    """Which forwards are run a second time, so that their activations need not be kept; and where others are kept.
 
     Attributes:
         recompute: "none"; "block" runs each block again just before its backward; "stage" runs whole stages again,
             while their gradients are still on their way. The numbers are the same, random ones and module buffers
             included; only the gradient of a parameter that several blocks of one stage share is added up in another
             order with "block". (Under the version rule "newest", the second run reads the newest weights, or PipeMare's
-            estimate.)
+            estimate.) A list has one of these for each stage; `penstock.choose_recompute` finds the one that costs
+            least time and fits into a given memory.
         segments: with recompute="stage", the number of consecutive stages that recompute together. Only the first of
             them keeps its input, and the others get theirs from the stage before once more. "auto" is the square root
             of the number of stages, rounded.
+        offload: "activations" moves what stages that recompute nothing keep for their backwards to the memory of the
+            host, and back some passes before the backward; an accelerator copies beside its passes. Where the host
+            computes nothing is moved: it takes its own memory.
 
     Raises:
-        ConfigError: an unknown value of `recompute`, or segments without recompute="stage".
+        ConfigError: an unknown value, segments without recompute="stage", or "block" with `offload`.
     """
 
-    recompute: RecomputeMode = "none"
+    recompute: RecomputeMode | Sequence[RecomputeMode] = "none"
     segments: Segments = 1
+    offload: OffloadMode = "none"
 
     def __post_init__(self) -> None:
-        """Check both together."""
+        """Check all together."""
+        if isinstance(self.recompute, list):  # frozen: what users pass may change later
+            object.__setattr__(self, "recompute", tuple(self.recompute))
         check_recompute(self.recompute, self.segments)
+        if self.offload not in get_args(OffloadMode):
+            raise ConfigError(f"offload must be one of {', '.join(get_args(OffloadMode))}; got {self.offload!r:.80}")
+        if self.offload != "none" and "block" in self.modes:
+            raise ConfigError(
+                "offload moves the activations of stages that recompute nothing, but recompute has 'block'; take "
+                "'none' or 'stage' for these stages"
+            )
+
+    @property
+    def modes(self) -> tuple[RecomputeMode, ...]:
+        """The different ones that stages have."""
+        each = cast("RecomputeModes", self.recompute)
+        return tuple(sorted(set(each))) if isinstance(each, tuple) else (each,)
+
+    def of(self, stage: int) -> RecomputeMode:
+        """What is run again of a stage, by its index."""
+        each = cast("RecomputeModes", self.recompute)
+        return each[stage] if isinstance(each, tuple) else each
+
+    @property
+    def in_schedule(self) -> bool | tuple[int, ...]:
+        """Whether stages are run again by actions of their own: none, all, or some by index."""
+        each = cast("RecomputeModes", self.recompute)
+        if isinstance(each, tuple):
+            return tuple(index for index, mode in enumerate(each) if mode == "stage")
+        return each == "stage"
+
+    def check_stages(self, num_stages: int) -> None:
+        """Make sure that a list has as many entries as there are stages.
+
+        Raises:
+            ConfigError: it has not.
+        """
+        if isinstance(self.recompute, tuple) and len(self.recompute) != num_stages:
+            raise ConfigError(
+                f"recompute has {len(self.recompute)} entries, but there are {num_stages} stages; give one for each, "
+                "or one word for all"
+            )
 
 
 @dataclass(frozen=True, repr=False)

@@ -117,7 +117,7 @@ def resolve_both(
     blocks: Mapping[str, Any],
     tied: Mapping[str, str],
     schedule: Schedule,
-    recompute: str,
+    recomputes: bool,
 ) -> tuple[BlockDelays, BlockDelays | None]:
     """Return the delays of forwards, and those of backwards if they differ.
 
@@ -126,11 +126,11 @@ def resolve_both(
     """
     forward = resolve_delays(delays, blocks, tied, schedule.rule)
     backward = resolve_backward_delays(backward_delays, forward, blocks, tied, schedule.rule)
-    check_backward_delays(schedule, backward, recompute)
+    check_backward_delays(schedule, backward, recomputes)
     return forward, backward
 
 
-def check_backward_delays(schedule: Schedule, backward: BlockDelays | None, recompute: str) -> None:
+def check_backward_delays(schedule: Schedule, backward: BlockDelays | None, recomputes: bool) -> None:
     """Raise an error if backwards cannot read other weights than their forwards.
 
     Raises:
@@ -139,7 +139,7 @@ def check_backward_delays(schedule: Schedule, backward: BlockDelays | None, reco
     if backward is None:
         return
     operations = schedule.operations
-    if recompute != "none" or Op.R in operations:
+    if recomputes or Op.R in operations:
         raise ConfigError(
             "backward_delays cannot be combined with recompute: it is undefined which weights the recomputed forward "
             "should use. Remove one of them"

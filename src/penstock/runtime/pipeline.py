@@ -90,7 +90,8 @@ class Pipeline(SavedStates, UserAdvice):
         ema_decay: the decay of a moving average of the weights, A = decay A + (1 - decay) W after every update, for
             ``evaluate(..., averaged=True)`` and ``state_dict(averaged=True)``.
         precision: "fp32", "bf16" or "fp16", the format of forwards and backwards; or a `Precision` with more options.
-        recompute: "none", "block" or "stage": which forwards are run again to save memory; or a `Recompute`.
+        recompute: "none", "block" or "stage": which forwards are run again to save memory; a list with one of these
+            for each stage; or a `Recompute`.
         data_parallel: the number of parallel pipelines; or a `DataParallel`, which says how they agree.
         staleness: what is done about weights that are read late, if no method brings it; or a `Staleness`, with delays
             of your own choice.
@@ -134,7 +135,7 @@ class Pipeline(SavedStates, UserAdvice):
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
         precision: PrecisionName | Precision = "fp32",
-        recompute: RecomputeMode | Recompute = "none",
+        recompute: RecomputeMode | Sequence[RecomputeMode] | Recompute = "none",
         data_parallel: int | DataParallel = 1,
         staleness: Correction | Staleness | None = None,
         partition: Sequence[int] | Partition | None = None,

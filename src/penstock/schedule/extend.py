@@ -19,6 +19,7 @@ from penstock.schedule.transforms.batch_ops import (
     with_ties,
     without_averages,
 )
+from penstock.schedule.transforms.offload import with_offload
 from penstock.schedule.transforms.recompute import Segments, with_recompute
 from penstock.schedule.transforms.sharding import with_sharding
 
@@ -28,8 +29,9 @@ def extended(
     *,
     decides: bool = False,
     reduces: bool = False,
-    recomputes: bool = False,
+    recomputes: bool | Collection[int] = False,
     segments: Segments = 1,
+    offloads: bool = False,
     tied: Collection[int] = (),
     averages: int | None = None,
     behind: int = 0,
@@ -41,9 +43,9 @@ def extended(
         schedule: which.
         decides: updates wait for what all stages decide together.
         reduces: parallel pipelines add their gradients.
-        recomputes: forwards are run again, in actions of their own.
-        segments: how many stages do so together (`penstock.schedule.transforms.recompute`), where the schedule does not
-            say.
+        recomputes: forwards are run again, in actions of their own; of all stages, or of some, by index.
+        segments: how many stages do so together, where the schedule does not say (see `with_recompute`).
+        offloads: activations of stages that recompute nothing are moved to the host's memory, and back.
         tied: stages that share parameters.
         averages: parallel pipelines average their weights, or the like, after every so many batches.
         behind: they add there what they have made so many batches before.
@@ -60,11 +62,18 @@ def extended(
         what = "pipelines with weights of their own have nothing to share" if averages else "add recomputes first"
         raise ConfigError(f"{schedule.name}: the schedule has sharding {level}; {what}")
     if recomputes and Op.R not in operations:
-        whole = with_recompute(whole, segments)
+        whole = with_recompute(whole, segments, None if recomputes is True else recomputes)
+    elif not isinstance(recomputes, bool) and not schedule.recomputed <= set(recomputes) and Op.R in operations:
+        raise ConfigError(
+            f"{schedule.name}: the schedule recomputes stages {sorted(schedule.recomputed)} by itself, so recompute "
+            "cannot choose others; leave it out"
+        )
     elif recomputes and segments != 1:
         raise ConfigError(
             f"{schedule.name}: the schedule has recomputes of its own, so leave segments={segments!r} out"
         )
+    if offloads and Op.OFFLOAD not in operations:
+        whole = with_offload(whole)
     if reduces and Op.REDUCE not in operations:
         whole = with_reductions(whole, everywhere=True)
     whole = with_sharding(whole, read_sharding(sharding))
@@ -73,16 +82,25 @@ def extended(
     if decides and Op.DECIDE not in operations:
         whole = with_decisions(whole)
     if averages is not None:
-        averaged = with_averages(without_averages(whole), averages, behind)
-        if Op.AVERAGE in operations and averaged != whole:
-            raise ConfigError(
-                f"{schedule.name}: the schedule has AVERAGEs of its own, but pipelines that meet every {averages} "
-                "batches have them directly after the STEPs of these batches"
-                + (f", of {behind} batches before" if behind else "")
-                + "; leave them out of the schedule"
-            )
-        whole = averaged
+        whole = _averaged(whole, averages, behind)
     return whole
+
+
+def _averaged(schedule: Schedule, averages: int, behind: int) -> Schedule:
+    """Add AVERAGEs; arguments as of `extended`.
+
+    Raises:
+        ConfigError: there are others.
+    """
+    averaged = with_averages(without_averages(schedule), averages, behind)
+    if Op.AVERAGE in schedule.operations and averaged != schedule:
+        raise ConfigError(
+            f"{schedule.name}: the schedule has AVERAGEs of its own, but pipelines that meet every {averages} "
+            "batches have them directly after the STEPs of these batches"
+            + (f", of {behind} batches before" if behind else "")
+            + "; leave them out of the schedule"
+        )
+    return averaged
 
 
 def extend(
@@ -90,8 +108,9 @@ def extend(
     *,
     decides: bool = False,
     reduces: bool = False,
-    recomputes: bool = False,
+    recomputes: bool | Collection[int] = False,
     segments: Segments = 1,
+    offloads: bool = False,
     tied: Collection[int] = (),
     averages: int | None = None,
     behind: int = 0,
@@ -102,7 +121,7 @@ def extend(
 
     Args:
         given: a schedule, or its proof.
-        decides, reduces, recomputes, segments, tied, averages, behind, sharding: as of `extended`.
+        decides, reduces, recomputes, segments, offloads, tied, averages, behind, sharding: as of `extended`.
         window: messages that may be outstanding on a lane; what the schedule says if None (see `make_schedule`).
 
     Raises:
@@ -116,6 +135,7 @@ def extend(
         reduces=reduces,
         recomputes=recomputes,
         segments=segments,
+        offloads=offloads,
         tied=tied,
         averages=averages,
         behind=behind,

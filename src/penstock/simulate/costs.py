@@ -45,6 +45,8 @@ class Costs:
             next message of the lane follows it. It occupies no rank.
         network: what gathers and sums of a sharded schedule cost; None for `collective`.
         collective: time of a sum, average or gather over several ranks (REDUCE, TIE, AVERAGE, GATHER).
+        copy: time to move the activations of a microbatch on one stage to the host's memory or back (OFFLOAD,
+            FETCH), their bytes over the bandwidth. It occupies a lane of its own, not the rank.
         fused: time of a fused action as a fraction of the sum of its parts.
         left: the fraction of a microbatch's activations that is kept between the two halves of its backward (I and W);
             above 1 if gradients take more.
@@ -57,6 +59,7 @@ class Costs:
     fused: float = 1.0
     left: float = 1.0
     network: Network | None = None
+    copy: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what is no time."""
@@ -67,7 +70,7 @@ class Costs:
         """Return the times; of stages that are all alike those of one."""
         alike = len(set(self.stages)) == 1
         stages = f"{len(self.stages)} x {self.stages[0]!r}" if alike else f"{len(self.stages)} stages"
-        more = {"latency": 0.0, "transfer": 0.0, "collective": 0.0, "fused": 1.0, "left": 1.0}
+        more = {"latency": 0.0, "transfer": 0.0, "collective": 0.0, "fused": 1.0, "left": 1.0, "copy": 0.0}
         others = "".join(f", {key}={getattr(self, key):g}" for key, v in more.items() if getattr(self, key) != v)
         return f"<Costs of {stages}{others}>"
 
@@ -119,6 +122,8 @@ class Costs:
                 return self.network.time(action)
             case Op.REDUCE | Op.TIE | Op.AVERAGE | Op.GATHER:
                 return self.collective
+            case Op.OFFLOAD | Op.FETCH if action.peer is None:
+                return self.copy * amount
             case Op.DECIDE:
                 return 2 * self.latency  # a few bytes to one rank and back
             case _:

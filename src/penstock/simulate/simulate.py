@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from penstock.checks import in_short
@@ -202,6 +203,8 @@ def play(
         lowered, costs.duration, costs.latency, recorder.observe, recorder.observe_message, costs.transfer
     )
     machine.play(batches, rejected)
+    if machine.copies_beside:
+        recorder.sort_samples()
     return recorder.timeline, recorder.activations.peaks()
 
 
@@ -221,6 +224,17 @@ class _Recorder:
             if amount:
                 held = self.activations.add(rank, amount)
                 self.samples[rank].append((time, held / self.activations.scale))
+
+    def sort_samples(self) -> None:
+        """Count what is held in the order of time: a copy to the host ends, and frees memory, after later actions."""
+        scale = self.activations.scale
+        for rank, samples in enumerate(self.samples):
+            held = [round(share * scale) for _, share in samples]
+            changes = [now - before for before, now in pairwise([0, *held])]
+            in_time = sorted(zip((time for time, _ in samples), changes, strict=True), key=lambda change: change[0])
+            held = list(accumulate(change for _, change in in_time))
+            samples[:] = [(time, share / scale) for (time, _), share in zip(in_time, held, strict=True)]
+            self.activations.peak[rank] = max([self.activations.peak[rank], *held])
 
     def observe_message(self, route: Route, first: int, posted: float, arrived: float) -> None:
         """Record a message."""

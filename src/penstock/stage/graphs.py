@@ -139,6 +139,10 @@ class StageGraphs:
         self.hold(-nbytes if away else nbytes)
         return nbytes
 
+    def movable_bytes(self, work: Sequence[Graph | RecomputeInput]) -> int:
+        """Return the bytes of the saved tensors that can be moved."""
+        return sum(offload.nbytes for offload in _offloads(work))
+
     def take_bytes(self, work: Sequence[Graph | RecomputeInput]) -> list[list[Tensor]]:
         """Take the saved tensors out of graphs, as bytes to be sent to another rank."""
         given = [offload.take_bytes() for offload in _offloads(work)]

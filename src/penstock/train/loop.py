@@ -38,7 +38,7 @@ from penstock.train.process_group import first_of_the_job, process_group, shared
 from penstock.train.reporter import Reporter
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.early_stopping import Patience, known_in_run
-from penstock.train.setup.prepare import Prepared, prepare
+from penstock.train.setup.prepare import ChooseRecompute, Prepared, prepare
 from penstock.train.setup.recorded_progress import recorded
 from penstock.train.setup.run_folder import check_is_saved, set_aside_run
 
@@ -51,6 +51,7 @@ def train(
     *,
     restart: bool = False,
     must_save: bool = False,
+    choose: ChooseRecompute | None = None,
 ) -> None:
     """Train as one rank of a launched job; the rank with the last stage reports.
 
@@ -62,6 +63,7 @@ def train(
         drain: a file whose existence requests the run to end early; None to handle signals instead.
         restart: begin again: what the folder has of the run is set aside.
         must_save: raise an error if the run has ended, but none of its checkpoints could be written.
+        choose: as of `prepare`.
 
     Raises:
         UnsavedRunError: so it is, and `must_save` is set.
@@ -73,7 +75,8 @@ def train(
         keep_freed_memory()
         with process_group(config) as store:
             once = partial(from_first, what="looking for the largest token", group=dist.group.WORLD)
-            prepared = prepare(config, control=dist.group.WORLD, once=once)  # before there is a folder
+            prepared = prepare(config, control=dist.group.WORLD, once=once, choose=choose)  # before there is a folder
+            config = prepared.config
             place = folder or shared_folder(config, store)
             if restart and dist.get_rank() == 0 and first_of_the_job(store, "restart"):
                 set_aside_run(place)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from penstock.errors import CapabilityError
 from penstock.schedule.extend import extend
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Op, Schedule, passes
@@ -12,19 +15,29 @@ KNOWN = ("endless-1f1b", "wpipe")
 """Orders whose delays the reference knows; it also knows those of version rules that do not depend on the order."""
 
 
-def order_of(order: str, schedule: Schedule, recompute: str = "none", segments: Segments = 1) -> ReferenceOrder:
+def order_of(
+    order: str, schedule: Schedule, recompute: str | Sequence[str] = "none", segments: Segments = 1
+) -> ReferenceOrder:
     """Describe a schedule's order for the reference, as numbers of updates between passes.
 
     Args:
         order: its name in `penstock.schedule.orders.ORDERS`; empty where it has other numbers than usual in flight.
         schedule: without RECOMPUTE actions.
         recompute, segments: as in `penstock.runtime.pipeline.Pipeline`.
+
+    Raises:
+        CapabilityError: stages recompute differently under a rule where that changes what passes read.
     """
     rule = RULES[schedule.rule]
     depends = rule.forward not in (Source.BATCH, Source.PREVIOUS) and order not in KNOWN
     delays = _updates_before_own(schedule, Op.F) if depends else None
     if recompute == "none" or rule.recompute is not Source.NEWEST:
         return USUAL._replace(delays=delays)  # a recomputed forward reads the same weights, so it changes nothing
+    if not isinstance(recompute, str):
+        raise CapabilityError(
+            f"{schedule.name}: under rule {schedule.rule} numbers depend on what is recomputed, and the reference "
+            "recomputes all stages alike; set recompute to one word"
+        )
     if recompute == "block":
         return ReferenceOrder(delays, "block")
     again = extend(schedule, recomputes=True, segments=segments).schedule

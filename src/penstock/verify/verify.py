@@ -21,6 +21,7 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.job.cpus import Cpus
+from penstock.measure.configured_recompute import chosen_recompute
 from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Op, Schedule, Stage
 from penstock.schedule.ir.sharding import Level
@@ -64,7 +65,7 @@ def verify(config: TrainConfig, count: int) -> Verification:
         )
     if config.delayed:
         raise ConfigError("delays: there is no reference to verify chosen delays against; leave delays out")
-    prepared, left_out = prepare(config), _no_plain(config)
+    prepared, left_out = prepare(config, choose=chosen_recompute), _no_plain(config)
     correction = prepared.plan.options.staleness.correction
     if isinstance(correction, ErrorFeedback) or (isinstance(correction, PipelinedBackprop) and correction.spike):
         raise ConfigError(

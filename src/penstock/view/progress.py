@@ -62,6 +62,8 @@ class TerminalObserver:
         for stage, names in enumerate(parts):
             label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
             self.console.print(f"  stage {stage}: {label} ({counted(len(names), 'block')})")
+        if prepared.recompute or not isinstance(config.recompute, str):
+            self.console.print(f"recompute: {prepared.recompute or ', '.join(config.recompute)}", markup=False)
         if config.delayed:
             late = "" if config.backward_delays is None else f", backward_delays {config.backward_delays}"
             self.console.print(f"weights are read with chosen delays: delays {config.delays}{late}", markup=False)

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.timeline import Interval, Timeline
-from penstock.view.drawing.passes import NETWORK, Places, network_of, parts_of, round_step, unit_of, versions_read
+from penstock.view.drawing.passes import NETWORK, Places, lanes_beside, parts_of, round_step, unit_of, versions_read
 from penstock.view.drawing.svg_legend import legend_entries, place_entries
 from penstock.view.drawing.svg_marks import (
     IDLE,
@@ -90,10 +90,11 @@ class _SvgDrawing:
     """The layout of a drawing."""
 
     def __init__(self, timeline: Timeline, width: int) -> None:
-        self._timeline, self._places, self._network = timeline, Places(timeline), network_of(timeline)
-        self._start = min([timeline.start, *(i.start for i in self._network)])
-        self._end = max([timeline.start + timeline.makespan, *(i.end for i in self._network)])
-        self._pitch = ROW + GAP + (NET_GAP + NET if self._network else 0)  # from a rank's row to that of the next one
+        self._timeline, self._places, self._beside = timeline, Places(timeline), lanes_beside(timeline)
+        beside = [i for lane in self._beside for i in lane.intervals]
+        self._start = min([timeline.start, *(i.start for i in beside)])
+        self._end = max([timeline.start + timeline.makespan, *(i.end for i in beside)])
+        self._pitch = ROW + GAP + len(self._beside) * (NET_GAP + NET)  # from a rank's row to that of the next one
         self._work = sorted((i for i in timeline.work() if i.end > i.start or i.what == "STEP"), key=lambda i: i.start)
         self._passes = [i for i in self._work if i.what != "STEP"]
         room, shortest, needed = width - LEFT - RIGHT, *self._demands()
@@ -103,7 +104,8 @@ class _SvgDrawing:
         self._size = min(LARGEST, SMALLEST * self._scale / needed)
         self._left_out, self._bands = self._banded(borders)
         self._seen = [i for i in self._passes if self._visible(i.start, i.end)]
-        self._sent = [i for i in self._network if self._visible(i.start, i.end)]
+        self._sent = [i for i in beside if self._visible(i.start, i.end)]
+        self._lane_of = {id(i): place for place, lane in enumerate(self._beside) for i in lane.intervals}
         self._updates = [i for i in self._work if i.what == "STEP" and self._band_of(i)]
         self._patterns = {version: place % PATTERNS for place, version in enumerate(versions_read(self._seen))}
         self._width = max(LEFT + longest * self._scale + RIGHT, min(width, _NARROWEST))
@@ -182,9 +184,10 @@ class _SvgDrawing:
             y = band.y + rank * self._pitch
             parts.append(f"<text x='8' y='{y + 17:g}' font-size='11.5'>rank {rank}</text>")
             parts.append(f"<rect x='{LEFT}' y='{y:g}' width='{width:.1f}' height='{ROW}' fill='{IDLE}'/>")
-            if self._network:
-                y += ROW + NET_GAP
-                parts.append(f"<text x='8' y='{y + 11:g}' font-size='10' fill='{PALE}'>network</text>")
+            y += ROW - NET
+            for lane in self._beside:
+                y += NET + NET_GAP
+                parts.append(f"<text x='8' y='{y + 11:g}' font-size='10' fill='{PALE}'>{lane.name}</text>")
                 parts.append(f"<rect x='{LEFT}' y='{y:g}' width='{width:.1f}' height='{NET}' fill='{IDLE}'/>")
         y, step = band.y + self._timeline.ranks * self._pitch + 9, round_step(64 / self._scale)
         first = -(-(band.start - self._start) // step)
@@ -233,13 +236,14 @@ class _SvgDrawing:
         return f"<g class='{escape(interval.what)}'>{''.join(drawn)}</g>"
 
     def _transfer(self, interval: Interval) -> str:
-        """Draw a gather or a sum in the network's lane of its rank."""
+        """Draw a gather, a sum or a copy in its lane below its rank."""
         drawn = [f"<title>{escape(_describe(interval))}</title>"]
         pieces = self._visible(interval.start, interval.end)
         widest = max(pieces, key=lambda piece: piece[2])
         for piece in pieces:
             band, x, width = piece
             y = band.y + interval.rank * self._pitch + ROW + NET_GAP
+            y += self._lane_of[id(interval)] * (NET + NET_GAP)
             drawn.append(self._box(interval, x, y, width, NET))
             if piece == widest:
                 drawn.append(self._number(interval, x + width / 2, y + NET / 2, width, NET))

@@ -20,10 +20,11 @@ from rich.text import Text
 
 from penstock.timeline import Interval, Timeline
 from penstock.view.drawing.passes import (
+    COPIES,
     NETWORK,
     OPERATIONS,
     Places,
-    network_of,
+    lanes_beside,
     operations,
     parts_of,
     round_step,
@@ -112,7 +113,7 @@ def _operations_explained(work: Sequence[Interval]) -> Iterator[str]:
 
 @dataclass
 class _Row:
-    """The cells of a rank, or of its network.
+    """The cells of a rank, or of a lane beside it.
 
     Attributes:
         head: its name.
@@ -135,16 +136,17 @@ class _TextDrawing:
 
     def __init__(self, timeline: Timeline, width: int) -> None:
         work = [i for i in timeline.work() if i.end > i.start and i.what != "STEP"]
-        self._timeline, self._places, self._network = timeline, Places(timeline), network_of(timeline)
+        self._timeline, self._places, self._beside = timeline, Places(timeline), lanes_beside(timeline)
         self._versioned = len(versions_read(work)) > 1
-        self._origin = min([timeline.start, *(i.start for i in self._network)])
-        self._makespan = max([timeline.start + timeline.makespan, *(i.end for i in self._network)]) - self._origin
+        beside = [i for lane in self._beside for i in lane.intervals]
+        self._origin = min([timeline.start, *(i.start for i in beside)])
+        self._makespan = max([timeline.start + timeline.makespan, *(i.end for i in beside)]) - self._origin
         needed = ((len("+".join(self._labels(i, self._versioned))) + 1) / (i.end - i.start) for i in work)
         widest = max(needed, default=math.inf)
         self._scale = min(widest, _LONGEST / self._makespan)
         self._columns = round(self._makespan * self._scale) + 1
         self._rows = [row for rank in range(timeline.ranks) for row in self._rows_of(rank)]
-        self._head = len(f"rank {timeline.ranks - 1} ")
+        self._head = max(len(row.head) for row in self._rows) + 1
         self._width = max(width - self._head, _LEAST)
 
     def blocks(self, lines: int | None) -> tuple[list[_Span], list[_Span]]:
@@ -175,7 +177,12 @@ class _TextDrawing:
             said.append("superscript: version of the weights that is read")
         elif versions:
             said.append(f"all read version {versions[0]} of the weights")
-        said += [f"net: network; G{_JOINED}gather, S{_JOINED}sum of gradients"] if self._network else []
+        heads = [lane.head for lane in self._beside]
+        said += [f"net: network; G{_JOINED}gather, S{_JOINED}sum of gradients"] if "net" in heads else []
+        up, down = COPIES.values()
+        said += (
+            [f"host: activations copied; {up}{_JOINED}to its memory, {down}{_JOINED}back"] if "host" in heads else []
+        )
         said += [f"{_UPDATE}{_JOINED}update"] if any(i.what == "STEP" for i in work) else []
         idle = any(_IDLE in row.characters[start:end] for row in self._rows for start, end in blocks)
         return "; ".join([*said, f"{_IDLE}{_JOINED}idle"] if idle else said)
@@ -229,10 +236,10 @@ class _TextDrawing:
         return Text(f"{'':{self._head}}{_LEFT_OUT} left out, {times}: {said} {_LEFT_OUT}\n", style="bold")
 
     def _rows_of(self, rank: int) -> Iterator[_Row]:
-        """Yield the row of a rank, and that of its network if anything is gathered."""
+        """Yield the row of a rank, and those of its lanes beside it, such as the network if anything is gathered."""
         yield self._row(f"rank {rank}", [i for i in self._timeline.intervals if i.rank == rank and i.is_work])
-        if self._network:
-            yield self._row(f"net {rank}", [i for i in self._network if i.rank == rank])
+        for lane in self._beside:
+            yield self._row(f"{lane.head} {rank}", [i for i in lane.intervals if i.rank == rank])
 
     def _row(self, head: str, intervals: Sequence[Interval]) -> _Row:
         columns = self._columns
@@ -269,7 +276,7 @@ class _TextDrawing:
     def _labels(self, interval: Interval, versioned: bool) -> list[str]:
         """Return operation, unit, chunk and direction of each pass, and with `versioned` what it reads."""
         return [
-            NETWORK.get(part.what, part.what + unit_of(part))
+            (NETWORK.get(part.what) or COPIES.get(part.what, part.what) + unit_of(part))
             + self._places.mark(part)
             + (superscript(part.version) if versioned and part.version >= 0 else "")
             for part in parts_of(interval)
@@ -280,7 +287,7 @@ class _TextDrawing:
         labels = self._labels(interval, self._versioned)
         whole, bare = "+".join(labels), "+".join(self._labels(interval, False))
         halves = (_BAR + labels[0]).ljust(columns // 2) + "".join(f"+{label}" for label in labels[1:])
-        sign = NETWORK.get(interval.what, interval.what)
+        sign = (NETWORK | COPIES).get(interval.what, interval.what)
         fitting = (text for text in (halves, _BAR + whole, whole, bare, sign) if len(text) <= columns)
         return next(fitting, sign[:columns]).rstrip()
 

@@ -26,6 +26,7 @@ def prove_asked(
     in_flight: str | None,
     costs: tuple[Costs, int],
     sharding: str | None = None,
+    offload: float | None = None,
 ) -> tuple[Proof, InFlightChoice | None]:
     """Prove the schedule of a method or in a file, with recompute if asked for; and how `auto` was decided.
 
@@ -36,6 +37,7 @@ def prove_asked(
         changes, segments, order: as given.
         costs: of so many ranks together: an order that is searched for given times gets them as options.
         sharding: as given, in place of the method's; added behind recomputes.
+        offload: time of a copy to the host's memory, if activations are moved there.
     """
     from penstock.schedule.build import ScheduleRequest
     from penstock.schedule.ir.in_flight import read_in_flight
@@ -69,9 +71,14 @@ def prove_asked(
         request = replace(request, sharding=added if whole else "none")
         request, choice = choose_in_flight(request, of_every_rank(costs[0], request.stages))
         proof = request.prove()
-    if whole:
-        return proof, choice
-    return _extended(proof, segments, added), choice
+    return _offloaded(proof if whole else _extended(proof, segments, added), offload), choice
+
+
+def _offloaded(proof: Proof, offload: float | None) -> Proof:
+    """Add copies of activations to the host's memory, if a time of these is given."""
+    from penstock.schedule.extend import extend
+
+    return proof if offload is None else extend(proof, offloads=True)
 
 
 def _extended(proof: Proof, segments: str | None, sharding: str) -> Proof:
@@ -154,6 +161,11 @@ def asked_window(text: str | None) -> int | Literal["unlimited"] | None:
     if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < 1:
         raise ConfigError(f"--window takes a number of messages, from 1 to 999999999, or unlimited; got {text!r:.80}")
     return int(text)
+
+
+def asked_copy_time(proof: Proof, offload: float | None) -> float:
+    """Return the time of a copy of one stage's activations, given that of a rank's whole share."""
+    return (offload or 0.0) / max(proof.schedule.chunks.values())
 
 
 def asked_network(proof: Proof, width: int | None, bandwidth: float | None, parameters: float) -> Network | None:

@@ -21,11 +21,12 @@ from penstock.cli.options import (
     OrderRule,
 )
 from penstock.cli.output import print_json
-from penstock.cli.schedules.asked import asked_network, asked_window, prove_asked
+from penstock.cli.schedules.asked import asked_copy_time, asked_network, asked_window, prove_asked
 from penstock.cli.schedules.study_options import (
     Bandwidth,
     DrawingWidth,
     GatherTime,
+    OffloadTime,
     OrderName,
     OrderOptions,
     ParameterNumber,
@@ -88,6 +89,7 @@ def show(
     correction: OrderCorrection = None,
     sharding: ShardingLevel = None,
     gather: GatherTime = 1.0,
+    offload: OffloadTime = None,
     text: Annotated[
         bool, typer.Option("--text", metavar=FLAG, help="Print the text form, which --file reads, instead.")
     ] = False,
@@ -109,10 +111,10 @@ def show(
     share = Costs((StageCost(*times),), latency), 1
     own, sizes = (file, rule, correction), (stages, microbatches)
     with Console(stderr=True).status("proving the schedule"):  # a search for an order may take minutes
-        proof, choice = prove_asked(method, own, sizes, changes, segments, order, in_flight, share, sharding)
+        proof, choice = prove_asked(method, own, sizes, changes, segments, order, in_flight, share, sharding, offload)
     schedule = proof.schedule
     span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
-    costs = Costs.uniform(schedule, *times, latency=latency)
+    costs = replace(Costs.uniform(schedule, *times, latency=latency), copy=asked_copy_time(proof, offload))
     if proof.shards and gather:
         costs = replace(costs, network=Network.of_time(schedule, gather))
     simulation = simulate_schedule(proof, costs, span)
@@ -161,6 +163,7 @@ def simulate(
     width: PipelineNumber = None,
     bandwidth: Bandwidth = None,
     parameters: ParameterNumber = 1.0,
+    offload: OffloadTime = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict makespan, bubble, activations, versions and messages of a span of batches."""
@@ -177,13 +180,13 @@ def simulate(
     share = replace(share[0], left=left), share[1]
     own, sizes = (file, rule, correction), (stages, microbatches)
     with Console(stderr=True).status("proving the schedule"):  # a search for an order may take minutes
-        proof, choice = prove_asked(method, own, sizes, changes, segments, order, in_flight, share, sharding)
+        proof, choice = prove_asked(method, own, sizes, changes, segments, order, in_flight, share, sharding, offload)
     if per_stage is not None:
         costs = read_stage_costs(per_stage, proof.schedule.num_stages, latency, transfer)
     else:
         costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=latency, step=step)
-        costs = replace(costs, transfer=transfer)
-    costs = replace(costs, fused=fused, left=left, network=asked_network(proof, width, bandwidth, parameters))
+    costs = replace(costs, transfer=transfer, fused=fused, left=left, copy=asked_copy_time(proof, offload))
+    costs = replace(costs, network=asked_network(proof, width, bandwidth, parameters))
     simulation = simulate_schedule(proof, costs, batches, window=asked_window(window))
     in_a_long_run = max(steady_bubble(simulation.lowered, costs, proof.steady_from + 2), 0.0)
     if as_json:

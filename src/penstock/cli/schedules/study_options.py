@@ -44,6 +44,12 @@ ShardingLevel = Annotated[
 GatherTime = Annotated[
     float, at_least_0("TIME", "Time to gather, or to sum, a rank's whole share, if state is sharded.")
 ]
+OffloadTime = Annotated[
+    float | None,
+    at_least_0(
+        "TIME", "Move activations to the host's memory and back; TIME is that of a copy of a rank's whole share."
+    ),
+]
 DrawingWidth = Annotated[
     int | None,
     typer.Option(metavar="N", help="Columns of the drawing.", min=40, max=10**6, show_default="those of the terminal"),

@@ -27,8 +27,11 @@ class HostMove(Consumer):
     def work(self, turn: Turn) -> None:
         """Move them."""
         away, flight = self.op is Op.OFFLOAD, self._runtime.flights[turn.first, self._keys[0][1]]
+        if not away:  # what comes back must not count twice meanwhile
+            self._recorder.change(_ROLE, -self._runtime.graphs.movable_bytes(flight.work))
         nbytes = self._runtime.graphs.offload(flight.work, away=away)
-        self._recorder.change(_ROLE, nbytes if away else -nbytes)
+        if away:
+            self._recorder.change(_ROLE, nbytes)
 
 
 class MoveToPeer(Consumer):

@@ -9,6 +9,7 @@ import torch
 
 from penstock.comm.p2p.routing import needs_decisions
 from penstock.errors import CapabilityError, ConfigError
+from penstock.options.passes import Recompute
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.runtime.ops.handlers import HANDLERS
 from penstock.schedule.ir.rules import RULES
@@ -95,7 +96,7 @@ def _check_provisional(schedule: Schedule) -> None:
             )
 
 
-def check_slices(schedule: Schedule, recompute: str, slicing: Slicing = EQUAL_SLICES) -> None:
+def check_slices(schedule: Schedule, recompute: Recompute, slicing: Slicing = EQUAL_SLICES) -> None:
     """Make sure that `slicing` and `recompute` go with slices of sequences, or with whole sequences.
 
     Raises:
@@ -106,19 +107,19 @@ def check_slices(schedule: Schedule, recompute: str, slicing: Slicing = EQUAL_SL
             f"{schedule.name}: slicing says how sequences are cut, but this method takes whole ones; take seq1f1b or "
             "terapipe, or leave slicing out"
         )
-    if schedule.slices > 1 and recompute == "block":
+    if schedule.slices > 1 and "block" in recompute.modes:
         raise ConfigError(
             f"{schedule.name}: recompute='block' does not go with slices of sequences; take 'stage' or 'none'"
         )
 
 
-def check_recomputed_blocks(schedule: Schedule, recompute: str) -> None:
+def check_recomputed_blocks(schedule: Schedule, recompute: Recompute) -> None:
     """Make sure that blocks are not to be run again where the schedule runs whole stages again.
 
     Raises:
         ConfigError: they are.
     """
-    if recompute == "block" and schedule.recomputed:
+    if any(recompute.of(index) == "block" for index in schedule.recomputed):
         raise ConfigError(f"{schedule.name}: the schedule recomputes whole stages, so recompute cannot be 'block'")
 
 
@@ -168,7 +169,7 @@ def _check_uncorrected(schedule: Schedule, wanted: str) -> None:
 
 
 def check_correction(
-    schedule: Schedule, correction: Correction | None, precision: torch.dtype | None, recompute: str, tied: bool
+    schedule: Schedule, correction: Correction | None, precision: torch.dtype | None, recompute: Recompute, tied: bool
 ) -> None:
     """Make sure that a correction goes with a schedule and what else is wanted.
 
@@ -199,6 +200,7 @@ def check_correction(
             f"{schedule.name}: correction {correction.name!r} steps every stage in its own way, so parameters which "
             "stages share would part; untie them"
         )
-    reason = correction.refuses(precision, "stage" if schedule.recomputed else recompute)
-    if reason is not None:
-        raise CapabilityError(f"{schedule.name}: {reason}")
+    for mode in ("stage",) if schedule.recomputed else recompute.modes:
+        reason = correction.refuses(precision, mode)
+        if reason is not None:
+            raise CapabilityError(f"{schedule.name}: {reason}")

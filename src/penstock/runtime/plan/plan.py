@@ -96,7 +96,8 @@ class UnprovenPlan:
             check_enough(blocks, given.stages)  # every rank holds a stage, so this much is known before it is built
         plain, staleness, tied = schedule_of(given), options.staleness, options.partition.tied or {}
         check_ranks(given, plain)
-        parallel, recompute = options.data_parallel, options.recompute.recompute
+        parallel, recompute = options.data_parallel, options.recompute
+        recompute.check_stages(plain.num_stages)
         balance = options.partition.balance
         if balance is None and known is not None:
             balance = known.balance  # costs are counted once
@@ -115,7 +116,8 @@ class UnprovenPlan:
             raise ConfigError(fault)
         check_slices(plain, recompute, options.partition.slicing)
         check_compiled(plain, options.run.compile, staleness.backward_delays is not None)
-        delays, backward = resolve_both(staleness.delays, staleness.backward_delays, blocks, tied, plain, recompute)
+        again = recompute.modes != ("none",)
+        delays, backward = resolve_both(staleness.delays, staleness.backward_delays, blocks, tied, plain, again)
         schedule = _whole(given, options, ties, known)
         check_recomputed_blocks(schedule, recompute)
         check_correction(schedule, staleness.correction, options.precision.low, recompute, tied=bool(ties))
@@ -173,7 +175,7 @@ class UnprovenPlan:
         schedule = _whole(given, options, self.ties, known)
         check_same_places(self.schedule, schedule)
         check_compiled(schedule, options.run.compile, backward_delays=False)
-        recompute = options.recompute.recompute
+        recompute = options.recompute
         check_recomputed_blocks(schedule, recompute)
         check_correction(schedule, correction, options.precision.low, recompute, tied=bool(self.ties))
         auto = given if isinstance(given, ScheduleRequest) and asks_for_auto(given) else None

@@ -101,8 +101,9 @@ def additions(plain: Schedule, options: PipelineOptions, tied: Collection[int]) 
     return {
         "decides": bool(options.deciding) or needs_decisions(plain) or RULES[plain.rule].provisional,
         "reduces": parallel.width != 1 and not combine.apart,
-        "recomputes": recompute.recompute == "stage",
+        "recomputes": recompute.in_schedule,
         "segments": recompute.segments,
+        "offloads": recompute.offload == "activations",
         "tied": tied,
         "averages": combine.every if combine.apart else None,
         "behind": combine.behind,

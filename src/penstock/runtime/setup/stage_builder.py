@@ -263,7 +263,7 @@ class StageBuilder:
         self, stage: Stage, module: StageModule, storages: set[int], reading: WeightReads, schedule: Schedule
     ) -> StageGraphs:
         parts = parts_to_recompute(
-            list(module.blocks), self._options.recompute.recompute, stage.index in schedule.recomputed
+            list(module.blocks), self._options.recompute.of(stage.index), stage.index in schedule.recomputed
         )
         ops = {p.op for a in schedule.program(stage.rank).period for p in passes(a) if p.stage == stage}
         halved, parks = _halved(schedule, stage, any(neighbors_of(schedule, stage).returns)), Op.OFFLOAD in ops
@@ -272,7 +272,7 @@ class StageBuilder:
 
     def _estimates_whole(self, stage: Stage, proof: Proof, corrector: Corrector | None) -> bool:
         """Whether estimates are written to a buffer, not made tensor by tensor: of what forwards read, or is cast."""
-        again = self._options.recompute.recompute == "block" or stage.index in proof.schedule.recomputed
+        again = self._options.recompute.of(stage.index) == "block" or stage.index in proof.schedule.recomputed
         return (self._low is not None or again) and corrector is not None and corrector.motion is not None
 
     def _rotates(self, stage: Stage, proof: Proof, corrector: Corrector | None, updater: Updater) -> bool:

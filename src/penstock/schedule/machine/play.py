@@ -20,7 +20,7 @@ from penstock.schedule.ir.ops import ACCEPTING
 from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, format_unit, passes
 from penstock.schedule.machine.collectives import ADDING, Collectives, is_collective
 from penstock.schedule.machine.instructions import Instruction, Lowered, LoweredProgram, Message, Route
-from penstock.schedule.machine.lane_state import LaneState
+from penstock.schedule.machine.lane_state import HostCopies, LaneState, is_host_copy
 
 Observer = Callable[[int, Action, int, float, float], None]
 """Called as (rank, action with relative numbers, batch they are relative to, start, end)."""
@@ -61,6 +61,9 @@ class Machine:
         observer: called for each action that is not a message.
         on_message: called for each message that arrives.
         transfer: time that a message occupies its lane.
+
+    Attributes:
+        copies_beside: whether activations are copied to the host's memory, beside the passes.
     """
 
     def __init__(
@@ -82,6 +85,9 @@ class Machine:
         # and the periods in which a version is rejected.
         self._codes = [self._variants(program) for program in lowered.programs]
         self._collects = any(is_collective(i.action) for program in lowered.programs for i in program.period)
+        self.copies_beside = not self._proves and any(  # which block nobody
+            is_host_copy(i.action) for program in lowered.programs for part in program for i in part
+        )
         self._duration = duration
         ranks = lowered.schedule.ranks
         self.clock = [0.0] * ranks
@@ -90,6 +96,7 @@ class Machine:
         self._lanes = [LaneState(lowered.window, lane.payload is Payload.PARKED) for lane in lowered.lanes]
         self._arrived: list[dict[Message, float]] = [{} for _ in range(ranks)]
         self._collectives = Collectives(lowered.schedule, duration)
+        self._host_copies = HostCopies(ranks)
 
     def _variants(self, program: LoweredProgram) -> tuple[Sequence[Instruction], ...]:
         parts: list[Sequence[Instruction]] = list(program)
@@ -168,7 +175,7 @@ class Machine:
     def _advance(self, rank: int, woken: set[int]) -> None:
         """Run one rank until it has to wait or its queue is empty."""
         queue, arrived, clock = self._queues[rank], self._arrived[rank], self.clock
-        duration, observer, collects = self._duration, self.observer, self._collects
+        duration, observer, beside = self._duration, self.observer, self._collects or self.copies_beside
         while queue:
             segment = queue[0]
             instructions, t, offset = segment.instructions, segment.t, segment.t * self._m
@@ -179,8 +186,7 @@ class Machine:
                 if route >= 0:
                     if first < 0:
                         continue
-                    post = self._receive if op is Op.RECV else self._send
-                    if not post(rank, Message(route, first), woken):
+                    if not (self._receive if op is Op.RECV else self._send)(rank, Message(route, first), woken):
                         break
                     continue
                 parts = action[4]
@@ -198,9 +204,8 @@ class Machine:
                         awaits = tuple([k for k in awaits if k.first + offset >= 0])
                 elif first < 0:
                     continue
-                if collects:
-                    if is_collective(action):
-                        self._issue(rank, action, t, first, woken)
+                if beside:
+                    if self._issued_beside(rank, action, t, first, woken):
                         continue
                     if not self._collectives.joined(action, first, t):
                         break
@@ -215,8 +220,8 @@ class Machine:
                     if ready is None:
                         break
                     start = max(start, ready)
-                if collects:
-                    start = max(start, self._collectives.done(action, first, t))
+                if beside:
+                    start = max(start, self._collectives.done(action, first, t), self._host_copies.done(action, offset))
                 end = clock[rank] = start + duration(action)
                 if observer is not None:
                     observer(rank, action, t, start, end)
@@ -232,6 +237,18 @@ class Machine:
             woken.add(stage.rank)
             if self.observer is not None:
                 self.observer(stage.rank, action._replace(op=op, stage=stage), t, start, end)
+
+    def _issued_beside(self, rank: int, action: Action, t: int, batch: int, woken: set[int]) -> bool:
+        """Issue a collective, or a copy to the host's memory or back, which blocks nobody; False for other actions."""
+        if is_collective(action):
+            self._issue(rank, action, t, batch, woken)
+            return True
+        if not (self.copies_beside and is_host_copy(action)):
+            return False
+        start, end = self._host_copies.issue(rank, action, t * self._m, self.clock[rank], self._duration(action))
+        if self.observer is not None:
+            self.observer(rank, action, t, start, end)
+        return True
 
     @staticmethod
     def _take(arrived: dict[Message, float], needs: tuple[Message, ...], offset: int) -> float | None:
@@ -329,6 +346,7 @@ class Machine:
         twin._lanes = [lane.copy() for lane in self._lanes]
         twin._arrived = [dict(a) for a in self._arrived]
         twin._collectives = self._collectives.copy()
+        twin._host_copies = self._host_copies.copy()
         return twin
 
     def state(self, batches: int) -> object:
@@ -350,7 +368,7 @@ class Machine:
             found += lane.times()
         for arrived in self._arrived:
             found += [arrived[message] for message in sorted(arrived)]
-        return found + self._collectives.times()
+        return found + self._collectives.times() + self._host_copies.times()
 
     def _why(self, rank: int, segment: _Segment) -> Blocked:
         """Say why a rank cannot go on."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -27,7 +27,7 @@ _BACKWARDS = (Op.B, Op.I)
 """The operations that can be the first backward of a unit."""
 
 
-def with_recompute(schedule: Schedule, segments: Segments = 1) -> Schedule:
+def with_recompute(schedule: Schedule, segments: Segments = 1, stages: Collection[int] | None = None) -> Schedule:
     """Add a recompute for each backward, on the weights that the version rule names.
 
     A stage whose backwards directly follow their forwards keeps no activations for long and is left unchanged. An R is
@@ -37,6 +37,7 @@ def with_recompute(schedule: Schedule, segments: Segments = 1) -> Schedule:
     Args:
         schedule: a schedule without recomputes.
         segments: number of stages per segment. The paper's choice is sqrt(stages), which keeps the least memory.
+        stages: which of them recompute, by index; all if None.
 
     Raises:
         ConfigError: there are fewer stages than that.
@@ -49,8 +50,8 @@ def with_recompute(schedule: Schedule, segments: Segments = 1) -> Schedule:
         raise ScheduleError(
             f"{schedule.name}: rule {rule.name!r} needs an order that places its own recomputes; set recompute=none"
         )
-    stages = {action.stage.index for program in schedule.programs for action in _delayed(program)}
-    groups = _groups(schedule, stages, length)
+    again = {action.stage.index for program in schedule.programs for action in _delayed(program)}
+    groups = _groups(schedule, again if stages is None else again.intersection(stages), length)
     ahead = _leads(schedule, groups)
     units = {p.unit for p in schedule.passes() if p.op in _BACKWARDS}
     if any(ahead.values()) and any(unit.count > 1 or unit.slice for unit in units):

@@ -14,7 +14,8 @@ What an event waits for depends on no time, so it can be found before any cost i
 
 What is not covered raises `NotCompiledError`, and the object machine has to play it: collectives whose order differs
 between ranks, or whose results a rank may use at times that depend on the order of play (a DECIDE that waits for a
-REDUCE and is awaited by a VALIDATE), and spans that do not end, of which the object machine says why.
+REDUCE and is awaited by a VALIDATE), copies of activations to the host's memory, and spans that do not end, of which
+the object machine says why.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 
 from penstock.schedule.ir.absolute_actions import existing
 from penstock.schedule.ir.schedule import Payload
+from penstock.schedule.machine.lane_state import is_host_copy
 from penstock.simulate.compiled.code import ACT, RECEIVE, SEND, Code, CodedSchedule, CostClasses, Numbers, Unrolled
 from penstock.simulate.compiled.graph import NEVER, OWN, ROOM, START, TRANSFER, WAIT, EventGraph
 from penstock.simulate.compiled.joint import Joins, JointEvents, NotCompiledError
@@ -96,6 +98,8 @@ def graph_of(code: CodedSchedule, batches: int, rejected: Collection[int] = (), 
     Raises:
         NotCompiledError: the object machine has to play it.
     """
+    if any(map(is_host_copy, code.classes.examples)):
+        raise NotCompiledError("copies to the host's memory have a lane of their own")
     ranks = [unrolled(code, rank, batches, rejected) for rank in range(code.schedule.ranks)]
     lanes = _Lanes(code, ranks)
     joins = Joins(code, ranks, lanes.messages)

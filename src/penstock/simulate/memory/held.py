@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from typing import NamedTuple
+
+Blockwise = bool | Collection[int]
+"""Of which stages blocks are recomputed one by one: of all, of none, or of some, by index."""
+
+
+def is_blockwise(blockwise: Blockwise, stage: int) -> bool:
+    """Return whether the blocks of a stage are recomputed one by one."""
+    return blockwise if isinstance(blockwise, bool) else stage in blockwise
 
 
 class HeldKind(StrEnum):

@@ -1,7 +1,8 @@
 """A run of all ranks in one process without tensors: what each rank holds, as the runtime's ledger counts it.
 
 It follows the runtime action by action: who goes on when (`penstock.runtime.execute.run_loop`), when a SEND counts as
-taken, and what passes and updates begin and cease to hold. What takes the same room from beginning to end is not
+taken, and what passes and updates begin and cease to hold. Activations that are moved to the host's memory count like
+others, as all kinds are counted together. What takes the same room from beginning to end is not
 counted here (`penstock.simulate.memory.predicted`).
 """
 
@@ -18,10 +19,10 @@ from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, Schedule, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Message
-from penstock.simulate.memory.held import Combination, Held, HeldKind, Holdings
+from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, Holdings, is_blockwise
 from penstock.simulate.memory.tickets import Completion, InProcessLane, Part, Rendezvous, take_turns
 
-_NOT_PREDICTED = (Op.OFFLOAD, Op.FETCH, Op.HOLD, Op.RETURN, Op.AVERAGE, Op.TIE, Op.RELEASE)
+_NOT_PREDICTED = (Op.HOLD, Op.RETURN, Op.AVERAGE, Op.TIE, Op.RELEASE)
 
 
 @dataclass
@@ -31,14 +32,14 @@ class _Shared:
     Attributes:
         lowered: the schedule with its messages.
         width: parallel pipelines.
-        blockwise: blocks are recomputed one by one.
+        blockwise: stages whose blocks are recomputed one by one, by index; all or none if a truth value.
         lanes: of messages, by pipeline.
         meet: collectives of ranks.
     """
 
     lowered: Lowered
     width: int
-    blockwise: bool
+    blockwise: Blockwise
     lanes: dict[tuple[int, LaneKey], InProcessLane]
     meet: Rendezvous
 
@@ -57,7 +58,7 @@ class _Shared:
 
 
 def most_held(
-    lowered: Lowered, batches: int, width: int = 1, blockwise: bool = False
+    lowered: Lowered, batches: int, width: int = 1, blockwise: Blockwise = False
 ) -> dict[Part, tuple[Combination, ...]]:
     """Return what every rank holds in a span, at the moments at which it may be the most.
 
@@ -65,7 +66,8 @@ def most_held(
         lowered: the schedule with its messages, and with all actions that its run has.
         batches: length of the span.
         width: parallel pipelines.
-        blockwise: blocks are recomputed one by one before their backwards.
+        blockwise: stages whose blocks are recomputed one by one before their backwards, by index; all or none if a
+            truth value.
 
     Raises:
         CapabilityError: the schedule does something that is not predicted.
@@ -207,6 +209,7 @@ class _StageRun:
         ]
         self._m, self._halved = schedule.microbatches, halved_units(schedule, stage, bool(self._returns))
         self._again = stage.index in schedule.recomputed
+        self._blockwise = is_blockwise(rank.shared.blockwise, stage.index)
         self._before, after = schedule.segment_before(stage.index), dict[int | None, int]()
         for index in range(schedule.num_stages):
             after[schedule.segment_before(index)] = index
@@ -277,7 +280,7 @@ class _StageRun:
             graph = self._graph(k)
             if self._again:
                 self._replace(graph, HeldKind.INPUT)
-            elif self._shared.blockwise:
+            elif self._blockwise:
                 halved = graph is HeldKind.HALVED
                 self._replace(HeldKind.FORWARD_HALVED if halved else HeldKind.FORWARD, HeldKind.SAVED)
             else:
@@ -304,7 +307,7 @@ class _StageRun:
         for source in self._gradients:
             self._rank.inside(Payload.GRADIENT, source, self._stage, -1)
         halved = self._is_halved(k)
-        if self._shared.blockwise and not self._again:
+        if self._blockwise and not self._again:
             self._change(HeldKind.SAVED, -1)
             while_ = HeldKind.BACKWARD_HALVED if halved else HeldKind.BACKWARD
             self._change(while_, 1)

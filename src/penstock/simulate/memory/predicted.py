@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.schedule.ir.rules import RULES, Update
+from penstock.schedule.ir.schedule import Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.proof.check import Proof, StageFacts
-from penstock.simulate.memory.held import Combination, Held, HeldKind, most_bytes
+from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, is_blockwise, most_bytes
 from penstock.simulate.memory.in_process_run import most_held
 from penstock.simulate.memory.tickets import Part
 
@@ -54,14 +55,14 @@ class MemoryOptions:
     Attributes:
         width: parallel pipelines.
         low_precision: passes compute in 16 bits, so there are master weights.
-        blockwise: blocks are recomputed one by one.
+        blockwise: stages whose blocks are recomputed one by one, by index; all or none if a truth value.
         correction: of stale weights, by name.
         batches: of the span; the last new peak comes soon after `Proof.steady_from`.
     """
 
     width: int = 1
     low_precision: bool = False
-    blockwise: bool = False
+    blockwise: Blockwise = False
     correction: str = "none"
     batches: int = 4
 
@@ -105,12 +106,15 @@ def peak_of(
     of_each: dict[Held, int] = {}
     for what in {what for each in combinations for what, _ in each}:
         of_each[what] = _bytes_of(what, sizes, proof, pipeline, options)
-    again = options.blockwise or bool(proof.schedule.recomputed)
     always = sum(
-        fixed_bytes(always_there(proof.schedule.rule, proof.stages[stage], options, again), sizes[stage.index])
-        for stage in proof.schedule.on_rank(rank)
+        fixed_bytes(_always_there(proof, stage, options), sizes[stage.index]) for stage in proof.schedule.on_rank(rank)
     )
     return always + most_bytes(combinations, of_each)
+
+
+def _always_there(proof: Proof, stage: Stage, options: MemoryOptions) -> AlwaysThere:
+    again = is_blockwise(options.blockwise, stage.index) or stage.index in proof.schedule.recomputed
+    return always_there(proof.schedule.rule, proof.stages[stage], options, again)
 
 
 def fixed_bytes(there: AlwaysThere, stage: StageBytes) -> int:

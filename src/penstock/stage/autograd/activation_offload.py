@@ -80,6 +80,11 @@ class ActivationOffload(SavedBytes):
             self._arriving = side.mark()
         return nbytes
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all recorded storages that can be moved, wherever they are."""
+        return sum(place.storage.nbytes() for place in self._movable())
+
     def settle(self) -> None:
         """Have the work that follows on the device wait for what comes back; called before a backward reads it."""
         if self._arriving is not None and self._side is not None:

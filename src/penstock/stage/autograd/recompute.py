@@ -22,6 +22,8 @@ from penstock.stage.autograd.other_generators import GeneratorState, drawing_aga
 from penstock.stage.autograd.saved_bytes import storage_bytes
 
 RecomputeMode = Literal["none", "block", "stage"]
+RecomputeModes = RecomputeMode | tuple[RecomputeMode, ...]
+"""Of all stages, or one for each."""
 BufferPlace = tuple[nn.Module, str]
 _State = tuple[int, int]
 """Identity and version counter of a tensor."""
@@ -172,14 +174,24 @@ def parts_to_recompute(names: Sequence[str], recompute: RecomputeMode, in_schedu
     return [[name] for name in names] if recompute == "block" else []
 
 
-def check_recompute(recompute: str, segments: Segments) -> None:
+def check_recompute(recompute: object, segments: Segments) -> None:
     """Make sure that the user asks for recomputes of a known kind, and for segments of stages only where there are any.
 
     Raises:
         ConfigError: the kind is unknown, or nothing is recomputed in such segments.
     """
-    if recompute not in get_args(RecomputeMode):
-        raise ConfigError(f"recompute must be one of {', '.join(get_args(RecomputeMode))}; got {recompute!r}")
+    known = get_args(RecomputeMode)
+    if recompute == "auto":
+        raise ConfigError(
+            "recompute='auto' is chosen before a pipeline is made: penstock.choose_recompute(...) measures a "
+            "microbatch and returns what to pass as recompute (penstock train takes recompute=auto with memory_limit)"
+        )
+    wanted = recompute if isinstance(recompute, tuple) else (recompute,)
+    if not wanted or not all(isinstance(mode, str) and mode in known for mode in wanted):
+        raise ConfigError(
+            f"recompute must be one of {', '.join(known)}, or a list with one of these for each stage; got "
+            f"{recompute!r:.80}"
+        )
     if recompute != "stage" and segments != 1:
         raise ConfigError(
             f"segments={segments!r} is for recompute='stage', where stages recompute forwards together; recompute is "

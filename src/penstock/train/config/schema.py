@@ -20,7 +20,17 @@ from penstock.train.config.sections import (
     RateSection,
     SyncSection,
 )
-from penstock.train.config.values import LONGEST, MANY, MOST, MOST_THREADS, BlockDelays, Number, OrderOptions, Strict
+from penstock.train.config.values import (
+    LONGEST,
+    MANY,
+    MOST,
+    MOST_THREADS,
+    BlockDelays,
+    Number,
+    OrderOptions,
+    RecomputeModes,
+    Strict,
+)
 
 
 class TrainConfig(Strict):
@@ -86,11 +96,24 @@ class TrainConfig(Strict):
         default="same",
         description="what stages hand back: gradients in the format of activations, or rounded to bfloat16",
     )
-    recompute: Literal["none", "block", "stage"] = Field(
-        default="none", description="forwards to run again instead of keeping what their backward needs"
+    recompute: RecomputeModes = Field(
+        default="none",
+        description="forwards to run again instead of keeping what their backward needs: none, block or stage, a list "
+        "with one for each stage, or auto: as few as fit into memory_limit",
+    )
+    memory_limit: Number | None = Field(
+        default=None,
+        gt=0,
+        le=1e18,
+        description="with recompute=auto, the most bytes that a rank holds of weights, gradients, optimizer states, "
+        "activations and messages",
     )
     segments: int | Literal["auto"] = Field(
         default=1, description="with recompute=stage, stages that do so together; auto: sqrt(stages), rounded"
+    )
+    offload: Literal["none", "activations"] = Field(
+        default="none",
+        description="what is moved to the host's memory between forward and backward, of stages that recompute nothing",
     )
     undo: Literal["copies", "in-place"] = Field(
         default="copies",

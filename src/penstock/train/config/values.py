@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, PlainSerializer, PlainValidator, WrapValidator
 from pydantic_core import PydanticCustomError
@@ -15,6 +15,7 @@ MANY, MOST = 10**6, 1e12  # largest counts and numbers, far above what is of use
 LONGEST = 1e7  # seconds, about four months
 MOST_THREADS = 4096
 MOST_DELAY = 10_000  # updates; so many versions of the weights are kept
+RecomputeMode = Literal["none", "block", "stage"]
 
 
 def _as_number(value: Any) -> Any:
@@ -40,6 +41,18 @@ def _as_delays(value: Any) -> Any:
     return whole
 
 
+def _as_recompute(value: Any) -> Any:
+    """One word for all stages, or a list with one for each."""
+    words = get_args(RecomputeMode)
+    if isinstance(value, str) and value in (*words, "auto"):
+        return value
+    if isinstance(value, list) and all(isinstance(each, str) and each in words for each in value):
+        return value
+    raise PydanticCustomError(
+        "recompute", "Input should be none, block, stage or auto, or a list of the first three, one for each stage"
+    )
+
+
 def _as_plain(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
@@ -62,6 +75,7 @@ def _as_options(value: Any, others: Callable[[Any], dict[str, Any]]) -> dict[str
 
 Number = Annotated[float, BeforeValidator(_as_number), AllowInfNan(False)]
 BlockDelays = Annotated[int | str | list[int] | dict[str, int] | None, PlainValidator(_as_delays)]
+RecomputeModes = Annotated[str | list[str], PlainValidator(_as_recompute)]
 OrderOptions = Annotated[dict[str, int], WrapValidator(_as_options), PlainSerializer(_as_plain)]
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from penstock.checkpoint.format import Checkpoint
+from penstock.comm.collective.hand_out import from_first
 from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
+from penstock.options.groups import PipelineOptions
 from penstock.partition.sequence_slices import Slicing, equal_time_lengths
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.setup.shared_plan import Known, shared_plans
@@ -46,17 +49,38 @@ _MOMENT = "%Y-%m-%d-%H%M%S"
 _RUN = re.compile(r"\d{4}-\d\d-\d\d-\d{6}-")  # names of run folders begin with the moment
 
 
+class RecomputeQuestion(NamedTuple):
+    """What has to be known to choose what stages recompute.
+
+    Attributes:
+        config: of the run.
+        model: its shape.
+        windows: its data.
+        plans: returns the proven plans of all phases of the run, given what stages recompute.
+    """
+
+    config: TrainConfig
+    model: GPTConfig
+    windows: Windows
+    plans: Callable[[Any], Sequence[PipelinePlan]]
+
+
+ChooseRecompute = Callable[[RecomputeQuestion], Any]
+"""Returns a choice with the attribute `recompute`, one word for each stage, and a text for people."""
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A run that can start.
 
     Attributes:
-        config: as the user gave it.
+        config: as the user gave it, with what was chosen in place of `recompute=auto`.
         model: its shape, with the vocabulary of the data filled in.
         plan: of its pipeline, under its method.
         windows: the data.
         others: the plans under methods that go on before or after that one, by phase
             (`penstock.train.setup.phase_plan`).
+        recompute: what was chosen so, and what follows from it, in words; empty if nothing was.
     """
 
     config: TrainConfig
@@ -64,6 +88,7 @@ class Prepared:
     plan: PipelinePlan
     windows: Windows
     others: Mapping[str, PipelinePlan] = field(default_factory=dict)
+    recompute: str = ""
 
     def plan_of(self, phase: str) -> PipelinePlan:
         """The plan under the method of a phase."""
@@ -91,6 +116,7 @@ def prepare(
     local: bool = False,
     control: dist.ProcessGroup | None = None,
     once: Once = lambda look: look(),
+    choose: ChooseRecompute | None = None,
 ) -> Prepared:
     """Check a configuration against the method table, the model and the data; prove its schedules, which takes longest.
 
@@ -100,6 +126,7 @@ def prepare(
         control: a process group on the CPU, whose ranks call this together: rank 0 builds and proves the schedules for
             all; None to do it here.
         once: looks for the largest token, which takes reading all of them, once for all ranks; see `load_corpus`.
+        choose: chooses what stages recompute, on rank 0 for all, where the configuration leaves it open (`auto`).
 
     Raises:
         ConfigError: no such method, a shape that cannot be, too few blocks for the stages; or ranks have different
@@ -110,6 +137,7 @@ def prepare(
         TransportError: a peer is dead.
     """
     check_enough_blocks(config)
+    _check_limit(config, choose)
     if local:
         check_workers(config)
     request, others = _schedule(config), _other_methods(config)
@@ -122,28 +150,79 @@ def prepare(
     windows = Windows(corpus, model.context, config.held_out, config.seed)
     if corpus.text and config.sample_length and not config.prompt:
         raise ConfigError("prompt must not be empty while sample_length is not 0")
-    options = pipeline_options(config, model)
+    options = pipeline_options(_decided(config), model)
     if config.evaluate.patience is not None and not options.deciding:
         raise ConfigError(
             "evaluate.patience needs stages that decide together, so that all end after the same batch; set "
             "max_grad_norm, or a width above 1"
         )
+    drafts, said = partial(_drafts, config, model, request, others), ""
+    if choose is not None and config.recompute == "auto":
+        question = RecomputeQuestion(config, model, windows, partial(_with_recompute, drafts, options))
+        make, what = partial(_chosen, choose, question), "choosing what to recompute"
+        modes, said = make() if control is None else from_first(make, what, control)
+        config, options = config.model_copy(update={"recompute": modes}), options.changed(recompute=tuple(modes))
+    plans = shared_plans(partial(drafts, options), control, _prove)
+    return Prepared(config, model, plans.pop(MAIN), windows, plans, said)
 
-    def make(known: Known) -> dict[str, UnprovenPlan]:
-        draft = UnprovenPlan.of(gpt_blocks(model, config.seed), request, options, known.get(MAIN))
-        if draft.schedule.slices > 1:
-            equal_times = Slicing(lengths=equal_time_lengths(1 / (12 * model.width)))
-            draft = replace(draft, options=options.changed(slicing=equal_times))
-        _check_lags(config, draft.schedule)
-        _check_optimizer(config, draft)
-        drafts = {MAIN: draft}
-        for phase, other in others.items():
-            with _of_phase(phase):
-                drafts[phase] = draft.followed_by(other, None, known.get(phase))
-        return drafts
 
-    plans = shared_plans(make, control, _prove)
-    return Prepared(config, model, plans.pop(MAIN), windows, plans)
+def _decided(config: TrainConfig) -> TrainConfig:
+    """A configuration without what is still to be chosen."""
+    return config.model_copy(update={"recompute": "none"}) if config.recompute == "auto" else config
+
+
+def _drafts(
+    config: TrainConfig,
+    model: GPTConfig,
+    request: ScheduleRequest | Schedule,
+    others: Mapping[str, ScheduleRequest],
+    options: PipelineOptions,
+    known: Known,
+) -> dict[str, UnprovenPlan]:
+    """The plans of all phases, but for their proofs."""
+    draft = UnprovenPlan.of(gpt_blocks(model, config.seed), request, options, known.get(MAIN))
+    if draft.schedule.slices > 1:
+        equal_times = Slicing(lengths=equal_time_lengths(1 / (12 * model.width)))
+        draft = replace(draft, options=options.changed(slicing=equal_times))
+    _check_lags(config, draft.schedule)
+    _check_optimizer(config, draft)
+    drafts = {MAIN: draft}
+    for phase, other in others.items():
+        with _of_phase(phase):
+            drafts[phase] = draft.followed_by(other, None, known.get(phase))
+    return drafts
+
+
+def _with_recompute(
+    drafts: Callable[[PipelineOptions, Known], Mapping[str, UnprovenPlan]], options: PipelineOptions, recompute: Any
+) -> list[PipelinePlan]:
+    """The proven plans of all phases, given what stages recompute."""
+    return [_prove(phase, draft) for phase, draft in drafts(options.changed(recompute=recompute), {}).items()]
+
+
+def _chosen(choose: ChooseRecompute, question: RecomputeQuestion) -> tuple[list[str], str]:
+    """What stages recompute, and why."""
+    found = choose(question)
+    return list(found.recompute), str(found)
+
+
+def _check_limit(config: TrainConfig, choose: ChooseRecompute | None) -> None:
+    """Make sure that a limit of memory stands where recomputes are chosen for it.
+
+    Raises:
+        ConfigError: one of the two is missing.
+    """
+    if config.recompute == "auto" and config.memory_limit is None:
+        raise ConfigError(
+            "recompute=auto needs memory_limit, the most bytes that a rank may hold, such as memory_limit=2e9"
+        )
+    if config.recompute == "auto" and choose is None:
+        raise ConfigError("recompute=auto is chosen by penstock train and verify; give none, block, stage or a list")
+    if config.memory_limit is not None and config.recompute in ("none", "block", "stage"):
+        raise ConfigError(
+            f"memory_limit is what recompute=auto chooses by, but recompute is {config.recompute}; leave one of them "
+            "out"
+        )
 
 
 def _prove(phase: str, draft: UnprovenPlan) -> PipelinePlan:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from string import ascii_lowercase
+from typing import NamedTuple
 
+from penstock.schedule.ir.ops import Lane
 from penstock.timeline import Interval, Timeline
 
 OPERATIONS = {
@@ -29,6 +31,9 @@ NETWORK = {"GATHER": "G", "REDUCE": "S"}
 
 SENT = {"GATHER": "weights gathered", "REDUCE": "gradients summed"}
 """Words for it, in the order of legends."""
+
+COPIES = {"OFFLOAD": "↑", "FETCH": "↓"}
+"""Signs of what a lane of copies to the host's memory, and back, shows."""
 
 _ORDINALS = ("first", "second", "third", "fourth")
 
@@ -75,6 +80,26 @@ class Places:
             return chunks if self.chunks > 1 else []
         ways = ("down", "up")
         return [f"{way}, {chunk}" for way in ways for chunk in chunks] if self.chunks > 1 else list(ways)
+
+
+class LaneBeside(NamedTuple):
+    """What every rank has beside its passes.
+
+    Attributes:
+        head, name: short and long name.
+        intervals: of all ranks.
+    """
+
+    head: str
+    name: str
+    intervals: list[Interval]
+
+
+def lanes_beside(timeline: Timeline) -> list[LaneBeside]:
+    """Return the lanes that are drawn below the passes of each rank; none where nothing is on them."""
+    copies = [i for i in timeline.intervals if i.what in COPIES and i.end > i.start and i.lane == Lane.COPY.value]
+    lanes = (LaneBeside("net", "network", network_of(timeline)), LaneBeside("host", "host", copies))
+    return [lane for lane in lanes if lane.intervals]
 
 
 def network_of(timeline: Timeline) -> list[Interval]:

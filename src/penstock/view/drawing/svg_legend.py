@@ -7,7 +7,7 @@ from html import escape
 from typing import NamedTuple
 
 from penstock.timeline import Interval
-from penstock.view.drawing.passes import OPERATIONS, SENT, Places, operations, parts_of, unit_of
+from penstock.view.drawing.passes import COPIES, OPERATIONS, SENT, Places, operations, parts_of, unit_of
 from penstock.view.drawing.svg_marks import IDLE, INK, OUTLINE, PATTERNS, UPDATE, box, fill_of, hatch
 
 _SAMPLE, _HEIGHT, _LINE = 18, 14, 22
@@ -32,14 +32,14 @@ def legend_entries(work: Sequence[Interval], places: Places, patterns: Mapping[i
     """Return the entries for all marks of a drawing.
 
     Args:
-        work: what is drawn, transfers of the network among it.
+        work: what is drawn, transfers of the network and copies to the host among it.
         places: tells the stages of a rank apart.
         patterns: the pattern of each version that is read.
     """
     passes = [part for i in work if i.what != "STEP" and i.what not in SENT for part in parts_of(i)]
     sent = [i for i in work if i.what in SENT]
     entries = []
-    for op in [*operations(work), *(op for op in SENT if any(i.what == op for i in sent))]:
+    for op in [*operations(work), *(op for op in (*SENT, *COPIES) if any(i.what == op for i in work))]:
         used = sorted({places.shade(part) for part in (sent if op in SENT else passes) if part.what == op})
         boxes = [box(op, fill_of(op, s, places.shades), n * _SAMPLE, 0, _SAMPLE, _HEIGHT) for n, s in enumerate(used)]
         words = SENT.get(op) or OPERATIONS.get(op, op.lower())

@@ -1,0 +1,24 @@
+"""Chooses what the stages of a configuration of `penstock train` recompute."""
+
+from __future__ import annotations
+
+from penstock.measure.recompute_choice import RecomputeChoice, choose_for
+from penstock.models.gpt import gpt_blocks, language_loss
+from penstock.partition.blocks import named_blocks
+from penstock.train.setup.optimizers import optimizer_factory
+from penstock.train.setup.prepare import RecomputeQuestion
+
+
+def chosen_recompute(question: RecomputeQuestion) -> RecomputeChoice:
+    """Choose what each stage recomputes so that no rank holds more than `memory_limit`.
+
+    Raises:
+        ConfigError: nothing fits, or numbers depend on what is recomputed.
+        CapabilityError: the memory of the method is not predicted.
+    """
+    config = question.config
+    limit = config.memory_limit
+    assert limit is not None
+    blocks = named_blocks(gpt_blocks(question.model, config.seed))
+    sample = question.windows.samples(0, config.microbatch_size)
+    return choose_for(question.plans, blocks, sample, limit, language_loss, optimizer_factory(config.optimizer))

@@ -1,0 +1,322 @@
+"""Chooses what each stage recomputes: as little as fits into a limit of memory.
+
+The bytes of every stage are measured with one microbatch (`penstock.measure.stage_bytes`), and what every rank holds is
+predicted from them and the schedule, to the byte for runs in one process (`penstock.simulate.memory.predicted`). Ranks
+choose one by one, as their memory does not depend on what others recompute: of all ways in which a rank's stages may
+recompute none, their blocks or themselves, the one with the least extra forwards that fits. So nothing depends on
+times, and all processes, and a run that is resumed, would find the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+from penstock.errors import CapabilityError, ConfigError, PenstockError
+from penstock.measure.stage_bytes import measure_stages
+from penstock.measure.stage_trial import Training
+from penstock.options.division import DataParallel
+from penstock.options.groups import PipelineOptions
+from penstock.partition.blocks import LazyBlock, cost_of, named_blocks
+from penstock.runtime.plan.method_choice import request_for
+from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
+from penstock.schedule.ir.absolute_actions import actions_of
+from penstock.schedule.ir.order import OrderFunction
+from penstock.schedule.ir.rules import RULES, Source
+from penstock.schedule.ir.schedule import Op, Program, Schedule, Stage, passes
+from penstock.schedule.ir.sharding import Level
+from penstock.schedule.machine.lower import lower
+from penstock.schedule.methods.choice import MethodChoice
+from penstock.schedule.proof.check import Proof
+from penstock.simulate.memory.held import HeldKind
+from penstock.simulate.memory.predicted import MemoryOptions, StageBytes, peak_bytes
+from penstock.stage.autograd.recompute import RecomputeMode
+from penstock.stage.loss import LossFunction
+from penstock.weights.optim.optimizer_factory import OptimizerFactory
+
+_SETTLED = 3  # batches after the first one that repeats, in which the last new peak comes
+_MOST_STAGES = 6  # of a rank that may differ; where it has more, all of them recompute alike
+
+Plans = Callable[[RecomputeMode | tuple[RecomputeMode, ...]], Sequence[PipelinePlan]]
+"""Returns the proven plans of a run, given what all stages recompute, or each of them."""
+
+_Way = dict[int, RecomputeMode]
+"""What some stages recompute, by index."""
+
+
+@dataclass(frozen=True)
+class RecomputeChoice:
+    """What each stage recomputes under a limit.
+
+    Attributes:
+        recompute: of each stage, from the first to the last.
+        peaks: the most bytes that each rank is predicted to hold so.
+        without: the same if nothing were recomputed.
+        limit: bytes of a rank.
+    """
+
+    recompute: tuple[RecomputeMode, ...]
+    peaks: tuple[int, ...]
+    without: tuple[int, ...]
+    limit: float
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        said = f"{_in_words(max(self.peaks))} on the fullest rank, of {_in_words(self.limit)}"
+        more = f"; without recompute {_in_words(max(self.without))}" if self.without != self.peaks else ""
+        return f"{', '.join(self.recompute)} ({said}{more})"
+
+
+def choose_recompute(
+    blocks: Any,
+    sample: tuple[Any, Any],
+    memory_limit: float,
+    *,
+    method: str | MethodChoice | OrderFunction,
+    stages: int,
+    microbatches: int,
+    loss: LossFunction,
+    optimizer: OptimizerFactory,
+    options: PipelineOptions | None = None,
+) -> RecomputeChoice:
+    """Choose what each stage of a pipeline recomputes, so that no rank holds more than a limit.
+
+        choice = penstock.choose_recompute(blocks, (x, y), 2e9, method="1f1b", stages=4, microbatches=8, ...)
+        pipeline = penstock.Pipeline(blocks, recompute=choice.recompute, method="1f1b", ...)
+
+    The limit is about what Penstock accounts for (`Pipeline.peak_bytes`): weights, gradients, the optimizer's state,
+    activations and messages; not about Python, torch's own memory, and what operations take for a moment.
+
+    Args:
+        blocks: as of `Pipeline`; copies are measured, of one stage at a time.
+        sample: one microbatch of the model, and its target.
+        memory_limit: bytes of a rank.
+        method, stages, microbatches, loss, optimizer: as of `Pipeline`.
+        options: all others; the defaults if None.
+
+    Raises:
+        ConfigError: nothing fits; or numbers depend on what is recomputed, so that nobody else should choose it.
+        CapabilityError: the memory of the method is not predicted.
+    """
+    named = named_blocks(blocks)
+    request, correction = request_for(None, method, None, stages, microbatches)
+    given = (options or PipelineOptions()).changed(correction=correction)
+
+    def plans(recompute: RecomputeMode | tuple[RecomputeMode, ...]) -> list[PipelinePlan]:
+        return [UnprovenPlan.of(named, request, given.changed(recompute=recompute)).prove()]
+
+    return choose_for(plans, named, sample, memory_limit, loss, optimizer)
+
+
+def choose_for(
+    plans: Plans,
+    blocks: Mapping[str, Any],
+    sample: tuple[Any, Any],
+    limit: float,
+    loss: LossFunction,
+    optimizer: OptimizerFactory,
+) -> RecomputeChoice:
+    """Choose what each stage recomputes so that every plan of a run fits.
+
+    Args:
+        plans: given what is recomputed.
+        blocks: by name.
+        sample, limit, loss, optimizer: as of `choose_recompute`.
+
+    Raises:
+        ConfigError, CapabilityError: as `choose_recompute`.
+    """
+    plain = plans("none")
+    _check_free(plain)
+    sizes = _measured(plain[0], blocks, sample, loss, optimizer)
+    cost = [sum(cost_of(blocks[name]) for name in part) for part in plain[0].parts]
+    peaks = without = _peaks(plain, sizes)
+    least, schedule = list(without), plain[0].schedule
+    groups = _groups(schedule)
+    modes, refused = _modes(plans, plain[0])
+    ways = [_ways(group, modes, cost) for group in groups]
+    chosen: _Way = dict.fromkeys(range(schedule.num_stages), "none")
+    saves = _Savings(plain[0], sizes)
+    while over := {rank for rank, peak in enumerate(peaks) if peak > limit}:
+        for group, left in zip(groups, ways, strict=True):
+            full = [rank for rank in sorted(over) if any(stage.index in group for stage in schedule.on_rank(rank))]
+            if not full:
+                continue
+            while left and (short := [rank for rank in full if without[rank] - saves.most(left[0], rank) > limit]):
+                least[short[0]] = min(least[short[0]], without[short[0]] - saves.most(left[0], short[0]))
+                left.pop(0)
+            if not left:
+                raise _too_little(full[0], least[full[0]], limit, refused)
+            chosen |= left.pop(0)
+        peaks = _peaks(plans(tuple(chosen.values())), sizes)
+        least = [min(pair) for pair in zip(least, peaks, strict=True)]
+    return RecomputeChoice(tuple(chosen.values()), peaks, without, limit)
+
+
+def _check_free(plans: Sequence[PipelinePlan]) -> None:
+    """Make sure that numbers do not depend on what is recomputed.
+
+    Raises:
+        ConfigError: they do.
+        CapabilityError: memory is not predicted where weights are sharded, too.
+    """
+    for schedule in (plan.schedule for plan in plans):
+        if schedule.sharding.level is Level.FULL:
+            raise CapabilityError(
+                f"{schedule.name}: recompute=auto needs memory that is predicted, but it is not for sharding=full; set "
+                "recompute to none, block or stage"
+            )
+        if RULES[schedule.rule].recompute is Source.NEWEST:
+            raise ConfigError(
+                f"{schedule.name}: a forward that is run again reads newer weights under rule {schedule.rule}, so the "
+                "numbers depend on what is recomputed, which only you should choose: set recompute to none, block or "
+                "stage"
+            )
+
+
+def _measured(
+    plan: PipelinePlan, blocks: Mapping[str, Any], sample: tuple[Any, Any], loss: LossFunction, optimizer: Any
+) -> dict[int, StageBytes]:
+    """Measure the bytes of every stage on copies of its blocks."""
+    parallel = plan.options.data_parallel
+    options = PipelineOptions(
+        precision=plan.options.precision,
+        run=plan.options.run,
+        data_parallel=DataParallel(parallel.width, sharding=str(plan.schedule.sharding.level)),
+    )
+    copies = {
+        name: block if isinstance(block, LazyBlock) else LazyBlock(partial(copy.deepcopy, block), 0)
+        for name, block in blocks.items()
+    }
+    return measure_stages(copies, plan.parts, sample, Training(loss, optimizer, options), recompute=True)
+
+
+def _modes(plans: Plans, plain: PipelinePlan) -> tuple[dict[int, list[RecomputeMode]], list[str]]:
+    """Return what each stage may recompute, and why not more.
+
+    A stage whose backwards follow their forwards at once has nothing to recompute as a whole. Blocks of a stage that
+    share a parameter are not recomputed one by one, as that adds up its gradient in another order.
+    """
+    found: dict[int, list[RecomputeMode]] = {index: ["none"] for index in range(plain.schedule.num_stages)}
+    refused = ["block: blocks of one stage share parameters"] if plain.inside else []
+    for mode in ("stage", "block") if not plain.inside else ("stage",):
+        try:
+            made = plans(mode)
+        except PenstockError as error:
+            refused.append(f"{mode}: {str(error).splitlines()[0]}")
+            continue
+        again = set[int]().union(*(plan.schedule.recomputed for plan in made)) if mode == "stage" else found
+        for index in again:
+            found[index].append(mode)
+    return found, refused
+
+
+def _groups(schedule: Schedule) -> list[set[int]]:
+    """Return the stages that choose together: those of a rank, and of ranks that hold copies of these."""
+    groups: list[set[int]] = []
+    for rank in range(schedule.ranks):
+        own = {stage.index for stage in schedule.on_rank(rank)}
+        groups = [*(g for g in groups if not g & own), own.union(*(g for g in groups if g & own))]
+    return groups
+
+
+def _ways(group: set[int], modes: Mapping[int, Sequence[RecomputeMode]], cost: Sequence[float]) -> list[_Way]:
+    """Return the ways of a group but the first, which recomputes nothing; those with the least extra forwards first.
+
+    Of two that take the same, a stage is recomputed as a whole, which can be done while its gradient is on its way.
+    """
+    indices = sorted(group)
+    if len(indices) <= _MOST_STAGES:
+        found = [dict(zip(indices, way, strict=True)) for way in product(*(modes[index] for index in indices))]
+    else:
+        found = [
+            {index: mode if mode in modes[index] else "none" for index in indices}
+            for mode in ("none", "stage", "block")
+        ]
+
+    def work(way: _Way) -> tuple[float, int]:
+        again = [index for index, mode in way.items() if mode != "none"]
+        return sum(cost[index] for index in again), sum(way[index] == "block" for index in again)
+
+    return sorted((way for way in found if set(way.values()) != {"none"}), key=work)
+
+
+class _Savings:
+    """The most that recomputing stages can save on a rank: what their microbatches in flight hold less.
+
+    Args:
+        plan: that recomputes nothing.
+        sizes: of its stages.
+    """
+
+    def __init__(self, plan: PipelinePlan, sizes: Mapping[int, StageBytes]) -> None:
+        self._schedule, self._sizes = plan.schedule, sizes
+        self._in_flight = {stage: _most_in_flight(plan.proof, stage) for stage in plan.schedule.stages}
+
+    def most(self, way: _Way, rank: int) -> int:
+        """Return the bytes."""
+        saved = 0
+        for stage in self._schedule.on_rank(rank):
+            passes, mode = self._sizes[stage.index].passes, way.get(stage.index, "none")
+            if mode != "none":
+                graph = max(passes[HeldKind.GRAPH], passes[HeldKind.HALVED])
+                kept = passes[HeldKind.INPUT if mode == "stage" else HeldKind.SAVED]
+                saved += self._in_flight[stage] * max(graph - kept, 0)
+        return saved
+
+
+def _most_in_flight(proof: Proof, stage: Stage) -> int:
+    """Return the most microbatches of a stage between forward and the end of their backward, in a span."""
+    held = most = 0
+    for action in actions_of(proof.schedule, stage.rank, proof.steady_from + _SETTLED):
+        for p in passes(action):
+            if p.stage == stage and p.op in (Op.F, Op.B, Op.W):
+                held += p.unit.count if p.op is Op.F else -p.unit.count
+                most = max(most, held)
+    return most
+
+
+def _peaks(plans: Sequence[PipelinePlan], sizes: Mapping[int, StageBytes]) -> tuple[int, ...]:
+    """Return the most bytes of every rank, of all pipelines and plans."""
+    most = [0] * plans[0].schedule.ranks
+    for plan in plans:
+        options, proof = plan.options, _without_ties(plan.proof)
+        recompute = options.recompute
+        asked = MemoryOptions(
+            options.data_parallel.width,
+            options.precision.low is not None,
+            frozenset(index for index in range(proof.schedule.num_stages) if recompute.of(index) == "block"),
+            options.staleness.correction_name,
+            proof.steady_from + _SETTLED,
+        )
+        for (_, rank), peak in peak_bytes(proof, sizes, asked).items():
+            most[rank] = max(most[rank], peak)
+    return tuple(most)
+
+
+def _without_ties(proof: Proof) -> Proof:
+    """Return a proof without sums of tied gradients, whose memory is not predicted: they hold little, for a moment."""
+    schedule = proof.schedule
+    if Op.TIE not in schedule.operations:
+        return proof
+    programs = tuple(
+        Program(*(tuple(action for action in part if action.op is not Op.TIE) for part in program))
+        for program in schedule.programs
+    )
+    return replace(proof, lowered=lower(replace(schedule, programs=programs), window=proof.lowered.window))
+
+
+def _too_little(rank: int, least: int, limit: float, refused: Sequence[str]) -> ConfigError:
+    more = f" (not possible here: {'; '.join(refused)})" if refused else ""
+    return ConfigError(
+        f"recompute=auto: rank {rank} takes at least {_in_words(least)}, but memory_limit is {_in_words(limit)}; "
+        f"raise it, or take more stages, smaller microbatches or another method{more}"
+    )
+
+
+def _in_words(number: float) -> str:
+    return f"{number / 1e6:,.1f} MB" if number >= 1e5 else f"{number / 1e3:.1f} kB"
