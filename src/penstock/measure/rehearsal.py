@@ -27,9 +27,9 @@ from penstock.errors import ConfigError
 from penstock.job.cpus import Cpus
 from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training
 from penstock.models.gpt import gpt_blocks, language_loss
+from penstock.options.groups import PipelineOptions
 from penstock.runtime.from_plan import pipeline_of
 from penstock.runtime.malloc import keep_freed_memory
-from penstock.runtime.options.options import PipelineOptions
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import load_corpus
