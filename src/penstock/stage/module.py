@@ -40,6 +40,7 @@ class StageModule:
         precision: the dtype that passes compute in; None for that of the parameters.
         hands_on: other stages take its output, even if it has a loss.
         device: of a stage without parameters; torch's current one if None.
+        shared_buffers: names of buffers that other stages have as well, and which stages those are.
 
     Attributes:
         device: on which it computes.
@@ -56,8 +57,9 @@ class StageModule:
         precision: torch.dtype | None = None,
         hands_on: bool = False,
         device: torch.device | None = None,
+        shared_buffers: Mapping[str, str] | None = None,
     ) -> None:
-        self.blocks = dict(blocks)
+        self.blocks, self.shared_buffers = dict(blocks), shared_buffers or {}
         self.last = list(self.blocks)[-1]
         self.loss, self.hands_on = loss, hands_on
         self.where = where
