@@ -154,9 +154,8 @@ def test_who_clamps_gradients_is_told_their_scale(caplog: pytest.LogCaptureFixtu
         blocks = [nn.Linear(2, 2), nn.Linear(2, 2)]
         blocks[0].weight.register_hook(lambda g: g.clamp(-1, 1))
         blocks[0].bias.register_hook(lambda g: g.clamp(-1, 1))
-        penstock.Pipeline(
-            blocks, method="1f1b", stages=2, microbatches=2, loss=loss, optimizer=torch.optim.SGD, **options
-        )
+        given = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.SGD, **options}
+        penstock.Pipeline(blocks, method="1f1b", stages=2, microbatches=2, **given)
 
     hooked(precision=Precision(divisor=4.0))
     assert not caplog.records

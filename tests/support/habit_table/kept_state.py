@@ -68,7 +68,7 @@ def detached_for_another_stage() -> Script:
     return skipping(detaches=True, apart=True)
 
 
-APART = "blocks are run again one by one; let them hand it on, or take `recompute=\"stage\"`"
+APART = 'blocks are run again one by one; let them hand it on, or take `recompute="stage"`'
 
 
 @habit(KEPT, recompute=Refused("kept a tensor with its graph", APART))

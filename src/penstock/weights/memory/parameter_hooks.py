@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from penstock.errors import CapabilityError
 
-
 _LOG = logging.getLogger(__name__)
 
 
