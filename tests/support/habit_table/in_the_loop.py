@@ -92,7 +92,7 @@ def hooked_later() -> Script:
 FORGOTTEN = "batches are in flight there, and graphs need them; write between two runs"
 
 
-@habit(LOOP, Refused("write between two runs", FORGOTTEN), stash=None)
+@habit(LOOP, Refused("write between two runs", FORGOTTEN))
 def reset_statistics() -> Script:
     """Statistics are reset (`reset_running_stats()`)."""
 
