@@ -150,6 +150,7 @@ def habit(
     answers = {way: given.get(way, all_ways) for way in SECTIONS[section]}
 
     def enter(make: Callable[[], Script]) -> Callable[[], Script]:
+        assert make.__name__ not in HABITS, make.__name__
         says = (make.__doc__ or "").strip().partition("\n")[0].rstrip(".")
         HABITS[make.__name__] = Habit(make.__name__, section, says, make, answers)
         return make

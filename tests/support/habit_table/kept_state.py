@@ -165,7 +165,7 @@ AGAIN = "it would follow twice; make it a buffer"
 
 
 @habit(KEPT, Refused("let the forward use a copy", FOLLOWS), recompute=Refused("make it a buffer", AGAIN))
-def teacher() -> Script:
+def following_teacher() -> Script:
     """A frozen teacher that follows its student in the forward (mean teacher, momentum encoder)."""
     return Script(around(lambda: Teaching(copies=False)), regression(), accumulates=True)
 
