@@ -20,7 +20,7 @@ from penstock.schedule.proof.check import Proof
 from penstock.schedule.text import parse_schedule
 from penstock.schedule.torch_csv import to_torch_csv
 from penstock.simulate.costs import Costs
-from penstock.simulate.method_facts import delay_on
+from penstock.simulate.method_figures import delay_on
 from penstock.simulate.simulate import Simulation, Window, simulate_schedule
 from penstock.view.text import draw_timeline
 

@@ -26,6 +26,7 @@ def test_without_ray_it_says_what_to_install(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.filterwarnings("ignore")  # Ray warns of its own settings
 @pytest.mark.skipif(not RAY, reason="Ray is not installed")
 def test_two_nodes_of_ray_end_with_the_same_weights(tmp_path: Path, command: Command) -> None:
     import ray

@@ -145,3 +145,21 @@ def test_an_optimizer_in_the_backward_is_refused(kind: str) -> None:
     what = "written into the weights" if kind == "steps" else "dropped the gradient"
     with pytest.raises(CapabilityError, match=rf"hook on 2\.weight has {what}"):
         list(pipeline.run(make_data()))
+
+
+def test_who_clamps_gradients_is_told_their_scale(caplog: pytest.LogCaptureFixture) -> None:
+    """Where it was not chosen; masks do not mind."""
+
+    def hooked(**options: Any) -> None:
+        blocks = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        blocks[0].weight.register_hook(lambda g: g.clamp(-1, 1))
+        blocks[0].bias.register_hook(lambda g: g.clamp(-1, 1))
+        given = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.SGD, **options}
+        penstock.Pipeline(blocks, method="1f1b", stages=2, microbatches=2, **given)
+
+    hooked(precision=Precision(divisor=4.0))
+    assert not caplog.records
+    hooked()
+    assert [record.message[:55] for record in caplog.records] == [
+        "a hook on 0.weight (and 1 more) sees, for each microbat"
+    ]

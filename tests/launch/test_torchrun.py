@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from penstock.checkpoint.format import checkpoints
+from penstock.checkpoint.format import Checkpoint, checkpoints
 from penstock.launch import torchrun
 from penstock.launch.torchrun import is_first_to_say
 from penstock.train.export.weights_format import load_weights
@@ -63,13 +64,13 @@ def worker_of(torchrun: subprocess.Popen[str]) -> psutil.Process:
     return worker
 
 
-def two_machines(out: Path, text: str, *changes: str) -> list[subprocess.Popen[str]]:
+def two_machines(out: Path, text: str, *changes: str, restarts: int = 3) -> list[subprocess.Popen[str]]:
     """Two torchruns that meet; the first one need not be the one that serves the store."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "pair"]
-    command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", *rendezvous]
+    command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", str(restarts), *rendezvous]
     command += ["-m", "penstock", "train", "--data", text, *settings(f"out={out}", *changes)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
@@ -92,6 +93,31 @@ def test_one_machine_that_is_told_to_end_ends_both(
     assert time.monotonic() - begun < 30  # the grace that schedulers give
     assert "stopped early; a checkpoint holds all" in printed
     assert len(checkpoints(only_folder(out))) == 1
+
+
+def test_when_the_torchrun_of_a_machine_is_killed_both_end(
+    tmp_path: Path, text: str, started: list[subprocess.Popen[str]]
+) -> None:
+    """Its worker goes on without it, and elastic on the other machine would wait for five minutes in the end.
+
+    They save what they have done, unless that torchrun has served the store of the job.
+    """
+    out = tmp_path / "runs"
+    started += two_machines(out, text, "batches=100000", "checkpoint.every=20", "sample_length=0", restarts=0)
+    wait_for_lines(out, 50, started)
+    workers = [worker_of(torchrun) for torchrun in started]
+    started[0].kill()
+    begun = time.monotonic()
+    said = "".join(part for torchrun in started for part in torchrun.communicate(timeout=90))
+    assert time.monotonic() - begun < 45  # torchrun gives workers 30 seconds to end
+    assert not psutil.wait_procs(workers, timeout=5)[1]
+    saved = re.search(r"a checkpoint holds all (\d+) batches done", said)
+    newest = Checkpoint(checkpoints(only_folder(out))[-1]).batch
+    if saved is None:
+        assert "error: rank 0: the store of the job, which a torchrun at localhost serves, does not answer" in said
+        assert newest >= 20
+    else:
+        assert newest == int(saved[1])
 
 
 def test_an_error_of_every_worker_is_said_once() -> None:

@@ -10,12 +10,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from penstock.errors import ConfigError, EndedError, TransportError
+from penstock.job.agent import Agent
 from penstock.job.place import JobPlace
 from penstock.launch import worker_exit as module
 from penstock.launch.worker_exit import WorkerExits, work
@@ -251,6 +253,48 @@ def test_a_worker_that_is_ended_says_what_it_was_doing(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_worker_is_not_ended_in_the_midst_of_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries take any error there for a missing module, and go on without it or print a trace."""
+    (tmp_path / "module_that_tries.py").write_text(
+        "import os, signal\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "except Exception:\n"
+        "    swallowed = True\n"
+        "else:\n"
+        "    swallowed = False\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    request, before = DrainRequest(tmp_path / "drain"), signal.getsignal(signal.SIGTERM)
+
+    def start() -> None:
+        import module_that_tries  # type: ignore[import-not-found]
+
+        assert not module_that_tries.swallowed
+        time.sleep(10)
+
+    try:
+        with pytest.raises(EndedError, match="starting: ended by SIGTERM"), request.handle_signals():
+            start()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _LostAgent:
+    """An agent that has died."""
+
+    is_gone = True
+
+    def __init__(self, starts_again: bool) -> None:
+        self.starts_again = starts_again
+
+
+def test_workers_whose_torchrun_has_died_end_or_fail_where_others_are_started_again() -> None:
+    assert DrainRequest(None, cast(Agent, _LostAgent(starts_again=False))).asked
+    with pytest.raises(EndedError, match=r"^starting: the torchrun of this machine has died$"):
+        DrainRequest(None, cast(Agent, _LostAgent(starts_again=True))).asked  # noqa: B018
 
 
 def test_a_worker_that_fails_is_left_to_its_report(tmp_path: Path) -> None:

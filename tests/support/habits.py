@@ -51,6 +51,8 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "Learning rates": ("1f1b", "stash"),
     "Updates": ("1f1b", "stash"),
     "Data": ("1f1b", "stash"),
+    "In the loop": ("1f1b", "stash"),
+    "State kept on modules": _GRAPHS,
     "Losses": ("1f1b", "zb-h1"),
 }
 """The ways in which the habits of each section are tried."""
@@ -71,6 +73,7 @@ class Script:
         after_step: what plain torch does with the model after each update.
         options: what one passes to the pipeline for the same effect.
         around: a context for the forward, such as autocast: around forward and loss, or around the pipeline's loop.
+        in_loop: what one does after every batch in the loop, with the number of the batch and the blocks.
         accumulates: plain torch goes through a batch by microbatches, too, and accumulates their gradients.
         result: of the pipeline, what is compared with the model's state in plain torch; None for the final weights.
     """
@@ -84,6 +87,7 @@ class Script:
     after_step: Callable[[nn.Module], Any] = lambda model: None
     options: Mapping[str, Any] = field(default_factory=dict)
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    in_loop: Callable[[int, dict[str, Any]], Any] = lambda number, blocks: None
     accumulates: bool = False
     result: tuple[Callable[[nn.Module], Mapping[str, Tensor]], Callable[[Any], Mapping[str, Tensor]]] | None = None
 
@@ -146,6 +150,7 @@ def habit(
     answers = {way: given.get(way, all_ways) for way in SECTIONS[section]}
 
     def enter(make: Callable[[], Script]) -> Callable[[], Script]:
+        assert make.__name__ not in HABITS, make.__name__
         says = (make.__doc__ or "").strip().partition("\n")[0].rstrip(".")
         HABITS[make.__name__] = Habit(make.__name__, section, says, make, answers)
         return make
@@ -209,8 +214,8 @@ def in_torch(script: Script) -> Trained:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = script.optimizer(named)
     scheduler = None if script.lr_scheduler is None else script.lr_scheduler(optimizer)
-    losses = []
-    for inputs, targets in script.batches:
+    losses: list[float] = []
+    for number, (inputs, targets) in enumerate(script.batches):
         optimizer.zero_grad()
         count = MICROBATCHES if script.accumulates else 1
         pairs = list(zip(pieces(inputs, count), pieces(targets, count), strict=True))
@@ -226,6 +231,7 @@ def in_torch(script: Script) -> Trained:
         if scheduler is not None:
             scheduler.step()
         script.after_step(model)
+        script.in_loop(number, script.blocks)
     return Trained(losses, model.state_dict() if script.result is None else script.result[0](model))
 
 
@@ -259,7 +265,10 @@ def in_penstock(script: Script, way: str, group: dist.ProcessGroup | None = None
             script.blocks, loss=script.loss, optimizer=script.optimizer, lr_scheduler=script.lr_scheduler, **options
         )
         spans: Iterable[Any] = ([batch] for batch in script.batches) if way in DRAINED else [script.batches]
-        losses = [report.loss for span in spans for report in pipeline.run(span)]
+        losses = []
+        for report in (report for span in spans for report in pipeline.run(span)):
+            losses.append(report.loss)
+            script.in_loop(report.batch, script.blocks)
     return Trained(losses, dict(pipeline.full_state_dict()) if script.result is None else script.result[1](pipeline))
 
 

@@ -31,8 +31,9 @@ class Precision(ShortRepr):
         loss_scale: how the loss is scaled for its backward; a `LossScale()` with "fp16" if None.
         divisor: c, roughly the weight of a batch, such as its number of tokens. Gradients are computed of the loss sum
             divided by c, and corrected to the mean by c / N at the update, when the weight N is known. So c never
-            matters but for rounding and overflow. The number of microbatches of a batch if None; in low precision the
-            nearest power of two is taken.
+            matters but for rounding, overflow, and hooks on parameters that are not linear (clamps), which see what
+            plain torch has with c = N. The number of microbatches of a batch if None; in low precision the nearest
+            power of two is taken.
         tf32: whether GPUs may compute products of float32 in TF32; as torch is set if None. Like `sdpa` it holds while
             the passes of this pipeline run, not in between.
         sdpa: the backend of attention, "flash", "efficient", "cudnn" or "math"; torch chooses if None.

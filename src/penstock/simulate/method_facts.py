@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
-from penstock.errors import ScheduleError
-from penstock.schedule.build import ScheduleRequest
-from penstock.schedule.ir.gc_pause import no_collection
-from penstock.schedule.ir.order import NO_OPTIONS, Options
-from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.method import Method
-from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
-from penstock.schedule.proof.check import Proof
-from penstock.simulate.auto_in_flight import choose_in_flight
-from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.long_run import steady_bubble
-from penstock.simulate.search_options import with_search_options
-from penstock.simulate.simulate import simulate_schedule
+from penstock.schedule.methods.table import METHODS
+
+USUAL = (4, 8)
+"""Stages and microbatches if none are given."""
+STORED = Path(__file__).with_name("usual_figures.json")
+"""The figures of all methods for those: they take half a second to derive. A test derives and compares them."""
 
 
 @dataclass(frozen=True)
@@ -70,34 +65,24 @@ class Links(NamedTuple):
 NO_LINKS = Links()
 
 
-@no_collection
 def facts_of_methods(
     methods: Iterable[Method], stages: int, microbatches: int, links: Links = NO_LINKS
 ) -> list[MethodFacts]:
-    """Derive rows of the table, those of methods that have one schedule from one proof."""
-    found: list[MethodFacts] = []
-    known: dict[Schedule, dict[str, Any]] = {}  # by schedule, without its name
-    costs = Costs((StageCost(1.0, 1.0, 1.0),) * stages, links.latency)
-    for method in methods:
-        try:
-            request = ScheduleRequest(method.name, stages, microbatches, options=_options(method, costs, links))
-            request, _ = choose_in_flight(request, costs)
-            nameless = replace(request.schedule, name="")
-            figures = known[nameless] if nameless in known else _figures(request.prove(), links.latency)
-        except ScheduleError as error:
-            found.append(replace(_without_figures(method), problem=str(error).split(";")[0]))
-            continue
-        known[nameless] = figures
-        found.append(replace(_without_figures(method), **figures))
-    return found
+    """Return rows of the table, with figures that are stored or derived from schedules."""
+    rows = list(methods)
+    if (stages, microbatches) == USUAL and links == NO_LINKS and all(METHODS.get(row.name) is row for row in rows):
+        figures = json.loads(STORED.read_text())
+        return [replace(_without_figures(row), **figures[row.name]) for row in rows]
+    return derived_facts(rows, stages, microbatches, links)
 
 
-def _options(method: Method, costs: Costs, links: Links) -> Options:
-    """Return the options of a method's order that the links ask for."""
-    order, numbers = ORDERS[method.order], links.in_flight
-    chooses = order in CHAINS if isinstance(numbers, int | tuple) else numbers and order in ASK_LINKS
-    options = {"in_flight": numbers} if chooses else NO_OPTIONS
-    return with_search_options(method.name, None, options, costs, len(costs.stages)) if links.latency else options
+def derived_facts(rows: Iterable[Method], stages: int, microbatches: int, links: Links = NO_LINKS) -> list[MethodFacts]:
+    """Return rows of the table, with figures derived from schedules."""
+    from penstock.simulate.method_figures import figures_of_methods  # not before, as this imports what proves
+
+    rows = list(rows)
+    found = figures_of_methods(rows, stages, microbatches, links.latency, links.in_flight)
+    return [replace(_without_figures(row), **figures) for row, figures in zip(rows, found, strict=True)]
 
 
 def _without_figures(method: Method) -> MethodFacts:
@@ -105,29 +90,3 @@ def _without_figures(method: Method) -> MethodFacts:
     named = method.name, method.title, method.source, method.order, method.rule, method.correction
     levels = [level.value for level in method.shardings]
     return MethodFacts(*named, method.sharding, levels, CORRECTIONS[method.correction].buffers)
-
-
-def _figures(proof: Proof, latency: float) -> dict[str, Any]:
-    """Derive the figures of a row from a proof."""
-    costs = Costs.uniform(proof.schedule, latency=latency)
-    lowered = simulate_schedule(proof, costs).lowered if latency else proof.lowered
-    ranks = range(proof.schedule.ranks)
-    return {
-        "weight_copies": [_copies_on(proof, rank) for rank in ranks],
-        "delay": [delay_on(proof, rank) for rank in ranks],
-        "activations": [float(a) for a in proof.activations],
-        "bubble": max(steady_bubble(lowered, costs, proof.steady_from + 2), 0.0),
-    }
-
-
-def _copies_on(proof: Proof, rank: int) -> float:
-    """Count versions and copies of all stages of a rank; one of v chunks counts 1/v, and both directions count."""
-    schedule = proof.schedule
-    held = {n: proof.stages[n].versions + proof.stages[n].copies for n in schedule.on_rank(rank)}
-    return float(sum(Fraction(number, schedule.chunks[n]) for n, number in held.items()))
-
-
-def delay_on(proof: Proof, rank: int) -> float:
-    """Return the updates between the version read by forwards of a rank and the version updated, mean over a batch."""
-    delays = [proof.stages[stage].delay.forward for stage in proof.schedule.on_rank(rank)]
-    return sum(delays) / len(delays)

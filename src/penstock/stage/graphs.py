@@ -25,6 +25,7 @@ from penstock.stage.autograd.recompute import BufferPlace, RecomputeInput, Recom
 from penstock.stage.autograd.saved_bytes import SavedBytes, saved_of, signature
 from penstock.stage.autograd.split_backward import BackwardSplitter, ProxyWeights
 from penstock.stage.checks.foreign_hooks import ForeignHooksCheck
+from penstock.stage.checks.forward_writes import ForwardWrites
 from penstock.stage.checks.leaf_check import LeafCheck
 from penstock.stage.in_flight import Microbatch
 from penstock.stage.loss import UnreadLoss, unread
@@ -208,11 +209,15 @@ class StageGraphs:
         if counter is None and key not in self._saved:
             counter = SavedBytes(known)
         splitting = self._splitter(handle, counter) if splits and handle is not None else None
+        module, first = self._module, key not in self._saved
+        writes = ForwardWrites(module.where, module.bound, module.shared_buffers, module.blocks) if first else None
         if counter is None and splitting is None:
             output, total, loss = self._compute(names, microbatch, value)
         else:
             contexts = counter or nullcontext(), splitting or nullcontext(), guard or nullcontext()
             output, total, loss = self._compute_under(contexts, counter, splitting is None, names, microbatch, value)
+        if writes is not None:
+            writes.check()
         ends = output if total is None else (total, output[1]) if piece else total
         if counter is not None:
             if counter.gave_up:

@@ -40,6 +40,7 @@ class StageModule:
         options: of the pipeline.
         hands_on: other stages take its output, even if it has a loss.
         device: of a stage without parameters; torch's current one if None.
+        shared_buffers: names of buffers that other stages have as well, and which stages those are.
 
     Attributes:
         options: of the pipeline.
@@ -57,9 +58,10 @@ class StageModule:
         options: PipelineOptions,
         hands_on: bool = False,
         device: torch.device | None = None,
+        shared_buffers: Mapping[str, str] | None = None,
     ) -> None:
         self.options, self.precision = options, options.precision.low
-        self.blocks = dict(blocks)
+        self.blocks, self.shared_buffers = dict(blocks), shared_buffers or {}
         self.last = list(self.blocks)[-1]
         self.loss, self.hands_on = loss, hands_on
         self.where = where

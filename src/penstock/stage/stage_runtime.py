@@ -15,10 +15,11 @@ from penstock.partition.sequence_slices import NOTHING, Carry, with_carry
 from penstock.partition.tied import Tie
 from penstock.schedule.ir.schedule import Copy, Stage
 from penstock.schedule.proof.in_flight import Piece
-from penstock.stage.autograd.graph import run_backward
+from penstock.stage.autograd.graph import Graph, run_backward
 from penstock.stage.autograd.recompute import RecomputeInput
 from penstock.stage.autograd.saved_bytes import storage_bytes
 from penstock.stage.checks.absent_weights import absent
+from penstock.stage.checks.forward_writes import explain_backward
 from penstock.stage.graphs import StageGraphs
 from penstock.stage.in_flight import InFlightMicrobatch, Microbatch
 from penstock.stage.loss import UnreadLoss
@@ -198,7 +199,7 @@ class StageRuntime:
             if graph.offload is not None:
                 graph.offload.settle()
             with self.reading.backward_context(flight):
-                gradients = run_backward(graph, [*([graph.seed] if gradients is None else gradients), *returned])
+                gradients = self._run(graph, [*([graph.seed] if gradients is None else gradients), *returned])
             returned = []
             if graph.deferred is not None:
                 flight.deferred.append(graph.deferred)
@@ -212,9 +213,20 @@ class StageRuntime:
             self.carry_gradients[key[0]] = gradients[len(gradients) - flight.carried :]
         return gradients[: len(gradients) - flight.carried]
 
+    def _run(self, graph: Graph, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        try:
+            return run_backward(graph, gradients)
+        except RuntimeError as error:
+            explain_backward(error, self.module.where)
+            raise
+
     def _weights_backward(self, flight: InFlightMicrobatch, key: Piece) -> None:
-        for late in flight.deferred:
-            late.run(flight.weights.buffer.leaves, flight.weights.buffer.accumulate)
+        try:
+            for late in flight.deferred:
+                late.run(flight.weights.buffer.leaves, flight.weights.buffer.accumulate)
+        except RuntimeError as error:
+            explain_backward(error, self.module.where)
+            raise
         self.graphs.hold(-flight.deferred_nbytes)
         del self.flights[key]
         self.reading.after_backward(flight)

@@ -16,7 +16,7 @@ from penstock.checkpoint.manager import Checkpoints
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.collective.hand_out import from_first
 from penstock.errors import CheckpointError
-from penstock.job.agent import end_agent
+from penstock.job.agent import Agent
 from penstock.job.cpus import Cpus, shares
 from penstock.runtime.data.batch_source import Batches
 from penstock.runtime.execute.evaluation import Evaluating
@@ -70,7 +70,7 @@ def train(
         ConfigError: the number of processes of the job is not that of the pipelines' ranks.
         PenstockError: see `prepare` and `Pipeline`.
     """
-    request = DrainRequest(drain)
+    request = DrainRequest(drain, Agent(os.environ) if drain is None else None)  # a launcher of ours kills its workers
     with request.handle_signals():
         keep_freed_memory()
         with process_group(config) as store:
@@ -162,7 +162,7 @@ class _Loop:
         for minutes.
         """
         if any(self._gather(self.request.asked)):
-            end_agent(os.environ)
+            self.request.end_agent()
 
     def _keep_lags(self) -> None:
         """Write the recorded lags of waves into the run folder, if `combine.lag=record`."""

@@ -116,8 +116,19 @@ def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
         atexit.register(_end_at_once)
         if isinstance(error, TransportError):
             time.sleep(_LINGER)
+        if isinstance(error, dist.DistNetworkError):
+            raise _store_is_lost(place, error) from error
         raise
     dist.destroy_process_group()  # not after an error: peers would see broken connections before the error is reported
+
+
+def _store_is_lost(place: JobPlace, error: dist.DistNetworkError) -> TransportError:
+    """Make the error for the user when the store has broken the connection."""
+    served = f"a {place.launcher}" if place.served else "rank 0"
+    return TransportError(
+        f"rank {place.rank}: the store of the job, which {served} at {place.address} serves, does not answer: that has "
+        f"ended ({brief(error)}); earlier checkpoints are intact"
+    )
 
 
 def _store_of_this_call() -> Store:

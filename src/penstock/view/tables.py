@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -15,8 +15,10 @@ from penstock.schedule.ir.sharding import Level
 from penstock.schedule.methods.combine import COMBINES
 from penstock.schedule.methods.table import METHODS
 from penstock.simulate.method_facts import NO_LINKS, Links, MethodFacts, facts_of_methods
-from penstock.simulate.simulate import Simulation
 from penstock.view.plurals import counted
+
+if TYPE_CHECKING:
+    from penstock.simulate.simulate import Simulation
 
 
 def methods_json(stages: int, microbatches: int, links: Links = NO_LINKS) -> list[dict[str, Any]]:

@@ -132,6 +132,42 @@ def classes() -> list[tuple[Tensor, Tensor]]:
     return [(x, y.argmax(1)) for x, y in regression()]
 
 
+def of_texts(output: Any, target: Any) -> Tensor:
+    """A loss that weighs samples by their names."""
+    weights = torch.tensor([float(name) for name in target["name"]], dtype=F64)
+    found: Tensor = (weights[:, None] * (output - target["y"]).square()).mean()
+    return found
+
+
+@habit(DATA)
+def texts() -> Script:
+    """Texts beside tensors, which a `DataLoader` makes a list."""
+    batches = [(x, {"y": y, "name": [str(i) for i in range(len(y))]}) for x, y in regression()]
+    script = Script(around(nn.Tanh), batches, of_texts)
+    script.accumulates = False
+    return script
+
+
+def without_target(output: Tensor, target: Any) -> Tensor:
+    assert target is None
+    return output.square().mean()
+
+
+@habit(DATA)
+def no_targets() -> Script:
+    """No targets (`(x, None)`)."""
+    return Script(around(nn.Tanh), [(x, None) for x, _ in regression()], without_target)
+
+
+NUMBERED = "reports have numbers; leave `enumerate` out"
+
+
+@habit(DATA, Refused("leave enumerate out", NUMBERED))
+def enumerated() -> Script:
+    """`enumerate(loader)`."""
+    return Script(around(nn.Tanh), list(enumerate(regression())))
+
+
 @habit(LOSSES)
 def mse_module() -> Script:
     """`nn.MSELoss()`."""

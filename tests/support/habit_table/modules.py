@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.flop_counter import FlopCounterMode
 
-from support.habits import WIDTH, Differs, Refused, Script, around, bodies, habit, linear, regression, tokens
+from penstock import Precision
+from support.habits import SAMPLES, WIDTH, Differs, Refused, Script, around, bodies, habit, linear, regression, tokens
 
 LAYERS = "Layers"
 SHARING = "Frozen and shared parts"
@@ -554,6 +555,38 @@ def replaced_forward() -> Script:
         return layer
 
     return of(make)
+
+
+SUMS = "hooks see gradients of a sum over samples, divided by m; `Precision(divisor=samples)` makes it a mean"
+
+
+def clamped(**options: Any) -> Script:
+    """Clamps gradients in hooks."""
+    script = Script(around(linear), regression(), accumulates=True, options=options)
+    for name in ("first", "third"):
+        script.blocks[name].weight.register_hook(lambda g: g.clamp(-0.02, 0.03))
+    return script
+
+
+@habit(HOOKS, Differs(SUMS))
+def clamped_gradients() -> Script:
+    """`register_hook` on a parameter that clamps its gradient."""
+    return clamped()
+
+
+@habit(HOOKS)
+def clamped_gradients_in_scale() -> Script:
+    """The same with `precision=Precision(divisor=samples)`; gradients accumulated in plain torch, too."""
+    return clamped(precision=Precision(divisor=float(SAMPLES)))
+
+
+@habit(HOOKS)
+def masked_gradients() -> Script:
+    """`register_hook` on a parameter that masks its gradient."""
+    script = of(linear)
+    for name in ("first", "third"):
+        script.blocks[name].weight.register_hook(lambda g: g * torch.eye(WIDTH, dtype=F64))
+    return script
 
 
 @habit(RUNNING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ def microbatches_of(batch: Any, count: int, number: int) -> Microbatches:
     """Return the microbatches of a batch: as they are given, or a whole batch split along the first dimension.
 
     A tuple of two, or a list of two that are not both pairs, is a whole batch (inputs, targets), as a DataLoader yields
-    it. Its parts differ by one sample at most, the larger ones first; what is no tensor goes to every microbatch. Any
-    other sequence is one of microbatches. A list of two pairs could be either: it is taken as two microbatches if both
-    are tuples, and refused otherwise, whatever the number of microbatches.
+    it. Its parts differ by one sample at most, the larger ones first; what is no tensor goes to every microbatch, but
+    for lists of texts with one for each sample, which are divided as well. Any other sequence is one of microbatches. A
+    list of two pairs could be either: it is taken as two microbatches if both are tuples, and refused otherwise,
+    whatever the number of microbatches.
 
     Args:
         batch: as the loader yields it.
@@ -50,12 +52,17 @@ def _is_pair(value: Any) -> bool:
 
 def _split(batch: Sequence[Any], count: int, number: int) -> Microbatches:
     open_dataclasses(tuple(batch))
-    leaves, spec = pytree.tree_flatten(tuple(batch))
+    leaves, spec = pytree.tree_flatten(tuple(batch), is_leaf=_is_texts)
     shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
     samples = {shape[0] for shape in shapes}
     if not samples:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
         raise DataError(f"batch {number} has no tensor that could be split, only {kinds}; make tensors of its parts")
+    if type(batch[0]) is int:
+        raise DataError(
+            f"batch {number} has no tensor as inputs, but {batch[0]}; leave enumerate out, as reports have a number "
+            "(report.batch)"
+        )
     if len(samples) > 1:
         raise DataError(
             f"batch {number} cannot be split into {count} microbatches: its tensors have shapes "
@@ -67,11 +74,23 @@ def _split(batch: Sequence[Any], count: int, number: int) -> Microbatches:
             f"batch {number} has {min(samples)} samples, too few for {count} microbatches; use larger "
             "batches, and drop_last=True in the DataLoader where the last batch is short"
         )
-    parts = [
-        torch.tensor_split(leaf, count) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * count
-        for leaf in leaves
-    ]
+    parts = [_divided(leaf, count, min(samples)) for leaf in leaves]
     return [pytree.tree_unflatten([part[k] for part in parts], spec) for k in range(count)]
+
+
+def _divided(leaf: Any, count: int, samples: int) -> Sequence[Any]:
+    """Return the parts of a tensor, or of a list of texts that has one for each sample; other values for every part."""
+    if isinstance(leaf, Tensor) and leaf.dim():
+        return torch.tensor_split(leaf, count)
+    if _is_texts(leaf) and len(leaf) == samples:
+        ends = accumulate(samples // count + (k < samples % count) for k in range(count))
+        return [leaf[begin:end] for begin, end in pairwise([0, *ends])]
+    return [leaf] * count
+
+
+def _is_texts(value: Any) -> bool:
+    """Return whether a value is a list of texts, as a DataLoader makes it of those of samples."""
+    return type(value) is list and bool(value) and all(isinstance(each, str | bytes) for each in value)
 
 
 def _either(number: int) -> str:

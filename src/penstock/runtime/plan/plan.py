@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.options.groups import PipelineOptions
 from penstock.partition.block_delays import BlockDelays, resolve_both
 from penstock.partition.blocks import check_enough, cut_blocks
-from penstock.partition.shared_memory import check_shared_memory
+from penstock.partition.shared_memory import check_shared_memory, shared_buffers
 from penstock.partition.tied import Tie, find_ties
 from penstock.runtime.plan.capabilities import check_compiled, check_correction, check_recomputed_blocks, check_slices
 from penstock.runtime.plan.common_options import common_options
@@ -56,6 +56,7 @@ class UnprovenPlan:
         backward_delays: the same in backwards; None where they are those of forwards.
         auto: what the schedule was asked for with, if its microbatches in flight are still to be found, or have been,
             for links that take time; None also where stages cannot go on under another schedule.
+        shared_buffers: buffers that several stages have, by name, each with the other stages in words.
     """
 
     options: PipelineOptions
@@ -67,6 +68,7 @@ class UnprovenPlan:
     delays: BlockDelays
     backward_delays: BlockDelays | None
     auto: ScheduleRequest | None = field(default=None, kw_only=True)
+    shared_buffers: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     @classmethod
     def of(
@@ -123,7 +125,8 @@ class UnprovenPlan:
         check_correction(schedule, staleness.correction, options.precision.low, recompute, tied=bool(ties))
         stays = parallel.combine.apart or staleness.chosen
         auto = given if isinstance(given, ScheduleRequest) and asks_for_auto(given) and not stays else None
-        return UnprovenPlan(options, given, schedule, parts, ties, inside, delays, backward, auto=auto)
+        places = options, given, schedule, parts, ties, inside, delays, backward
+        return UnprovenPlan(*places, auto=auto, shared_buffers=shared_buffers(blocks, parts))
 
     def prove(self) -> PipelinePlan:
         """The plan with the proof of its schedule.

@@ -40,6 +40,7 @@ from penstock.weights.averaging import Agreement
 from penstock.weights.corrections.base import Correction, Corrector, StagePlace
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.memory.older_versions import OlderVersions
+from penstock.weights.memory.parameter_hooks import warn_of_scale
 from penstock.weights.mixed_store import MixedStore
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.sharded_store import ShardedStore
@@ -88,6 +89,7 @@ class StageBuilder:
         module = self._make_module(stage, {name: self._made(name, block) for name, block in blocks.items()})
         ties = [tie for tie in plan.ties if stage.index in tie.stages]
         weights = self._make_weights(stage, module, ties) if module.trained else StageWeights()
+        warn_of_scale(module.trained, self._options.precision.divisor)
         self._check(stage, module, weights, proof, correction)
         reading, graphs = self._fit(stage, module, weights, proof, correction)
         place = self._key.pipeline * plan.schedule.directions + stage.direction
@@ -152,7 +154,9 @@ class StageBuilder:
             if delays is not None:
                 delays.check_trained(blocks)
         loss = self._loss_of(stage) if ways.has_loss else None
-        module = StageModule(blocks, loss, where, self._options, bool(ways.outputs), self._device)
+        hands_on = bool(ways.outputs)
+        module = StageModule(blocks, loss, where, self._options, hands_on, self._device, plan.shared_buffers)
+        self._options.precision.kernels.check_device(module.device)
         if module.trained and stage.index in schedule.frozen:
             raise ConfigError(
                 f"{where} is frozen in the schedule, but {next(iter(module.trained))} wants gradients; set "

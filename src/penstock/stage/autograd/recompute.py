@@ -42,6 +42,7 @@ class RecomputeInput:
         buffers: copies of the buffers that a forward changes, from before it.
         nbytes: bytes that are saved.
         generators: states from before the forward of generators that it has drawn from, besides torch's own.
+        frozen: states of frozen parameters by name, before the first forward of these blocks.
     """
 
     names: Sequence[str]
@@ -52,6 +53,7 @@ class RecomputeInput:
     buffers: dict[BufferPlace, Tensor]
     nbytes: int
     generators: list[GeneratorState]
+    frozen: dict[str, _State]
 
 
 class RecomputeInputSaver:
@@ -93,18 +95,27 @@ class RecomputeInputSaver:
         nbytes = storage_bytes(leaves, known) if self.saves_inputs else 0
         drawing = self._drawing()  # the loss may be among them
         generators = generator_states(self._blocks[name] for name in names if name in drawing) if drawing else []
-        return RecomputeInput(names, value, wants, _states(leaves), states, buffers, nbytes, generators)
+        frozen = {} if tuple(names) in self._restless else self._frozen(names)
+        return RecomputeInput(names, value, wants, _states(leaves), states, buffers, nbytes, generators, frozen)
 
     def after_forward(self, kept: RecomputeInput) -> None:
         """Drop the copies of buffers that the blocks have not changed.
 
         Raises:
-            ConfigError: the blocks have written into their input, or into a buffer for the first time.
+            ConfigError: the blocks have written into their input, into a frozen parameter, or into a buffer for the
+                first time.
         """
         if _states(pytree.tree_leaves(kept.value)) != kept.inputs:
             raise ConfigError(
                 f"{self._where}: a block writes in place into its input, so it cannot be run again; let it make a new "
                 "tensor (inplace=False), or turn recompute off"
+            )
+        now = self._frozen(kept.names) if kept.frozen else {}
+        written = next((name for name, state in kept.frozen.items() if now.get(name) != state), None)
+        if written is not None:
+            raise ConfigError(
+                f"{self._where}: a forward has written into frozen parameter {written!r}, so it cannot be run again as "
+                "it was; make it a buffer (register_buffer), which is put back meanwhile, or turn recompute off"
             )
         changed = {
             place
@@ -153,6 +164,12 @@ class RecomputeInputSaver:
         finally:
             for (module, key), buffer in present.items():
                 module._buffers[key] = buffer
+
+    def _frozen(self, names: Sequence[str]) -> dict[str, _State]:
+        """Return states of the frozen parameters of some blocks, by name."""
+        blocks = [(name, block) for name in names if isinstance(block := self._blocks[name], nn.Module)]
+        named = [pair for name, block in blocks for pair in block.named_parameters(prefix=name)]
+        return {name: _state(parameter) for name, parameter in named if not parameter.requires_grad}
 
     def buffers(self, names: Sequence[str]) -> dict[BufferPlace, Tensor]:
         """Return the buffers of the modules among some blocks."""

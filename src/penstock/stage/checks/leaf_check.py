@@ -50,7 +50,9 @@ class LeafCheck:
         if foreign is not None:
             raise ConfigError(
                 f"{self._where}: a block or the loss trains a tensor of shape {tuple(foreign.shape)} that belongs to "
-                "no module among the blocks, so no optimizer would ever step it; pass the module that owns it as a "
+                "no module of this stage, so its optimizer would never step it. If it is a weight of another stage, of "
+                "which something was kept on a module or by a hook, let the blocks between hand that on, as in (x, "
+                "kept): what is kept belongs to another microbatch by now. Otherwise pass the module that owns it as a "
                 "block (not one of its methods), or detach it"
             )
         if found and not before:

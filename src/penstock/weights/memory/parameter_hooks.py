@@ -8,11 +8,31 @@ c = the weight of a batch that is what plain torch gives), before it is added to
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from torch import Tensor, nn
 
 from penstock.errors import CapabilityError
+
+_LOG = logging.getLogger(__name__)
+
+
+def warn_of_scale(parameters: Mapping[str, nn.Parameter], divisor: float | None) -> None:
+    """Say in which scale hooks see gradients, if there are any, and the user has not chosen it.
+
+    Args:
+        parameters: of a stage.
+        divisor: c, as the user has given it.
+    """
+    hooked = [name for name, parameter in parameters.items() if parameter._backward_hooks]
+    if hooked and divisor is None:
+        _LOG.warning(
+            "a hook on %s sees, for each microbatch, the gradient of its sum over samples divided by the number of "
+            "microbatches, not that of a mean as in plain torch. That matters for hooks that are not linear, such as "
+            "clamps: pass precision=Precision(divisor=N) with N samples (or weights of your loss) in a batch",
+            hooked[0] if len(hooked) == 1 else f"{hooked[0]} (and {len(hooked) - 1} more)",
+        )
 
 
 class ParameterHooks:
