@@ -161,10 +161,12 @@ def _write_profile(found: Any, out: Path | None, as_json: bool) -> None:
 
 
 ProfileFile = Annotated[
-    Path, typer.Option("--profile", metavar="FILE", help="The model, as [bold]penstock profile[/bold] writes it.")
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="The model, as [bold]penstock profile[/bold] writes it."),
 ]
 DeviceCounts = Annotated[
-    str, typer.Option("--devices", metavar="N|NxN..", help="How many, or levels of them, the innermost first: 8x4.")
+    str | None,
+    typer.Option("--devices", metavar="N|NxN..", help="How many, or levels of them, the innermost first: 8x4."),
 ]
 Bandwidths = Annotated[
     str | None,
@@ -187,7 +189,7 @@ CostName = Annotated[
         "--cost",
         metavar="NAME",
         help="The cost function to plan for: pipedream, piper, 2bw-paper or simulated. If not given, the planner's "
-        "own, and for default that of the program which the profile is from.",
+        "own; for default that of the program which the profile is from, simulated for what we measured.",
     ),
 ]
 PerBatch = Annotated[
@@ -220,8 +222,8 @@ Compression = Annotated[
 
 
 def plan(
-    profile: ProfileFile,
-    devices: DeviceCounts,
+    profile: ProfileFile = None,
+    devices: DeviceCounts = None,
     bandwidth: Bandwidths = None,
     memory: DeviceMemory = None,
     planner: PlannerName = "default",
@@ -238,28 +240,43 @@ def plan(
     Exit code 1 if no plan fits.
     """
     from penstock.plan.planners.pipedream import Choices
-    from penstock.plan.planning import PlanRequest, make_plan
+    from penstock.plan.planning import PlanRequest, make_plan, with_cost
     from penstock.plan.profile.files import read_profile
     from penstock.plan.report import plan_file, planning_json, planning_tables
+    from penstock.view.tables import UNBOUNDED
 
-    if out is not None and cost != "simulated":
-        raise ConfigError("--out takes plans that can be run, which --cost simulated finds")
-    known = read_profile(profile)
-    request = PlanRequest(
-        known,
-        _devices(devices, bandwidth, memory, known.links),
-        planner,
-        cost,
-        microbatches,
-        global_batch,
-        Choices(straight, compression=compression),
+    known = None if profile is None else read_profile(profile)
+    if known is None or devices is None:
+        given = {
+            "--profile FILE": known is not None,
+            "--devices N": devices is not None,
+            "--bandwidth B": bandwidth is not None or (known is not None and bool(known.links)),
+        }
+        lacking = [option for option, is_there in given.items() if not is_there]
+        raise ConfigError(
+            f"plan needs {' and '.join(lacking)} (no bandwidth where the profile has measured links, or for one "
+            "device). First penstock profile --out mine.yaml, then penstock plan --profile mine.yaml --devices 4"
+        )
+    request = with_cost(
+        PlanRequest(
+            known,
+            _devices(devices, bandwidth, memory, known.links),
+            planner,
+            cost,
+            microbatches,
+            global_batch,
+            Choices(straight, compression=compression),
+        )
     )
+    if out is not None and request.cost != "simulated":
+        raise ConfigError("--out takes plans that can be run, which --cost simulated finds")
     found = make_plan(request)
     if as_json:
         print_json(planning_json(found))
     else:
         console = Console()
-        console.print(planning_tables(found), soft_wrap=not console.is_terminal)
+        console = console if console.is_terminal else Console(width=UNBOUNDED)  # programs get tables whole
+        console.print(planning_tables(found))
     if not found.plans:
         raise typer.Exit(1)
     if out is not None:
