@@ -2,7 +2,8 @@
 
 Also under `torchrun --nproc-per-node 2`. The model is divided into its embeddings, layers, norm and head; the output of
 the last block is the logits. The trained weights go back into it. The embedding and the head hold one parameter; each
-of their stages has a copy of it, and the copies stay equal. (`pip install penstock[hf]`; nothing is downloaded, as the model begins with random weights.)
+of their stages has a copy of it, and the copies stay equal. (`pip install penstock[hf]`; nothing is downloaded, as the
+model begins with random weights.)
 """
 
 import torch
