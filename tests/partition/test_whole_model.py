@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
 from penstock.errors import ConfigError
 from penstock.partition.blocks import named_blocks
+from support.pool import Pool
 
 VOCABULARY, LENGTH, M = 16, 6, 2
 
@@ -219,6 +221,34 @@ def test_a_checkpoint_of_a_whole_model_goes_on_under_other_stages(tmp_path: Any,
     resumed = make_pipeline(Masked(), stages, "2bw")
     penstock.Checkpoints(resumed, tmp_path).load()
     assert first + [report.loss for report in resumed.run(batches()[1:])] == whole
+
+
+def in_processes(group: dist.ProcessGroup) -> tuple[list[float | None], dict[str, Tensor]]:
+    model = Masked()
+    pipeline = make_pipeline(model, 2, group=penstock.Group(group, 20.0))
+    losses = [report.loss for report in pipeline.run(batches())]
+    with pytest.raises(ConfigError, match="is trained by another process"):
+        model.state_dict()
+    sent = [dict(pipeline.full_state_dict())]
+    dist.broadcast_object_list(sent, src=0, group=group)
+    model.load_state_dict(sent[0])
+    assert all(torch.equal(tensor, sent[0][name]) for name, tensor in model.state_dict().items())
+    losses += [report.loss for report in pipeline.run(batches())]
+    sent = [dict(pipeline.full_state_dict())]
+    dist.broadcast_object_list(sent, src=0, group=group)
+    pipeline.load_state_dict(sent[0])
+    losses += [report.loss for report in pipeline.run(batches())]
+    return losses, dict(pipeline.full_state_dict())
+
+
+def test_a_whole_model_between_processes_trains_to_the_bits_of_one(pool: Pool) -> None:
+    """A mask travels with the activations; weights go into the model, and into the pipeline, on every rank."""
+    (_, found), (losses, _) = pool.submit(in_processes, ranks=2)
+    alone = make_pipeline(Masked(), 2)
+    assert losses == [report.loss for _ in range(3) for report in alone.run(batches())]
+    wanted = alone.full_state_dict()
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 def test_a_model_that_was_changed_between_two_runs_is_refused() -> None:

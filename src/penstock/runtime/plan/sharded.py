@@ -25,8 +25,8 @@ def check_sharding(schedule: Schedule, options: PipelineOptions) -> None:
     who = f"{schedule.name}: sharding {level}"
     if parallel.width == 1:
         raise ConfigError(
-            f"{who} divides state among parallel pipelines, but there is one; set data_parallel (penstock train: width) "
-            "to 2 or more"
+            f"{who} divides state among parallel pipelines, but there is one; set data_parallel (penstock train: "
+            "width) to 2 or more"
         )
     if parallel.combine.apart:
         raise ConfigError(
