@@ -39,12 +39,11 @@ def train(folder: Path, epochs: int, leave_after: int | None) -> tuple[list[floa
         "torch": torch, "itertools": itertools, "DataLoader": DataLoader, "pipeline": pipeline, "epochs": epochs,
         "dataset": TensorDataset(inputs, inputs.sum(1, keepdim=True)), "checkpoints": checkpoints, "print": note,
     }  # fmt: skip
-    if leave_after is None:
+    try:
         exec(code, names)
-    else:
-        with pytest.raises(InterruptedError):
-            exec(code, names)
-        checkpoints.save()
+    except InterruptedError:  # and the run is closed, as nothing holds it
+        assert len(losses) == leave_after
+    checkpoints.save()
     return losses, pipeline.full_state_dict()
 
 

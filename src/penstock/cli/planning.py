@@ -241,26 +241,14 @@ def plan(
     """
     from penstock.plan.planners.pipedream import Choices
     from penstock.plan.planning import PlanRequest, make_plan, with_cost
-    from penstock.plan.profile.files import read_profile
     from penstock.plan.report import plan_file, planning_json, planning_tables
     from penstock.view.tables import UNBOUNDED
 
-    known = None if profile is None else read_profile(profile)
-    if known is None or devices is None:
-        given = {
-            "--profile FILE": known is not None,
-            "--devices N": devices is not None,
-            "--bandwidth B": bandwidth is not None or (known is not None and bool(known.links)),
-        }
-        lacking = [option for option, is_there in given.items() if not is_there]
-        raise ConfigError(
-            f"plan needs {' and '.join(lacking)} (no bandwidth where the profile has measured links, or for one "
-            "device). First penstock profile --out mine.yaml, then penstock plan --profile mine.yaml --devices 4"
-        )
+    known = _known_profile(profile, devices, bandwidth)
     request = with_cost(
         PlanRequest(
             known,
-            _devices(devices, bandwidth, memory, known.links),
+            _devices(str(devices), bandwidth, memory, known.links),
             planner,
             cost,
             microbatches,
@@ -284,6 +272,29 @@ def plan(
             write_whole(out, plan_file(found))
         except OSError as error:
             raise ConfigError(f"cannot write the plan {str(out)!r}: {error.strerror or error}") from None
+
+
+def _known_profile(profile: Path | None, devices: str | None, bandwidth: str | None) -> Any:
+    """Read the profile to plan for, where the other options that a plan needs are there, too.
+
+    Raises:
+        ConfigError: options are missing; the message names all of them.
+    """
+    from penstock.plan.profile.files import read_profile
+
+    known = None if profile is None else read_profile(profile)
+    given = {
+        "--profile FILE": known is not None,
+        "--devices N": devices is not None,
+        "--bandwidth B": bandwidth is not None or (known is not None and bool(known.links)),
+    }
+    if known is None or devices is None:
+        lacking = [option for option, is_there in given.items() if not is_there]
+        raise ConfigError(
+            f"plan needs {' and '.join(lacking)} (no bandwidth where the profile has measured links, or for one "
+            "device). First penstock profile --out mine.yaml, then penstock plan --profile mine.yaml --devices 4"
+        )
+    return known
 
 
 def _devices(devices: str, bandwidth: str | None, memory: str | None, links: Sequence[Any]) -> Any:
