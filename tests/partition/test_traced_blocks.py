@@ -155,14 +155,14 @@ class MaskMadeOnce(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(4))
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(4))
         self.head = nn.Linear(8, 11)
-        self.register_buffer("future", torch.triu(torch.full((6, 6), float("-inf")), diagonal=1))
+        self.register_buffer("future", torch.triu(torch.full((5, 5), float("-inf")), diagonal=1))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        mask = self.future.tril(2)
+        mask = self.future.tril(5)
         for layer in self.layers:
             x = layer(x, src_mask=mask)
         return self.head(x)  # type: ignore[no-any-return]
@@ -190,21 +190,21 @@ ENCODER = ["encoder.layers.0", "encoder.layers.1", "encoder.norm"]
 DIVIDED: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], list[str]]] = {
     "resnet": (
         ResNet, images,
-        ["conv1", "bn1", "relu", "maxpool", "layer1.0", "layer1.1", "layer2", "relu_2", "avgpool", "flatten", "fc"],
+        ["conv1", "bn1", "relu", "maxpool", "layer1.0", "layer1.1", "layer2.0", "relu_2", "avgpool", "flatten", "fc"],
     ),
     "vision": (
         Patches, images,
-        ["embed", "flatten", "transpose", "part1", "part2", *ENCODER, "getitem", "head"],
+        ["embed", "flatten", "transpose", "cat", "add", *ENCODER, "getitem", "head"],
     ),
-    "decoder": (Decoder, tokens, ["part1", "part2.0", "part2.1", "part2.2", "body.norm", "mul", "lm_head", "truediv"]),
-    "asserts": (Asserts, tokens, ["part1", "drop", "h.0", "h.1"]),
-    "skips": (Skips, vectors, ["first", "tanh", "part1", "gelu", "last"]),
+    "decoder": (Decoder, tokens, ["body.tok..body.pos", "body.layers.0", "body.layers.1", "body.layers.2", "body.norm", "mul", "lm_head", "truediv"]),
+    "asserts": (Asserts, tokens, ["wte..wpe", "drop", "h.0", "h.1"]),
+    "skips": (Skips, vectors, ["first", "tanh", "second..third", "gelu", "last"]),
     "encoder": (
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 16, dropout=0.0, batch_first=True), 3),
         vectors, ["layers.0", "layers.1", "layers.2"],
     ),
     "foreign": (Foreign, vectors, ["first", "second", "fft_fft", "getattr"]),
-    "masked": (MaskMadeOnce, tokens, ["embed", "tril"]),
+    "masked": (MaskMadeOnce, tokens, ["embed", "tril", *(f"layers.{i}" for i in range(4)), "head"]),
     "sequential": (lambda: Twofold(nn.Linear(D, D), nn.Tanh()), vectors, ["0", "1", "mul"]),
 }  # fmt: skip
 

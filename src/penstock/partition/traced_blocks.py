@@ -61,15 +61,13 @@ class _Cut:
         self._place = {step: place for place, step in enumerate(self._steps)}
         self._last = {n: max((self._at(user) for user in n.users), default=-1) for n in nodes}
         self._sizes = _sizes(self._steps)
-        self._in_place = any(self._writes(step) for step in self._steps)
-        for step in self._steps:
-            if (
-                step.op != "call_module"
-                and self._writes(step)
-                and step.all_input_nodes[:1]
-                and (step.all_input_nodes[0].op == "get_attr")
-            ):
-                raise CannotFollowError(f"it writes into {step.all_input_nodes[0].target}")
+        written = [step.all_input_nodes[0] for step in self._steps if self._writes(step)]
+        self._in_place = bool(written) or any(
+            getattr(module, "inplace", False) for module in self._modules.values()
+        )
+        own = next((node for node in written if node.op == "get_attr"), None)
+        if own is not None:
+            raise CannotFollowError(f"it writes into {own.target}")
         called = {str(step.target) for step in self._steps if step.op == "call_module"}
         self._taken = {f"{path}.{name}" for path in called for name, _ in self._modules[path].named_parameters()}
         self._blocks: dict[str, nn.Module] = {}
@@ -78,12 +76,12 @@ class _Cut:
         return len(self._steps) if node.op == "output" else self._place[node]
 
     def _writes(self, step: Node) -> bool:
-        """Whether a step may write into a tensor that it gets."""
+        """Whether a step writes into the tensor that it gets."""
         if step.op == "call_module":
-            module = self._modules[str(step.target)]
-            return any(getattr(part, "inplace", False) for part in module.modules())
-        name = _name_of(step)
-        return (name.endswith("_") and not name.startswith("_")) or step.kwargs.get("inplace", False) is not False
+            return bool(getattr(self._modules[str(step.target)], "inplace", False))
+        name, inputs = _name_of(step), step.all_input_nodes
+        in_place = (name.endswith("_") and not name.startswith("_")) or step.kwargs.get("inplace", False) is not False
+        return in_place and bool(inputs)
 
     def blocks(self) -> dict[str, nn.Module]:
         """Return the blocks.
@@ -95,6 +93,7 @@ class _Cut:
         ends = [place for place in range(len(self._steps)) if len(self._alive(place)) == 1]
         if not ends or ends[-1] != len(self._steps) - 1:
             raise CannotFollowError("it computes values that it does not return")
+        ends = [place for place in ends if place == ends[-1] or not self._writes(self._steps[place + 1])]
         begun, given = 0, [self._input]
         for end in ends:
             for cut in (*self._inner_cuts(begun, end), end):
@@ -242,6 +241,8 @@ def parts_of(path: str, module: nn.Module) -> dict[str, nn.Module]:
         return {path: module}
     children: dict[str, Any] = dict(module._modules)
     if len(set(map(id, children.values()))) < len(children) or not children:
+        return {path: module}
+    if any(getattr(child, "inplace", False) for child in children.values()):  # it may write into what a stage received
         return {path: module}
     found: dict[str, nn.Module] = {}
     for name, child in children.items():
