@@ -196,7 +196,10 @@ DIVIDED: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Ten
         Patches, images,
         ["embed", "flatten", "transpose", "cat", "add", *ENCODER, "getitem", "head"],
     ),
-    "decoder": (Decoder, tokens, ["body.tok..body.pos", "body.layers.0", "body.layers.1", "body.layers.2", "body.norm", "mul", "lm_head", "truediv"]),
+    "decoder": (
+        Decoder, tokens,
+        ["body.tok..body.pos", *(f"body.layers.{i}" for i in range(3)), "body.norm", "mul", "lm_head", "truediv"],
+    ),
     "asserts": (Asserts, tokens, ["wte..wpe", "drop", "h.0", "h.1"]),
     "skips": (Skips, vectors, ["first", "tanh", "second..third", "gelu", "last"]),
     "encoder": (

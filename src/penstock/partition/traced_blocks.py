@@ -62,9 +62,7 @@ class _Cut:
         self._last = {n: max((self._at(user) for user in n.users), default=-1) for n in nodes}
         self._sizes = _sizes(self._steps)
         written = [step.all_input_nodes[0] for step in self._steps if self._writes(step)]
-        self._in_place = bool(written) or any(
-            getattr(module, "inplace", False) for module in self._modules.values()
-        )
+        self._in_place = bool(written) or any(getattr(module, "inplace", False) for module in self._modules.values())
         own = next((node for node in written if node.op == "get_attr"), None)
         if own is not None:
             raise CannotFollowError(f"it writes into {own.target}")
