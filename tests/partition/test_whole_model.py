@@ -133,17 +133,17 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """In torchvision's form, with two of its layers in a Sequential."""
+    """In torchvision's form: layers in a Sequential, and a module without weights that is called twice."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.conv1, self.bn1, self.relu = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
         self.layer1, self.layer2 = nn.Sequential(Residual(), Residual()), nn.Sequential(Residual())
-        self.avgpool, self.fc = nn.AdaptiveAvgPool2d((1, 1)), nn.Linear(4, VOCABULARY)
+        self.tanh, self.avgpool, self.fc = nn.Tanh(), nn.AdaptiveAvgPool2d((1, 1)), nn.Linear(4, VOCABULARY)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.layer2(self.layer1(self.relu(self.bn1(self.conv1(x)))))
+        x = self.tanh(self.layer2(self.tanh(self.layer1(self.relu(self.bn1(self.conv1(x)))))))
         found: Tensor = self.fc(torch.flatten(self.avgpool(x), 1))
         return found
 
@@ -162,7 +162,7 @@ MODELS: dict[type[nn.Module], tuple[Any, Any, list[str]]] = {
     Masked: (batches, loss, ["tok..pos", "layers.0", "layers.1", "layers.2", "norm", "matmul"]),
     ResNet: (
         images, F.cross_entropy,
-        ["conv1", "bn1..relu", "layer1.0", "layer1.1", "layer2.0", "avgpool", "flatten", "fc"],
+        ["conv1", "bn1..relu", "layer1.0", "layer1.1", "tanh", "layer2.0", "tanh_2", "avgpool", "flatten", "fc"],
     ),
 }  # fmt: skip
 

@@ -249,15 +249,11 @@ def parts_of(path: str, module: nn.Module) -> dict[str, nn.Module]:
 
 
 def changed_part(blocks: ModelBlocks) -> str | None:
-    """Return the path of a module or tensor of a model that its blocks no longer have, if there is one."""
-    for name, block in blocks.items():
-        if isinstance(block, ModelPart):
-            held = {origin: value_at(block, path) for path, origin in block.targets.items()}
-        else:
-            held = {name: block}
-        for origin, value in held.items():
-            now = value_at(blocks.model, origin)
-            moved = isinstance(now, Tensor) and isinstance(value, Tensor) and now.device != value.device  # a buffer
-            if now is not value and not moved:
+    """Return the path of something that a part has of a model, and the model no longer has, if there is one."""
+    for block in blocks.values():
+        for path, origin in block.targets.items() if isinstance(block, ModelPart) else ():
+            held, now = value_at(block, path), value_at(blocks.model, origin)
+            moved = isinstance(now, Tensor) and isinstance(held, Tensor) and now.device != held.device  # a buffer
+            if now is not held and not moved:
                 return origin
     return None

@@ -6,7 +6,7 @@ from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.partition.followed_forward import CannotFollowError
-from penstock.partition.model_part import ModelBlocks
+from penstock.partition.model_part import ModelBlocks, ModelPart
 from penstock.partition.traced_blocks import blocks_of_forward, changed_part, parts_of
 from penstock.partition.transformers_models import blocks_of_known, is_of_transformers
 
@@ -82,25 +82,27 @@ def check_same_model(blocks: ModelBlocks) -> None:
     Raises:
         ConfigError: a module was replaced, or the forward is another one, as after an attribute was changed.
     """
+    try:
+        now = _found(blocks.model)
+    except CannotFollowError as error:
+        said = f"the forward of the model has changed since the pipeline was made: {error}"
+        raise ConfigError(f"{said}; {_AGAIN}") from None
     path = changed_part(blocks)
+    for name, block in blocks.items():
+        other = now.get(name)
+        if path is None and other is not block and not isinstance(block, ModelPart):
+            path = name
+        elif path is None and getattr(block, "text", "") != getattr(other, "text", ""):
+            raise ConfigError(
+                f"the forward of the model does something else in block {name!r} since the pipeline was made, as after "
+                f"an attribute that it reads was changed; {_AGAIN}"
+            )
+    path = path or next((name for name in now if name not in blocks), None)
     if path is not None:
         raise ConfigError(
             f"{path} is another object since the pipeline was made of the model, so the pipeline would train without "
             f"that change; {_AGAIN}"
         )
-    try:
-        now = _found(blocks.model)
-    except CannotFollowError as error:
-        raise ConfigError(
-            f"the forward of the model has changed since the pipeline was made: {error}; {_AGAIN}"
-        ) from None
-    for name, block in blocks.items():
-        other = now.get(name)
-        if getattr(block, "text", "") != getattr(other, "text", ""):
-            raise ConfigError(
-                f"the forward of the model does something else in block {name!r} since the pipeline was made, as after "
-                f"an attribute that it reads was changed; {_AGAIN}"
-            )
 
 
 _PIPELINE = "pipeline = penstock.Pipeline(blocks, ...)"
