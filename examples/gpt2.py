@@ -1,13 +1,14 @@
 """A GPT-2 of `transformers`, trained in stages and put together again: `python examples/gpt2.py`.
 
-Also under `torchrun --nproc-per-node 2`. Blocks have the names that their parameters have in the model, so the trained
-weights go back into it. The embedding and the head hold one parameter; each of their stages has a copy of it, and the
-copies stay equal. (`pip install penstock[hf]`; nothing is downloaded, as the model begins with random weights.)
+Also under `torchrun --nproc-per-node 2`. The model is divided into its embeddings, layers, norm and head; the output of
+the last block is the logits. The trained weights go back into it. The embedding and the head hold one parameter; each
+of their stages has a copy of it, and the copies stay equal. (`pip install penstock[hf]`; nothing is downloaded, as the
+model begins with random weights.)
 """
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -17,28 +18,11 @@ import penstock
 VOCABULARY, LENGTH = 32, 8
 
 
-class Embeddings(nn.Module):
-    def __init__(self, gpt2: nn.Module) -> None:
-        super().__init__()
-        self.wte, self.wpe, self.drop = gpt2.wte, gpt2.wpe, gpt2.drop
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.drop(self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device)))
-
-
 def make_model() -> GPT2LMHeadModel:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
     ends, drops = {"bos_token_id": 0, "eos_token_id": 0}, {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(GPT2Config(**sizes, **ends, **drops))
-
-
-def blocks_of(
-    model: GPT2LMHeadModel,
-) -> dict[str, nn.Module]:  # a layer takes hidden states, and masks what comes later
-    gpt2 = model.transformer
-    layers = {f"transformer.h.{i}": layer for i, layer in enumerate(gpt2.h)}
-    return {"transformer": Embeddings(gpt2), **layers, "transformer.ln_f": gpt2.ln_f, "lm_head": model.lm_head}
 
 
 def make_loader() -> DataLoader:  # the next token is three times this one, plus one
@@ -57,7 +41,7 @@ def main() -> GPT2LMHeadModel:
         dist.init_process_group("gloo")
     model = make_model()
     pipeline = penstock.Pipeline(
-        blocks_of(model),
+        model,
         method="1f1b",
         stages=2,
         microbatches=4,

@@ -30,7 +30,7 @@ class Layer(nn.TransformerEncoderLayer):
     def __init__(self) -> None:
         super().__init__(WIDTH, nhead=2, dim_feedforward=4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:  # one value in, one out
+    def forward(self, x: Tensor) -> Tensor:
         return super().forward(x, nn.Transformer.generate_square_subsequent_mask(LENGTH), is_causal=True)
 
 
@@ -47,10 +47,6 @@ class Transformer(nn.Module):
             x = layer(x)
         return self.head(x)
 
-    def blocks(self) -> dict[str, nn.Module]:  # what forward calls, in order, under the names that it has here
-        layers = {f"layers.{i}": layer for i, layer in enumerate(self.layers)}
-        return {"embedding": self.embedding, **layers, "head": self.head}
-
 
 def make_loader() -> DataLoader:  # the next token is three times this one, plus one
     tokens = torch.randint(VOCABULARY, (480, 1), generator=torch.Generator().manual_seed(0))
@@ -66,10 +62,10 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 def main() -> Transformer:
     if dist.is_torchelastic_launched():  # by torchrun
         dist.init_process_group("gloo")
-    torch.manual_seed(0)  # the same blocks on every rank
+    torch.manual_seed(0)  # the same model on every rank
     model = Transformer()
     pipeline = penstock.Pipeline(
-        model.blocks(),
+        model,
         method="2bw",
         stages=2,
         microbatches=4,

@@ -91,7 +91,7 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: shaped(4, 1), "ConfigError: the schedule has 2 ranks, but the depth of the mesh is 1"),
     (
         lambda: shaped(2, 2) | {"width": 3},
-        "ConfigError: width is 3, but that of the mesh is 2; leave width out",
+        "ConfigError: data_parallel is 3, but the mesh has a width of 2; leave data_parallel out",
     ),
     (
         swapped,

@@ -32,7 +32,7 @@ def readme_names() -> dict[str, Any]:
     torch.manual_seed(0)
     batches = [[(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(4)] for _ in range(3)]
     loader = DataLoader(TensorDataset(torch.randn(24, 4), torch.randn(24, 1)), batch_size=8)
-    return {"blocks": [nn.Linear(4, 4), nn.Linear(4, 1)], "batches": batches, "loader": loader}
+    return {"model": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), "batches": batches, "loader": loader}
 
 
 def test_the_code_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,12 +43,18 @@ def test_the_code_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 class Model(nn.Module):
-    """A model of one's own, as the start page cuts it into blocks."""
+    """A model of one's own, whose parts the start page names."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
 
 
 def code_on(page: str) -> list[str]:
@@ -56,7 +62,7 @@ def code_on(page: str) -> list[str]:
 
 
 def test_the_code_of_the_start_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, options, resume = code_on("start.md")
+    first, blocks, options, resume, _ = code_on("start.md")  # the last one: test_shuffled_epochs.py
     monkeypatch.chdir(tmp_path)
     names = readme_names() | {"model": Model(), "loss": nn.functional.mse_loss}
     names |= {"batches": names["batches"] * 20, "validation_loader": names["loader"]}
@@ -65,6 +71,8 @@ def test_the_code_of_the_start_page_runs(tmp_path: Path, monkeypatch: pytest.Mon
         exec(compile(first, "start.md", "exec"), names)
     assert re.search(r"^\([\d.]+, 24.0\)$", printed.getvalue(), re.MULTILINE)
     assert not torch.equal(names["model"].state_dict()["head.weight"], before)
+    exec(compile(blocks, "start.md", "exec"), names)
+    assert list(names["blocks"]) == [name for part in names["pipeline"].parts for name in part]
     exec(compile(options, "start.md", "exec"), names)
     assert len(list(names["pipeline"].run(names["loader"]))) == 3
     assert names["pipeline"].state_dict(averaged=True)

@@ -52,6 +52,31 @@ def test_the_ranked_table(command, chain):
     assert "By the cost function 2bw-paper" in run.stdout
 
 
+def test_a_file_gets_tables_whole(command, tmp_path):
+    """Nothing is cut or wrapped where no terminal says how wide it is."""
+    names = [f"a_layer_with_a_long_name_{n}" for n in range(3)]
+    layers = "".join(f"- {{name: {name}, forward: 1, backward: 1, output: 1, parameters: 1}}\n" for name in names)
+    (tmp_path / "long.yaml").write_text(f"format: penstock profile 1\nlayers:\n{layers}")
+    run = command("plan", "--profile", tmp_path / "long.yaml", "--devices", "1")
+    assert run.returncode == 0, run.stderr
+    assert any(" ".join(names) in line for line in run.stdout.splitlines())
+    assert "…" not in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "plan needs --profile FILE and --devices N and --bandwidth B"),
+        (["--profile"], "plan needs --devices N and --bandwidth B"),
+        (["--devices", "4"], "plan needs --profile FILE and --bandwidth B"),
+    ],
+)
+def test_all_that_is_missing_is_named_at_once(command, chain, arguments, said):
+    run = command("plan", *arguments, *([chain] if arguments == ["--profile"] else []))
+    assert run.returncode == 2
+    assert said in " ".join(run.stderr.split())
+
+
 def test_a_plan_as_json(command, chain):
     run = command(
         "plan", "--profile", chain, "--devices", "2x2", "--bandwidth", "100,10", "--planner", "pipedream", "--json"

@@ -47,7 +47,7 @@ AVERAGE = Combine("average", every=2)
 @pytest.mark.parametrize(
     ("method", "changes", "said"),
     [
-        ("1f1b", {"width": 1, "combine": AVERAGE}, "combine=average needs parallel pipelines; set width to at least"),
+        ("1f1b", {"width": 1, "combine": AVERAGE}, "combine=average needs parallel pipelines; set data_parallel"),
         ("1f1b", {"combine": Combine("elastic", pull=0.6)}, "pull must be at most 1/w = 0.5 with 2 pipelines, got 0.6"),
         ("1f1b", {"combine": AVERAGE, "reduce": "fast"}, "reduce=fast cannot be used with combine=average"),
         ("1f1b", {"combine": AVERAGE, "ema_decay": 0.9}, "ema_decay=0.9 and combine=average do not go together"),

@@ -305,7 +305,7 @@ class MyOwn(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("case", "changes", "kind", "text"),
     [
-        (Case("1f1b", 2, 2), {"sharding": "gradients"}, ConfigError, "but width is 1; set width"),
+        (Case("1f1b", 2, 2), {"sharding": "gradients"}, ConfigError, "but there is one; set data_parallel"),
         (Case("stash", 2, 2, width=2), {"sharding": "optimizer"}, ConfigError, "not with 'stash'.*set sharding to no"),
         (Case("1f1b", 2, 2, width=2), {"sharding": "rows"}, ConfigError, "unknown sharding 'rows'"),
         (

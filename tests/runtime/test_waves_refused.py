@@ -70,7 +70,7 @@ def test_choices_of_waves_that_make_no_sense(arguments: dict[str, Any], said: st
 @pytest.mark.parametrize(
     ("method", "changes", "said"),
     [
-        ("1f1b", {"width": 1}, "combine=wsp needs parallel pipelines; set width to at least 2"),
+        ("1f1b", {"width": 1}, "combine=wsp needs parallel pipelines; set data_parallel"),
         ("1f1b", {"combine": Combine("wsp", distance=1, lag=[0, 1, 0])}, "lag has 3 numbers for 2 pipelines; give one"),
         ("1f1b", {"reduce": "fast"}, "reduce=fast cannot be used with combine=wsp"),
         ("1f1b", {"ema_decay": 0.9}, "ema_decay=0.9 and combine=wsp do not go together"),

@@ -50,7 +50,10 @@ def test_changes_are_read_as_the_field_means_them():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["combine.kind=average"], "combine=average needs parallel pipelines; set width to at least 2"),
+        (
+            ["combine.kind=average"],
+            "combine=average needs parallel pipelines; set data_parallel",
+        ),
         (["combine.kind=bmuf", "combine.pull=0.1"], "pull is an option of elastic, not of bmuf"),
         (["combine.kind=elastic", "combine.pull=0.9", "width=2"], "pull must be at most 1/w = 0.5 with 2 pipelines"),
         (["combine.kind=average", "width=2", "combine.every=7"], "batches is 1000, but with combine.kind=average"),
@@ -68,7 +71,10 @@ def test_changes_are_read_as_the_field_means_them():
         ),
         (["combine.kind=average", "width=2", "method=pipemare"], "is not supported with correction 'pipemare'"),
         (["combine.kind=average", "width=2", "method=zb-h2-post"], "use the method without post-validation"),
-        (["combine.kind=wsp"], "combine=wsp needs parallel pipelines; set width to at least 2"),
+        (
+            ["combine.kind=wsp"],
+            "combine=wsp needs parallel pipelines; set data_parallel",
+        ),
         (["combine.kind=wsp", "width=2", "combine.lag=2"], "lag must be a whole number of waves from 0 to distance=0"),
         (
             ["combine.kind=wsp", "width=3", "combine.distance=2", "combine.lag=[2, 0]"],

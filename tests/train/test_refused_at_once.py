@@ -52,7 +52,10 @@ WRONG = [
     (["segments=2"], "segments=2 is for recompute='stage'"),
     (["recompute=stage", "segments=7"], "from 1 to 6 here"),
     (["delays=2"], "delays need version rule 'flush'"),
-    (["combine.kind=average"], "combine=average needs parallel pipelines; set width to at least 2"),
+    (
+        ["combine.kind=average"],
+        "combine=average needs parallel pipelines; set data_parallel",
+    ),
     (["combine.kind=average", "width=2", "ema_decay=0.9"], "ema_decay=0.9 and combine=average do not go together"),
     (["combine.kind=average", "width=2", "combine.every=7"], "batches is 1000, but with combine.kind=average"),
     (["method=pipemare", "model.tied=true"], "correction 'pipemare' steps every stage in its own way"),

@@ -144,9 +144,12 @@ def test_wpipe_with_other_features(changes: dict[str, Any]) -> None:
         ({"precision": "fp16"}, "which the loss scale of fp16 needs; set precision to bf16 or fp32, or"),
         (
             {"width": 2, "max_grad_norm": 1.0},
-            r"which max_grad_norm and a width of 2 need; set max_grad_norm to null \(None\), set width to 1, or",
+            r"which max_grad_norm and 2 parallel pipelines need; set max_grad_norm to null \(None\), set data",
         ),
-        ({"width": 2, "combine": Combine("average", every=2)}, "which combine 'average' needs; set width to 1, or"),
+        (
+            {"width": 2, "combine": Combine("average", every=2)},
+            "which combine 'average' needs; set data_parallel ",
+        ),
         (
             {"tied": {"head.weight": "table.weight"}},
             "stages 0, 3 cannot share parameters, whose gradients are summed",

@@ -207,10 +207,12 @@ def _write_profile(found: Any, out: Path | None, as_json: bool) -> None:
 
 
 ProfileFile = Annotated[
-    Path, typer.Option("--profile", metavar="FILE", help="The model, as [bold]penstock profile[/bold] writes it.")
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="The model, as [bold]penstock profile[/bold] writes it."),
 ]
 DeviceCounts = Annotated[
-    str, typer.Option("--devices", metavar="N|NxN..", help="How many, or levels of them, the innermost first: 8x4.")
+    str | None,
+    typer.Option("--devices", metavar="N|NxN..", help="How many, or levels of them, the innermost first: 8x4."),
 ]
 Bandwidths = Annotated[
     str | None,
@@ -236,7 +238,8 @@ CostName = Annotated[
         "--cost",
         metavar="NAME",
         help="The cost function to plan for: pipedream, dapple, spp, piper, mist, 2bw-paper or simulated. If not "
-        "given, the planner's own, and for default that of the program which the profile is from.",
+        "given, the planner's own; for default that of the program which the profile is from, simulated for what we "
+        "measured.",
     ),
 ]
 PerBatch = Annotated[
@@ -311,8 +314,8 @@ WhatIfFlag = Annotated[
 
 
 def plan(
-    profile: ProfileFile,
-    devices: DeviceCounts,
+    profile: ProfileFile = None,
+    devices: DeviceCounts = None,
     bandwidth: Bandwidths = None,
     memory: DeviceMemory = None,
     cluster: PlannedCluster = None,
@@ -340,25 +343,26 @@ def plan(
     """
     from penstock.plan.objectives import choose
     from penstock.plan.planners.pipedream import Choices
-    from penstock.plan.planning import PlanRequest
-    from penstock.plan.profile.files import read_profile
+    from penstock.plan.planning import PlanRequest, with_cost
 
     if worlds is not None and out is None:
         raise ConfigError("--worlds writes plans beside that of --out; give --out, too")
-    if out is not None and cost != "simulated":
-        raise ConfigError("--out takes plans that can be run, which --cost simulated finds")
-    known = read_profile(profile)
-    request = PlanRequest(
-        known,
-        _devices_of(cluster, devices, bandwidth, memory, known.links, link_matrix is not None),
-        planner,
-        cost,
-        microbatches,
-        global_batch,
-        Choices(straight, compression=compression),
-        None if methods is None else tuple(name.strip() for name in methods.split(",")),
-        None if link_matrix is None else _link_matrix(link_matrix, planner),
+    known = _known_profile(profile, devices or cluster, bandwidth or cluster)
+    request = with_cost(
+        PlanRequest(
+            known,
+            _devices_of(cluster, devices, bandwidth, memory, known.links, link_matrix is not None),
+            planner,
+            cost,
+            microbatches,
+            global_batch,
+            Choices(straight, compression=compression),
+            None if methods is None else tuple(name.strip() for name in methods.split(",")),
+            None if link_matrix is None else _link_matrix(link_matrix, planner),
+        )
     )
+    if out is not None and request.cost != "simulated":
+        raise ConfigError("--out takes plans that can be run, which --cost simulated finds")
     chosen = choose(request, objective, _target(epochs, epoch_samples), price)
     _print_answer(chosen, what_if, as_json)
     if not chosen.planning.plans:
@@ -374,6 +378,7 @@ def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
     from penstock.plan.objectives_report import trials_json, trials_table
     from penstock.plan.planned_timeline import what_would_help
     from penstock.plan.report import planning_json, planning_tables
+    from penstock.view.tables import UNBOUNDED
 
     found = chosen.planning
     changes = list(what_would_help(found)) if what_if else []
@@ -381,9 +386,10 @@ def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
         print_json(planning_json(found) | trials_json(chosen) | {"what_if": [each._asdict() for each in changes]})
         return
     console = Console()
+    console = console if console.is_terminal else Console(width=UNBOUNDED)  # programs get tables whole
     if chosen.objective != "throughput":
         console.print(trials_table(chosen))
-    console.print(planning_tables(found), soft_wrap=not console.is_terminal)
+    console.print(planning_tables(found))
     for change, seconds, gain in changes:
         said = "no plan fits" if seconds is None else f"{seconds:.5g} s per sample"
         console.print(Text(f"With {change}: {said}" + (f", {gain:.3g} times as fast." if gain else ".")))
@@ -514,6 +520,29 @@ def _devices_of(
         raise ConfigError("--devices takes one number with --cluster, which knows its nodes")
     found = find_cluster(cluster).devices(count)
     return found if memory is None else replace(found, memory=size_of("--memory", memory))
+
+
+def _known_profile(profile: Path | None, devices: str | None, bandwidth: str | None) -> Any:
+    """Read the profile to plan for, where the other options that a plan needs are there, too.
+
+    Raises:
+        ConfigError: options are missing; the message names all of them.
+    """
+    from penstock.plan.profile.files import read_profile
+
+    known = None if profile is None else read_profile(profile)
+    given = {
+        "--profile FILE": known is not None,
+        "--devices N": devices is not None,
+        "--bandwidth B": bandwidth is not None or (known is not None and bool(known.links)),
+    }
+    if known is None or devices is None:
+        lacking = [option for option, is_there in given.items() if not is_there]
+        raise ConfigError(
+            f"plan needs {' and '.join(lacking)} (no bandwidth where the profile has measured links, or for one "
+            "device). First penstock profile --out mine.yaml, then penstock plan --profile mine.yaml --devices 4"
+        )
+    return known
 
 
 def _devices(devices: str, bandwidth: str | None, memory: str | None, links: Sequence[Any]) -> Any:

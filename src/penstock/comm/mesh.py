@@ -50,7 +50,9 @@ def from_mesh(
     if sizes["depth"] != depth:
         raise ConfigError(f"the schedule has {depth} ranks, but the depth of the mesh is {sizes['depth']}")
     if width not in (1, sizes["width"]):
-        raise ConfigError(f"width is {width}, but that of the mesh is {sizes['width']}; leave width out")
+        raise ConfigError(
+            f"data_parallel is {width}, but the mesh has a width of {sizes['width']}; leave data_parallel out"
+        )
     whole: dist.ProcessGroup | None = dist.group.WORLD if group is None else group
     assert whole is not None, "a mesh makes the default group"
     ranks, found = mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(whole)

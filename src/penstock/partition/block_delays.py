@@ -19,7 +19,7 @@ from torch import nn
 
 from penstock.checks import check_whole, did_you_mean
 from penstock.errors import ConfigError
-from penstock.partition.blocks import block_of
+from penstock.partition.block_names import block_of
 from penstock.schedule.delay_profiles import delays_of_profile
 from penstock.schedule.ir.schedule import Op, Schedule
 
@@ -42,9 +42,9 @@ class BlockDelays:
     chosen: bool
     what: str = "delays"
 
-    def by_parameter(self, names: Collection[str]) -> dict[str, int]:
-        """Return the delays of parameters, by their canonical names."""
-        return {name: self.by_block[_owner(name, self.by_block)] for name in names}
+    def by_parameter(self, names: Collection[str], blocks: Mapping[str, Any]) -> dict[str, int]:
+        """Return the delays of parameters of some blocks, by their canonical names."""
+        return {name: self.by_block[_owner(name, blocks)] for name in names}
 
     def check_trained(self, blocks: Mapping[str, Any]) -> None:
         """Raise an error if a block with a chosen delay has no trained parameters.
@@ -153,7 +153,7 @@ def check_backward_delays(schedule: Schedule, backward: BlockDelays | None, reco
         )
 
 
-def _owner(parameter: str, blocks: Collection[str]) -> str:
+def _owner(parameter: str, blocks: Mapping[str, Any]) -> str:
     """Return the block that a parameter belongs to, by its canonical name.
 
     Raises:

@@ -13,12 +13,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError
-from penstock.partition.whole_model import CONTAINERS, WRAPPERS, in_place_of, own_part
+from penstock.partition.model_part import ModelBlocks, ModelPart
+from penstock.partition.whole_model import CONTAINERS, WRAPPERS, blocks_of_model, check_same_model, own_part
 from penstock.schedule.ir.schedule import Stage
 from penstock.short_repr import ShortRepr
 
-Blocks = Mapping[str, Any] | Sequence[Any]
-"""Modules, plain functions or `LazyBlock`s, by name or in sequence (with the names "0", "1", ...)."""
+Blocks = nn.Module | Mapping[str, Any] | Sequence[Any]
+"""A whole model; or modules, plain functions or `LazyBlock`s, by name or in sequence (with the names "0", "1", ...)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,11 +50,12 @@ def named_blocks(blocks: Any) -> dict[str, Any]:
 
     Raises:
         ConfigError: there is no block, one is neither a module nor a function, or names of parameters collide; or this
-            is one module, which does more than to call its children in turn.
+            is a whole model that cannot be divided.
     """
-    if isinstance(blocks, nn.Module):
-        if not isinstance(blocks, CONTAINERS) or own_part(blocks) is not None:
-            raise ConfigError(in_place_of(blocks))
+    named: dict[str, Any]
+    if isinstance(blocks, nn.Module) and (not isinstance(blocks, CONTAINERS) or own_part(blocks) is not None):
+        named = blocks_of_model(blocks)
+    elif isinstance(blocks, nn.Module):
         named = dict(blocks._modules)  # also a module that is there twice, which named_children leaves out
     elif isinstance(blocks, Mapping):
         named = dict(blocks)
@@ -72,7 +74,7 @@ def named_blocks(blocks: Any) -> dict[str, Any]:
 
 
 def check_same_blocks(blocks: Any, named: Mapping[str, Any]) -> None:
-    """Make sure that a container of modules, such as an nn.Sequential, holds the blocks that a pipeline was made of.
+    """Make sure that a model, or a container such as an nn.Sequential, has the blocks that a pipeline was made of.
 
     Args:
         blocks: as given to the pipeline; lists and dicts may have changed.
@@ -82,8 +84,13 @@ def check_same_blocks(blocks: Any, named: Mapping[str, Any]) -> None:
         ConfigError: one was replaced, added or removed; or the container has got something of its own, such as a hook,
             which would not be called.
     """
-    if not isinstance(blocks, nn.Module):
-        return
+    if isinstance(named, ModelBlocks):
+        check_same_model(named)
+    elif isinstance(blocks, nn.Module):
+        _check_same_children(blocks, named)
+
+
+def _check_same_children(blocks: nn.Module, named: Mapping[str, Any]) -> None:
     if (own := own_part(blocks)) is not None:
         raise ConfigError(
             f"{type(blocks).__name__} has got {own} since the pipeline was made, but a pipeline calls its children in "
@@ -142,7 +149,7 @@ def _check_nested(named: Mapping[str, Any]) -> None:
     """
     for inner in named:
         for outer in named:
-            if not inner.startswith(f"{outer}."):
+            if not inner.startswith(f"{outer}.") or isinstance(named[outer], ModelPart):
                 continue
             path = inner.removeprefix(f"{outer}.")
             taken = next((own for own in _state_names(named[outer]) if own.startswith(f"{path}.")), None)
@@ -161,15 +168,6 @@ def _state_names(block: Any) -> list[str]:
     if not isinstance(block, nn.Module):
         return []
     return [name for name, _ in (*block.named_parameters(remove_duplicate=False), *block.named_buffers())]
-
-
-def block_of(name: str, blocks: Iterable[str]) -> str | None:
-    """Return the block that a parameter or buffer belongs to by its full name; None if there is none.
-
-    Blocks may be nested by name, as "transformer" and "transformer.h.0" are: the longest one that fits has it.
-    """
-    fitting = [block for block in blocks if name.startswith(f"{block}.")]
-    return max(fitting, key=len, default=None)
 
 
 def cost_of(block: Any) -> float:

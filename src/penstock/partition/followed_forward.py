@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from types import FrameType
@@ -40,6 +41,34 @@ def forward_graph(model: nn.Module) -> fx.Graph:
     if str(graph) != str(other):
         raise CannotFollowError("it does something else in training, beside its modules (use an nn.Dropout)")
     return graph
+
+
+def graph_of_function(model: nn.Module, forward: Callable[[Any, Any], Any]) -> fx.Graph:
+    """Return the graph of a function of a model and its input, with the modules of the model as they are.
+
+    Raises:
+        CannotFollowError: the model has hooks, which the function would not call.
+    """
+    if any(map(hooked, (model, *_layered(model)))):
+        raise CannotFollowError("it has hooks, which blocks would not call")
+    graph = _Follower(deep=False).trace(_Function(model, forward))
+    for node in graph.nodes:
+        if node.op in ("call_module", "get_attr"):
+            node.target = node.target.removeprefix(f"{_Function.INNER}.")
+    return graph
+
+
+class _Function(nn.Module):
+    """A function of a model as a forward of its own."""
+
+    INNER = "model"
+
+    def __init__(self, model: nn.Module, forward: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.model, self._function = model, forward
+
+    def forward(self, x: Any) -> Any:
+        return self._function(self.model, x)
 
 
 def hooked(module: nn.Module) -> bool:
@@ -156,12 +185,13 @@ def _trace(model: nn.Module, training: bool) -> fx.Graph:
 
 @contextmanager
 def _kept(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put all modules into a mode, and take back whatever the forward changes on them.
+    """Put all modules into a mode, and take back whatever the forward changes on them, and what it draws.
 
     Raises:
-        CannotFollowError: it changes something.
+        CannotFollowError: it changes something, or draws random numbers.
     """
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    drawn, drawn_by_torch = random.getstate(), torch.get_rng_state()
     for module, *_ in before:
         module.training = training
     changed = []
@@ -176,8 +206,13 @@ def _kept(model: nn.Module, training: bool) -> Iterator[None]:
             vars(module).update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
+        draws = random.getstate() != drawn or not torch.equal(torch.get_rng_state(), drawn_by_torch)
+        random.setstate(drawn)
+        torch.set_rng_state(drawn_by_torch)
     made = [name for name in changed if name.startswith("_tensor_constant")]
     if made:
         raise CannotFollowError("it makes a tensor of its own, whatever the input (register it as a buffer)")
     if changed:
         raise CannotFollowError(f"it keeps something on the module ({changed[0]})")
+    if draws:
+        raise CannotFollowError("it draws random numbers beside its modules")

@@ -7,14 +7,15 @@ they stay equal. In the global norm they count once, with the first of their sta
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.partition.blocks import LazyBlock, block_of
+from penstock.partition.block_names import block_of, modules_in, prefix_of
+from penstock.partition.blocks import LazyBlock
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ class KnownSharing:
         for index, part in enumerate(self._parts):
             for prefix in part:
                 block = self._blocks[prefix]
-                for key, parameter in block.named_parameters(prefix) if isinstance(block, nn.Module) else ():
+                for path, parameter in block.named_parameters() if isinstance(block, nn.Module) else ():
+                    key = f"{prefix_of(prefix, block)}{path}"
                     stage, name = first.setdefault(id(parameter), (index, key))
                     if stage != index and parameter.requires_grad:
                         found[key] = name
@@ -119,19 +121,17 @@ def _first_names(blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> t
     homes: dict[int, int] = {}
     for index, part in enumerate(parts):
         for prefix in part:
-            if not isinstance(blocks[prefix], nn.Module):
-                continue
-            for path, module in blocks[prefix].named_modules(prefix=prefix):
+            for path, module in modules_in(prefix, blocks[prefix]):
                 for key, parameter in module._parameters.items():
                     if parameter is None or not parameter.requires_grad:
                         continue
                     if homes.setdefault(id(module), index) != index:
                         raise ConfigError(
-                            f"{path}, a {type(module).__name__} with trained parameters, is one module in stages "
-                            f"{homes[id(module)]} and {index}; give each stage a module of its own that holds the same "
-                            "parameter, as in head.weight = embedding.weight"
+                            f"{path.strip('.')}, a {type(module).__name__} with trained parameters, is one module in "
+                            f"stages {homes[id(module)]} and {index}; give each stage a module of its own that holds "
+                            "the same parameter, as in head.weight = embedding.weight"
                         )
-                    name = f"{path}.{key}"
+                    name = f"{path}{key}"
                     stages[name] = index
                     alias[name] = first.setdefault(id(parameter), name)
     return stages, alias
@@ -162,13 +162,13 @@ def _stage_of(name: str, blocks: Mapping[str, Any], parts: Sequence[Sequence[str
     raise ConfigError(f"tied: {name!r} is not a parameter of any block; blocks: {', '.join(blocks)}")
 
 
-def share_inside(modules: Mapping[str, Any], tied: Mapping[str, str], blocks: Collection[str]) -> None:
+def share_inside(modules: Mapping[str, Any], tied: Mapping[str, str], blocks: Mapping[str, Any]) -> None:
     """Replace tied parameters of one stage by one object.
 
     Args:
         modules: the blocks of the stage, built.
         tied: name of a parameter -> name of the parameter it is tied to; those of other stages are ignored.
-        blocks: names of all blocks of the model.
+        blocks: all of the model.
 
     Raises:
         ConfigError: a block has no such parameter, or their shapes differ.
@@ -189,7 +189,7 @@ def share_inside(modules: Mapping[str, Any], tied: Mapping[str, str], blocks: Co
 
 def _place(name: str, prefix: str, modules: Mapping[str, Any]) -> tuple[nn.Module, str]:
     """Return the module within a block that holds a parameter, and its name there."""
-    path, _, key = name.removeprefix(f"{prefix}.").rpartition(".")
+    path, _, key = name.removeprefix(prefix_of(prefix, modules[prefix])).rpartition(".")
     try:
         module: nn.Module = modules[prefix].get_submodule(path)
         module.get_parameter(key)

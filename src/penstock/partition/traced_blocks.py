@@ -1,45 +1,49 @@
 """The blocks of a whole model, found by following its forward.
 
-Blocks are cut where one value is alive. What lies between two cuts is a module of the model, a function, or a few of
-them with whatever else the forward does there, written out as a class. Where the forward cannot be followed, or the
-blocks would not compute what it does, there are none.
+The forward is cut where one value is alive; within a row of layers that all take another value, too, such as a mask
+that is made once, also where few are, which then go on together in a tuple. What lies between two cuts is a module of
+the model, or some steps of the forward (`penstock.partition.model_part`). Where the forward cannot be followed, there
+are no blocks.
 """
 
 from __future__ import annotations
 
-from torch import fx, nn
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
 from torch.fx.node import Node
 
 from penstock.partition.followed_forward import CannotFollowError, forward_graph, hooked
-from penstock.partition.written_steps import PartLines, StepWriter, part_of, place_of
+from penstock.partition.model_part import ModelBlocks, ModelPart, value_at
+
+_MANY = 2  # layers in one block, above which it is cut where several values are alive
+_MOST = 4  # values that go on in a tuple
+_SIZES = ("shape", "device", "dtype", "ndim")
+_ASKS = ("size", "dim", "numel", "item", "tolist", "is_floating_point", "stride", "data_ptr")
 
 
-class BlockLines:
-    """Lines that make the blocks of a model.
-
-    Attributes:
-        classes: that they need, each as a text.
-        items: of a dict of blocks.
-        notes: why some layers are one block.
-    """
-
-    def __init__(self) -> None:
-        self.classes: list[str] = []
-        self.items: list[str] = []
-        self.notes: list[str] = []
-
-
-def blocks_of_forward(model: nn.Module) -> BlockLines:
-    """Return the lines that cut a model.
+def blocks_of_forward(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks of a model by name.
 
     Raises:
-        CannotFollowError: there are none that compute the same.
+        CannotFollowError: there are none that are known to compute the same.
     """
-    return _Cut(model, forward_graph(model)).code()
+    return blocks_of_graph(model, forward_graph(model))
+
+
+def blocks_of_graph(model: nn.Module, graph: fx.Graph) -> dict[str, nn.Module]:
+    """Return the blocks by which a model computes what a graph says.
+
+    Raises:
+        CannotFollowError: the graph returns something else than one value, or uses weights twice.
+    """
+    return _Cut(model, graph).blocks()
 
 
 class _Cut:
-    """A graph that is cut where one value is alive.
+    """A graph that is cut into blocks.
 
     Args:
         model: whose forward it is.
@@ -56,138 +60,200 @@ class _Cut:
             raise CannotFollowError("it does not return one value that its modules compute")
         self._place = {step: place for place, step in enumerate(self._steps)}
         self._last = {n: max((self._at(user) for user in n.users), default=-1) for n in nodes}
-        self._code = BlockLines()
-        self._found: list[str | PartLines] = []
-        self._called: set[str] = set()
-        self._names: set[str] = set()
+        self._sizes = _sizes(self._steps)
+        written = [step.all_input_nodes[0] for step in self._steps if self._writes(step)]
+        self._in_place = bool(written) or any(getattr(module, "inplace", False) for module in self._modules.values())
+        own = next((node for node in written if node.op == "get_attr"), None)
+        if own is not None:
+            raise CannotFollowError(f"it writes into {own.target}")
+        called = {str(step.target) for step in self._steps if step.op == "call_module"}
+        self._taken = {f"{path}.{name}" for path in called for name, _ in self._modules[path].named_parameters()}
+        self._blocks: dict[str, nn.Module] = {}
 
     def _at(self, node: Node) -> int:
         return len(self._steps) if node.op == "output" else self._place[node]
 
-    def code(self) -> BlockLines:
-        """Return the lines.
+    def _writes(self, step: Node) -> bool:
+        """Whether a step writes into the tensor that it gets."""
+        if step.op == "call_module":
+            return bool(getattr(self._modules[str(step.target)], "inplace", False))
+        name, inputs = _name_of(step), step.all_input_nodes
+        in_place = (name.endswith("_") and not name.startswith("_")) or step.kwargs.get("inplace", False) is not False
+        return in_place and bool(inputs)
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """Return the blocks.
 
         Raises:
-            CannotFollowError: a part cannot be written.
+            CannotFollowError: values are computed that are not returned, or weights are used twice.
         """
-        begun, given = 0, self._input
-        for place, _ in enumerate(self._steps):
-            alive = [n for n in (self._input, *self._steps[: place + 1]) if self._last[n] > place]
-            if len(alive) == 1:
-                self._part(self._steps[begun : place + 1], given, alive[0])
-                begun, given = place + 1, alive[0]
-        if begun != len(self._steps):
+        self._check_calls()
+        ends = [place for place in range(len(self._steps)) if len(self._alive(place)) == 1]
+        if not ends or ends[-1] != len(self._steps) - 1:
             raise CannotFollowError("it computes values that it does not return")
-        self._write()
-        self._merge()
-        return self._code
+        ends = [place for place in ends if place == ends[-1] or not self._writes(self._steps[place + 1])]
+        begun, given = 0, [self._input]
+        for end in ends:
+            for cut in (*self._inner_cuts(begun, end), end):
+                found = self._alive(cut)
+                self._add(self._steps[begun : cut + 1], given, found)
+                begun, given = cut + 1, found
+        return self._blocks
 
-    def _part(self, steps: list[Node], given: Node, found: Node) -> None:
-        """Note the block of some steps."""
-        (first, *more) = steps
-        for step in steps:
-            if step.op == "call_module":
-                self._check_call(str(step.target))
-        if first.op == "call_module" and not more and first.args == (given,) and not first.kwargs:
-            path = str(first.target)
-            self._found.append(f"{self._name(path)!r}: {place_of(path)}")
+    def _alive(self, place: int) -> list[Node]:
+        """The values that are made up to a step and used after it."""
+        return [n for n in (self._input, *self._steps[: place + 1]) if self._last[n] > place]
+
+    def _inner_cuts(self, begun: int, end: int) -> Iterator[int]:
+        """Yield where a long part is cut although several values are alive: before layers, where they are fewest."""
+        layers = [place for place in range(begun, end + 1) if self._is_layer(self._steps[place])]
+        if self._in_place or len(layers) <= _MANY:
             return
-        alone = first.op != "call_module" and not more and found is first
-        if alone and all(n.op != "get_attr" for n in first.all_input_nodes):
-            writer = StepWriter({given: "x"}, {})
-            self._found.append(f"{self._name(writer.short(first))!r}: lambda x: {writer.text(first)}")
-        else:
-            self._found.append(part_of(self._model, steps, given, found))
-            self._note(steps, given)
+        alive = {
+            place - 1: found for place in layers if place > begun and self._may_go_on(found := self._alive(place - 1))
+        }
+        least = min(map(len, alive.values()), default=0)
+        yield from (place for place, found in alive.items() if len(found) == least)
 
-    def _note(self, steps: list[Node], given: Node) -> None:
-        """Say why layers are one block, where that is because all of them take a value that is made once."""
-        calls = [step for step in steps if step.op == "call_module"]
-        layers = [call for call in calls if next(self._modules[str(call.target)].parameters(), None) is not None]
-        for value in (given, *steps):
-            taking = [str(call.target) for call in layers if value in call.all_input_nodes]
-            if value not in calls and len(taking) > 2:
-                made = "the input" if value is given else f"what {value.name} makes"
-                self._code.notes.append(
-                    f"{taking[0]} to {taking[-1]} are one block, because each of them takes {made}, too; to cut "
-                    "between them, make that again inside a block around each, or pass it on in a tuple (x, mask)"
-                )
-                return
+    def _may_go_on(self, values: Sequence[Node]) -> bool:
+        return len(values) <= _MOST and not any(value in self._sizes for value in values)
 
-    def _write(self) -> None:
-        """Write what was found, layers in a row that are alike as one class."""
-        while self._found:
-            first = self._found.pop(0)
-            if isinstance(first, str):
-                self._code.items.append(first)
+    def _is_layer(self, step: Node) -> bool:
+        return step.op == "call_module" and next(self._modules[str(step.target)].parameters(), None) is not None
+
+    def _add(self, steps: list[Node], given: list[Node], found: list[Node]) -> None:
+        """Add the block of some steps."""
+        (first, *more) = steps
+        if (
+            first.op == "call_module"
+            and not more
+            and (first.args, first.kwargs) == ((given[0],), {})
+            and len(given) == 1
+        ):
+            path = str(first.target)
+            for name, module in called_parts(path, self._modules[path]).items():
+                self._blocks[self._name(name)] = module
+            return
+        title = self._name(_title(steps))
+        aliases = self._aliases(steps, title)
+        self._blocks[title] = ModelPart(self._model, _graph_of_steps(steps, given, found, aliases), aliases)
+
+    def _aliases(self, steps: Sequence[Node], title: str) -> dict[str, str]:
+        """Return other names for the bare parameters in a block that other blocks have, too, with their paths."""
+        aliases = {}
+        for path in dict.fromkeys(str(n.target) for step in steps for n in step.all_input_nodes if n.op == "get_attr"):
+            if not isinstance(value_at(self._model, path), nn.Parameter):
                 continue
-            number = first.number
-            last = -1 if number is None else number
-            while number is not None and self._found:
-                following = self._found[0]
-                if isinstance(following, str) or following.number != last + 1 or following.numbered != first.numbered:
-                    break
-                self._found.pop(0)
-                last += 1
-            name = f"Part{len(self._code.classes) + 1}"
-            own = self._name(name.lower())
-            if number is None or last == number:
-                self._code.classes.append(first.text(name))
-                self._code.items.append(f"{own!r}: {name}(model)")
-            else:
-                self._code.classes.append(first.numbered.text(name, ", i"))
-                row = f"range({number}, {last + 1})" if number else f"range({last + 1})"
-                self._code.items.append(f"**{{f'{own}.{{i}}': {name}(model, i) for i in {row}}}")
+            if path in self._taken:
+                aliases[f"{title.replace('.', '_')}.{path}"] = path
+            self._taken.add(path)
+        return aliases
 
-    def _check_call(self, path: str) -> None:
-        """Refuse a second use of weights."""
-        module = self._modules[path]
-        if path in self._called and next(iter((*module.parameters(), *module.buffers())), None) is not None:
-            raise CannotFollowError(f"it calls {path} more than once")
-        self._called.add(path)
+    def _check_calls(self) -> None:
+        """Refuse a second use of weights, of which each version would have to be known.
+
+        Raises:
+            CannotFollowError: there is one.
+        """
+        called: set[str] = set()
+        for step in self._steps:
+            if step.op == "call_module":
+                path = str(step.target)
+                module = self._modules[path]
+                if path in called and (any(True for _ in module.parameters()) or module.state_dict()):
+                    raise CannotFollowError(f"it calls {path} more than once")
+                called.add(path)
 
     def _name(self, wanted: str) -> str:
         name, number = wanted, 1
-        while name in self._names:
+        while name in self._blocks:
             number += 1
             name = f"{wanted}_{number}"
-        self._names.add(name)
         return name
 
-    def _merge(self) -> None:
-        """Write layers in a row as one item, and the parts of a Sequential."""
-        for prefix, module in self._modules.items():
-            if not isinstance(module, nn.ModuleList | nn.Sequential) or not len(module):
-                continue
-            each = [f"{f'{prefix}.{i}'!r}: {place_of(f'{prefix}.{i}')}" for i in range(len(module))]
-            items = self._code.items
-            at = items.index(each[0]) if each[0] in items else -1
-            if at >= 0 and items[at : at + len(each)] == each:
-                items[at : at + len(each)] = [spread(prefix)]
-        for path, module in self._modules.items():
-            whole = f"{path!r}: {place_of(path)}" if path else ""
-            if whole in self._code.items:
-                at = self._code.items.index(whole)
-                self._code.items[at : at + 1] = called_parts(path, module) or [whole]
+
+def _graph_of_steps(
+    steps: Sequence[Node], given: Sequence[Node], found: Sequence[Node], aliases: Mapping[str, str]
+) -> fx.Graph:
+    """Return a graph of its own of some steps; several values come and go as a tuple."""
+    graph, names = fx.Graph(), {path: alias for alias, path in aliases.items()}
+    value = graph.placeholder("x")
+    if len(given) == 1:
+        known = {given[0]: value}
+    else:
+        known = {node: graph.call_function(operator.getitem, (value, place)) for place, node in enumerate(given)}
+
+    def here(node: Node) -> Node:
+        if node not in known and node.op == "get_attr":
+            known[node] = graph.get_attr(names.get(str(node.target), str(node.target)))
+        return known[node]
+
+    for step in steps:
+        for needed in step.all_input_nodes:  # a get_attr stands before the step, not within it
+            here(needed)
+        known[step] = graph.node_copy(step, here)
+        known[step].meta.pop("is_wrapped", None)  # its code would wrap the function in every later trace
+    results = tuple(map(here, found))
+    graph.output(results[0] if len(results) == 1 else results)
+    return graph
 
 
-def called_parts(path: str, module: nn.Module) -> list[str]:
-    """Return the items of a dict with the parts that a module of torch calls in turn; none for others."""
+def _name_of(step: Node) -> str:
+    return str(step.target) if isinstance(step.target, str) else str(getattr(step.target, "__name__", "function"))
+
+
+def _title(steps: Sequence[Node]) -> str:
+    """Return a name for a block: that of its modules, or of its last step."""
+    called = list(dict.fromkeys(str(step.target) for step in steps if step.op == "call_module"))
+    if not called:
+        return _name_of(steps[-1]).strip("_")
+    return called[0] if len(called) == 1 else f"{called[0]}..{called[-1]}"
+
+
+def _sizes(steps: Sequence[Node]) -> set[Node]:
+    """Return the steps whose values are no tensors, but sizes and the like."""
+    found: set[Node] = set()
+    for step in steps:
+        asked = (step.op == "call_method" and step.target in _ASKS) or (
+            step.target is getattr and len(step.args) > 1 and step.args[1] in _SIZES
+        )
+        of_sizes = bool(step.all_input_nodes) and found.issuperset(step.all_input_nodes)
+        plain = step.op == "call_function" and getattr(step.target, "__module__", "") in (
+            "_operator",
+            "math",
+            "builtins",
+        )
+        if asked or (of_sizes and plain):
+            found.add(step)
+    return found
+
+
+def called_parts(path: str, module: nn.Module) -> dict[str, nn.Module]:
+    """Return a module by name, or the parts that it calls in turn, where it is one of torch's that does no more."""
     prefix = f"{path}." if path else ""
     if type(module) is nn.TransformerEncoder and not hooked(module):
-        norm = [] if module.norm is None else [f"'{prefix}norm': {place_of(f'{prefix}norm')}"]
-        return [spread(f"{prefix}layers"), *norm]
+        layers = {f"{prefix}layers.{i}": layer for i, layer in enumerate(module.layers)}
+        return layers if module.norm is None else {**layers, f"{prefix}norm": module.norm}
     plain = type(module).forward is nn.Sequential.forward and type(module).__call__ is nn.Module.__call__
     if not plain or hooked(module) or module._parameters or module._buffers or "forward" in vars(module):
-        return []
-    names = list(module._modules)
-    if len({id(part) for part in module._modules.values()}) < len(names) or len(names) < 2:
-        return []
-    if names == [str(i) for i in range(len(names))]:
-        return [spread(path)]
-    return [f"**{{f'{path}.{{part}}': block for part, block in {place_of(path)}.named_children()}}"]
+        return {path: module}
+    children: dict[str, Any] = dict(module._modules)
+    if len(set(map(id, children.values()))) < len(children) or not children:
+        return {path: module}
+    if any(getattr(child, "inplace", False) for child in children.values()):  # it may write into what a stage received
+        return {path: module}
+    found: dict[str, nn.Module] = {}
+    for name, child in children.items():
+        found |= called_parts(f"{prefix}{name}", child)
+    return found
 
 
-def spread(prefix: str) -> str:
-    """Write the items of a dict with the parts of a list of modules."""
-    return f"**{{f'{prefix}.{{i}}': block for i, block in enumerate({place_of(prefix)})}}"
+def changed_part(blocks: ModelBlocks) -> str | None:
+    """Return the path of something that a part has of a model, and the model no longer has, if there is one."""
+    for block in blocks.values():
+        for path, origin in block.targets.items() if isinstance(block, ModelPart) else ():
+            held, now = value_at(block, path), value_at(blocks.model, origin)
+            moved = isinstance(now, Tensor) and isinstance(held, Tensor) and now.device != held.device  # a buffer
+            if now is not held and not moved:
+                return origin
+    return None

@@ -1,4 +1,7 @@
-"""The blocks of some models of `transformers`, whose forwards take too many arguments to be followed."""
+"""The forwards of some models of `transformers`, which take too many arguments to be followed.
+
+Each is written out here for token ids without masks or caches, and compared with that of the model before it is used.
+"""
 
 from __future__ import annotations
 
@@ -6,49 +9,68 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-_SDPA = 'model.set_attn_implementation("sdpa")  # hides later tokens without a mask'
+from penstock.partition.followed_forward import CannotFollowError, graph_of_function
+from penstock.partition.traced_blocks import blocks_of_graph
 
-_GPT2 = """\
-class Embeddings(torch.nn.Module):  # of tokens and of their positions
-    def __init__(self, parent):
-        super().__init__()
-        self.wte, self.wpe = parent.wte, parent.wpe
+_SHAPE = (2, 5)  # of the tokens that both forwards are compared on
 
-    def forward(self, tokens):
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.wte(tokens) + self.wpe(positions)
 
-blocks = {
-    'transformer': Embeddings(model.transformer),
-    'transformer.drop': model.transformer.drop,
-    **{f'transformer.h.{i}': block for i, block in enumerate(model.transformer.h)},
-    'transformer.ln_f': model.transformer.ln_f,
-    'lm_head': model.lm_head,
-}"""
+def _gpt2(model: Any, tokens: Tensor) -> Tensor:
+    body = model.transformer
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    x = body.drop(body.wte(tokens) + body.wpe(positions))
+    for layer in body.h:
+        x = layer(x)
+    logits: Tensor = model.lm_head(body.ln_f(x))
+    return logits
 
-_LLAMA = """\
-class Layer(torch.nn.Module):  # that makes the positions by itself
-    def __init__(self, layer, rotary):
-        super().__init__()
-        self.layer, self.rotary = layer, rotary
 
-    def forward(self, x):
+def _llama(model: Any, tokens: Tensor) -> Tensor:
+    body = model.model
+    x = body.embed_tokens(tokens)
+    for layer in body.layers:
         positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
-        return self.layer(x, position_embeddings=self.rotary(x, positions), position_ids=positions)
-
-blocks = {
-    'model.embed_tokens': model.model.embed_tokens,
-    **{f'layers.{i}': Layer(layer, copy.deepcopy(model.model.rotary_emb))
-       for i, layer in enumerate(model.model.layers)},
-    'model.norm': model.model.norm,
-    'lm_head': model.lm_head,
-}"""
+        x = layer(x, position_embeddings=body.rotary_emb(x, positions), position_ids=positions)
+    logits: Tensor = model.lm_head(body.norm(x))
+    return logits
 
 
-def _always(_: Any) -> bool:
-    return True
+_FORWARDS: MappingProxyType[str, Callable[[Any, Tensor], Tensor]] = MappingProxyType(
+    {
+        "GPT2LMHeadModel": _gpt2,
+        "LlamaForCausalLM": _llama,
+        "MistralForCausalLM": _llama,
+        "Qwen2ForCausalLM": _llama,
+        "Qwen3ForCausalLM": _llama,
+    }
+)
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Return whether a model is one of that library."""
+    return type(model).__module__.startswith("transformers.")
+
+
+def blocks_of_known(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks of a model of `transformers`, the last of which returns the logits.
+
+    Raises:
+        CannotFollowError: the model is not known, or computes something else.
+    """
+    forward = _FORWARDS.get(type(model).__name__)
+    if forward is None or not _alike_layers(getattr(model, "config", None)):
+        raise CannotFollowError("models of transformers take masks, caches and more")
+    if getattr(model.config, "_attn_implementation", None) == "eager":
+        raise CannotFollowError(
+            "under eager attention its layers see later tokens where they get no mask; before the pipeline is made, "
+            'write model.set_attn_implementation("sdpa")'
+        )
+    blocks = blocks_of_graph(model, graph_of_function(model, forward))
+    _compare(model, forward)
+    return blocks
 
 
 def _alike_layers(config: Any) -> bool:
@@ -59,28 +81,24 @@ def _alike_layers(config: Any) -> bool:
     return set(kinds) == {"full_attention"} and window is None and rope.get("rope_type", "default") == "default"
 
 
-_KNOWN: MappingProxyType[str, tuple[str, Callable[[Any], bool]]] = MappingProxyType(
-    {
-        "GPT2LMHeadModel": (_GPT2, _always),
-        "LlamaForCausalLM": (f"import copy\n{_LLAMA}", _alike_layers),
-        "MistralForCausalLM": (f"import copy\n{_LLAMA}", _alike_layers),
-        "Qwen2ForCausalLM": (f"import copy\n{_LLAMA}", _alike_layers),
-        "Qwen3ForCausalLM": (f"import copy\n{_LLAMA}", _alike_layers),
-    }
-)
-"""Class of a model -> the lines that make its blocks, and whether they do with a configuration."""
+@torch.no_grad()
+def _compare(model: Any, forward: Callable[[Any, Tensor], Tensor]) -> None:
+    """Compare both forwards on a few tokens.
 
-
-def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether a model is one of that library."""
-    return type(model).__module__.startswith("transformers.")
-
-
-def known_lines(model: nn.Module) -> str | None:
-    """Return the lines that make the blocks of a model; None if it is not known."""
-    lines, fits = _KNOWN.get(type(model).__name__, ("", _always))
-    config = getattr(model, "config", None)
-    if not lines or not fits(config):
-        return None
-    eager = getattr(config, "_attn_implementation", None) == "eager"
-    return f"{_SDPA}\n{lines}" if eager else lines
+    Raises:
+        CannotFollowError: they differ, as they may in another version of the library.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    device = next(model.parameters()).device
+    tokens = (torch.arange(_SHAPE[0] * _SHAPE[1], device=device) % model.config.vocab_size).view(_SHAPE)
+    try:
+        model.eval()
+        wanted, found = model(tokens, use_cache=False).logits, forward(model, tokens)
+    except Exception as error:  # whatever another version of the library says
+        raise CannotFollowError(f"in this version of transformers it fails without masks: {error!s:.90}") from error
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    close = torch.finfo(wanted.dtype).eps ** 0.5
+    if not torch.allclose(found, wanted, rtol=close, atol=close * float(wanted.abs().max())):
+        raise CannotFollowError("in this version of transformers it computes something else without masks")

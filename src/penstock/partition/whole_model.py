@@ -1,12 +1,14 @@
-"""What to write in place of a whole model: the lines that take it apart into blocks."""
+"""A whole model in place of blocks: the blocks that it calls, or what to write where they cannot be found."""
 
 from __future__ import annotations
 
 from torch import nn
 
+from penstock.errors import ConfigError
 from penstock.partition.followed_forward import CannotFollowError
-from penstock.partition.traced_blocks import BlockLines, blocks_of_forward, called_parts
-from penstock.partition.transformers_models import is_of_transformers, known_lines
+from penstock.partition.model_part import ModelBlocks, ModelPart
+from penstock.partition.traced_blocks import blocks_of_forward, called_parts, changed_part
+from penstock.partition.transformers_models import blocks_of_known, is_of_transformers
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _CALL = nn.Module.__call__
@@ -18,7 +20,7 @@ WRAPPERS = {
 }
 """What wraps modules for other kinds of parallelism, with what to do instead."""
 
-_WIDTH = 100  # of a line of code that is shown
+_AGAIN = "make a new Pipeline of the changed model (a checkpoint of this one can be loaded into it)"
 
 _OWN = """\
 class Part(torch.nn.Module):  # around what takes or returns more than one value
@@ -49,28 +51,58 @@ def own_part(container: nn.Module) -> str | None:
     return None if state is None else f"a parameter or buffer of its own, {state}"
 
 
-def in_place_of(model: nn.Module) -> str:
-    """Return what to write in place of a model, which cannot be cut as it is."""
+def blocks_of_model(model: nn.Module) -> ModelBlocks:
+    """Return the blocks that a whole model calls one after the other, by name, and compute what it does.
+
+    Raises:
+        ConfigError: they cannot be found; the message shows what to write.
+    """
     kind = type(model).__name__
     if kind in WRAPPERS:
-        return f"the model is of type {kind}; {WRAPPERS[kind]}"
+        raise ConfigError(f"the model is of type {kind}; {WRAPPERS[kind]}")
     if kind == "OptimizedModule":  # of torch.compile
-        return f"the model is compiled as a whole; {_PLAIN}, and compile each: for block in blocks: block.compile()"
-    what = f"{kind} has {own_part(model)}, so it is one" if isinstance(model, CONTAINERS) else f"{kind} is one"
-    try:
-        made = _made(model)
-    except CannotFollowError as error:
-        return (
-            f"{what} module, which cannot be cut, and its forward cannot be followed to find its parts: {error}. "
-            "Pass the parts that it calls one after the other, each with one value in and one out (a tensor, or a "
-            "tuple or dict of tensors):\n" + _indented(f"{_OWN}\n{_PIPELINE}\n{_BACK}")
+        raise ConfigError(
+            f"the model is compiled as a whole; {_PLAIN}, and compile each: for block in blocks: block.compile()"
         )
-    lines, notes = made
-    return (
-        f"{what} module, which cannot be cut; pass the parts that its forward calls one after the other, each "
-        f"with one value in and one out. These are they, for inputs without further arguments:\n{_indented(lines)}"
-        + "".join(f"\n{note}" for note in notes)
-    )
+    try:
+        return ModelBlocks(model, _found(model))
+    except CannotFollowError as error:
+        what = f"{kind} has {own_part(model)}, so it is one" if isinstance(model, CONTAINERS) else f"{kind} is one"
+        lines = _indented(f"{_OWN}\n{_PIPELINE}\n{_BACK}")
+        raise ConfigError(
+            f"{what} module, and its forward cannot be followed to divide it into blocks: {error}. "
+            "Pass the parts that it calls one after the other, each with one value in and one out (a tensor, or a "
+            f"tuple or dict of tensors):\n{lines}"
+        ) from None
+
+
+def check_same_model(blocks: ModelBlocks) -> None:
+    """Make sure that a whole model still does what the blocks do that were made of it.
+
+    Raises:
+        ConfigError: a module was replaced, or the forward is another one, as after an attribute was changed.
+    """
+    try:
+        now = _found(blocks.model)
+    except CannotFollowError as error:
+        said = f"the forward of the model has changed since the pipeline was made: {error}"
+        raise ConfigError(f"{said}; {_AGAIN}") from None
+    path = changed_part(blocks)
+    for name, block in blocks.items():
+        other = now.get(name)
+        if path is None and other is not block and not isinstance(block, ModelPart):
+            path = name
+        elif path is None and getattr(block, "text", "") != getattr(other, "text", ""):
+            raise ConfigError(
+                f"the forward of the model does something else in block {name!r} since the pipeline was made, as after "
+                f"an attribute that it reads was changed; {_AGAIN}"
+            )
+    path = path or next((name for name in now if name not in blocks), None)
+    if path is not None:
+        raise ConfigError(
+            f"{path} is another object since the pipeline was made of the model, so the pipeline would train without "
+            f"that change; {_AGAIN}"
+        )
 
 
 _PIPELINE = "pipeline = penstock.Pipeline(blocks, ...)"
@@ -81,24 +113,15 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
 
 
-def _made(model: nn.Module) -> tuple[str, list[str]]:
-    """Return the lines that make the blocks of a model, and take their weights back; and what to know of them.
+def _found(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks of a model.
 
     Raises:
         CannotFollowError: there are none that are known to be right.
     """
     if is_of_transformers(model):
-        lines = known_lines(model)
-        if lines is None:
-            raise CannotFollowError("models of transformers take masks, caches and more")
-        return f"{lines}\n{_PIPELINE}\n{_BACK}", []
+        return blocks_of_known(model)
     if type(model).forward is nn.Module.forward:
         raise CannotFollowError("it has none")
-    code = BlockLines()
-    code.items = called_parts("", model)  # a TransformerEncoder
-    if not code.items:
-        code = blocks_of_forward(model)
-    one_line = f"blocks = {{{', '.join(code.items)}}}"
-    dictionary = "\n".join(["blocks = {", *[f"    {item}," for item in code.items], "}"])
-    blocks = one_line if len(one_line) <= _WIDTH else dictionary
-    return "\n".join([*code.classes, blocks, _PIPELINE, _BACK]), code.notes
+    parts = called_parts("", model)  # of a TransformerEncoder
+    return blocks_of_forward(model) if "" in parts else parts

@@ -53,7 +53,8 @@ class PlanRequest:
         devices: to plan for.
         planner: one of `PLANNERS`.
         cost: one of `COSTS`, which plans are searched for and ranked by; None: the planner's own, and for "default" and
-            "2bw-paper" that of the program which the profile is from, or "2bw-paper".
+            "2bw-paper" that of the program which the profile is from; for "default" `SIMULATED` for what was measured
+            by `penstock profile`; otherwise "2bw-paper".
         microbatches: per batch; None: the profile's, or `MICROBATCHES`.
         samples: per batch, instead of microbatches, for profiles with several microbatch sizes.
         choices: for PipeDream's cost function.
@@ -106,7 +107,7 @@ def make_plan(request: PlanRequest) -> Planning:
     Raises:
         ConfigError: there is no such planner or cost function, they do not go together, or the graph is too large.
     """
-    request = _checked(request)
+    request = with_cost(request)
     sizes = _sizes(request)
     if request.cost == SIMULATED:
         decide = decides(request.profile)
@@ -154,7 +155,7 @@ def _same_as_default(name: str, request: PlanRequest, found: list[Plan]) -> Sear
     return None
 
 
-def _checked(request: PlanRequest) -> PlanRequest:
+def with_cost(request: PlanRequest) -> PlanRequest:
     """Return a request with its cost function decided on.
 
     Raises:
@@ -165,8 +166,7 @@ def _checked(request: PlanRequest) -> PlanRequest:
             names = [each for each in known if each]
             raise ConfigError(f"{what} must be {in_words(names)}, got {name!r:.80}.{did_you_mean(name, names)}")
     own = {"pipedream": "pipedream", "piper": "piper", "dapple": "dapple", "mist": "mist", "spp": "spp"}
-    source = request.profile.source if request.profile.source in own else "2bw-paper"
-    cost = request.cost or own.get(request.planner) or ("piper" if request.profile.source == "piper" else source)
+    cost = request.cost or own.get(request.planner) or _cost_of_source(request)
     if request.planner in own and cost != own[request.planner]:
         raise ConfigError(
             f"planner {request.planner!r} searches for its own cost function; leave --cost out (the plan is rated by "
@@ -187,6 +187,14 @@ def _checked(request: PlanRequest) -> PlanRequest:
             raise ConfigError(f"planner '2bw-paper' takes cost '2bw-paper' or 'piper', not {cost!r}")
         cost = "2bw-paper"
     return replace(request, cost=cost)
+
+
+def _cost_of_source(request: PlanRequest) -> str:
+    """Return the cost function for a profile: that of the program it is from; what was measured here is simulated."""
+    profile = request.profile
+    if profile.source in ("pipedream", "piper"):
+        return profile.source
+    return SIMULATED if profile.settings and request.planner == "default" else "2bw-paper"
 
 
 def _sizes(request: PlanRequest) -> dict[int, Sized]:

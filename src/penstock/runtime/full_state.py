@@ -13,7 +13,8 @@ from penstock.comm.collective.gather import collective, gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.errors import ConfigError
-from penstock.partition.blocks import block_of
+from penstock.partition.block_names import block_of, tensors_in, tensors_of
+from penstock.partition.model_part import ModelPart
 from penstock.stage.stage_runtime import StageRuntime
 
 _WHAT = "gathering the weights"
@@ -61,27 +62,30 @@ def names_in(model: nn.Module, stages: Iterable[StageRuntime]) -> dict[str, list
         ConfigError: the model does not hold a parameter of a stage.
     """
     names: dict[int, list[str]] = {}
-    for name, tensor in _tensors_of(model).items():
+    for name, tensor in tensors_of(model).items():
         names.setdefault(id(tensor), []).append(name)
     found = {}
     for stage in stages:
         for prefix, block in stage.module.named_modules():
-            for path, tensor in _tensors_of(block).items():
+            for name, tensor in tensors_in(prefix, block).items():
+                if isinstance(block, ModelPart):  # of which a bare buffer is another tensor on another device
+                    found[name] = names.get(id(tensor), [name])
+                    continue
                 if id(tensor) not in names:
                     raise ConfigError(
-                        f"full_state_dict(model): {prefix}.{path} of block {prefix!r} is not a parameter or buffer of "
+                        f"full_state_dict(model): {name} of block {prefix!r} is not a parameter or buffer of "
                         f"this {type(model).__name__}; pass the model itself that the blocks were taken from, not a "
                         "copy. Without it names are those of the blocks"
                     )
-                found[f"{prefix}.{path}"] = names[id(tensor)]
+                found[name] = names[id(tensor)]
     return found
 
 
 def with_the_rest(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return a state in the order of a model, with copies of what the model has beside its blocks."""
-    rest = {name: tensor for name, tensor in _tensors_of(model).items() if name not in state}
+    rest = {name: tensor for name, tensor in tensors_of(model).items() if name not in state}
     whole = {**state, **{name: tensor.detach().to("cpu", copy=True) for name, tensor in rest.items()}}
-    return {name: whole[name] for name in _tensors_of(model)}
+    return {name: whole[name] for name in tensors_of(model)}
 
 
 def shares_of(
@@ -108,18 +112,46 @@ def shares_of(
                 "that, on every rank; the pipeline takes its values over:\n    model.load_state_dict(state)"
             )
         shares.setdefault(block, {})[name.removeprefix(f"{block}.")] = tensor
-    wanted = {f"{block}.{path}": t for block, module in own.items() for path, t in _tensors_of(module).items()}
-    found = {id(t) for name, t in wanted.items() if name in state}  # under one of its names
+    wanted = {name: t for block, module in own.items() for name, t in tensors_in(block, module).items()}
+    here = {block: own.get(block, blocks[block]) for block in shares}
+    modules = {block: module for block, module in here.items() if isinstance(module, nn.Module)}
+    _check_fits(state, wanted, [(f"{block}.", modules[block], shares[block]) for block in modules])
+    return shares
+
+
+def check_fits_model(state: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Make sure that a model can load a state.
+
+    Raises:
+        ConfigError: something is unknown, missing, or of another shape; the message says all of it.
+    """
+    _check_tensors(state)
+    _check_fits(state, tensors_of(model), [("", model, state)])
+
+
+def _check_fits(
+    state: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    shares: Iterable[tuple[str, nn.Module, Mapping[str, Tensor]]],
+) -> None:
+    """Compare a state with modules.
+
+    Args:
+        state: all of it.
+        wanted: what has to be in it, under one of its names.
+        shares: what stands before the names in a module, the module, and what the state has of it.
+
+    Raises:
+        ConfigError: something is unknown, missing, or of another shape.
+    """
+    found = {id(t) for name, t in wanted.items() if name in state}
     missing = [name for name, tensor in wanted.items() if id(tensor) not in found]
     unexpected, sizes = [], []
-    for block, share in shares.items():
-        module = own.get(block, blocks[block])
-        if not isinstance(module, nn.Module):
-            continue
-        known, renames = _tensors_of(module), _renames(module)
-        unexpected += [f"{block}.{path}" for path in share if path not in known and not renames]
+    for prefix, module, share in shares:
+        known, renames = tensors_of(module), _renames(module)
+        unexpected += [f"{prefix}{path}" for path in share if path not in known and not renames]
         sizes += [
-            f"size mismatch for {block}.{path}: copying a param with shape {share[path].shape} from checkpoint, the "
+            f"size mismatch for {prefix}{path}: copying a param with shape {share[path].shape} from checkpoint, the "
             f"shape in current model is {tensor.shape}."
             for path, tensor in known.items()
             if path in share and share[path].shape != tensor.shape
@@ -135,7 +167,6 @@ def shares_of(
             "load_state_dict: nothing has been loaded; every rank loads the state of the whole model, as "
             "full_state_dict() has returned it on rank 0:\n    " + "\n    ".join(faults)
         )
-    return shares
 
 
 def _quoted(names: Sequence[str]) -> str:
@@ -162,16 +193,6 @@ def _check_tensors(state: Any) -> None:
             "    checkpoints = penstock.Checkpoints(pipeline, folder)\n"
             "    checkpoints.load()  # before the run; pipeline.run(..., save=checkpoints.every(100)) saves"
         )
-
-
-def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under each of their names, which need not be what a state_dict would have."""
-    found: dict[str, Tensor] = {}
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        kept = {key: t for key, t in part._buffers.items() if key not in part._non_persistent_buffers_set}
-        own = {key: t for key, t in {**part._parameters, **kept}.items() if t is not None}
-        found |= {f"{prefix}.{key}".removeprefix("."): tensor for key, tensor in own.items()}
-    return found
 
 
 def gather_state(own: dict[str, Tensor], grid: RankGrid, fault: str | None = None) -> dict[str, Tensor]:

@@ -8,14 +8,26 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.partition.model_part import ModelBlocks
 from penstock.runtime.built_pipeline import BuiltPipeline
-from penstock.runtime.full_state import gather_state, names_in, shares_of, with_all_names, with_the_rest
+from penstock.runtime.full_state import (
+    check_fits_model,
+    gather_state,
+    names_in,
+    shares_of,
+    with_all_names,
+    with_the_rest,
+)
 from penstock.stage.stage_runtime import StageRuntime
 
 _LOG = logging.getLogger(__name__)
 _WITHIN_A_RUN = (
     "To save within a run: checkpoints = penstock.Checkpoints(pipeline, folder), then pipeline.run(loader, "
     "save=checkpoints.every(n)), every n batches"
+)
+_NO_OPTIMIZERS = (
+    "load_state_dict has loaded weights, and no state of optimizers. To go on with a run that was interrupted: "
+    "checkpoints = penstock.Checkpoints(pipeline, folder); checkpoints.load()"
 )
 
 
@@ -48,6 +60,8 @@ class ModelWeights(BuiltPipeline):
             TransportError: a peer is dead, or did not call this in time.
         """
         self._spans.life.check_idle(_WITHIN_A_RUN)
+        if model is None and isinstance(self._given[1], ModelBlocks):
+            model = self._given[1].model
         stages = [stage for key, stage in self.stages.items() if key.direction == 0]  # others hold copies of them
         own, fault = {}, None
         try:  # the others must hear of a failure before it is raised here
@@ -110,6 +124,11 @@ class ModelWeights(BuiltPipeline):
         """
         self._spans.life.check_idle()
         blocks = self._given[1]
+        if isinstance(blocks, ModelBlocks):
+            check_fits_model(state, blocks.model)
+            blocks.load(state)
+            _LOG.warning(_NO_OPTIMIZERS)
+            return
         here = dict(pair for stage in self._by_place() for pair in stage.module.named_modules())
         own = here | {name: blocks[name] for name in here if isinstance(blocks[name], nn.Module)}
         shares = shares_of(state, blocks, own)
@@ -117,7 +136,4 @@ class ModelWeights(BuiltPipeline):
             block = own.get(name, blocks[name])
             if isinstance(block, nn.Module):
                 block.load_state_dict(share, strict=False)
-        _LOG.warning(
-            "load_state_dict has loaded weights, and no state of optimizers. To go on with a run that was interrupted: "
-            "checkpoints = penstock.Checkpoints(pipeline, folder); checkpoints.load()"
-        )
+        _LOG.warning(_NO_OPTIMIZERS)

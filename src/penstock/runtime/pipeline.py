@@ -56,10 +56,14 @@ class Pipeline(SavedStates, UserAdvice):
             ...
 
     Args:
-        blocks: the model as an nn.Sequential, or as a list or dict of modules and functions, each of which takes what
-            the one before returned. A `LazyBlock` is built only in the process that holds it. The names of a dict are
-            those of `full_state_dict`. Hooks on parameters run for each microbatch, as in plain torch where gradients
-            accumulate; those of `register_hook` get the gradient of its loss sum divided by `Precision.divisor`.
+        blocks: the model, if its forward takes one value and can be followed (torch.fx), or if it is a GPT-2, Llama,
+            Mistral or Qwen of `transformers` for causal language modelling, which takes tokens and returns logits. It
+            is divided into blocks (`parts`), and its parameters keep their names; what its own forward reads besides
+            parameters and buffers, such as ``self.scale``, is read now. Or its blocks: an nn.Sequential, or a list or
+            dict of modules and functions, each of which takes what the one before returned. A `LazyBlock` is built only
+            in the process that holds it. The names of a dict are those of `full_state_dict`. Hooks on parameters run
+            for each microbatch, as in plain torch where gradients accumulate; those of `register_hook` get the gradient
+            of its loss sum divided by `Precision.divisor`.
         schedule: what `make_schedule`, `check` or `load_schedule` returned; or name a method, here or below.
         method: its name, such as "2bw" (`penstock methods` lists them), or what `penstock.method` returned; or an order
             of your own, a function as of `make_schedule`, which rank 0 alone calls and proves.

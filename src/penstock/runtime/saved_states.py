@@ -59,7 +59,7 @@ class SavedStates(Switching):
                 "penstock.Checkpoints(pipeline, folder).load(); to begin with other weights: "
                 "pipeline.load_state_dict(weights)"
             )
-        check_names(saved, [n for part in self.parts for n in part])
+        check_names(saved, self._given[1])
         check_pipelines(saved, self.combine, self.grid.width)
         self._adaptations.load(saved.facts.get(IN_FLIGHT, {}))
         self._engine.position.load(saved.facts.get(DATA, {}))
@@ -69,7 +69,7 @@ class SavedStates(Switching):
         try:
             for state in self._ranks:
                 for stage in state.stages.values():
-                    restore(stage, saved, older, self.delays)
+                    restore(stage, saved, older, self._given[1])
                 key = state.decisions.key if state.decisions.key in saved.facts else "decisions"
                 state.decisions.load(int(saved.facts["batch"]), saved.facts[key])
                 for stage in state.stages.values():

@@ -19,6 +19,7 @@ from penstock.comm.message.tree_classes import open_dataclasses
 from penstock.comm.message.trees import detached
 from penstock.errors import CapabilityError, ConfigError
 from penstock.options.groups import PipelineOptions
+from penstock.partition.block_names import prefix_of
 from penstock.stage.autograd.graph import open_inputs
 from penstock.stage.checks.absent_weights import hide
 from penstock.stage.checks.changed_modules import check_changes, find_parameters, take_over_values
@@ -123,7 +124,7 @@ class StageModule:
         state: dict[str, Tensor] = {}
         for prefix, block in self.blocks.items():
             if isinstance(block, nn.Module):
-                state.update(block.state_dict(prefix=f"{prefix}.", keep_vars=not detached))
+                state.update(block.state_dict(prefix=prefix_of(prefix, block), keep_vars=not detached))
         return {name: tensor for name, tensor in state.items() if self._found.paths.get(name, name) == name}
 
     def aliases(self) -> dict[str, str]:
@@ -131,14 +132,15 @@ class StageModule:
         first = {id(parameter): name for name, parameter in self._originals.items()}
         found: dict[str, str] = {}
         for prefix, block in self.named_modules():
-            for name, tensor in block.state_dict(prefix=f"{prefix}.", keep_vars=True).items():
+            for name, tensor in block.state_dict(prefix=prefix_of(prefix, block), keep_vars=True).items():
                 if first.get(id(tensor), name) != name:
                     found[name] = first[id(tensor)]
         return found
 
     def unversioned(self) -> dict[str, Tensor]:
         """Tensors that no optimizer steps, by canonical name: frozen parameters and persistent buffers."""
-        buffers = {f"{prefix}.{name}" for prefix, block in self.named_modules() for name, _ in block.named_buffers()}
+        named = self.named_modules()
+        buffers = {f"{prefix_of(name, block)}{path}" for name, block in named for path, _ in block.named_buffers()}
         state = {name: tensor.detach() for name, tensor in self.state(detached=False).items() if name in buffers}
         return state | self.frozen()
 

@@ -24,7 +24,10 @@ def check_sharding(schedule: Schedule, options: PipelineOptions) -> None:
         return
     who = f"{schedule.name}: sharding {level}"
     if parallel.width == 1:
-        raise ConfigError(f"{who} divides state among parallel pipelines, but width is 1; set width, or leave it out")
+        raise ConfigError(
+            f"{who} divides state among parallel pipelines, but there is one; set data_parallel (penstock train: "
+            "width) to 2 or more"
+        )
     if parallel.combine.apart:
         raise ConfigError(
             f"{who} divides one state among pipelines, which with combine={parallel.combine.kind} have states of their "

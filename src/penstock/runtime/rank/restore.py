@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.partition.blocks import block_of
+from penstock.partition.block_names import block_of, prefix_of
 from penstock.runtime.rank.snapshot import suffix
 from penstock.schedule.methods.combine import Combine
 from penstock.schedule.methods.corrections import CORRECTIONS
@@ -66,18 +66,24 @@ def check_pipelines(saved: SavedState, combine: Combine, width: int) -> None:
         )
 
 
-def check_names(saved: SavedState, blocks: Collection[str]) -> None:
+def check_names(saved: SavedState, blocks: Mapping[str, Any]) -> None:
     """Make sure that a checkpoint has only tensors of the model's blocks.
 
     Raises:
         CheckpointError: it has tensors of blocks that the model does not have.
     """
-    foreign = [name for name in saved.names if not any(f"/{block}." in name for block in blocks)]
+    foreign = [name for name in saved.names if not _belongs(name, blocks)]
     if foreign:
         raise CheckpointError(
             f"the checkpoint has {len(foreign)} tensors of blocks that the model does not have, the first of them "
             f"{foreign[0]}; blocks of the model: {', '.join(blocks)}"
         )
+
+
+def _belongs(saved: str, blocks: Mapping[str, Any]) -> bool:
+    """Whether a tensor is of some block by its name in a saved state, which begins with what it is."""
+    parts = saved.split("/")
+    return any(block_of("/".join(parts[at:]), blocks) is not None for at in range(1, len(parts)))
 
 
 def has_older(saved: SavedState, correction: str) -> bool:
@@ -87,14 +93,14 @@ def has_older(saved: SavedState, correction: str) -> bool:
     return any(name.startswith(kinds) for name in saved.names)
 
 
-def restore(stage: StageRuntime, saved: SavedState, older: bool, blocks: Collection[str]) -> None:
+def restore(stage: StageRuntime, saved: SavedState, older: bool, blocks: Mapping[str, Any]) -> None:
     """Restore a stage from a snapshot.
 
     Args:
         stage: the stage, with nothing in flight.
         saved: the snapshots of all stages.
         older: passes will read the version before the newest.
-        blocks: names of all blocks of the model.
+        blocks: all of the model.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape, or the optimizer is another one.
@@ -164,7 +170,7 @@ class _StageReader:
                 self._names[name] = [name, *(names[place] for names in tie.names)]
         self._firsts = _first_rows(saved.names)
 
-    def check(self, blocks: Collection[str]) -> None:
+    def check(self, blocks: Mapping[str, Any]) -> None:
         """Make sure that the optimizer is of the saved kind, and that the blocks have all tensors saved for them.
 
         Raises:
@@ -180,7 +186,7 @@ class _StageReader:
                     f"{here or 'nothing'}; use the same optimizer, or begin a new run from the weights alone"
                 )
         for block, module in stage.module.named_modules():
-            known = {f"{block}.{name}" for name in module.state_dict()}
+            known = {f"{prefix_of(block, module)}{name}" for name in module.state_dict()}
             for name in saved.names:
                 kind, _, rest = name.partition("/")
                 if (

@@ -144,7 +144,7 @@ class StageBuilder:
 
     def _make_module(self, stage: Stage, blocks: dict[str, Any]) -> StageModule:
         plan, schedule = self._plan, self._plan.schedule
-        share_inside(blocks, plan.inside, [name for part in plan.parts for name in part])
+        share_inside(blocks, plan.inside, dict.fromkeys(name for part in plan.parts for name in part) | blocks)
         check_shared_memory(blocks)  # lazy ones have not been there to be looked into before
         where = f"stage {stage.name} on rank {stage.rank}"
         ways = neighbors_of(schedule, stage)
@@ -324,8 +324,8 @@ def _older_versions(
 ) -> OlderVersions | None:
     """Room for the versions that passes of a stage read late; None where they read none."""
     forward, late = (
-        delays.by_parameter(module.trained),
-        None if backward is None else backward.by_parameter(module.trained),
+        delays.by_parameter(module.trained, module.blocks),
+        None if backward is None else backward.by_parameter(module.trained, module.blocks),
     )
     if not any((*forward.values(), *(late or {}).values())):
         return None

@@ -243,7 +243,9 @@ class Combine(ShortRepr):
         if not self.apart:
             return None
         if width == 1:
-            return f"combine={self.kind} needs parallel pipelines; set width to at least 2"
+            return (
+                f"combine={self.kind} needs parallel pipelines; set data_parallel (penstock train: width) to at least 2"
+            )
         if self.pull is not None and self.pull * width > 1:
             return f"combine: pull must be at most 1/w = {1 / width:g} with {width} pipelines, got {self.pull:g}"
         if self.lag is not None and (fault := width_fault(self.lag, width)) is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.partition.block_names import modules_in
 
 _INSTEAD = "make a new Pipeline of the changed modules (a checkpoint of this one can be loaded into it)"
 ParameterPlaces = dict[str, list[tuple[nn.Module, str]]]
@@ -39,14 +40,12 @@ def find_parameters(blocks: Mapping[str, Any]) -> FoundParameters:
     found = FoundParameters({}, {}, {})
     names: dict[int, str] = {}
     for prefix, block in blocks.items():
-        if not isinstance(block, nn.Module):
-            continue
-        for path, module in block.named_modules(prefix=prefix):
+        for path, module in modules_in(prefix, block):
             for key, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                name = names.setdefault(id(parameter), f"{path}.{key}")
-                found.paths[f"{path}.{key}"] = name
+                name = names.setdefault(id(parameter), f"{path}{key}")
+                found.paths[f"{path}{key}"] = name
                 found.places.setdefault(name, []).append((module, key))
                 found.originals[name] = parameter
     return found
