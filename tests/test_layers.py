@@ -108,7 +108,7 @@ def test_no_class_name_stands_twice():
 
 def test_the_first_rooms_name_torch_nowhere():
     """Nor numpy, but for the compiled simulator and the planners, which are made of arrays."""
-    arrays = "penstock.simulate.compiled", "penstock.simulate.predict", "penstock.plan"
+    arrays = "penstock.schedule.compiled", "penstock.simulate.predict", "penstock.plan"
     named = [
         f"{name} imports {target}"
         for name, path in modules()

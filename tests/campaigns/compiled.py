@@ -13,7 +13,7 @@ from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.text import parse_schedule
-from penstock.simulate.compiled.joint import NotCompiledError
+from penstock.schedule.compiled.joint import NotCompiledError
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.network import Network
 from penstock.simulate.predict import CompiledSpan

@@ -131,21 +131,21 @@ DEFECTS = (
     ),
     Defect(
         "the compiled simulator takes the room that was freed last",
-        "simulate/compiled",
+        "schedule/compiled",
         "message = self._freed.popleft()",
         "message = self._freed.pop()",
         ("tests/simulate/test_compiled.py",),
     ),
     Defect(
         "the compiled simulator lets gathers and sums of a rank run side by side",
-        "simulate/compiled",
+        "schedule/compiled",
         "lane = self._rules.lane_key(op, group)",
         "lane = op, tuple(sorted({member.rank for member in group}))",
         ("tests/simulate/test_compiled.py",),
     ),
     Defect(
         "the compiled simulator waits for a gather of any version of a stage",
-        "simulate/compiled",
+        "schedule/compiled",
         "if kind == VERSION and key in self._gathered:",
         "key = max((k for k in self._gathered if k[0] == stage), default=key)\n            "
         "if kind == VERSION and key in self._gathered:",

@@ -17,10 +17,10 @@ from penstock.schedule.machine.instructions import LoweredProgram
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.text import parse_schedule
 from penstock.simulate import predict as module
-from penstock.simulate.compiled.code import coded
-from penstock.simulate.compiled.evaluate import evaluate
-from penstock.simulate.compiled.joint import NotCompiledError
-from penstock.simulate.compiled.span import graph_of
+from penstock.schedule.compiled.code import coded
+from penstock.schedule.compiled.evaluate import evaluate
+from penstock.schedule.compiled.joint import NotCompiledError
+from penstock.schedule.compiled.span import graph_of
 from penstock.simulate.costs import Costs
 from penstock.simulate.network import Network
 from penstock.simulate.predict import CompiledSpan, predict

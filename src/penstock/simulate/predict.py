@@ -1,6 +1,6 @@
 """How long a span takes for many costs at once: numbers only, no timeline.
 
-The schedule is compiled once (`penstock.simulate.compiled`), and every number is that of the timeline that `play`
+The schedule is compiled once (`penstock.schedule.compiled`), and every number is that of the timeline that `play`
 makes, to the last bit. What cannot be compiled is played.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.schedule.machine.instructions import Lowered
-from penstock.simulate.compiled.code import CodedSchedule, coded
-from penstock.simulate.compiled.evaluate import SpanTimes, evaluate
-from penstock.simulate.compiled.graph import EventGraph
-from penstock.simulate.compiled.joint import NotCompiledError
-from penstock.simulate.compiled.span import graph_of
+from penstock.schedule.compiled.code import CodedSchedule, coded
+from penstock.schedule.compiled.evaluate import SpanTimes, evaluate
+from penstock.schedule.compiled.graph import EventGraph
+from penstock.schedule.compiled.joint import NotCompiledError
+from penstock.schedule.compiled.span import graph_of
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import play
 from penstock.timeline import Bubble

@@ -15,8 +15,8 @@ from penstock.schedule.machine.lower import Lowering
 from penstock.schedule.machine.window_search import lower_freely, settled
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.proof.check import Proof
-from penstock.simulate.compiled.code import CodedSchedule, coded
-from penstock.simulate.compiled.joint import NotCompiledError
+from penstock.schedule.compiled.code import CodedSchedule, coded
+from penstock.schedule.compiled.joint import NotCompiledError
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.in_process_run import most_held

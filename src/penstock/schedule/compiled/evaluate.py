@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.simulate.compiled.code import Numbers
-from penstock.simulate.compiled.graph import OWN, ROOM, TRANSFER, EventGraph
+from penstock.schedule.compiled.code import Numbers
+from penstock.schedule.compiled.graph import OWN, ROOM, TRANSFER, EventGraph
 
 Times = NDArray[np.float64]
 

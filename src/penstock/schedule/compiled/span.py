@@ -1,4 +1,4 @@
-"""Builds the graph of a span (`penstock.simulate.compiled.graph`) from the programs of all ranks.
+"""Builds the graph of a span (`penstock.schedule.compiled.graph`) from the programs of all ranks.
 
 What an event waits for depends on no time, so it can be found before any cost is known. The rules are those of
 `penstock.schedule.machine`, whose interpreter never branches on a time either:
@@ -26,9 +26,9 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.schedule.ir.schedule import Payload, existing
-from penstock.simulate.compiled.code import ACT, RECEIVE, SEND, Code, CodedSchedule, CostClasses, Numbers, Unrolled
-from penstock.simulate.compiled.graph import NEVER, OWN, ROOM, START, TRANSFER, WAIT, EventGraph
-from penstock.simulate.compiled.joint import Joins, JointEvents, NotCompiledError
+from penstock.schedule.compiled.code import ACT, RECEIVE, SEND, Code, CodedSchedule, CostClasses, Numbers, Unrolled
+from penstock.schedule.compiled.graph import NEVER, OWN, ROOM, START, TRANSFER, WAIT, EventGraph
+from penstock.schedule.compiled.joint import Joins, JointEvents, NotCompiledError
 
 _UNITS = 1 << 40  # more than there are microbatches: a message is numbered route * _UNITS + microbatch
 
