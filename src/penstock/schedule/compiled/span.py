@@ -33,7 +33,9 @@ from penstock.schedule.compiled.joint import Joins, JointEvents, NotCompiledErro
 _UNITS = 1 << 40  # more than there are microbatches: a message is numbered route * _UNITS + microbatch
 
 
-def unrolled(code: CodedSchedule, rank: int, batches: int, rejected: Collection[int] = ()) -> Unrolled:
+def unrolled(
+    code: CodedSchedule, rank: int, batches: int, rejected: Collection[int] = (), drained: bool = True
+) -> Unrolled:
     """Return what a rank does in a span.
 
     Args:
@@ -41,13 +43,15 @@ def unrolled(code: CodedSchedule, rank: int, batches: int, rejected: Collection[
         rank: whose program.
         batches: length of the span.
         rejected: batches whose update is made again.
+        drained: whether the span ends; else it is the beginning of a longer one.
     """
     period, epilogue, repaired = code.programs[rank]
     m, parts = code.schedule.microbatches, list[Unrolled]()
     for t in range(-1, batches):
         part = (repaired or period) if t > 0 and t - 1 in rejected else period
-        parts.append(_present(part, t, m, code.classes, more=t + 1 < batches))
-    parts.append(_present(epilogue, batches, m, code.classes, more=False))
+        parts.append(_present(part, t, m, code.classes, more=t + 1 < batches or not drained))
+    if drained:
+        parts.append(_present(epilogue, batches, m, code.classes, more=False))
     starts = np.cumsum([0, *(len(present.kind) for present in parts)])
     for present, start in zip(parts, starts, strict=False):
         present.needs[:, 0] += start
@@ -83,7 +87,13 @@ def _present(code: Code, t: int, m: int, classes: CostClasses, more: bool) -> Un
     return Unrolled(code.kind[there], what[there], first[there], shifted(code.needs), shifted(code.accepts), uses)
 
 
-def graph_of(code: CodedSchedule, batches: int, rejected: Collection[int] = (), transfers: bool = False) -> EventGraph:
+def graph_of(
+    code: CodedSchedule,
+    batches: int,
+    rejected: Collection[int] = (),
+    transfers: bool = False,
+    drained: bool = True,
+) -> EventGraph:
     """Return the graph of a span.
 
     Args:
@@ -91,11 +101,12 @@ def graph_of(code: CodedSchedule, batches: int, rejected: Collection[int] = (), 
         batches: length of the span.
         rejected: batches whose update is made again.
         transfers: whether messages occupy their lane for some time.
+        drained: whether the span ends; else it is the beginning of a longer one.
 
     Raises:
         NotCompiledError: the object machine has to play it.
     """
-    ranks = [unrolled(code, rank, batches, rejected) for rank in range(code.schedule.ranks)]
+    ranks = [unrolled(code, rank, batches, rejected, drained) for rank in range(code.schedule.ranks)]
     lanes = _Lanes(code, ranks)
     joins = Joins(code, ranks, lanes.messages)
     chains = [_Chain(code, span, rank, lanes, joins) for rank, span in enumerate(ranks)]
