@@ -16,7 +16,7 @@ from penstock.schedule.text import parse_schedule
 from penstock.schedule.compiled.joint import NotCompiledError
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.network import Network
-from penstock.simulate.predict import CompiledSpan
+from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.simulate import play
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))

@@ -20,7 +20,8 @@ from penstock.schedule.compiled.joint import NotCompiledError
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.in_process_run import most_held
-from penstock.simulate.predict import CompiledSpan, predict
+from penstock.simulate.compiled_span import CompiledSpan
+from penstock.simulate.predict import predict
 from penstock.timeline import Bubble
 
 Span = Callable[[list[Costs]], list[Bubble]]

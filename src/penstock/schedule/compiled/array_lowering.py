@@ -76,7 +76,7 @@ class _Use(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Passes:
+class _StagePasses:
     """The passes of a stage that give or take one kind of thing."""
 
     rank: int
@@ -97,7 +97,7 @@ class ArrayLowering:
     def __init__(self, schedule: ArraySchedule) -> None:
         self.schedule, self._m = schedule, schedule.microbatches
         ranks = range(schedule.ranks)
-        self._found: dict[tuple[int, str], _Passes] = {}
+        self._found: dict[tuple[int, str], _StagePasses] = {}
         for rank in ranks:
             self._find_passes(rank)
         self.routes = list(self._routes())
@@ -124,7 +124,7 @@ class ArrayLowering:
                     np.flatnonzero((part.stage == stage.index) & np.isin(part.op, ops)) for part in arrays
                 )
                 firsts = tuple(part.first[places] for part, places in zip(arrays, positions, strict=True))
-                self._found[stage.index, what] = _Passes(rank, positions, firsts)  # type: ignore[arg-type]
+                self._found[stage.index, what] = _StagePasses(rank, positions, firsts)  # type: ignore[arg-type]
 
     def _routes(self) -> Iterator[Route]:
         """Yield the routes in the order in which the programs, rank by rank, first take from them."""
@@ -166,7 +166,7 @@ class ArrayLowering:
             use = _Use(np.full(len(order), route), link.lag, link.position, link.first)
             yield self.routes[route].lane, order, use
 
-    def _link(self, taker: _Passes, giver: _Passes, part: int) -> _Link:
+    def _link(self, taker: _StagePasses, giver: _StagePasses, part: int) -> _Link:
         """Find the givers, in the epilogue or in this or an earlier period."""
         m, position, first = self._m, taker.positions[part], taker.firsts[part]
         places, batches = np.full(m, -1), np.zeros(m, dtype=np.int64)
