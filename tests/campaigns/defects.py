@@ -152,6 +152,27 @@ DEFECTS = (
         ("tests/simulate/test_compiled.py",),
     ),
     Defect(
+        "the short proof takes a forward of the next batch for one of this batch",
+        "schedule/compiled",
+        "if not np.isin(part.stage, own).all() or (part.first > last).any():",
+        "if not np.isin(part.stage, own).all() or not len(last) > -1:",
+        ("tests/schedule/test_array_schedules.py",),
+    ),
+    Defect(
+        "arrays post a RECV for the next batch before it is known that there is one",
+        "schedule/compiled",
+        "early = np.maximum(relative + length, (own[0] if len(own) else length) + 1)",
+        "early = relative + length",
+        ("tests/schedule/test_array_schedules.py",),
+    ),
+    Defect(
+        "activations between the halves of a backward are freed by the first",
+        "schedule/compiled",
+        "whole, -whole, late - whole, -late",
+        "whole, -whole, -late, late - whole",
+        ("tests/schedule/test_array_schedules.py",),
+    ),
+    Defect(
         "a version is gathered before the update that makes it",
         "schedule/transforms",
         "begins = max(batch, stay.stage.version) * length - 1",

@@ -115,7 +115,7 @@ def defective(schedule, random):
     elif kind == "op":
         columns[0][place] = random.randrange(len(OPERATIONS) - 1)
     elif kind == "microbatch":
-        columns[2][place] += random.choice([-schedule.microbatches, -1, 1])
+        columns[2][place] += random.choice([-schedule.microbatches, schedule.microbatches, -1, 1])
     elif kind == "version":
         columns[3][place] += random.choice([-1, 1]) if columns[3][place] > -10 else 0
     else:
