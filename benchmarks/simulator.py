@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.machine import command_line, describe_machine
 from penstock.schedule.build import prove
-from penstock.simulate.costs import Costs
 from penstock.simulate.compiled_span import CompiledSpan
+from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
 RESULTS = Path(__file__).parent / "results"

@@ -108,9 +108,9 @@ def test_no_class_name_stands_twice():
 
 def test_the_first_rooms_name_torch_nowhere():
     """Nor numpy, but for what is made of arrays: large schedules, the compiled simulator, the planners."""
-    orders = (f"penstock.schedule.orders.{name}" for name in ("one_f_one_b", "interleaved", "breadth_first", "v_shaped"))
+    of_arrays = "one_f_one_b", "interleaved", "breadth_first", "v_shaped"
     arrays = (
-        *orders,
+        *(f"penstock.schedule.orders.{name}" for name in of_arrays),
         "penstock.schedule.ir.arrays",
         "penstock.schedule.transforms.array_rule",
         "penstock.schedule.compiled",

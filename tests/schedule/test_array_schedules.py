@@ -68,7 +68,7 @@ def instructions(code, rank, part):
     """Readable rows of a program."""
     there, examples = code.programs[rank][part], code.classes.examples
     rows = zip(there.kind, there.what, there.first, there.on_batch, there.ahead, strict=True)
-    named = [(int(k), str(examples[w].op) + str(examples[w].stage) if not k else int(w), *map(int, n)) for k, w, *n in rows]
+    named = [(int(k), int(w) if k else (examples[w].op, examples[w].stage), *map(int, n)) for k, w, *n in rows]
     return named, sorted(map(tuple, there.needs.tolist()))
 
 
@@ -149,7 +149,7 @@ def test_the_short_proof_refuses_what_the_long_one_refuses(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_simulated_arrays_have_the_figures_of_the_object_machine(method):
-    random = Random(method)
+    random, compiled = Random(method), 0
     for stages, m in SIZES:
         schedule = of_arrays(method, stages, m)
         if schedule is None or isinstance(outcome(schedule), str):
@@ -159,9 +159,10 @@ def test_simulated_arrays_have_the_figures_of_the_object_machine(method):
             for batches, window in product((1, 3), (None, 3)):
                 fast = simulate_schedule(check(schedule), costs, batches, window=window)
                 slow = simulate_schedule(check(replace(schedule)), costs, batches, window=window)
-                assert isinstance(fast.lowered, ArrayLowered)
+                compiled += isinstance(fast.lowered, ArrayLowered)
                 assert fast.figures() == slow.figures()
                 assert vars(fast.bubble) == vars(play(slow.lowered, costs, batches)[0].bubble())
+    assert compiled >= 16  # where a window is larger than a batch of an endless order, actions are looked at
 
 
 def test_a_span_is_played_only_where_somebody_draws_it(monkeypatch):

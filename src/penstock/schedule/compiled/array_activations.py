@@ -1,4 +1,4 @@
-"""The most activations that ranks hold, as `penstock.schedule.proof.activations` counts them, of a schedule of arrays."""
+"""The most activations that ranks of a schedule of arrays hold, counted as in `penstock.schedule.proof.activations`."""
 
 from __future__ import annotations
 

@@ -33,17 +33,18 @@ def _is_complete(program: ProgramArrays, schedule: ArraySchedule, rank: int) -> 
     forwards, wholes, inputs, weights = (counts[:, op] for op in (F, B, I, W))
     steps = np.bincount(local[period.stage[period.op == STEP]], minlength=len(own))
     once = (forwards == 1).all() and (wholes + inputs == 1).all() and (inputs == weights).all()
-    return bool(once and (steps == 1).all() and _drains(program, m, len(schedule.stages)))
+    return bool(once and (steps == 1).all() and _drains(program, m))
 
 
-def _drains(program: ProgramArrays, m: int, stages: int) -> bool:
+def _drains(program: ProgramArrays, m: int) -> bool:
     """Whether the epilogue runs once what periods of later batches would run of those before."""
     period, epilogue = program
     late = period[period.first < 0]
     step = np.where(late.op == STEP, 1, m)
     times = -(late.first // step)
     offsets = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
-    wanted = _keys(late.op.repeat(times), late.stage.repeat(times), late.first.repeat(times) + offsets * step.repeat(times))
+    first = late.first.repeat(times) + offsets * step.repeat(times)
+    wanted = _keys(late.op.repeat(times), late.stage.repeat(times), first)
     found = _keys(epilogue.op, epilogue.stage, epilogue.first)
     return wanted.shape == found.shape and bool((np.sort(wanted) == np.sort(found)).all())
 

@@ -203,17 +203,14 @@ class ArrayLowering:
             NotCompiledError: messages on one lane are consumed in an order that needs more than `window` buffers.
         """
         ahead = window if lookahead is None else lookahead
-        programs = [(self._code(rank, 0, window, ahead), self._code(rank, 1, window, ahead), None) for rank in self._all]
+        parts = ([self._code(rank, part, window, ahead) for part in (0, 1)] for rank in range(self.schedule.ranks))
+        programs = [(period, epilogue, None) for period, epilogue in parts]
         lane_of_route = lanes_of(self.routes, self.lanes)
         lowered = object.__new__(ArrayLowered)
         code = CodedSchedule(self.schedule, self._classes, programs, self.lanes, lane_of_route, window)
         fields = {"schedule": self.schedule, "routes": tuple(self.routes), "window": window, "lookahead": lookahead}
         lowered.__dict__.update(fields, code=code)
         return lowered
-
-    @property
-    def _all(self) -> range:
-        return range(self.schedule.ranks)
 
     def _code(self, rank: int, part: int, window: int, lookahead: int) -> Code:
         """Merge the RECVs before each action and the SEND behind it into a part of a rank's program."""
@@ -233,7 +230,11 @@ class ArrayLowering:
         receives = np.arange(len(places)) + places + (sent[places] - (sends[places] >= 0))
         total = count + len(places) + len(sending)
         kind, what = np.full(total, ACT, dtype=np.int8), np.empty(total, dtype=np.int32)
-        first, ahead, on_batch = np.empty(total, dtype=np.int64), np.zeros(total, dtype=bool), np.zeros(total, dtype=bool)
+        first, ahead, on_batch = (
+            np.empty(total, dtype=np.int64),
+            np.zeros(total, dtype=bool),
+            np.zeros(total, dtype=bool),
+        )
         kind[receives], what[receives], first[receives], ahead[receives] = RECEIVE, routes, firsts, early
         what[acts], first[acts] = self._class_of[actions.op, actions.stage], actions.first
         on_batch[acts] = actions.op == STEP
@@ -244,7 +245,9 @@ class ArrayLowering:
         needs = np.stack([acts[taking], takes[taking], actions.first[taking]], axis=1)
         return Code(kind, what, first, on_batch, ahead, needs, np.empty((0, 3), int), np.empty((0, 5), int))
 
-    def _placed(self, lane: LaneKey, part: int, window: int, lookahead: int) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    def _placed(
+        self, lane: LaneKey, part: int, window: int, lookahead: int
+    ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
         """Return the RECVs of a lane: position of the action behind each, route, microbatch, whether it is ahead.
 
         As `penstock.schedule.machine.receives.LaneReceives.placed`; all actions count here.
@@ -258,9 +261,7 @@ class ArrayLowering:
         once = use.lag * length + use.position
         if (np.diff(once) > 0).all() and once[-1] < once[0] + length:  # used in the order sent
             freed = before * count + np.arange(count) - window
-            steady = np.maximum(
-                once + before * length - lookahead, once[freed % count] + (freed // count) * length + 1
-            )
+            steady = np.maximum(once + before * length - lookahead, once[freed % count] + (freed // count) * length + 1)
         else:
             positions = (once + length * np.arange(before + 2)[:, None]).ravel()
             steady = _posts(positions, window, lookahead)[before * count : (before + 1) * count]

@@ -27,7 +27,11 @@ def oldest_batch(schedule: ArraySchedule) -> int:
     """Return how many batches before its own the oldest is that a period works on."""
     m = schedule.microbatches
     return max(
-        (-int(np.where(part.op == STEP, part.first, part.first // m).min()) for part, _ in schedule.arrays if len(part)),
+        (
+            -int(np.where(part.op == STEP, part.first, part.first // m).min())
+            for part, _ in schedule.arrays
+            if len(part)
+        ),
         default=0,
     )
 

@@ -10,11 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
+from penstock.schedule.compiled.code import ACT, GRADIENT, JOIN, VERSION, CodedSchedule, Numbers, Unrolled
+from penstock.schedule.compiled.graph import OWN, START, WAIT
 from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, Stage, Unit
 from penstock.schedule.machine.collectives import Collectives
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
-from penstock.schedule.compiled.code import ACT, GRADIENT, JOIN, VERSION, CodedSchedule, Numbers, Unrolled
-from penstock.schedule.compiled.graph import OWN, START, WAIT
 
 Collective = tuple[Op, Stage, int, int]
 """Operation, first stage of the group, batch, and how many of the same there were before: a version may be gathered for

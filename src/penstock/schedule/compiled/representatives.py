@@ -4,19 +4,20 @@ The proof plays every pass of every microbatch (`penstock.schedule.proof.stage_s
 stage read the same version (by rules flush and double-buffer), it is enough to play, on each stage, the microbatches
 whose forward is the first or the last of the batch, and those whose backward, or half of one, is. For any other one, k:
 
-    its passes stand between such of the same kind and batch (checked here, in the endless stream of periods; epilogues
-    keep the order of that stream, which is checked, too), its forward before its backward, I before W (checked).
+    its passes stand between such of the same kind and batch (checked here, in the endless stream of periods;
+    epilogues keep the order of that stream, which is checked, too), its forward before its backward, I before W
+    (checked).
 
-    Versions. What k reads has been read by an earlier pass that is played, and will be by a later one. A version that is
-    gone never comes back, so it is there between the two.
+    Versions. What k reads has been read by an earlier pass that is played, and will be by a later one. A
+    version that is gone never comes back, so it is there between the two.
 
-    Gradients. The gradient of the batch has begun with the first backward, which is played, and its STEP comes behind the
-    last one, which is.
+    Gradients. The gradient of the batch has begun with the first backward, which is played, and its STEP comes
+    behind the last one, which is.
 
-    Buffers. A version is kept as long as a forward will read it or a microbatch in flight has. Up to the last forward of
-    the batch one that is played will; from then on the microbatch whose backward is the last is in flight. So the same
-    versions and gradients are alive at every moment as if all were played, and what is counted is the same. Delays are
-    means over passes that are all alike.
+    Buffers. A version is kept as long as a forward will read it or a microbatch in flight has. Up to the last
+    forward of the batch one that is played will; from then on the microbatch whose backward is the last is in
+    flight. So the same versions and gradients are alive at every moment as if all were played, and what is
+    counted is the same. Delays are means over passes that are all alike.
 
 What is left out changes neither the first batch whose units all exist (the pass that comes latest is played) nor when
 the state repeats. So the proof of what is returned is a proof of the schedule, with the same facts.
@@ -45,17 +46,18 @@ def representatives(schedule: ArraySchedule) -> Schedule | None:
     rule = RULES[schedule.rule]
     if rule.forward not in _OF_A_BATCH or rule.backward is not Source.FORWARD or rule.provisional:
         return None
-    programs = []
+    programs, m = [], schedule.microbatches
     for rank, program in enumerate(schedule.arrays):
         kept = [np.zeros(len(part), dtype=bool) for part in program]
         for stage in schedule.on_rank(rank):
             here = [np.flatnonzero(part.stage == stage.index) for part in program]
             own = [part[places] for part, places in zip(program, here, strict=True)]
-            found = _stream(own, here, len(program.period), schedule.microbatches, _OF_A_BATCH[rule.forward])
+            found = _stream(own, here, len(program.period), m, _OF_A_BATCH[rule.forward])
             if found is None:
                 return None
             for part in (0, 1):
-                kept[part][here[part]] = (own[part].op == STEP) | np.isin(own[part].first % schedule.microbatches, found)
+                passes = np.isin(own[part].first % m, found)
+                kept[part][here[part]] = (own[part].op == STEP) | passes
         parts = [part[keep].actions(schedule.stages) for part, keep in zip(program, kept, strict=True)]
         programs.append(Program(*parts))
     fields = schedule.name, schedule.microbatches, schedule.stages, schedule.edges, tuple(programs), schedule.rule

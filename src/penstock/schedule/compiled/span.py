@@ -25,10 +25,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.schedule.ir.schedule import Payload, existing
 from penstock.schedule.compiled.code import ACT, RECEIVE, SEND, Code, CodedSchedule, CostClasses, Numbers, Unrolled
 from penstock.schedule.compiled.graph import NEVER, OWN, ROOM, START, TRANSFER, WAIT, EventGraph
 from penstock.schedule.compiled.joint import Joins, JointEvents, NotCompiledError
+from penstock.schedule.ir.schedule import Payload, existing
 
 _UNITS = 1 << 40  # more than there are microbatches: a message is numbered route * _UNITS + microbatch
 

@@ -122,7 +122,10 @@ class ArrayOrder(Order):
 
 
 class ArraySchedule(Schedule):
-    """A schedule whose programs are arrays: a chain of stages, each held once. `dataclasses.replace` makes a plain one."""
+    """A schedule whose programs are arrays: a chain of stages, each held once.
+
+    `dataclasses.replace` makes a plain one of it.
+    """
 
     arrays: tuple[ProgramArrays, ...]
 

@@ -12,7 +12,6 @@ from penstock.schedule.ir.arrays import (
     ArrayOrder,
     ArraySchedule,
     F,
-    Numbers,
     ProgramArrays,
 )
 from penstock.schedule.ir.rules import Placing, Source, VersionRule
