@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.schedule.compiled.code import Numbers
 from penstock.schedule.compiled.graph import OWN, ROOM, TRANSFER, EventGraph
 
 Times = NDArray[np.float64]
+Places = NDArray[np.int64] | NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,17 +78,17 @@ class EventTimes:
         self._place = _places(graph)
         self._times = _times(graph, self._place, table, latency)
 
-    def of(self, events: Numbers) -> Times:
+    def of(self, events: Places) -> Times:
         """Return when events end."""
         return self._times[self._place[events]]
 
-    def arrivals(self, messages: Numbers) -> Times:
+    def arrivals(self, messages: Places) -> Times:
         """Return when messages arrive."""
         graph = self.graph
         both = np.maximum(self.of(graph.posted[messages]), self.of(graph.ready[messages]))
         return both + np.where(graph.travels[messages][:, None], self._latency, 0.0)
 
-    def begins(self, events: Numbers) -> Times:
+    def begins(self, events: Places) -> Times:
         """Return when events begin."""
         return np.maximum(self.of(events - 1), self.arrivals(self.graph.message[events]))
 

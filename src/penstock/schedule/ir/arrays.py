@@ -51,8 +51,8 @@ class ActionArrays:
     def of(cls, op: Any, stage: Any, first: Any, version: Any = NO_VERSION) -> ActionArrays:
         """Return actions of which each is given by an array, or by one number for all."""
         shape = np.broadcast(op, stage, first, version).shape
-        columns = [np.broadcast_to(np.asarray(each, dtype=np.int64), shape).ravel() for each in (op, stage, first)]
-        return cls(*columns, np.broadcast_to(np.asarray(version, dtype=np.int64), shape).ravel())
+        columns = (np.broadcast_to(np.asarray(each, dtype=np.int64), shape) for each in (op, stage, first, version))
+        return cls(*(column.ravel() for column in columns))
 
     @classmethod
     def joined(cls, parts: Sequence[ActionArrays]) -> ActionArrays:
