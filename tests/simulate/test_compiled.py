@@ -20,7 +20,7 @@ from penstock.schedule.ir.schedule import Op
 from penstock.schedule.machine.instructions import LoweredProgram
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.text import parse_schedule
-from penstock.simulate import predict as module
+from penstock.simulate import compiled_span as module
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs
 from penstock.simulate.network import Network

@@ -49,9 +49,9 @@ class Simulation:
         window: the number of messages that may be outstanding on a connection, on either side.
         receive_buffers: per rank, the most messages that it has posted a RECV for and not used yet, in outputs of a
             stage for one microbatch; a sender keeps up to `window` more on each connection until they are on their way.
+        make_timeline: plays the span for `timeline`.
         parked: sends of parked activations, there and back, of all batches.
         shards: of a sharded schedule on a network, what it gathers and reduces, and what that costs.
-        make_timeline: plays the span for `timeline`.
         activations: per rank, the most microbatches in flight in a span of any length, in units of its whole share.
         versions: per rank, the most weight versions alive at once in a span of any length. Both are what a run provides
             for; how many activations this span holds, and when, is in the timeline.
@@ -68,9 +68,9 @@ class Simulation:
     delays: Mapping[str, tuple[float | None, ...]]
     window: Window
     receive_buffers: tuple[float, ...]
+    make_timeline: Callable[[], Timeline] = field(repr=False, compare=False)
     parked: int = 0
     shards: ShardFigures | None = None
-    make_timeline: Callable[[], Timeline] = field(default=lambda: Timeline(0), repr=False, compare=False)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -157,9 +157,9 @@ def simulate_schedule(
         _delays_of(proof),
         "unlimited" if asked == "unlimited" else lowered.window,
         receive_buffers(lowered, batches),
+        lambda: play(lowered, costs, batches, rejected)[0] if drawn is None else drawn,
         count_messages(lowered, batches, parked)[0],
         None if timeline is None else shard_figures(proof, lowered, costs, batches, timeline, lambda *s: play(*s)[0]),
-        lambda: play(lowered, costs, batches, rejected)[0] if drawn is None else drawn,
     )
 
 
