@@ -1,8 +1,9 @@
-"""Measures the simulators: a span played by the object machine, compiled, and evaluated for one cost and for many.
+"""Measures how long schedules take to be made, that is built and proven, and simulated: for one cost and for many.
 
     python -m benchmarks.simulator --stages 64 --microbatches 1024
 
-Schedules are built and lowered with a window of 2 (or `--window`), not proven. Raw data go to `benchmarks/results/`.
+Times are seconds of processor time (user and system), the least of `--repeats`. `--play` also plays the span on the
+object machine and compares the figures. Raw data go to `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import command_line, describe_machine
-from penstock.schedule.build import ScheduleRequest
-from penstock.schedule.machine.lower import lower
+from penstock.schedule.build import prove
+from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs
-from penstock.simulate.predict import CompiledSpan
-from penstock.simulate.simulate import play
+from penstock.simulate.simulate import simulate_schedule
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -32,51 +32,62 @@ def varied_costs(base: Costs, count: int) -> Iterator[Costs]:
         yield Costs(stages, latency=0.01 * i)
 
 
-def measure(method: str, stages: int, microbatches: int, count: int, window: int | None) -> dict[str, Any]:
+def measure(method: str, stages: int, microbatches: int, count: int, plays: bool) -> dict[str, Any]:
     """Return the seconds of every step, and the sizes of the graph."""
     seconds: dict[str, float] = {}
 
     def timed(what: str, step: Callable[[], Any]) -> Any:
-        start = time.perf_counter()
+        start = time.process_time()
         result = step()
-        seconds[what] = round(time.perf_counter() - start, 3)
+        seconds[what] = round(time.process_time() - start, 3)
         return result
 
-    schedule = timed("build", lambda: ScheduleRequest(method, stages, microbatches).schedule)
-    lowered = timed("lower", lambda: lower(schedule, window=window))
-    span = timed("compile", lambda: CompiledSpan(lowered))
-    costs = Costs.uniform(schedule)
-    bubbles = timed("one cost", lambda: span.bubbles([costs]))
+    proof = timed("make", lambda: prove(method, stages, microbatches))
+    costs = Costs.uniform(proof.schedule)
+    simulation = timed("simulate", lambda: simulate_schedule(proof, costs))
+    span = timed("compile", lambda: CompiledSpan(simulation.lowered))
     timed(f"{count} costs", lambda: span.bubbles(list(varied_costs(costs, count))))
     gigabytes = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2)
-    timeline, _ = timed("play", lambda: play(lowered, costs, 1))
-    return {
+    found = {
         "method": method,
         "stages": stages,
         "microbatches": microbatches,
-        "window": lowered.window,
+        "window": simulation.window,
         "events": span.events,
         "steps": span.steps,
         "seconds": seconds,
         "peak_gb_before_play": gigabytes,
-        "equal": vars(bubbles[0]) == vars(timeline.bubble()),
     }
+    if plays:
+        timeline = timed("play", lambda: simulation.timeline)
+        found["equal"] = vars(simulation.bubble) == vars(timeline.bubble())
+    return found
+
+
+def least(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the last of several measurements, with the least seconds of every step, and all of them."""
+    steps = found[-1]["seconds"]
+    fewest = {what: min(each["seconds"][what] for each in found) for what in steps}
+    return {**found[-1], "seconds": fewest, "repeats": [each["seconds"] for each in found]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--methods", nargs="+", default=["1f1b", "2bw", "interleaved", "zb-v"])
+    parser.add_argument("--methods", nargs="+", default=["1f1b", "2bw", "interleaved", "breadth-first", "zb-v"])
     parser.add_argument("--stages", type=int, default=64)
     parser.add_argument("--microbatches", type=int, default=1024)
     parser.add_argument("--costs", type=int, default=100)
-    parser.add_argument("--window", type=int, help="breadth-first waits for ever with the least, 2")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--play", action="store_true", help="play each span on the object machine, too, and compare")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     path = arguments.out / f"simulator-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
     with path.open("w") as file:
         file.write(json.dumps({"command": command_line("simulator"), **describe_machine()}) + "\n")
         for method in arguments.methods:
-            found = measure(method, arguments.stages, arguments.microbatches, arguments.costs, arguments.window)
+            size = arguments.stages, arguments.microbatches
+            runs = [measure(method, *size, arguments.costs, arguments.play) for _ in range(arguments.repeats)]
+            found = least(runs)
             file.write(json.dumps(found) + "\n")
             file.flush()
             print(json.dumps(found), flush=True)

@@ -122,8 +122,17 @@ def test_no_public_function_name_stands_twice():
 
 
 def test_the_first_rooms_name_torch_nowhere():
-    """Nor numpy, but for the compiled simulator and the planners, which are made of arrays."""
-    arrays = "penstock.simulate.compiled", "penstock.simulate.predict", "penstock.plan"
+    """Nor numpy, but for what is made of arrays: large schedules, the compiled simulator, the planners."""
+    of_arrays = "one_f_one_b", "interleaved", "breadth_first", "v_shaped"
+    arrays = (
+        *(f"penstock.schedule.orders.{name}" for name in of_arrays),
+        "penstock.schedule.ir.arrays",
+        "penstock.schedule.transforms.array_rule",
+        "penstock.schedule.compiled",
+        "penstock.simulate.compiled_span",
+        "penstock.simulate.messages",
+        "penstock.plan",
+    )
     named = [
         f"{name} imports {target}"
         for name, path in modules()

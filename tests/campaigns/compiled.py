@@ -8,15 +8,15 @@ from random import Random
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.compiled.joint import NotCompiledError
 from penstock.schedule.extend import extended
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.text import parse_schedule
-from penstock.simulate.compiled.joint import NotCompiledError
+from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.network import Network
-from penstock.simulate.predict import CompiledSpan
 from penstock.simulate.simulate import play
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.ir.arrays import ArraySchedule
 from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.ir.sharding import Level, Sharding, read_sharding
@@ -185,4 +186,4 @@ def with_window(schedule: Schedule, window: int) -> Schedule:
     """
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise ConfigError(f"window must be a whole number of messages, at least 1; got {window!r}")
-    return replace(schedule, window=window)
+    return schedule.with_window(window) if isinstance(schedule, ArraySchedule) else replace(schedule, window=window)

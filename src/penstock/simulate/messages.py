@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from fractions import Fraction
 
+import numpy as np
+
+from penstock.schedule.compiled.array_lowering import ArrayLowered
+from penstock.schedule.compiled.code import RECEIVE, SEND, Code, Flags, Unrolled
+from penstock.schedule.compiled.span import unrolled
 from penstock.schedule.ir.absolute_actions import since
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.machine.instructions import Lowered
@@ -23,6 +28,10 @@ def count_messages(lowered: Lowered, batches: int, payloads: Collection[Payload]
         payloads: what else to count instead.
     """
     m, count, volume = lowered.schedule.microbatches, 0, Fraction(0)
+    if isinstance(lowered, ArrayLowered):
+        counted = np.array([route.payload in payloads for route in lowered.routes], dtype=bool)
+        count = sum(_sends(each, counted, batches, m) for each in lowered.code.programs)
+        return count, float(count)  # of whole microbatches
     for program in lowered.programs:
         for part, instructions in enumerate(program[:2]):
             for action in (i.action for i in instructions):
@@ -41,6 +50,9 @@ def receive_buffers(lowered: Lowered, batches: int) -> tuple[float, ...]:
 
     RECVs and passes follow each other in the order of the program, so no times are needed.
     """
+    if isinstance(lowered, ArrayLowered):
+        spans = (unrolled(lowered.code, rank, batches) for rank in range(lowered.schedule.ranks))
+        return tuple(map(_most_received, spans))
     sizes = [route.count / (route.slice[1] if route.slice else 1) for route in lowered.routes]
     m, peaks = lowered.schedule.microbatches, []
     for program in lowered.programs:
@@ -58,3 +70,18 @@ def receive_buffers(lowered: Lowered, batches: int) -> tuple[float, ...]:
             held -= sum(sizes[need.route] for need in needs if need.first + t * m >= 0)
         peaks.append(peak)
     return tuple(peaks)
+
+
+def _sends(program: tuple[Code, Code, Code | None], counted: Flags, batches: int, m: int) -> int:
+    count = 0
+    for part, code in enumerate(program[:2]):
+        assert code is not None
+        sends = code.kind == SEND
+        begun = -(code.first[sends] // m)[counted[code.what[sends]]]
+        count += int((batches >= begun).sum() if part else np.maximum(batches - np.maximum(begun, 0), 0).sum())
+    return count
+
+
+def _most_received(span: Unrolled) -> float:
+    used = np.bincount(span.needs[:, 0], minlength=len(span.kind))
+    return float(np.cumsum((span.kind == RECEIVE) - used).max(initial=0))

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal
 
 from penstock.checks import in_short
 from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.compiled.array_activations import most_held_in_arrays
+from penstock.schedule.compiled.array_lowering import ArrayLowered, ArrayLowering
+from penstock.schedule.compiled.array_windows import lower_arrays_freely
+from penstock.schedule.compiled.joint import NotCompiledError
+from penstock.schedule.ir.arrays import ArraySchedule
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.ops import OPS
 from penstock.schedule.ir.schedule import WINDOW, Action, Kind, Op, Payload, Schedule, Unit, format_unit
 from penstock.schedule.machine.instructions import Lowered, Route
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
+from penstock.schedule.machine.unit_time import unit_time
 from penstock.schedule.machine.window_search import lower_freely, unlimited
 from penstock.schedule.proof.activations import Activations, most_activations
 from penstock.schedule.proof.check import Proof, check, too_narrow
 from penstock.schedule.rank_proof import RankProof
+from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs
 from penstock.simulate.messages import count_messages, receive_buffers
 from penstock.simulate.shard_figures import ShardFigures, shard_figures
@@ -35,7 +44,6 @@ class Simulation:
 
     Attributes:
         lowered: the schedule with its messages, as it was played.
-        timeline: every interval, and activations over time.
         bubble: how much of it ranks stand idle.
         messages: the number of activations and gradients sent in all batches, recomputed activations included. Sums of
             gradients, decisions, and what is sent again after a rejected update are not counted.
@@ -43,6 +51,7 @@ class Simulation:
         window: the number of messages that may be outstanding on a connection, on either side.
         receive_buffers: per rank, the most messages that it has posted a RECV for and not used yet, in outputs of a
             stage for one microbatch; a sender keeps up to `window` more on each connection until they are on their way.
+        make_timeline: plays the span for `timeline`.
         parked: sends of parked activations, there and back, of all batches.
         shards: of a sharded schedule on a network, what it gathers and reduces, and what that costs.
         activations: per rank, the most microbatches in flight in a span of any length, in units of its whole share.
@@ -53,7 +62,6 @@ class Simulation:
     """
 
     lowered: Lowered
-    timeline: Timeline
     bubble: Bubble
     messages: int
     volume: float
@@ -62,8 +70,14 @@ class Simulation:
     delays: Mapping[str, tuple[float | None, ...]]
     window: Window
     receive_buffers: tuple[float, ...]
+    make_timeline: Callable[[], Timeline] = field(repr=False, compare=False)
     parked: int = 0
     shards: ShardFigures | None = None
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Every interval, and activations over time; played at the first look, as the figures do not take it."""
+        return self.make_timeline()
 
     def __repr__(self) -> str:
         """Return the schedule, and the figures that matter most."""
@@ -126,25 +140,64 @@ def simulate_schedule(
             f"the costs describe {len(costs.stages)} stages, the schedule has {proof.schedule.num_stages}"
         )
     asked = proof.schedule.window if window is None else window
-    lowered = _lower(proof, costs, batches, asked)
-    try:
-        timeline, held = play(lowered, costs, batches, rejected)
-    except ScheduleError as error:
-        raise too_narrow(proof.schedule.name, lowered.window, proof.lowered.window, error) from None
-    activations = tuple(float(most) for most in map(max, held, _activations_of(proof, costs.left)))
+    span = None if asked is not None else _as_proven(proof, costs, batches)
+    lowered = _lower(proof, costs, batches, asked) if span is None else proof.lowered
+    activations = _activations_of(proof, costs.left)
+    bubble = None if rejected or costs.network is not None else _compiled(span, lowered, costs, batches)
+    timeline: Timeline | None = None
+    if bubble is None:
+        try:
+            timeline, held = play(lowered, costs, batches, rejected)
+        except ScheduleError as error:
+            raise too_narrow(proof.schedule.name, lowered.window, proof.lowered.window, error) from None
+        activations, bubble = tuple(map(max, held, activations)), timeline.bubble()
+    drawn, parked = timeline, (Payload.PARKED,)
     return Simulation(
         lowered,
-        timeline,
-        timeline.bubble(),
+        bubble,
         *count_messages(lowered, batches),
-        activations,
+        tuple(map(float, activations)),
         tuple(proof.versions_on(rank) for rank in range(proof.schedule.ranks)),
         _delays_of(proof),
         "unlimited" if asked == "unlimited" else lowered.window,
         receive_buffers(lowered, batches),
-        count_messages(lowered, batches, (Payload.PARKED,))[0],
-        shard_figures(proof, lowered, costs, batches, timeline, lambda *span: play(*span)[0]),
+        lambda: play(lowered, costs, batches, rejected)[0] if drawn is None else drawn,
+        count_messages(lowered, batches, parked)[0],
+        None if timeline is None else shard_figures(proof, lowered, costs, batches, timeline, lambda *s: play(*s)[0]),
     )
+
+
+def _compiled(span: CompiledSpan | None, lowered: Lowered, costs: Costs, batches: int) -> Bubble | None:
+    """Return the figures of a span without playing it; None where it has to be played."""
+    try:
+        return (span or CompiledSpan(lowered, batches, bool(costs.transfer))).bubbles([costs])[0]
+    except NotCompiledError:
+        return None
+
+
+def _as_proven(proof: Proof, costs: Costs, batches: int) -> CompiledSpan | None:
+    """Return the span with the window of the proof, where that is the least that costs no time at these costs, too.
+
+    The proof has looked for it in units of a forward. Times that are all a power of 2 as long, without messages that
+    take time, lead to the same window, but that this span must not take longer with it, either.
+    """
+    schedule, lowered = proof.schedule, proof.lowered
+    if not isinstance(lowered, ArrayLowered) or not isinstance(schedule, ArraySchedule):
+        return None
+    examples = lowered.code.classes.examples
+    factors = {costs.duration(a) / unit_time(a) for a in examples if unit_time(a)}
+    others = any(costs.duration(a) for a in examples if not unit_time(a))
+    if costs.latency or costs.transfer or others or len(factors) != 1 or math.frexp(min(factors))[0] != 0.5:
+        return None
+    try:
+        span = CompiledSpan(lowered, batches)
+        ends = span.ends(costs)
+        if not ends.held_up:
+            return span
+        free = CompiledSpan(ArrayLowering(schedule).at(unlimited(schedule, batches)), batches).ends(costs)
+    except NotCompiledError:
+        return None
+    return span if ends.as_early_as(free) else None
 
 
 def _lower(proof: Proof, costs: Costs, batches: int, window: Window | None) -> Lowered:
@@ -154,13 +207,22 @@ def _lower(proof: Proof, costs: Costs, batches: int, window: Window | None) -> L
         ScheduleError: messages that are used out of order need a larger window.
         ConfigError: the window is no positive whole number.
     """
+    if window not in (None, "unlimited") and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ConfigError(f"window must be a whole number of messages, at least 1, or 'unlimited'; got {window!r}")
+    if isinstance(proof.lowered, ArrayLowered) and isinstance(proof.schedule, ArraySchedule):
+        try:
+            if window is None:
+                hop = costs.latency, (batches,), costs.transfer
+                return lower_arrays_freely(proof.schedule, costs.duration, *hop)
+            if not isinstance(window, str):
+                return ArrayLowering(proof.schedule).at(window)
+        except NotCompiledError:
+            pass  # the actions say why
     if window is None:
         narrow = proof.lowered if proof.lowered.window == WINDOW else None
         return lower_freely(proof.schedule, costs.duration, costs.latency, (batches,), narrow, costs.transfer)
     if window == "unlimited":
         return lower(proof.schedule, window=unlimited(proof.schedule))
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ConfigError(f"window must be a whole number of messages, at least 1, or 'unlimited'; got {window!r}")
     try:
         return lower(proof.schedule, window=window)
     except ScheduleError as error:
@@ -171,6 +233,8 @@ def _activations_of(proof: Proof, left: float) -> tuple[Fraction, ...]:
     """Those of a span of any length, where `left` of a microbatch's activations is left between I and W."""
     if left == 1:
         return proof.activations
+    if isinstance(proof.schedule, ArraySchedule):
+        return tuple(most_held_in_arrays(proof.schedule, proof.steady_from + 2, _as_fraction(left)))
     return most_activations(proof.schedule, proof.steady_from + 1, _as_fraction(left))
 
 

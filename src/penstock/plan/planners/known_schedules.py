@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from penstock.plan.planners.block_chain import by_kind
 from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.compiled.code import CodedSchedule, coded
+from penstock.schedule.compiled.joint import NotCompiledError
 from penstock.schedule.extend import extend, extended
 from penstock.schedule.ir.schedule import WINDOW, Schedule
 from penstock.schedule.machine.instructions import Lowered
@@ -15,12 +17,11 @@ from penstock.schedule.machine.lower import Lowering
 from penstock.schedule.machine.window_search import lower_freely, settled
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.proof.check import Proof
-from penstock.simulate.compiled.code import CodedSchedule, coded
-from penstock.simulate.compiled.joint import NotCompiledError
+from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.in_process_run import most_held
-from penstock.simulate.predict import CompiledSpan, predict
+from penstock.simulate.predict import predict
 from penstock.timeline import Bubble
 
 Span = Callable[[list[Costs]], list[Bubble]]

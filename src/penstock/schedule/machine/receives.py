@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -94,20 +94,12 @@ class LaneReceives:
         if all(a < b for a, b in pairwise(positions)):  # used in the order sent
             free = [-lookahead - 1] * window + positions
             return [max(use - lookahead, before + 1) for use, before in zip(positions, free, strict=False)]
-        earliest = list(positions)
-        for i in range(len(earliest) - 2, -1, -1):  # a message is posted no later than those sent after it
-            earliest[i] = min(earliest[i], earliest[i + 1])
-        posts = []
-        latest = [-lookahead - 1] * window  # a heap of the latest uses so far: the top frees the next buffer
-        for position, needed in zip(positions, earliest, strict=True):
-            post = max(needed - lookahead, latest[0] + 1)
-            if post > needed:
-                raise ScheduleError(
-                    f"{self.key} needs more than {window} buffers: a message is sent too long before later ones that "
-                    "are used earlier; send in the order of use, or raise the window"
-                )
-            heapq.heappushpop(latest, position)
-            posts.append(post)
+        posts = posts_out_of_order(positions, window, lookahead)
+        if posts is None:
+            raise ScheduleError(
+                f"{self.key} needs more than {window} buffers: a message is sent too long before later ones that "
+                "are used earlier; send in the order of use, or raise the window"
+            )
         return posts
 
     @cached_property
@@ -124,3 +116,28 @@ class LaneReceives:
             unit = unit._replace(first=unit.first + self._schedule.microbatches)
         action = Action(Op.RECV, route.target, unit, None, (), route.source, route.payload)
         return Instruction(action, use.route, (), ahead)
+
+
+def posts_out_of_order(positions: Sequence[int], window: int, lookahead: int) -> list[int] | None:
+    """Return where RECVs are posted of messages that are not used in the order sent.
+
+    Args:
+        positions: where each message is used, in the order sent.
+        window: messages that may be posted and not used yet.
+        lookahead: actions between a RECV and its consumer, at most.
+
+    Returns:
+        None if the window is too small.
+    """
+    earliest = list(positions)
+    for i in range(len(earliest) - 2, -1, -1):  # a message is posted no later than those sent after it
+        earliest[i] = min(earliest[i], earliest[i + 1])
+    posts = []
+    latest = [-lookahead - 1] * window  # a heap of the latest uses so far: the top frees the next buffer
+    for position, needed in zip(positions, earliest, strict=True):
+        post = max(needed - lookahead, latest[0] + 1)
+        if post > needed:
+            return None
+        heapq.heappushpop(latest, position)
+        posts.append(post)
+    return posts

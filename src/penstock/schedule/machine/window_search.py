@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.absolute_actions import since
@@ -48,29 +48,63 @@ def lower_freely(
     """
     hop = latency, transfer
     lengths = sorted({settled(schedule), *spans})
-    lowering = None
-    if narrow is None:
-        lowering = Lowering(schedule)
-        narrow = _at(lowering, WINDOW)
-    first = None if narrow is None else _ends(narrow, duration, hop, lengths)
+    lowering: Lowering | None = None
+
+    def at(window: int) -> Lowered | None:
+        nonlocal lowering
+        if window == WINDOW and narrow is not None:
+            return narrow
+        lowering = lowering or Lowering(schedule)
+        return _at(lowering, window)
+
+    def unhindered(enough: int) -> SpanEnds:
+        free = _ends((lowering or Lowering(schedule)).at(enough), duration, hop, lengths, raises=True)
+        assert free is not None
+        return free
+
+    return least_window(at, lambda lowered: _ends(lowered, duration, hop, lengths), unhindered, unlimited(schedule))
+
+
+_Found = TypeVar("_Found")
+
+
+def least_window(
+    at: Callable[[int], _Found | None],
+    ends: Callable[[_Found], SpanEnds | None],
+    unhindered: Callable[[int], SpanEnds],
+    enough: int,
+) -> _Found:
+    """Find the least window, of at least `WINDOW`, that costs no time; return what is lowered with it.
+
+    Args:
+        at: lowers with a window; None where there are too few buffers.
+        ends: when spans end with it; None if some ranks wait for ever.
+        unhindered: when they end with the window that it is given.
+        enough: a window with which nobody waits for room.
+
+    Raises:
+        ScheduleError: as `unhindered`.
+    """
+    narrow = at(WINDOW)
+    first = None if narrow is None else ends(narrow)
     if narrow is not None and first is not None and not first.held_up:
         return narrow
-    lowering, enough = lowering or Lowering(schedule), unlimited(schedule)
-    free = _ends(lowering.at(enough), duration, hop, lengths, raises=True)
-    assert free is not None
+    free = unhindered(enough)
     if narrow is not None and first is not None and first.as_early_as(free):
         return narrow
 
     def is_enough(window: int) -> bool:
-        lowered = _at(lowering, window)
-        found = None if lowered is None else _ends(lowered, duration, hop, lengths)
+        lowered = at(window)
+        found = None if lowered is None else ends(lowered)
         return found is not None and found.as_early_as(free)
 
     below = WINDOW  # it is seldom much more, so look there first
     while 2 * below < enough and not is_enough(2 * below):
         below *= 2
     least = bisect_left(range(enough), True, lo=below + 1, hi=min(2 * below, enough), key=is_enough)
-    return lowering.at(least)
+    found = at(least)
+    assert found is not None
+    return found
 
 
 def settled(schedule: Schedule) -> int:
@@ -84,8 +118,13 @@ def settled(schedule: Schedule) -> int:
     return 3 + max((since(p.unit, schedule.microbatches) for p in actions), default=0)
 
 
-def unlimited(schedule: Schedule) -> int:
-    """Return a window with which nobody waits for room: all that a lane carries in a `settled` span, or more."""
+def unlimited(schedule: Schedule, batches: int | None = None) -> int:
+    """Return a window with which nobody waits for room: all that a lane carries in a `settled` span, or more.
+
+    Args:
+        schedule: whose.
+        batches: the length of the span, where it is known.
+    """
     rank_of = {(stage.index, stage.direction): stage.rank for stage in schedule.stages}
     joined: Counter[tuple[int, int]] = Counter()  # edges between two ranks
     for (index, direction), rank in rank_of.items():
@@ -95,7 +134,7 @@ def unlimited(schedule: Schedule) -> int:
                 joined.update([(rank, target), (target, rank)])
     held = Counter(stage.rank for stage in schedule.stages)  # whose activations may be parked elsewhere
     routes = max([*joined.values(), *held.values(), WINDOW])
-    return routes * schedule.microbatches * schedule.slices * settled(schedule)
+    return routes * schedule.microbatches * schedule.slices * (batches or settled(schedule))
 
 
 def _at(lowering: Lowering, window: int) -> Lowered | None:
@@ -106,13 +145,13 @@ def _at(lowering: Lowering, window: int) -> Lowered | None:
         return None
 
 
-class _Ends(NamedTuple):
+class SpanEnds(NamedTuple):
     """When spans of several lengths end, and whether anybody has waited for room or for a buffer to be posted."""
 
     makespans: tuple[float, ...]
     held_up: bool
 
-    def as_early_as(self, other: _Ends) -> bool:
+    def as_early_as(self, other: SpanEnds) -> bool:
         """Whether no span ends later; sums of the same times in another order may differ in their last bits."""
         return all(a <= b * (1 + 1e-9) for a, b in zip(self.makespans, other.makespans, strict=True))
 
@@ -124,7 +163,7 @@ def _ends(
     spans: Collection[int],
     *,
     raises: bool = False,
-) -> _Ends | None:
+) -> SpanEnds | None:
     """Play spans of several lengths; None if some ranks wait for ever.
 
     Raises:
@@ -138,4 +177,4 @@ def _ends(
         if raises:
             raise
         return None
-    return _Ends(tuple(max(machine.clock) for machine in machines), any(machine.held_up for machine in machines))
+    return SpanEnds(tuple(max(machine.clock) for machine in machines), any(machine.held_up for machine in machines))

@@ -20,6 +20,9 @@ of an earlier layer; whether it concerns you is yours to judge."""
 
 from __future__ import annotations
 
+import numpy as np
+
+from penstock.schedule.ir.arrays import ActionArrays, ArrayOrder, B, F, ProgramArrays
 from penstock.schedule.ir.order import Order, make_order, pass_of
 from penstock.schedule.ir.placement import by_rank, looped
 from penstock.schedule.ir.schedule import Op
@@ -35,20 +38,16 @@ def breadth_first(stages: int, microbatches: int, *, chunks: int = 2, group: int
         group: microbatches that run together; all if None.
     """
     placed, size = looped(stages, chunks), group or microbatches
-    groups = [range(first, min(first + size, microbatches)) for first in range(0, microbatches, size)]
-    return make_order(
-        [
-            [
-                pass_of(op, k, stage)
-                for group_ in groups
-                for op, chunks_ in ((Op.F, held), (Op.B, held[::-1]))
-                for stage in chunks_
-                for k in group_
-            ]
-            for held in by_rank(placed, stages)
-        ],
-        stages=placed,
-    )
+    programs = []
+    for held in by_rank(placed, stages):
+        chunks_ = np.array([stage.index for stage in held])[:, None]
+        parts = [
+            ActionArrays.of(op, turns, np.arange(first, min(first + size, microbatches)))
+            for first in range(0, microbatches, size)
+            for op, turns in ((F, chunks_), (B, chunks_[::-1]))
+        ]
+        programs.append(ProgramArrays(ActionArrays.joined(parts)))
+    return ArrayOrder.of(programs, placed)
 
 
 def endless_breadth_first(stages: int, microbatches: int, *, chunks: int = 2, late: int | None = None) -> Order:

@@ -14,8 +14,11 @@ none is smaller than p unless m is. (With a smaller last group the ranks would w
 
 from __future__ import annotations
 
+import numpy as np
+
 from penstock.errors import ScheduleError
-from penstock.schedule.ir.order import Order, alternate, make_order, pass_of
+from penstock.schedule.ir.arrays import ActionArrays, ArrayOrder, B, F, ProgramArrays
+from penstock.schedule.ir.order import Order, pass_of
 from penstock.schedule.ir.placement import by_rank, looped
 from penstock.schedule.ir.schedule import Action, Op, Stage
 
@@ -39,10 +42,24 @@ def interleaved(
     more = 2 * (stages - 1) if in_flight is None else max(in_flight - 1 - last, 0)
     programs = []
     for rank, held in enumerate(by_rank(placed, stages)):
-        forwards, backwards = passes_in_turns(held, groups, Op.B)
         ahead = last - (-more * (stages - 1 - rank)) // max(stages - 1, 1)
-        programs.append(alternate(forwards, backwards, ahead))
-    return make_order(programs, stages=placed)
+        programs.append(ProgramArrays(_alternate(*_in_turns(held, groups), ahead)))
+    return ArrayOrder.of(programs, placed)
+
+
+def _in_turns(held: list[Stage], groups: list[range]) -> tuple[ActionArrays, ActionArrays]:
+    """Return the forwards and the backwards of a rank, in their orders."""
+    indices = np.array([stage.index for stage in held])[:, None]
+    turns = [(indices, indices[::-1], np.array(group)) for group in groups]
+    forwards = ActionArrays.joined([ActionArrays.of(F, chunks, ks) for chunks, _, ks in turns])
+    return forwards, ActionArrays.joined([ActionArrays.of(B, chunks, ks) for _, chunks, ks in turns])
+
+
+def _alternate(forwards: ActionArrays, backwards: ActionArrays, ahead: int) -> ActionArrays:
+    """Return a warm-up of `ahead` forwards, then a forward and a backward in turn, then the remaining backwards."""
+    slots = np.arange(len(forwards))
+    order = np.argsort(np.concatenate([2 * slots, 2 * (slots + min(ahead, len(slots))) + 1]))
+    return ActionArrays.joined([forwards, backwards])[order]
 
 
 def groups_of(stages: int, microbatches: int, group: int | None) -> list[range]:

@@ -23,11 +23,12 @@ slot's backward comes first it is 2 (P - i), that of pipelined backpropagation (
 the order is endless eager 1F1B.
 """
 
-from collections.abc import Iterator
+import numpy as np
 
+from penstock.schedule.ir.arrays import ActionArrays, ArrayOrder, B, F, Numbers, ProgramArrays
 from penstock.schedule.ir.in_flight import InFlight, in_flight_on
-from penstock.schedule.ir.order import Order, make_order, pass_of
-from penstock.schedule.ir.schedule import Action, Op, Stage, straight
+from penstock.schedule.ir.order import Order
+from penstock.schedule.ir.schedule import straight
 
 
 def one_f_one_b(stages: int, microbatches: int, *, in_flight: InFlight | None = None) -> Order:
@@ -39,9 +40,7 @@ def one_f_one_b(stages: int, microbatches: int, *, in_flight: InFlight | None = 
         in_flight: microbatches in flight on the first rank, or on each (`in_flight_on`); p - r if None.
     """
     ahead = _warm_ups(stages, in_flight)
-    return make_order(
-        [list(_flushed(stage, warm_up, microbatches)) for stage, warm_up in zip(straight(stages), ahead, strict=True)]
-    )
+    return ArrayOrder.of([_flushed(rank, ahead[rank], microbatches) for rank in range(stages)], straight(stages))
 
 
 def eager_1f1b(stages: int, microbatches: int) -> Order:
@@ -74,21 +73,21 @@ def _warm_ups(stages: int, in_flight: InFlight | None) -> list[int]:
     return [number - 1 for number in in_flight_on(stages, stages if in_flight is None else in_flight)]
 
 
-def _flushed(stage: Stage, warm_up: int, microbatches: int) -> Iterator[Action]:
-    for k in range(microbatches + warm_up):
-        if k < microbatches:
-            yield pass_of(Op.F, k, stage)
-        if 0 <= k - warm_up < microbatches:
-            yield pass_of(Op.B, k - warm_up, stage)
+def _flushed(stage: int, warm_up: int, microbatches: int) -> ProgramArrays:
+    k = np.arange(microbatches + warm_up)
+    passes = _in_turns(stage, k, k - warm_up)
+    return ProgramArrays(passes[(passes.first >= 0) & (passes.first < microbatches)])
 
 
 def _endless(stages: int, microbatches: int, ahead: list[int]) -> Order:
-    placed = straight(stages)
-    periods = [
-        [a for k in range(microbatches) for a in (pass_of(Op.F, k, stage), pass_of(Op.B, k - warm_up, stage))]
-        for stage, warm_up in zip(placed, ahead, strict=True)
+    k = np.arange(microbatches)
+    programs = [
+        ProgramArrays(_in_turns(stage, k, k - warm_up), ActionArrays.of(B, stage, np.arange(-warm_up, 0)))
+        for stage, warm_up in enumerate(ahead)
     ]
-    epilogues = [
-        [pass_of(Op.B, k, stage) for k in range(-warm_up, 0)] for stage, warm_up in zip(placed, ahead, strict=True)
-    ]
-    return make_order(periods, epilogues)
+    return ArrayOrder.of(programs, straight(stages))
+
+
+def _in_turns(stage: int, forwards: Numbers, backwards: Numbers) -> ActionArrays:
+    """Return a forward and a backward in turn."""
+    return ActionArrays.of([F, B], stage, np.stack([forwards, backwards], axis=1))

@@ -13,9 +13,12 @@ p=2, m=4 (lower case is chunk 1):
 
 from __future__ import annotations
 
-from penstock.schedule.ir.order import Order, make_order, pass_of
+import numpy as np
+
+from penstock.schedule.ir.arrays import ActionArrays, ArrayOrder, F, I, Numbers, ProgramArrays, W
+from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.placement import by_rank, zigzag
-from penstock.schedule.ir.schedule import Action, Op, Stage
+from penstock.schedule.ir.schedule import Stage
 
 
 def zb_v(stages: int, microbatches: int) -> Order:
@@ -26,45 +29,38 @@ def zb_v(stages: int, microbatches: int) -> Order:
         microbatches: m.
     """
     placed = zigzag(stages, 2)
-    programs = [_PassQueue(held, microbatches).zb_v(rank, stages) for rank, held in enumerate(by_rank(placed, stages))]
-    return make_order(programs, stages=placed)
+    programs = [
+        _numbered(_phases(rank, stages, max(2 * stages - 1, microbatches)), held, microbatches)
+        for rank, held in enumerate(by_rank(placed, stages))
+    ]
+    return ArrayOrder.of(programs, placed)
 
 
-class _PassQueue:
-    """Lists the passes of a rank, each kind in microbatch order; passes of microbatches from m on are left out."""
+def _phases(rank: int, stages: int, count: int) -> Numbers:
+    """Return rows of (operation, chunk): the seven phases of ZB-V, for so many microbatches."""
+    first, second = [(I, 0), (W, 0)], [(F, 1), (I, 1), (W, 1)]
+    forwards, turns = 2 * stages - rank - 1, count - stages  # in the first two phases; in the steady one
+    steady = np.tile([(F, 0), *first, *second], (turns, 1))
+    beyond = 6 * np.arange(max(count - forwards, 0), turns)  # forwards that are no more
+    phases: list[tuple[list[tuple[int, int]], int]] = [
+        ([(F, 0)], 2 * (stages - rank) - 1),
+        ([(F, 1), (F, 0)], rank),
+        (second, stages - rank),
+    ]
+    drain: list[tuple[list[tuple[int, int]], int]] = [([(I, 0), (I, 1)], rank), (first, stages - rank)]
+    parts = [np.tile(pattern, (times, 1)) for pattern, times in phases]
+    parts += [np.delete(steady, beyond, axis=0), *(np.tile(pattern, (times, 1)) for pattern, times in drain)]
+    done = [sum(int(((p[:, 0] == W) & (p[:, 1] == chunk)).sum()) for p in parts if len(p)) for chunk in (0, 1)]
+    parts += [np.tile([(W, chunk)], (count - done[chunk], 1)) for chunk in (1, 0)]
+    return np.concatenate([part.reshape(-1, 2) for part in parts])
 
-    def __init__(self, held: list[Stage], microbatches: int) -> None:
-        self._held, self._m = held, microbatches
-        self._found: list[Action] = []
-        self._next = {(op, chunk): 0 for op in (Op.F, Op.I, Op.W) for chunk in (0, 1)}
 
-    def add(self, *passes: tuple[Op, int]) -> None:
-        """The next pass of each kind."""
-        for op, chunk in passes:
-            k = self._next[op, chunk]
-            self._next[op, chunk] += 1
-            if k < self._m:
-                self._found.append(pass_of(op, k, self._held[chunk]))
-
-    def zb_v(self, rank: int, stages: int) -> list[Action]:
-        """The seven phases of ZB-V."""
-        count = max(2 * stages - 1, self._m)  # microbatches, some of which vanish
-        first, second = ((Op.I, 0), (Op.W, 0)), ((Op.F, 1), (Op.I, 1), (Op.W, 1))
-        for _ in range(2 * (stages - rank) - 1):
-            self.add((Op.F, 0))
-        for _ in range(rank):
-            self.add((Op.F, 1), (Op.F, 0))
-        for _ in range(stages - rank):
-            self.add(*second)
-        while self._next[Op.F, 1] < count:
-            if self._next[Op.F, 0] < count:
-                self.add((Op.F, 0))
-            self.add(*first, *second)
-        for _ in range(rank):
-            self.add((Op.I, 0), (Op.I, 1))
-        for _ in range(stages - rank):
-            self.add(*first)
-        for chunk in (1, 0):
-            while self._next[Op.W, chunk] < count:
-                self.add((Op.W, chunk))
-        return self._found
+def _numbered(kinds: Numbers, held: list[Stage], microbatches: int) -> ProgramArrays:
+    """Give the passes of each kind the numbers of microbatches in order, and leave out those from m on."""
+    first = np.empty(len(kinds), dtype=np.int64)
+    for op in (F, I, W):
+        for chunk in (0, 1):
+            here = np.flatnonzero((kinds[:, 0] == op) & (kinds[:, 1] == chunk))
+            first[here] = np.arange(len(here))
+    indices = np.array([stage.index for stage in held])
+    return ProgramArrays(ActionArrays.of(kinds[:, 0], indices[kinds[:, 1]], first)[first < microbatches])

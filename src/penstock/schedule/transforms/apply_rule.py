@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from penstock.errors import ScheduleError
+from penstock.schedule.ir.arrays import ArrayOrder
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.ops import PASSES
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.rules import Placing, Source, VersionRule
 from penstock.schedule.ir.schedule import Action, Op, Program, Schedule, Stage, WeightRef, format_action, passes
+from penstock.schedule.transforms.array_rule import apply_rule_to_arrays
 from penstock.schedule.transforms.batch_ops import after_backwards, batch_unit, is_trained, with_reductions
 from penstock.schedule.transforms.blends import divided, with_blends
 from penstock.schedule.transforms.post_validation import with_validations
@@ -20,6 +22,10 @@ def apply_rule(order: Order, rule: VersionRule, microbatches: int, name: str) ->
 
     A backward of several microbatches is split where it has to read different versions, as their forwards did.
     """
+    if isinstance(order, ArrayOrder):
+        in_arrays = apply_rule_to_arrays(order, rule, microbatches, name)
+        if in_arrays is not None:
+            return in_arrays
     with_steps = tuple(
         _insert_steps(program, [n for n in order.stages if n.rank == rank], rule, microbatches, name)
         for rank, program in enumerate(order.programs)

@@ -121,7 +121,10 @@ class CodedSchedule:
 
 
 def coded(lowered: Lowered) -> CodedSchedule:
-    """Return a lowered schedule as arrays."""
+    """Return a lowered schedule as arrays; one that has been lowered as arrays has them."""
+    known = getattr(lowered, "code", None)
+    if isinstance(known, CodedSchedule):
+        return known
     classes, schedule = CostClasses(), lowered.schedule
     programs = []
     for period, epilogue, rejected in lowered.programs:

@@ -1,4 +1,4 @@
-"""Builds the graph of a span (`penstock.simulate.compiled.graph`) from the programs of all ranks.
+"""Builds the graph of a span (`penstock.schedule.compiled.graph`) from the programs of all ranks.
 
 What an event waits for depends on no time, so it can be found before any cost is known. The rules are those of
 `penstock.schedule.machine`, whose interpreter never branches on a time either:
@@ -26,17 +26,19 @@ from itertools import pairwise
 
 import numpy as np
 
+from penstock.schedule.compiled.code import ACT, RECEIVE, SEND, Code, CodedSchedule, CostClasses, Numbers, Unrolled
+from penstock.schedule.compiled.graph import NEVER, OWN, ROOM, START, TRANSFER, WAIT, EventGraph
+from penstock.schedule.compiled.joint import Joins, JointEvents, NotCompiledError
 from penstock.schedule.ir.absolute_actions import existing
 from penstock.schedule.ir.schedule import Payload
 from penstock.schedule.machine.lane_state import is_host_copy
-from penstock.simulate.compiled.code import ACT, RECEIVE, SEND, Code, CodedSchedule, CostClasses, Numbers, Unrolled
-from penstock.simulate.compiled.graph import NEVER, OWN, ROOM, START, TRANSFER, WAIT, EventGraph
-from penstock.simulate.compiled.joint import Joins, JointEvents, NotCompiledError
 
 _UNITS = 1 << 40  # more than there are microbatches: a message is numbered route * _UNITS + microbatch
 
 
-def unrolled(code: CodedSchedule, rank: int, batches: int, rejected: Collection[int] = ()) -> Unrolled:
+def unrolled(
+    code: CodedSchedule, rank: int, batches: int, rejected: Collection[int] = (), drained: bool = True
+) -> Unrolled:
     """Return what a rank does in a span.
 
     Args:
@@ -44,13 +46,15 @@ def unrolled(code: CodedSchedule, rank: int, batches: int, rejected: Collection[
         rank: whose program.
         batches: length of the span.
         rejected: batches whose update is made again.
+        drained: whether the span ends; else it is the beginning of a longer one.
     """
     period, epilogue, repaired = code.programs[rank]
     m, parts = code.schedule.microbatches, list[Unrolled]()
     for t in range(-1, batches):
         part = (repaired or period) if t > 0 and t - 1 in rejected else period
-        parts.append(_present(part, t, m, code.classes, more=t + 1 < batches))
-    parts.append(_present(epilogue, batches, m, code.classes, more=False))
+        parts.append(_present(part, t, m, code.classes, more=t + 1 < batches or not drained))
+    if drained:
+        parts.append(_present(epilogue, batches, m, code.classes, more=False))
     starts = np.cumsum([0, *(len(present.kind) for present in parts)])
     for present, start in zip(parts, starts, strict=False):
         present.needs[:, 0] += start
@@ -86,7 +90,13 @@ def _present(code: Code, t: int, m: int, classes: CostClasses, more: bool) -> Un
     return Unrolled(code.kind[there], what[there], first[there], shifted(code.needs), shifted(code.accepts), uses)
 
 
-def graph_of(code: CodedSchedule, batches: int, rejected: Collection[int] = (), transfers: bool = False) -> EventGraph:
+def graph_of(
+    code: CodedSchedule,
+    batches: int,
+    rejected: Collection[int] = (),
+    transfers: bool = False,
+    drained: bool = True,
+) -> EventGraph:
     """Return the graph of a span.
 
     Args:
@@ -94,13 +104,14 @@ def graph_of(code: CodedSchedule, batches: int, rejected: Collection[int] = (), 
         batches: length of the span.
         rejected: batches whose update is made again.
         transfers: whether messages occupy their lane for some time.
+        drained: whether the span ends; else it is the beginning of a longer one.
 
     Raises:
         NotCompiledError: the object machine has to play it.
     """
     if any(map(is_host_copy, code.classes.examples)):
         raise NotCompiledError("copies to the host's memory have a lane of their own")
-    ranks = [unrolled(code, rank, batches, rejected) for rank in range(code.schedule.ranks)]
+    ranks = [unrolled(code, rank, batches, rejected, drained) for rank in range(code.schedule.ranks)]
     lanes = _Lanes(code, ranks)
     joins = Joins(code, ranks, lanes.messages)
     chains = [_Chain(code, span, rank, lanes, joins) for rank, span in enumerate(ranks)]

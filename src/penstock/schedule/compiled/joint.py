@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
+from penstock.schedule.compiled.code import ACT, GRADIENT, JOIN, VERSION, CodedSchedule, Numbers, Unrolled
+from penstock.schedule.compiled.graph import OWN, START, WAIT
 from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, Stage, Unit
 from penstock.schedule.machine.collectives import Collectives
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
-from penstock.simulate.compiled.code import ACT, GRADIENT, JOIN, VERSION, CodedSchedule, Numbers, Unrolled
-from penstock.simulate.compiled.graph import OWN, START, WAIT
 
 Collective = tuple[Op, Stage, int, int]
 """Operation, first stage of the group, batch, and how many of the same there were before: a version may be gathered for
@@ -56,7 +57,6 @@ class Joins:
 
     def __init__(self, code: CodedSchedule, ranks: Sequence[Unrolled], first: int) -> None:
         self.code, self._first = code, first
-        self._rules = Collectives(code.schedule, lambda _: 0.0)
         self._found: dict[Collective, _Joint] = {}
         self._orders: dict[tuple[Op, tuple[int, ...]], dict[int, list[Collective]]] = {}
         joins = any((span.kind == JOIN).any() for span in ranks)
@@ -69,6 +69,11 @@ class Joins:
             self.lanes.append(order)
         issues = sum(len(joint.issued) for joint in self._found.values())
         self.first_free = first + len(self._found) + issues
+
+    @cached_property
+    def _rules(self) -> Collectives:
+        """What the machine knows of collectives; many schedules have none, and then nobody asks."""
+        return Collectives(self.code.schedule, lambda _: 0.0)
 
     def joint(self, collective: Collective) -> _Joint:
         """Return what is known of a collective."""

@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.simulate.compiled.code import CostClasses, Flags, Numbers
+from penstock.schedule.compiled.code import CostClasses, Flags, Numbers
 
 START, NEVER = 0, 1
 """Events that precede all others and that do not happen. The message of the same number joins them to themselves."""
@@ -65,43 +65,36 @@ class Steps:
     Attributes:
         events: their numbers.
         ends: of each step, one past the last place; the events of a step do not depend on one another.
+        heads: of each chain, the first event that does not happen; one past its last if all do.
         stuck: whether some rank waits for ever.
     """
 
     events: NDArray[np.int32]
     ends: list[int]
+    heads: Numbers
     stuck: bool
 
 
 def _steps(graph: EventGraph) -> Steps:
     """Let every chain advance by one event in a step, if what it waits for has been."""
-    message, posted, ready = graph.message, graph.posted, graph.ready
-    firsts, stops = graph.chains[:-1], graph.chains[1:]
-    been = np.zeros(len(message), dtype=bool)
+    firsts, stops, count = graph.chains[:-1], graph.chains[1:], len(graph.message)
+    # The start of a chain is never reached from the one before, so a chain that has ended stays where it is.
+    posted, ready = (np.append(ends[graph.message], NEVER) for ends in (graph.posted, graph.ready))
+    posted[firsts] = NEVER
+    been = np.zeros(count, dtype=bool)
     been[START] = True
     been[firsts] = True
-    heads, numbers = firsts + 1, np.arange(len(firsts))
-    found = np.empty(len(message), dtype=np.int32)
-    place, ends = 0, list[int]()
-    numbers = numbers[heads < stops]
-    while len(numbers):
-        here = heads[numbers]
-        wanted = message[here]
-        free = been[posted[wanted]]
-        free &= been[ready[wanted]]
-        if not free.all():
-            moved = numbers[free]
-            here = here[free]
-        else:
-            moved = numbers
+    found = np.empty(count, dtype=np.int32)
+    heads, place, ends = firsts + 1, 0, list[int]()
+    while True:
+        free = been.take(posted.take(heads))
+        free &= been.take(ready.take(heads))
+        here = heads[free]
         if not len(here):
             break
         been[here] = True
         found[place : place + len(here)] = here
         place += len(here)
         ends.append(place)
-        here += 1
-        heads[moved] = here
-        if (here == stops[moved]).any():
-            numbers = numbers[heads[numbers] < stops[numbers]]
-    return Steps(found[:place], ends, bool((numbers < graph.ranks).any()))
+        heads = heads + free
+    return Steps(found[:place], ends, heads, bool((heads < stops)[: graph.ranks].any()))
