@@ -24,8 +24,7 @@ from penstock.simulate import compiled_span as module
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.network import Network
-from penstock.simulate.predict import predict
-from penstock.simulate.simulate import play
+from penstock.simulate.simulate import play, predict
 from support.schedules import make_schedule
 
 GOLDEN = sorted(p for p in (Path(__file__).parents[1] / "golden").glob("*.txt") if p.stem != "offload")

@@ -1,5 +1,6 @@
-"""The stored figures of `penstock methods` are those that are derived; `python tests/simulate/test_method_facts.py`
-renews them.
+"""The stored figures of `penstock methods` are those that are derived.
+
+`python tests/simulate/test_method_facts.py` renews them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from penstock.plan.planners.candidate_trial import Candidate, CandidateTrial
 from penstock.plan.planners.foreseen import METHODS
 from penstock.plan.planners.known_schedules import KnownSchedules
 from penstock.plan.planners.two_bw import Sized
-from penstock.plan.planning import decides
+from penstock.plan.planning import stages_decide
 from penstock.plan.profile.layer_graph import layer_graph, sizes_of
 from penstock.plan.profile.schema import Numbers, Profile
 from penstock.plan.stages.devices import DeviceLevel, Devices
@@ -162,7 +162,7 @@ def _trial(profile: Profile, settings: RunSettings) -> tuple[CandidateTrial, Kno
     devices = Devices((level,), None, link.latency if link else 0.0)
     sized = Sized(graph, settings.microbatch_size, settings.microbatches * settings.width)
     candidate = Candidate(sized, settings.method, settings.stages, settings.width, settings.recompute)
-    known = KnownSchedules(decides(profile))
+    known = KnownSchedules(stages_decide(profile))
     return CandidateTrial(candidate, BlockChain(graph, settings.recompute, 2.0), devices, known), known, candidate
 
 

@@ -14,7 +14,7 @@ from penstock.idle_time import Idle, split_time
 from penstock.plan.planners.block_chain import BlockChain
 from penstock.plan.planners.candidate_trial import NAME, Candidate, CandidateTrial
 from penstock.plan.planners.known_schedules import KnownSchedules
-from penstock.plan.planning import Planning, PlanRequest, decides, make_plan
+from penstock.plan.planning import Planning, PlanRequest, make_plan, stages_decide
 from penstock.plan.profile.schema import Numbers, Profile
 from penstock.plan.stages.devices import DeviceLevel, Devices
 from penstock.simulate.simulate import simulate_schedule
@@ -41,7 +41,7 @@ def planned_timeline(planning: Planning) -> Timeline:
         )
     recompute = settings["recompute"] != "none"
     candidate = Candidate(sized, settings["method"], settings["stages"], settings["width"], recompute)
-    known = KnownSchedules(decides(request.profile))
+    known = KnownSchedules(stages_decide(request.profile))
     trial = CandidateTrial(candidate, BlockChain(sized.graph, recompute, 2.0), request.devices, known)
     costs = trial.costs(np.array([0, *accumulate(settings["balance"])]))
     return simulate_schedule(known.proof(candidate.schedule), costs, _BATCHES).timeline

@@ -110,7 +110,7 @@ def make_plan(request: PlanRequest) -> Planning:
     request = with_cost(request)
     sizes = _sizes(request)
     if request.cost == SIMULATED:
-        decide = decides(request.profile)
+        decide = stages_decide(request.profile)
         plans, refused = simulated_plans(sizes, request.devices, decides=decide, methods=request.methods)
         why = {} if plans else {"default": "no plan fits: see what was skipped, and why"}
         return Planning(request, sizes, tuple(plans), tuple(refused), why)
@@ -141,7 +141,7 @@ def make_plan(request: PlanRequest) -> Planning:
     return Planning(request, sizes, tuple(found), tuple(skipped), left_out)
 
 
-def decides(profile: Profile) -> bool:
+def stages_decide(profile: Profile) -> bool:
     """Return whether updates of a profiled run wait for all stages; those of parallel pipelines always do."""
     settings = profile.settings
     clips, fp16 = settings.get("max_grad_norm", 1.0) is not None, settings.get("precision") == "fp16"

@@ -257,6 +257,26 @@ def _delays_of(proof: Proof) -> dict[str, tuple[float | None, ...]]:
     }
 
 
+def predict(lowered: Lowered, costs: Sequence[Costs], batches: int = 1) -> list[Bubble]:
+    """Return makespan and idle times of a span for each of several costs, without a timeline.
+
+    The schedule is compiled once (`penstock.schedule.compiled`), and every number is that of the timeline that `play`
+    makes, to the last bit. What cannot be compiled is played.
+
+    Args:
+        lowered: the schedule with its messages.
+        costs: times of every stage, several times.
+        batches: length of the span; the pipeline starts empty and is drained.
+
+    Raises:
+        ScheduleError: some ranks would wait for ever.
+    """
+    try:
+        return CompiledSpan(lowered, batches, any(each.transfer for each in costs)).bubbles(costs)
+    except NotCompiledError:
+        return [play(lowered, each, batches)[0].bubble() for each in costs]
+
+
 @no_collection
 def play(
     lowered: Lowered, costs: Costs, batches: int, rejected: Collection[int] = ()

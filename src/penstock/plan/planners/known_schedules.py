@@ -21,7 +21,7 @@ from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.in_process_run import most_held
-from penstock.simulate.predict import predict
+from penstock.simulate.simulate import predict
 from penstock.timeline import Bubble
 
 Span = Callable[[list[Costs]], list[Bubble]]

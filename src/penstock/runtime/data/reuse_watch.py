@@ -50,7 +50,7 @@ class ReuseWatch:
 
     def add(self, number: int, batch: Any, held: Collection[int]) -> None:
         """Watch a batch, and of the others only those that are held, or that passes may still read."""
-        tensors = [tensor for tensor in tensors_in(batch) if tensor.layout is torch.strided and not tensor.is_nested]
+        tensors = [tensor for tensor in batch_tensors(batch) if tensor.layout is torch.strided and not tensor.is_nested]
         counted = [tensor for tensor in tensors if not tensor.is_inference()]
         addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self._shares = self._shares or any(addresses & others.addresses for others in self._batches.values())
@@ -86,8 +86,8 @@ class ReuseWatch:
         return _Content(versions, self._checksum(on_host) if on_host else 0)
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
+def batch_tensors(tree: Any) -> list[Tensor]:
     """Return the tensors of a tree; without torch's walk, which is slow, where it is of tuples and lists."""
     if type(tree) not in (tuple, list):
         return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return [found for part in tree for found in ((part,) if isinstance(part, Tensor) else tensors_in(part))]
+    return [found for part in tree for found in ((part,) if isinstance(part, Tensor) else batch_tensors(part))]
