@@ -347,11 +347,11 @@ def plan(
 
     if worlds is not None and out is None:
         raise ConfigError("--worlds writes plans beside that of --out; give --out, too")
-    known = _known_profile(profile, devices or cluster, bandwidth or cluster)
+    known = _known_profile(profile, devices, bandwidth or cluster)
     request = with_cost(
         PlanRequest(
             known,
-            _devices_of(cluster, devices, bandwidth, memory, known.links, link_matrix is not None),
+            _devices_of(cluster, str(devices), bandwidth, memory, known.links, link_matrix is not None),
             planner,
             cost,
             microbatches,
