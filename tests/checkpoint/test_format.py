@@ -228,7 +228,7 @@ def test_old_ones_that_cannot_be_removed_do_no_harm(tmp_path: Path, monkeypatch:
     def refuse(*_: Any) -> None:
         raise OSError(13, "Permission denied")
 
-    monkeypatch.setattr(disk, "rotate", refuse)
+    monkeypatch.setattr(disk, "remove_older", refuse)
     for batch in (1, 2, 3):
         write(tmp_path, batch)
     assert len(checkpoints(tmp_path)) == 3

@@ -198,7 +198,7 @@ def test_what_cannot_be_run_again_is_refused(block: nn.Module, message: str) -> 
 
 
 def test_choices_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match="recompute must be one of none, block, stage; got 'all'"):
+    with pytest.raises(ConfigError, match="recompute must be one of none, block, stage, or a list"):
         make_pipeline(Case("1f1b", 2, 2), recompute="all")
     with pytest.raises(ConfigError, match="recomputes whole stages"):
         make_pipeline(Case("1f1b", 2, 2), schedule=with_recompute(make_schedule("1f1b", 2, 2)), recompute="block")
