@@ -156,7 +156,8 @@ class HostCopies:
 
     def times(self) -> list[float]:
         """Return when lanes are free and copies end, in one order."""
-        return [*self._free, *(self._back[key] for key in sorted(self._back))]
+        used = [free for free in self._free if free]  # a lane that is never used does not move with the others
+        return [*used, *(self._back[key] for key in sorted(self._back))]
 
     def copy(self) -> HostCopies:
         """Return an independent twin."""
