@@ -133,7 +133,7 @@ def what_decides(clip: bool, loss_scale: bool, fp16: bool, width: int, apart: st
         scale = ("the loss scale of fp16", "set precision to bf16 or fp32") if fp16 else ("loss_scale", "remove it")
         found[scale[0]] = scale[1]
     if width > 1:
-        found[f"{width} parallel pipelines" if apart is None else f"combine {apart!r}"] = (
+        found[f"data_parallel={width}" if apart is None else f"combine {apart!r}"] = (
             "set data_parallel (penstock train: width) to 1"
         )
     return found
