@@ -91,7 +91,7 @@ def test_frozen_parameters_count(precision, frozen):
 def test_loss_scales_and_parallel_pipelines_decide(monkeypatch):
     """Whether or not gradients are clipped; the planner hears of fp16 from the settings of the profile."""
     asked = []
-    monkeypatch.setattr(planning, "simulated_plans", lambda *_, decides: asked.append(decides) or ([], []))
+    monkeypatch.setattr(planning, "simulated_plans", lambda *_, decides, **__: asked.append(decides) or ([], []))
     text = "format: penstock profile 1\nlayers: [{name: a, forward: 1, backward: 1}]\nsettings: "
     for settings in ("{max_grad_norm: null}", "{max_grad_norm: null, precision: fp16}", "{precision: bf16}"):
         planning.make_plan(planning.PlanRequest(parse_profile(text + settings, "p"), DEVICES, cost="simulated"))
