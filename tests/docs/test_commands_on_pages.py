@@ -65,7 +65,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "penstock.plan.profile.files.read_profile_text", "penstock.train.export.sample.sample_text",
     ):  # fmt: skip
         monkeypatch.setattr(place, reached)
-    monkeypatch.setattr("penstock.cli.planning._measured", reached, raising=False)
+    monkeypatch.setattr("penstock.cli.plans.profile._measured", reached, raising=False)
     monkeypatch.setattr("penstock.measure.rehearsal.rehearse", reached)
     monkeypatch.setattr("penstock.cli.train._checked", read)
     monkeypatch.chdir(tmp_path)

@@ -16,175 +16,21 @@ import penstock
 from penstock.errors import ConfigError
 from penstock.partition.blocks import named_blocks
 from support.asserting_model import Asserts
-
-D = 8
-
-
-def loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
-def vectors() -> tuple[Tensor, Tensor]:
-    return torch.randn(4, 5, D, generator=torch.Generator().manual_seed(0)), torch.tensor(0.5).expand(4)
-
-
-def tokens() -> tuple[Tensor, Tensor]:
-    return torch.randint(16, (4, 5), generator=torch.Generator().manual_seed(0)), torch.tensor(0.5).expand(4)
-
-
-def images() -> tuple[Tensor, Tensor]:
-    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor(0.5).expand(4)
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.bn1(self.conv1(x))
-        out += x
-        found: Tensor = self.relu(out)
-        return found
-
-
-class ResNet(nn.Module):
-    """As torchvision has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1, self.relu = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()
-        self.maxpool = nn.MaxPool2d(2)
-        self.layer1 = nn.Sequential(Residual(4), Residual(4))
-        self.layer2 = nn.Sequential(Residual(4))
-        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
-        self.fc = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        x = self.relu(self.layer2(self.layer1(x)))
-        x = self.avgpool(x)
-        x = torch.flatten(x, 1)
-        found: Tensor = self.fc(x)
-        return found
-
-
-class Patches(nn.Module):
-    """A vision Transformer: bare parameters, a token that is prepended, a result from one place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Conv2d(3, D, 4, stride=4)
-        self.cls, self.places = nn.Parameter(torch.randn(1, 1, D)), nn.Parameter(torch.randn(1, 5, D))
-        self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(D, 2, 16, dropout=0.0, batch_first=True), 2, norm=nn.LayerNorm(D),
-            enable_nested_tensor=False,
-        )  # fmt: skip
-        self.head = nn.Linear(D, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], dim=1) + self.places
-        x = self.encoder(x)
-        found: Tensor = self.head(x[:, 0])
-        return found
-
-
-class Decoder(nn.Module):
-    """Two embeddings, a mask that is a buffer, and a head that shares its weights; layers in a module inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = Body()
-        self.lm_head = nn.Linear(D, 16, bias=False)
-        self.lm_head.weight = self.body.tok.weight
-
-    def forward(self, tokens: Tensor, scale: Tensor | None = None) -> Tensor:
-        x = self.body(tokens)
-        if scale is not None:
-            x = x * scale
-        found: Tensor = self.lm_head(x) / 2
-        return found
-
-
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.map = nn.Linear(D, D)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        found: Tensor = x + mask @ self.map(x)
-        return found
-
-
-class Body(nn.Module):
-    mask: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok, self.pos = nn.Embedding(16, D), nn.Embedding(5, D)
-        self.layers = nn.ModuleList(Masked() for _ in range(3))
-        self.register_buffer("mask", torch.ones(5, 5).tril(), persistent=False)
-        self.norm = nn.LayerNorm(D)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tok(tokens) + self.pos(places)
-        for layer in self.layers:
-            x = layer(x, self.mask)
-        return self.norm(x) * D**0.5
-
-
-class Skips(nn.Module):
-    """A value of the first layer is used by the last one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third, self.last = (nn.Linear(D, D) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = torch.tanh(self.first(x))
-        found: Tensor = self.last(F.gelu(self.third(-self.second(first) * 0.5 + 1) + first, approximate="tanh"))
-        return found
-
-
-class MaskMadeOnce(nn.Module):
-    """A Transformer as users write it: a causal mask, made once, goes to every layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(16, 8)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(4))
-        self.head = nn.Linear(8, 11)
-        self.register_buffer("future", torch.triu(torch.full((5, 5), float("-inf")), diagonal=1))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        mask = self.future.tril(5)
-        for layer in self.layers:
-            x = layer(x, src_mask=mask)
-        return self.head(x)  # type: ignore[no-any-return]
-
-
-class Base(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
-        self.step = 0
-        self.register_buffer("scale", torch.ones(1))
-
-
-class Foreign(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.fft(self.second(self.first(x))).real
-
-
-class Twofold(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
+from support.traceable_models import (
+    Base,
+    D,
+    Decoder,
+    Foreign,
+    MaskMadeOnce,
+    Patches,
+    ResNet,
+    Skips,
+    Twofold,
+    images,
+    loss,
+    tokens,
+    vectors,
+)
 
 ENCODER = ["encoder.layers.0", "encoder.layers.1", "encoder.norm"]
 DIVIDED: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], list[str]]] = {

@@ -19,11 +19,11 @@ from penstock.plan.scale.fastest import AXES, Rated, ScaledTraining, fastest, ra
 from penstock.plan.scale.layouts import Layouts, memory_of, offloads, one_layout, transfers
 from penstock.plan.scale.model_shape import ModelShape, critical_batch, family_model
 from penstock.plan.scale.rules import read_rules
-from penstock.plan.scale.sharded_state import state_bytes_of_zero
 from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
+from support.zero_bytes import state_bytes_of_zero
 
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 LGA, BFPP, PTD_P = "arXiv 2106.02679", "arXiv 2211.05953", "arXiv 2104.04473"

@@ -1,33 +1,12 @@
-"""Models of every form for which blocks are proposed, or are not."""
+"""Models whose forwards can be followed, and their data."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.errors import ConfigError
-from penstock.partition.blocks import named_blocks
-
 D = 8
-
-
-def proposed(model: nn.Module) -> dict[str, Any]:
-    """The blocks of the message."""
-    with pytest.raises(ConfigError, match="module, which cannot be cut; pass the parts") as refused:
-        named_blocks(model)
-    lines = [line.removeprefix("    ") for line in str(refused.value).splitlines()[1:]]
-    assert lines[-2:] == [
-        "pipeline = penstock.Pipeline(blocks, ...)",
-        "weights = pipeline.full_state_dict(model)  # on all ranks; then, on rank 0: model.load_state_dict(weights)",
-    ]
-    names: dict[str, Any] = {"torch": torch, "model": model}
-    exec("\n".join(lines[:-2]), names)
-    blocks: dict[str, Any] = names["blocks"]
-    return blocks
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -160,12 +139,22 @@ class Skips(nn.Module):
         return found
 
 
-class Twofold(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
+class MaskMadeOnce(nn.Module):
+    """A Transformer as users write it: a causal mask, made once, goes to every layer."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(4))
+        self.head = nn.Linear(8, 11)
+        self.register_buffer("future", torch.triu(torch.full((5, 5), float("-inf")), diagonal=1))
 
-# --- what is not proposed ---------------------------------------------------------------------------------------------
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        mask = self.future.tril(5)
+        for layer in self.layers:
+            x = layer(x, src_mask=mask)
+        return self.head(x)  # type: ignore[no-any-return]
 
 
 class Base(nn.Module):
@@ -176,88 +165,11 @@ class Base(nn.Module):
         self.register_buffer("scale", torch.ones(1))
 
 
-class Branches(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x)) if x.sum() > 0 else x  # type: ignore[no-any-return]
-
-
-class Drops(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(F.dropout(self.first(x), 0.5, self.training))  # type: ignore[no-any-return]
-
-
-class Frozen(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.first(x)
-        return self.second(x)  # type: ignore[no-any-return]
-
-
-class Half(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            x = self.first(x)
-        return self.second(x)  # type: ignore[no-any-return]
-
-
-class _Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class Straight(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(_Rounded.apply(self.first(x)))  # type: ignore[no-any-return, no-untyped-call]
-
-
-class Counts(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        self.step += 1
-        return self.second(self.first(x))  # type: ignore[no-any-return]
-
-
-class Noise(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x) + torch.randn(D))  # type: ignore[no-any-return]
-
-
-class Asks(Base):
-    def forward(self, x: Any) -> Tensor:
-        x = x if isinstance(x, Tensor) else x[0]
-        return self.second(self.first(x))  # type: ignore[no-any-return]
-
-
-class Shares(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.first(self.second(self.first(x)))  # type: ignore[no-any-return]
-
-
-class Pairs(Base):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.first(x)
-        return x, self.second(x)
-
-
-class Joins(Base):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.first(x) + self.second(y)  # type: ignore[no-any-return]
-
-
 class Foreign(Base):
     def forward(self, x: Tensor) -> Tensor:
         return torch.fft.fft(self.second(self.first(x))).real
 
 
-class Unwritten(Base):
-    pass
-
-
-def hooked() -> nn.Module:
-    model = Skips()
-    model.register_forward_hook(lambda *_: None)
-    return model
+class Twofold(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)

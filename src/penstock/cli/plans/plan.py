@@ -1,0 +1,206 @@
+"""The command `penstock plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from penstock.cli.options import AsJson
+from penstock.cli.output import print_json
+from penstock.cli.plans.plan_devices import devices_of, known_profile, link_matrix_of
+from penstock.cli.plans.plan_options import (
+    Bandwidths,
+    Compression,
+    CostName,
+    DeviceCounts,
+    DeviceMemory,
+    DevicePrice,
+    EpochSamples,
+    EpochsByBatch,
+    LinkMatrix,
+    MethodsToTry,
+    Objective,
+    PerBatch,
+    PlanFile,
+    PlannedCluster,
+    PlannerName,
+    ProfileFile,
+    SamplesPerBatch,
+    SmallerWorlds,
+    Straight,
+    TimelineFile,
+    WhatIfFlag,
+)
+from penstock.cli.plans.sizes import whole_numbers
+from penstock.errors import ConfigError
+from penstock.files import write_whole
+
+
+def plan(
+    profile: ProfileFile = None,
+    devices: DeviceCounts = None,
+    bandwidth: Bandwidths = None,
+    memory: DeviceMemory = None,
+    cluster: PlannedCluster = None,
+    link_matrix: LinkMatrix = None,
+    planner: PlannerName = "default",
+    cost: CostName = None,
+    microbatches: PerBatch = None,
+    global_batch: SamplesPerBatch = None,
+    straight: Straight = False,
+    compression: Compression = None,
+    methods: MethodsToTry = None,
+    objective: Objective = "throughput",
+    epochs: EpochsByBatch = None,
+    epoch_samples: EpochSamples = None,
+    price: DevicePrice = 1.0,
+    worlds: SmallerWorlds = None,
+    timeline: TimelineFile = None,
+    what_if: WhatIfFlag = False,
+    out: PlanFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan stages and their devices for a profiled model, by planners of papers or the best of all they know.
+
+    Exit code 1 if no plan fits.
+    """
+    from penstock.plan.objectives import choose
+    from penstock.plan.planners.pipedream import Choices
+    from penstock.plan.planning import PlanRequest, with_cost
+
+    if worlds is not None and out is None:
+        raise ConfigError("--worlds writes plans beside that of --out; give --out, too")
+    known = known_profile(profile, devices, bandwidth or cluster)
+    request = with_cost(
+        PlanRequest(
+            known,
+            devices_of(cluster, str(devices), bandwidth, memory, known.links, link_matrix is not None),
+            planner,
+            cost,
+            microbatches,
+            global_batch,
+            Choices(straight, compression=compression),
+            None if methods is None else tuple(name.strip() for name in methods.split(",")),
+            None if link_matrix is None else link_matrix_of(link_matrix, planner),
+        )
+    )
+    if out is not None and request.cost != "simulated":
+        raise ConfigError("--out takes plans that can be run, which --cost simulated finds")
+    chosen = choose(request, objective, _target(epochs, epoch_samples), price)
+    _print_answer(chosen, what_if, as_json)
+    if not chosen.planning.plans:
+        raise typer.Exit(1)
+    if timeline is not None:
+        _draw_timeline(timeline, chosen.planning, as_json)
+    if out is not None:
+        _write_plans(out, chosen.planning, whole_numbers("--worlds", worlds) if worlds else [])
+
+
+def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
+    """Print plans, what was asked for them, and what more of each resource would bring."""
+    from penstock.plan.objectives_report import trials_json, trials_table
+    from penstock.plan.planned_timeline import what_would_help
+    from penstock.plan.report import planning_json, planning_tables
+    from penstock.view.tables import UNBOUNDED
+
+    found = chosen.planning
+    changes = list(what_would_help(found)) if what_if else []
+    if as_json:
+        print_json(planning_json(found) | trials_json(chosen) | {"what_if": [each._asdict() for each in changes]})
+        return
+    console = Console()
+    console = console if console.is_terminal else Console(width=UNBOUNDED)  # programs get tables whole
+    if chosen.objective != "throughput":
+        console.print(trials_table(chosen))
+    console.print(planning_tables(found))
+    for change, seconds, gain in changes:
+        said = "no plan fits" if seconds is None else f"{seconds:.5g} s per sample"
+        console.print(Text(f"With {change}: {said}" + (f", {gain:.3g} times as fast." if gain else ".")))
+
+
+def _write_plans(out: Path, found: Any, sizes: Sequence[int]) -> None:
+    """Write the best plan, and beside it plans for fewer devices.
+
+    Raises:
+        ConfigError: one cannot be written, or nothing fits fewer devices.
+    """
+    from penstock.plan.report import plan_file
+
+    _write_plan(out, plan_file(found))
+    for size in sizes:
+        _write_plan(out.with_stem(f"{out.stem}-{size}"), _smaller_world(found, size))
+
+
+def _write_plan(path: Path, text: str) -> None:
+    """Write a plan.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise ConfigError(f"cannot write the plan {str(path)!r}: {error.strerror or error}") from None
+
+
+def _draw_timeline(path: Path, found: Any, quiet: bool) -> None:
+    """Draw the best plan, and say what its ranks wait for.
+
+    Raises:
+        ConfigError: it cannot be played, or the file cannot be written.
+    """
+    from penstock.plan.planned_timeline import idle_shares, planned_timeline
+    from penstock.view.svg import timeline_svg
+
+    played = planned_timeline(found)
+    best = found.plans[0]
+    _write_plan(path, timeline_svg(played, f"{found.request.profile.name}: {best.notes[0].partition(':')[0]}"))
+    if not quiet:
+        shares = ", ".join(f"{cause} {share:.1%}" for cause, share in idle_shares(played).items())
+        Console().print(Text(f"Ranks are idle for: {shares or 'nothing'} (docs/design.md has the causes)."))
+
+
+def _smaller_world(found: Any, size: int) -> str:
+    """Return the plan for fewer devices with the same samples in a batch.
+
+    Raises:
+        ConfigError: there are no such devices, or no plan fits them.
+    """
+    from dataclasses import replace
+
+    from penstock.plan.objectives import fewer_devices
+    from penstock.plan.planning import make_plan
+    from penstock.plan.report import plan_file
+
+    best, request = found.plans[0], found.request
+    samples = found.sizes[best.samples].microbatches * best.samples
+    request = replace(request, devices=fewer_devices(request.devices, size), samples=samples, microbatches=None)
+    smaller = make_plan(request)
+    if not smaller.plans:
+        raise ConfigError(f"--worlds: no plan fits {size} devices; leave it out, or give more memory")
+    return plan_file(smaller)
+
+
+def _target(epochs: str | None, samples: float | None) -> Any:
+    """Read the curve of epochs.
+
+    Raises:
+        ConfigError: it is none, or half of it is missing.
+    """
+    from penstock.plan.objectives import Target
+
+    if epochs is None and samples is None:
+        return None
+    if epochs is None or samples is None:
+        raise ConfigError("give both --epochs and --epoch-samples")
+    pairs = [part.strip().partition(":") for part in epochs.split(",")]
+    try:
+        found = {int(batch): float(count) for batch, _, count in pairs}
+    except ValueError:
+        raise ConfigError(f"--epochs takes batches and epochs, as in 256:10,1024:12.5, got {epochs!r:.80}") from None
+    return Target(found, samples)

@@ -1,0 +1,111 @@
+"""The profile, devices and links that `penstock plan` is asked to plan for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.plans.sizes import size_of, whole_numbers
+from penstock.errors import ConfigError
+
+
+def link_matrix_of(path: Path, planner: str) -> Any:
+    """Read the bandwidths between all pairs of devices.
+
+    Raises:
+        ConfigError: it cannot be read, is none, or no planner takes it.
+    """
+    from penstock.plan.any_links.device_order import checked_links
+    from penstock.yaml_file import read_yaml
+
+    if planner != "spp":
+        raise ConfigError("--link-matrix is for --planner spp; others know levels of devices (--devices, --bandwidth)")
+    return checked_links(read_yaml(path).get("links"))
+
+
+def devices_of(
+    cluster: str | None,
+    devices: str,
+    bandwidth: str | None,
+    memory: str | None,
+    links: Sequence[Any],
+    with_links: bool = False,
+) -> Any:
+    """Return the devices of a cluster, or those that options describe.
+
+    Raises:
+        ConfigError: they cannot be read, or do not fit together.
+    """
+    if cluster is None:
+        if with_links and bandwidth is None:
+            bandwidth = "1GB"  # not used
+        return _devices(devices, bandwidth, memory, links)
+    from dataclasses import replace
+
+    from penstock.plan.cluster.files import find_cluster
+
+    if bandwidth is not None:
+        raise ConfigError("--cluster says what links do; leave --bandwidth out, or --cluster")
+    (count, *more) = whole_numbers("--devices, with --cluster,", devices)
+    if more:
+        raise ConfigError("--devices takes one number with --cluster, which knows its nodes")
+    found = find_cluster(cluster).devices(count)
+    return found if memory is None else replace(found, memory=size_of("--memory", memory))
+
+
+def known_profile(profile: Path | None, devices: str | None, bandwidth: str | None) -> Any:
+    """Read the profile to plan for, where the other options that a plan needs are there, too.
+
+    Raises:
+        ConfigError: options are missing; the message names all of them.
+    """
+    from penstock.plan.profile.files import read_profile
+
+    known = None if profile is None else read_profile(profile)
+    given = {
+        "--profile FILE": known is not None,
+        "--devices N": devices is not None,
+        "--bandwidth B": bandwidth is not None or (known is not None and bool(known.links)),
+    }
+    if known is None or devices is None:
+        lacking = [option for option, is_there in given.items() if not is_there]
+        raise ConfigError(
+            f"plan needs {' and '.join(lacking)} (no bandwidth where the profile has measured links, or for one "
+            "device). First penstock profile --out mine.yaml, then penstock plan --profile mine.yaml --devices 4"
+        )
+    return known
+
+
+def _devices(devices: str, bandwidth: str | None, memory: str | None, links: Sequence[Any]) -> Any:
+    """Read the options that describe devices; links count as they were measured if no bandwidth is given.
+
+    Raises:
+        ConfigError: they cannot be read, or do not fit together.
+    """
+    from penstock.plan.stages.devices import DeviceLevel, Devices
+
+    parts = re.split("[x×]", devices.strip().lower())
+    if not all(part.strip().isascii() and part.strip().isdigit() and len(part) < 9 for part in parts):
+        raise ConfigError(f"--devices takes a number, or numbers as in 8x4, got {devices!r:.80}")
+    if len(parts) > 8:
+        raise ConfigError(f"--devices takes 8 levels at most, got {len(parts)}")
+    latency = 0.0
+    if bandwidth is None and links:
+        if len(links) not in (1, len(parts)):
+            raise ConfigError(
+                f"the profile has {len(links)} links for {len(parts)} level{'s' if len(parts) > 1 else ''} of devices; "
+                "give --bandwidth, or levels of --devices for the links"
+            )
+        bandwidth, latency = ",".join(repr(link.bandwidth) for link in links), max(link.latency for link in links)
+    if bandwidth is None and {int(part) for part in parts} != {1}:
+        raise ConfigError("--bandwidth is missing: bytes per second of a link between devices, as in 12GB or 10Gbit")
+    speeds = [size_of("--bandwidth", part) for part in (bandwidth or "1GB").split(",")]
+    speeds *= len(parts) if len(speeds) == 1 else 1
+    if len(speeds) != len(parts):
+        raise ConfigError(
+            f"--bandwidth has {len(speeds)} numbers for {len(parts)} levels of devices; give one, or one each"
+        )
+    levels = tuple(DeviceLevel(int(part), speed) for part, speed in zip(parts, speeds, strict=True))
+    return Devices(levels, None if memory is None else size_of("--memory", memory), latency)

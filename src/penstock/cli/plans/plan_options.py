@@ -1,0 +1,116 @@
+"""The options of `penstock plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.options import FLAG
+
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="The model, as [bold]penstock profile[/bold] writes it."),
+]
+DeviceCounts = Annotated[
+    str | None,
+    typer.Option("--devices", metavar="N|NxN..", help="How many, or levels of them, the innermost first: 8x4."),
+]
+Bandwidths = Annotated[
+    str | None,
+    typer.Option(
+        "--bandwidth",
+        metavar="B|B,B..",
+        help="Bytes per second of a link, or of each level, as in 12GB,10Gbit; as measured if the profile says.",
+    ),
+]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="SIZE", help="Of each device, as in 16GiB; no limit if not given."),
+]
+PlannerName = Annotated[
+    str,
+    typer.Option(
+        "--planner", metavar="NAME", help="default, or as published: pipedream, dapple, spp, piper, mist, 2bw-paper."
+    ),
+]
+CostName = Annotated[
+    str | None,
+    typer.Option(
+        "--cost",
+        metavar="NAME",
+        help="The cost function to plan for: pipedream, dapple, spp, piper, mist, 2bw-paper or simulated. If not "
+        "given, the planner's own; for default that of the program which the profile is from, simulated for what we "
+        "measured.",
+    ),
+]
+PerBatch = Annotated[
+    int | None,
+    typer.Option("--microbatches", metavar="M", help="Per batch; as the profile says, or 32.", min=1, max=1 << 20),
+]
+SamplesPerBatch = Annotated[
+    int | None,
+    typer.Option("--global-batch", metavar="B", help="Samples per batch, instead of microbatches.", min=1, max=1 << 30),
+]
+Straight = Annotated[
+    bool, typer.Option("--straight", metavar=FLAG, help="With pipedream's cost: no stage has replicas.")
+]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="FILE", help="With cost simulated: write the plan, for [bold]penstock train --plan[/bold]."
+    ),
+]
+Compression = Annotated[
+    float | None,
+    typer.Option(
+        "--compression",
+        metavar="RATIO",
+        help="With pipedream's cost: activations are sent, compressed by so much.",
+        min=1e-6,
+        max=1e6,
+    ),
+]
+
+
+LinkMatrix = Annotated[
+    Path | None,
+    typer.Option("--link-matrix", metavar="FILE", help="With planner spp: YAML, links: [[0, 9e9], [9e9, 0]], bytes/s."),
+]
+PlannedCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster", metavar="NAME|FILE", help="Devices and links of a preset such as h100, or of a file like one."
+    ),
+]
+MethodsToTry = Annotated[
+    str | None,
+    typer.Option("--methods", metavar="A,B..", help="With cost simulated: only these methods, as in 1f1b,gpipe."),
+]
+Objective = Annotated[
+    str,
+    typer.Option("--objective", metavar="NAME", help="throughput, time-to-target, devices (the fewest), or cost."),
+]
+EpochsByBatch = Annotated[
+    str | None,
+    typer.Option(
+        "--epochs", metavar="B:E,B:E..", help="With time-to-target: epochs that each batch takes, as in 256:10,512:11."
+    ),
+]
+EpochSamples = Annotated[
+    float | None, typer.Option("--epoch-samples", metavar="N", help="With time-to-target: samples of an epoch.")
+]
+DevicePrice = Annotated[float, typer.Option("--price", metavar="P", help="With cost: of a device for an hour.")]
+SmallerWorlds = Annotated[
+    str | None,
+    typer.Option("--worlds", metavar="N,N..", help="With --out: plans for fewer devices, too, at the same batch."),
+]
+
+
+TimelineFile = Annotated[
+    Path | None, typer.Option("--timeline", metavar="FILE", help="With cost simulated: draw the best plan, as SVG.")
+]
+WhatIfFlag = Annotated[
+    bool, typer.Option("--what-if", metavar=FLAG, help="Also plan with twice the speed, bandwidth, memory and devices.")
+]

@@ -1,0 +1,185 @@
+"""The command `penstock profile`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from penstock.cli.options import FLAG, AsJson, ConfigFile, DataPath, TrainChanges
+from penstock.cli.output import print_json
+from penstock.cli.plans.sizes import whole_numbers
+from penstock.cli.train import changes_of
+from penstock.errors import ConfigError
+from penstock.files import write_whole
+
+MicrobatchSizes = Annotated[
+    str | None,
+    typer.Option(
+        "--microbatch-sizes", metavar="B,B..", help="Samples per microbatch to measure, as in 1,2,4; as configured."
+    ),
+]
+MeasuredSeconds = Annotated[
+    float,
+    typer.Option("--seconds", metavar="S", help="For each block, size and kind of pass.", min=0.0, max=3600.0),
+]
+ProfileOut = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Write the profile there instead of printing it.")
+]
+
+
+ProfiledCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster", metavar="NAME|FILE", help="Instead of measuring: by formulas, for a transformer on such devices."
+    ),
+]
+ModelLayers = Annotated[int | None, typer.Option("--layers", metavar="N", help="With --cluster: of the model.")]
+ModelHidden = Annotated[int | None, typer.Option("--hidden", metavar="N", help="Its hidden size.")]
+ModelSequence = Annotated[int | None, typer.Option("--sequence", metavar="N", help="Its tokens in a sequence.")]
+ModelHeads = Annotated[int | None, typer.Option("--heads", metavar="N", help="Its heads; of size 128 if not given.")]
+ModelVocabulary = Annotated[int | None, typer.Option("--vocabulary", metavar="N", help="Of its tokens.")]
+
+
+def profile(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="A profile, ours or one of another program; measure if not given."),
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="PROGRAM", help="Who wrote it: pipedream (*.graph.txt) or piper (*.json)."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of the model; that of the file if not given.")
+    ] = None,
+    microbatch_sizes: MicrobatchSizes = None,
+    seconds: MeasuredSeconds = 0.3,
+    cluster: ProfiledCluster = None,
+    layers: ModelLayers = None,
+    hidden: ModelHidden = None,
+    sequence: ModelSequence = None,
+    heads: ModelHeads = None,
+    vocabulary: ModelVocabulary = None,
+    links: Annotated[
+        bool, typer.Option("--links/--no-links", metavar=FLAG, help="Measure the link between two processes, too.")
+    ] = True,
+    data: DataPath = None,
+    changes: TrainChanges = None,
+    config: ConfigFile = None,
+    out: ProfileOut = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what the blocks of a model cost on this machine; or convert a published profile; or check one of ours.
+
+    Without FILE every distinct block of the GPT that [bold]penstock train[/bold] would train with the same options is
+    measured once, as a stage of its own, and messages between two processes. For example: penstock profile --set
+    model.preset=small --microbatch-sizes 1,2,4 --out small.yaml
+    """
+    numbers = (layers, hidden, sequence, heads, vocabulary)
+    if cluster is not None or any(number is not None for number in numbers):
+        _write_profile(_analytic(cluster, numbers, microbatch_sizes, name), out, as_json)
+        return
+    if file is None:
+        if source is not None:
+            raise ConfigError("--from converts the profile of another program; give its FILE")
+        found = _measured(changes_of(None, None, changes, data=data), config, microbatch_sizes, seconds, links, name)
+    else:
+        given = {"--microbatch-sizes": microbatch_sizes, "--data": data, "--set": changes, "--config": config}
+        unused = next((option for option, value in given.items() if value is not None), None)
+        if unused is not None:
+            raise ConfigError(f"{unused} is of measuring; leave it out, or FILE")
+        found = _read(file, source, name)
+    _write_profile(found, out, as_json)
+
+
+def _analytic(cluster: str | None, numbers: tuple[int | None, ...], sizes: str | None, name: str | None) -> Any:
+    """Return the profile of a transformer on the devices of a cluster.
+
+    Raises:
+        ConfigError: something is missing, or wrong.
+    """
+    from penstock.plan.cluster.files import find_cluster
+    from penstock.plan.scale.analytic_profile import analytic_profile
+    from penstock.plan.scale.model_shape import ModelShape
+
+    names = ("--layers", "--hidden", "--sequence", "--vocabulary")
+    layers, hidden, sequence, heads, vocabulary = numbers
+    missing = [n for n, v in zip(names, (layers, hidden, sequence, vocabulary), strict=True) if v is None]
+    if cluster is None or layers is None or hidden is None or sequence is None or vocabulary is None:
+        missing += ["--cluster"] if cluster is None else []
+        raise ConfigError(f"a profile by formulas needs {', '.join(missing)}, too")
+    heads = max(1, hidden // 128) if heads is None else heads
+    shape = ModelShape(name or f"{layers} x {hidden}", layers, hidden, sequence, heads, vocabulary=vocabulary)
+    wanted = sorted(set(whole_numbers("--microbatch-sizes", sizes))) if sizes else [1]
+    return analytic_profile(shape, find_cluster(cluster), wanted)
+
+
+def _measured(
+    changes: list[str], config: Path | None, sizes: str | None, seconds: float, links: bool, name: str | None
+) -> Any:
+    """Measure a profile.
+
+    Raises:
+        PenstockError: options are wrong, or something that is needed is not there.
+    """
+    from penstock.train.config.load import load_config
+
+    settings = load_config(config, changes)
+    wanted = [settings.microbatch_size] if sizes is None else whole_numbers("--microbatch-sizes", sizes)
+    from penstock.measure.configured import measure_configured  # not before, as this imports torch
+
+    with Console(stderr=True).status("measuring") as status:
+        return measure_configured(
+            settings, wanted, seconds, links, name, lambda block: status.update(f"measuring {block}")
+        )
+
+
+def _read(file: Path, source: str | None, name: str | None) -> Any:
+    """Read a profile, ours or a published one, and check it.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    from penstock.plan.profile.files import parse_profile, read_profile_text
+    from penstock.plan.profile.from_pipedream import from_pipedream
+    from penstock.plan.profile.from_piper import from_piper
+    from penstock.plan.profile.layer_graph import layer_graph, sizes_of
+
+    readers = {"pipedream": from_pipedream, "piper": from_piper}
+    if source is not None and source not in readers:
+        raise ConfigError(f"--from takes pipedream or piper, got {source!r:.80}")
+    text = read_profile_text(file)
+    if source is None:
+        found = parse_profile(text, str(file))
+        found = found if name is None else found.model_copy(update={"name": name[:200] or "model"})
+    else:
+        try:
+            found = readers[source](text, name or file.name.partition(".")[0])
+        except ConfigError as error:
+            raise ConfigError(f"{str(file)!r}: {error}") from None
+    for size in sizes_of(found):
+        layer_graph(found, size)
+    return found
+
+
+def _write_profile(found: Any, out: Path | None, as_json: bool) -> None:
+    """Print a profile, or write it to a file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    from penstock.plan.profile.files import profile_text
+
+    if out is not None:
+        try:
+            write_whole(out, profile_text(found))
+        except OSError as error:
+            raise ConfigError(f"cannot write the profile {str(out)!r}: {error.strerror or error}") from None
+    elif as_json:
+        print_json(found.model_dump(exclude_unset=True, exclude_none=True))
+    else:
+        sys.stdout.write(profile_text(found))

@@ -1,0 +1,37 @@
+"""Sizes and lists of numbers, as options of the command line have them."""
+
+from __future__ import annotations
+
+import re
+
+from penstock.errors import ConfigError
+
+_UNITS = {
+    "": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30,
+    "tib": 2.0**40, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8, "tbit": 1e12 / 8,
+}  # fmt: skip
+_SIZE = re.compile(r"(\d+\.?\d*(?:e[-+]?\d+)?|\.\d+)\s*([a-z]*)(/s)?", re.IGNORECASE)
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """Read numbers with commas between them.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 8 for part in parts) or len(parts) > 64:
+        raise ConfigError(f"{option} takes whole numbers, as in 1,2,4, got {text!r:.80}")
+    return [int(part) for part in parts]
+
+
+def size_of(option: str, text: str) -> float:
+    """Read a number of bytes with its unit.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if not found or len(text) > 40 or found[2].lower() not in _UNITS:
+        raise ConfigError(f"{option} takes a size such as 1.25e9, 16GiB, 12GB or 10Gbit, got {text!r:.80}")
+    return float(found[1]) * _UNITS[found[2].lower()]
