@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: train check test faults fuzz planted compiled memory soak lint bench bench-short bench-overhead bench-links quality clean
+.PHONY: train check test test-all faults fuzz planted compiled memory soak lint bench bench-short bench-overhead bench-links quality clean
 
 train: $(STAMP)
 	$(BIN)/penstock train $(ARGS)
@@ -14,6 +14,9 @@ check: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m smoke
 
 test: lint
+	$(BIN)/python -m pytest -n 3 --dist worksteal --some-cases -m "not long"
+
+test-all: lint
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 faults: $(STAMP)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from support.chosen_cases import cases_left_out
 from support.command_line import Command, run
 from support.pool import Pool
 from support.smoke import smoke_tests
@@ -67,9 +68,18 @@ def command(
     return call
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of `make test`."""
+    parser.addoption("--some-cases", action="store_true", help="of tests marked every_nth(n), every nth case")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that need the pool as `processes`, and those of `make check` as `smoke`."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests that need the pool as `processes`, and those of `make check` as `smoke`; choose cases, if asked to."""
+    if config.getoption("some_cases"):
+        left_out = set(cases_left_out(items))
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker("processes")

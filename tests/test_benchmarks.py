@@ -49,6 +49,7 @@ def run(monkeypatch, capsys, request):
     return call
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_throughput_of_every_arm(tmp_path, run):
     printed = run("throughput", "--microbatches", 2, "--count", 2, "--slice", 2, "--rounds", 1, "--out", tmp_path)
@@ -62,6 +63,7 @@ def test_throughput_of_every_arm(tmp_path, run):
     assert all(f"| {arm} |" in printed for arm in arms)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_clipping_against_none(tmp_path, run):
     printed = run("clipping", "--microbatches", 2, "--count", 2, "--slice", 2, "--rounds", 2, "--out", tmp_path)
@@ -84,6 +86,7 @@ def test_one_of_its_arms_clips():
             assert pipeline.call_args.kwargs["max_grad_norm"] == clip
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_memory_of_an_arm(tmp_path, run):
     """2bw is the arm that must be drained before its process may end."""
@@ -214,6 +217,7 @@ def test_times_of_messages(run):
         assert printed.count(f"\n  {part} ") == 2  # of activations and of gradients
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_error_of_rounded_gradients(run):
     printed = run("boundary_gradients", "--updates", 2, "--seeds", 1, "--stages", 2)

@@ -129,6 +129,7 @@ def test_nothing_is_left_of_a_network(monkeypatch):
     assert left() == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.usefixtures("hosts")

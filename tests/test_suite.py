@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from support.chosen_cases import cases_left_out
 from support.smoke import smoke_tests
 
 TESTS = Path(__file__).parent
@@ -68,3 +69,23 @@ def test_which_tests_of_a_file_make_check_runs(marks, wanted):
 
     items = [item(path, number, mark) for path in ("a", "b") for number, mark in enumerate(marks)]
     assert [(found.path, found.number) for found in smoke_tests(items)] == [(p, n) for p in ("a", "b") for n in wanted]
+
+
+class _Case:
+    """A collected case, as far as `cases_left_out` looks at it."""
+
+    def __init__(self, name: str, nth: int | None) -> None:
+        self.path, self.originalname = "file", name
+        self._marker = None if nth is None else pytest.mark.every_nth(nth).mark
+
+    def get_closest_marker(self, _name: str) -> pytest.Mark | None:
+        return self._marker
+
+
+def test_of_many_cases_every_nth_is_chosen():
+    """Counted for each test by itself; tests without the mark keep all."""
+    cases = [_Case(name, nth) for _ in range(5) for name, nth in (("wide", 3), ("plain", None), ("twice", 2))]
+    left = [cases.index(case) // 3 for case in cases_left_out(cases) if case.originalname == "wide"]
+    assert left == [1, 2, 4]
+    assert [cases.index(case) // 3 for case in cases_left_out(cases) if case.originalname == "twice"] == [1, 3]
+    assert all(case.originalname != "plain" for case in cases_left_out(cases))

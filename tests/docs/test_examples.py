@@ -238,6 +238,7 @@ def killed(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
         process.wait()
 
 
+@pytest.mark.every_nth(2)
 @pytest.mark.processes
 @pytest.mark.parametrize("killed", ["job", "worker"], indirect=True)
 def test_a_killed_run_goes_on_to_the_same_bits(

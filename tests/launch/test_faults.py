@@ -46,6 +46,7 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
     return made
 
 
+@pytest.mark.every_nth(2)
 @pytest.mark.parametrize(
     ("name", "rank", "moment"),
     [
@@ -60,6 +61,7 @@ def test_a_fault_changes_no_bit(trials: Trials, name: str, rank: int, moment: Mo
     assert found["in_time"]
 
 
+@pytest.mark.long
 def test_a_worker_that_stalls_is_named_and_its_peers_say_what_they_waited_for(trials: Trials) -> None:
     case = Case(0, kind_named("worker: SIGSTOP"), SHAPE, 1, Moment("steady", 20, 0.0))
     outcome = trials.run(case, "stalls", {"batches": 100_000, "timeout": 5.0})
@@ -132,6 +134,7 @@ def test_a_worker_that_stalls_when_others_have_done_their_part() -> None:
     assert time.monotonic() - begun < 60  # it would be for ever
 
 
+@pytest.mark.long
 def test_a_worker_that_is_stopped_while_it_waits_for_the_launcher() -> None:
     """Elastic wakes it, and waits until it has woken, which never happens."""
     begun = time.monotonic()

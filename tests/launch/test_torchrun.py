@@ -145,6 +145,7 @@ def test_the_first_worker_that_asks_is_the_one_that_says_it(monkeypatch: pytest.
     assert is_first_to_say("a")
 
 
+@pytest.mark.long
 def test_two_machines_start_again_when_a_worker_of_one_is_killed(
     tmp_path: Path,
     text: str,
