@@ -144,7 +144,7 @@ def test_wpipe_with_other_features(changes: dict[str, Any]) -> None:
         ({"precision": "fp16"}, "which the loss scale of fp16 needs; set precision to bf16 or fp32, or"),
         (
             {"width": 2, "max_grad_norm": 1.0},
-            r"which max_grad_norm and 2 parallel pipelines need; set max_grad_norm to null \(None\), set data",
+            r"which max_grad_norm and data_parallel=2 need; set max_grad_norm to null \(None\), set data",
         ),
         (
             {"width": 2, "combine": Combine("average", every=2)},
