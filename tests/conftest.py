@@ -70,7 +70,7 @@ def command(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option of `make test`."""
-    parser.addoption("--some-cases", action="store_true", help="of tests marked every_nth(n), every nth case")
+    parser.addoption("--some-cases", action="store_true", help="of tests with many cases, every fourth")
 
 
 @pytest.hookimpl(tryfirst=True)

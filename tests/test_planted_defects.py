@@ -8,6 +8,8 @@ import pytest
 from campaigns.defects import DEFECTS, Defect
 from campaigns.planted_defects import ROOT, chosen, place_of
 
+pytestmark = pytest.mark.all_cases
+
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.what)
 def test_every_planted_defect_has_its_place(defect):

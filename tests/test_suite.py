@@ -71,21 +71,14 @@ def test_which_tests_of_a_file_make_check_runs(marks, wanted):
     assert [(found.path, found.number) for found in smoke_tests(items)] == [(p, n) for p in ("a", "b") for n in wanted]
 
 
-class _Case:
-    """A collected case, as far as `cases_left_out` looks at it."""
+def test_of_many_cases_every_fourth_is_chosen():
+    """Counted for each test by itself; tests with few cases keep all."""
 
-    def __init__(self, name: str, nth: int | None) -> None:
-        self.path, self.originalname = "file", name
-        self._marker = None if nth is None else pytest.mark.every_nth(nth).mark
+    def case(name, number, marks=()):
+        return SimpleNamespace(path="file", originalname=name, number=number, get_closest_marker=lambda m: m in marks)
 
-    def get_closest_marker(self, _name: str) -> pytest.Mark | None:
-        return self._marker
-
-
-def test_of_many_cases_every_nth_is_chosen():
-    """Counted for each test by itself; tests without the mark keep all."""
-    cases = [_Case(name, nth) for _ in range(5) for name, nth in (("wide", 3), ("plain", None), ("twice", 2))]
-    left = [cases.index(case) // 3 for case in cases_left_out(cases) if case.originalname == "wide"]
-    assert left == [1, 2, 4]
-    assert [cases.index(case) // 3 for case in cases_left_out(cases) if case.originalname == "twice"] == [1, 3]
-    assert all(case.originalname != "plain" for case in cases_left_out(cases))
+    wide, few = [case("wide", k) for k in range(9)], [case("few", k) for k in range(4)]
+    mixed = [*wide[:4], *few, *wide[4:], *(case("kept", k, ["all_cases"]) for k in range(9))]
+    left = cases_left_out(mixed)
+    assert [case.number for case in left] == [1, 2, 3, 5, 6, 7]
+    assert {case.originalname for case in left} == {"wide"}

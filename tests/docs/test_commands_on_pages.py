@@ -14,6 +14,8 @@ import pytest
 from penstock.cli import main
 from penstock.train.config.load import load_config
 
+pytestmark = pytest.mark.all_cases
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 _FOR = {"METHOD": "2bw", "N": "4", "M": "8", "LAUNCHER": "slurm", "KEY=VALUE": "seed=1"}

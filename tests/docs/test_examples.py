@@ -108,6 +108,7 @@ def test_the_transformer_learns_what_plain_torch_does(
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_under_torchrun_the_transformer_has_the_same_bits(
     transformer: tuple[nn.Module, list[float]], tmp_path: Path
@@ -238,7 +239,7 @@ def killed(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
         process.wait()
 
 
-@pytest.mark.every_nth(2)
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("killed", ["job", "worker"], indirect=True)
 def test_a_killed_run_goes_on_to_the_same_bits(

@@ -46,7 +46,7 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
     return made
 
 
-@pytest.mark.every_nth(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "rank", "moment"),
     [
@@ -144,6 +144,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_the_launcher() -> None:
     assert time.monotonic() - begun < 60
 
 
+@pytest.mark.long
 def test_workers_that_wait_for_nothing_do_not_outlive_the_launcher() -> None:
     start = "launch_local(2, wait_for_nothing)"
     code = f"from support.worker_functions import *; from penstock.launch.launch import launch_local; {start}"

@@ -50,6 +50,7 @@ def text(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.long
 def test_every_launcher_ends_with_the_same_weights(tmp_path: Path, text: str, command: Command) -> None:
     """`penstock train` starts its own workers; those of torchrun and srun join one job."""
     changes = ("stages=2", "microbatches=2", f"data={text}", "sample_length=0")

@@ -81,7 +81,6 @@ CHOICES = [
 ]
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(("method", "depth", "m", "width", "combine"), CHOICES)
 def test_twenty_updates_of_averaging_pipelines(method: str, depth: int, m: int, width: int, combine: Combine) -> None:
     """Weights and optimizer state of every pipeline, where they have loss weights, norms and skips of their own."""

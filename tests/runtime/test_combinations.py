@@ -54,7 +54,6 @@ def page() -> Stated:
     return stated_on(PAGE.read_text())
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("features", CHECKS, ids=", ".join)
 @pytest.mark.parametrize("method", OFFERED)
 def test_it_runs_as_the_reference_says_or_is_refused(method: str, features: tuple[str, ...], page: Stated) -> None:

@@ -125,6 +125,7 @@ def keeps_the_last_report(_: dist.ProcessGroup, how: str) -> tuple[float, str, s
     return time.monotonic() - start, said, refused(pipeline)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["close", "drop"])
 def test_a_peer_that_does_not_come_to_the_end(pool: Pool, how: str) -> None:
     took, said, refusal = pool.submit(keeps_the_last_report, how, ranks=2, timeout=30.0)[1]

@@ -33,7 +33,6 @@ def announced(group: dist.ProcessGroup, case: Case, every: int) -> dict[int, int
     return found
 
 
-@pytest.mark.every_nth(2)
 @pytest.mark.parametrize(
     ("method", "depth", "more", "width"),
     [

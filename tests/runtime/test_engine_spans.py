@@ -45,7 +45,6 @@ def test_parts_in_one_process(method: str, depth: int, m: int) -> None:
     assert_same(train(None, case), expected(case))
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(("method", "depth", "m"), SHAPES)
 def test_parts_on_ranks(pool: Pool, method: str, depth: int, m: int) -> None:
     case = Case(method, depth, m, optimizer="nadam", spans=(1, 2, 3), skips=())

@@ -25,7 +25,6 @@ def test_methods_in_one_process(method: str, depth: int, m: int, device: str) ->
     assert_same(train(None, case), expected(case))
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(("method", "depth", "m"), ON_RANKS)
 def test_methods_on_ranks(pool: Pool, method: str, depth: int, m: int) -> None:
     """Every other case clips by the global norm."""

@@ -51,7 +51,6 @@ CASES = [
 ]
 
 
-@pytest.mark.every_nth(2)
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda c: f"{c.method}-{c.depth}-{c.width}-{c.model}-{c.optimizer}-{c.precision}"
 )
@@ -286,7 +285,7 @@ def storages_of(nbytes: int) -> int:
     return sum(size == nbytes for size in found.values())
 
 
-@pytest.mark.every_nth(2)
+@pytest.mark.long
 @pytest.mark.parametrize(("level", "precision"), [("full", "fp32"), ("gradients", "bf16"), ("full", "bf16")])
 def test_nothing_else_keeps_whole_weights(level: str, precision: PrecisionName) -> None:
     """What is alive in the size of a stage is what the ledger says, in a run and between two."""

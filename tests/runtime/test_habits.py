@@ -19,7 +19,6 @@ from support.pool import Pool
 assert support.habit_table
 
 
-@pytest.mark.every_nth(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", HABITS)
 def test_a_habit_is_as_in_plain_torch_or_as_the_page_says(name: str) -> None:

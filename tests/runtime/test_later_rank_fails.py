@@ -101,7 +101,6 @@ PAIRWISE = [  # each method fails before each batch, and at both depths; so does
 ]
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(("method", "depth", "at"), PAIRWISE)
 def test_the_run_ends_before_the_batch(pool: Pool, method: str, depth: int, at: int) -> None:
     """Weights and momenta go on as those of a run that was given only the batches before."""

@@ -98,7 +98,6 @@ def in_flight(method: str, stage: int, depth: int, m: int, g: int) -> list[int]:
     return list(range(max(start, g - ahead), g))
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("method", [*METHODS, "2bw-eager"])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_activations_die_at_their_backward(method: str, depth: int) -> None:
@@ -121,6 +120,7 @@ def peak_activations(method: str, depth: int, m: int) -> int:
         return tracker.peak - static
 
 
+@pytest.mark.long
 def test_peak_memory_does_not_depend_on_m() -> None:
     def growth(method: str) -> float:
         return peak_activations(method, 4, 16) / peak_activations(method, 4, 4)
@@ -147,7 +147,6 @@ def of_kind(pipeline: Pipeline, *kinds: str) -> int:
     return sum(live.get(kind, 0) for live in pipeline.live_bytes().values() for kind in kinds)
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("method", ONE_OF_EACH)
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_the_ledger_is_right(method: str, depth: int) -> None:

@@ -34,7 +34,6 @@ def test_orders_in_one_process(name: str, p: int, m: int, device: str) -> None:
     assert_same(train(None, case), expected(case))
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(("name", "p", "m"), ON_RANKS)
 def test_orders_on_ranks(pool: Pool, name: str, p: int, m: int) -> None:
     case = replace(case_of(name, p, m), clip=0.6)

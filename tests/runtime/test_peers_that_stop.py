@@ -141,6 +141,7 @@ def takes_half(group: dist.ProcessGroup) -> tuple[str, str]:
     return came, said
 
 
+@pytest.mark.long
 def test_a_receiver_that_is_stopped_before_it_has_taken_a_message() -> None:
     alone = Pool(2)
     try:

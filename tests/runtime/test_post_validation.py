@@ -77,7 +77,6 @@ def drafts(schedule: Schedule) -> int:
     )
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(("name", "rule", "p", "m", "event"), PAIRS)
 def test_post_validation_in_one_process(name: str, rule: str | None, p: int, m: int, event: str, device: str) -> None:
     changes, rejected = EVENTS[event]
@@ -97,7 +96,6 @@ def test_a_decision_says_that_its_update_was_made_again() -> None:
         assert tuple(d.batch for d in decided if d.again) == rejected, event
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("event", ["never clipped", "clipped", "overflow"])
 @pytest.mark.parametrize(("name", "p", "m"), [("zb-h2-post", 2, 4), ("zb-h2-post", 4, 8), ("zb-auto-post", 2, 3)])
 def test_post_validation_on_ranks(pool: Pool, name: str, p: int, m: int, event: str) -> None:
@@ -108,7 +106,6 @@ def test_post_validation_on_ranks(pool: Pool, name: str, p: int, m: int, event: 
     assert sum(redone for _, redone in parts) == drafts(case.schedule) * len(set(rejected) - set(LAST))
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -264,7 +261,6 @@ PAIRWISE = [  # each optimizer at each event; each of them in both precisions
 ]
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(("name", "event", "precision"), PAIRWISE)
 def test_updates_undone_in_place_are_off_by_roundings(name: str, event: str, precision: Any) -> None:
     case = Case("zb-h2", 3, 5, spans=SPANS, precision=precision, **EVENTS[event][0])

@@ -42,7 +42,6 @@ def others(case: Case) -> dict[str, Any]:
     return make_blocks(case.model, seed=99)
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(
     ("method", "optimizer", "before", "after"),
     [

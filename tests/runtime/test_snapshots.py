@@ -85,7 +85,6 @@ CASES = [
 ]
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.method}-{c.depth}-{c.m}-{c.model}-{c.precision}-{c.width}")
 def test_a_run_goes_on_from_a_snapshot_bit_for_bit(case: Case, batch: int, device: str) -> None:

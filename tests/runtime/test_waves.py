@@ -45,7 +45,6 @@ def name_of(value: Any) -> str:
     return str(value)
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(("method", "depth", "m", "width", "combine", "optimizer"), CASES, ids=name_of)
 def test_twenty_updates_of_waves(method: str, depth: int, m: int, width: int, combine: Combine, optimizer: str) -> None:
     """The last wave is cut short by the end."""

@@ -51,7 +51,6 @@ def printed(schedule: Schedule, *ops: str) -> list[tuple[int, int, int]]:
     )
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_any_number_of_microbatches_is_proven_and_simulated_or_refused(method: str) -> None:
     """From one to more than twice the stages: each pass stands once in what is printed, which is read back as it is.
@@ -73,7 +72,6 @@ def test_any_number_of_microbatches_is_proven_and_simulated_or_refused(method: s
             assert busy == pytest.approx([3 * m] * p)
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("lookahead", [0, 1, 8])
 def test_receives_posted_late_or_early_deadlock_nobody(method: str, lookahead: int) -> None:
@@ -118,7 +116,6 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(("name", "option"), OPTIONS)
 def test_every_option_of_an_order_changes_it(name: str, option: str) -> None:
     """What is left of activations after I counts where their limit is felt."""

@@ -42,7 +42,6 @@ def test_plain_1f1b_has_none() -> None:
     ]
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_has_one_with_its_receives_placed_for_it(method: str) -> None:
     """In fill, steady state and drain, with decisions and rejected versions; no later, and within its window."""

@@ -42,7 +42,6 @@ def periods(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return played
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("times", [{}, UNEQUAL], ids=["equal", "unequal"])
 @pytest.mark.parametrize(("name", "decides"), CASES)
 def test_one_span_gives_what_two_give(name: str, decides: bool, times: dict[str, float], periods: list[int]) -> None:

@@ -1,26 +1,26 @@
-"""Choose the cases of `make test`: of a test with very many, every third."""
+"""Choose the cases of `make test`: of a test with many, every fourth."""
 
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+MANY = 4
+
 
 def cases_left_out(items: Iterable[Any]) -> list[Any]:
     """Return the collected cases that `make test` leaves to `make test-all`.
 
-    Of a test marked `every_nth(n)` these are all but its first case and every nth after it, in the order of pytest, so
-    they are the same in every run and on every worker.
+    Of a test with more than four cases these are all but the first one and every fourth after it, in the order of
+    pytest, so they are the same in every run and on every worker. A test marked `all_cases` keeps them.
 
     Args:
         items: pytest's items, in the order of their files.
     """
-    seen: Counter[tuple[Any, str]] = Counter()
+    tests = [(item, (item.path, item.originalname)) for item in items]
+    cases, seen = Counter(test for _, test in tests), Counter[Any]()
     found = []
-    for item in items:
-        marker = item.get_closest_marker("every_nth")
-        if marker is not None:
-            name = item.path, item.originalname
-            if seen[name] % marker.args[0]:
-                found.append(item)
-            seen[name] += 1
+    for item, test in tests:
+        if cases[test] > MANY and seen[test] % MANY and not item.get_closest_marker("all_cases"):
+            found.append(item)
+        seen[test] += 1
     return found

@@ -47,7 +47,6 @@ def test_changes_are_read_as_the_field_means_them():
     assert (config.balance, config.prompt, config.data) == ([1, 2], "1", None)
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

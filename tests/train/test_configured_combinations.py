@@ -79,7 +79,6 @@ def test_sharded_updates_are_built_or_refused_before(optimizer: str, data: Path)
             prepare(load_config(None, [*changes, *wrong.split()]))
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("feature", CHANGES)
 @pytest.mark.parametrize("method", UNLIKE)
 def test_what_cannot_be_built_is_refused_before(method: str, feature: str, data: Path) -> None:

@@ -172,7 +172,6 @@ def test_the_network_has_a_lane_below_each_rank():
     assert "network" not in Picture(simulated("breadth-first", 2, 4, 1)).words
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (8, 16)])
 def test_numbers_are_large_enough_and_fit_in_their_boxes(method, stages, microbatches):

@@ -37,7 +37,6 @@ from support.snapshots import Kept
 SHAPES = [(1, 2), (2, 1), (4, 3), (8, 2)]
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(("depth", "m"), SHAPES)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_equations_of_corrections(name: str, depth: int, m: int) -> None:
@@ -64,7 +63,6 @@ def test_parameters_with_rates_of_their_own(name: str) -> None:
 MUON = ["newest", "pipemare", "spectrain-stash", "xpipe", "pipeoptim", "lwp", "error-feedback", "2bw-ahead by motion"]
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(("name", "depth"), [*((name, 4) for name in MUON), ("pipemare", 8), ("xpipe", 8), ("lwp", 1)])
 def test_late_weights_under_muon(name: str, depth: int) -> None:
     """Each on four stages; late by most updates, and by none, those that predict in the three ways there are."""
@@ -76,7 +74,6 @@ ON_RANKS = sorted({kind.method: name for name, kind in reversed(KINDS.items()) i
 """One choice of options of each method; the others with one backward for a batch are in `test_timeprest.py`."""
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("name", [*ON_RANKS, "v-timeprest"])
 def test_corrections_on_ranks_as_in_one_process(pool: Pool, name: str) -> None:
     case = case_of(name, 3, 2, clip=0.6, spans=(3, 4))
@@ -86,7 +83,6 @@ def test_corrections_on_ranks_as_in_one_process(pool: Pool, name: str) -> None:
 SCALED = {"precision": "fp16", "scaling": Scaling(2.0**10, 2.0, 0.5, 2)}
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(
     "changes",
     [{"clip": 0.6, "tied": True}, {"width": 2}, {"model": "gpt"}, SCALED],
@@ -119,7 +115,6 @@ def test_recompute_reads_what_is_newest_then() -> None:
         assert torch.equal(found.gradients[1][name], kept.gradients[1][name])
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_run_goes_on_from_a_snapshot(name: str) -> None:
     """As one that drained there, with all that a correction remembers."""

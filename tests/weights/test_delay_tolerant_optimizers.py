@@ -35,7 +35,6 @@ def case_of(name: str, method: str = "2bw", depth: int = 2, m: int = 2, **change
     return replace(Case(method, depth, m, "long" if depth == 8 else "mixed", f"configured {name}"), **changes)
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(("method", "depth", "m"), SHAPES)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_updates_are_those_of_the_reference(name: str, method: str, depth: int, m: int) -> None:

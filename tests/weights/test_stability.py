@@ -77,6 +77,7 @@ def check(trials: Mapping[str, Trial], found: Mapping[str, list[float]], steps: 
         assert last > 10 if name.startswith(("above", "un")) else last < 0.1, name
 
 
+@pytest.mark.long
 def test_the_stability_limit_of_delayed_descent() -> None:
     """PipeMare (arXiv 1910.05124), lemma 1: of w^2 / 2 with delay tau rates up to 2 sin(pi / (4 tau + 2)) are stable.
 

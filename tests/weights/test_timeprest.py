@@ -203,7 +203,6 @@ def compare(found: tuple[Pipeline, Recording], wanted: list[Oracle]) -> None:
                 torch.testing.assert_close(there[key], value, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(("depth", "m"), [(1, 2), (2, 1), (2, 4), (4, 3), (8, 7)])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_equations_of_timeprest(method: str, depth: int, m: int) -> None:
