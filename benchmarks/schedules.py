@@ -17,13 +17,13 @@ from typing import Any
 
 from benchmarks.machine import command_line, describe_machine
 from penstock.schedule.build import call_order
-from penstock.schedule.ir.rules import RULES
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
-from penstock.schedule.transforms.apply_rule import apply_rule
+from penstock.schedule.transforms.apply_version_rule import apply_rule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import play
 

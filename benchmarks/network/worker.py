@@ -21,7 +21,7 @@ from benchmarks.arms import Arm, PenstockArm
 from benchmarks.machine import join
 from benchmarks.network.arms import arms_of, case_named
 from penstock.launch.parent_death import end_with_parent
-from penstock.runtime.in_flight.chosen import MEASURED
+from penstock.runtime.in_flight.adapted_in_flight import MEASURED
 
 
 class Place(NamedTuple):

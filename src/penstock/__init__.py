@@ -29,7 +29,7 @@ def __getattr__(name: str) -> object:
     try:
         return _attribute(name)
     except AttributeError:
-        from penstock.names_of_others import instead_of
+        from penstock.names_in_other_libraries import instead_of
 
         if (instead := instead_of(name)) is None:
             raise

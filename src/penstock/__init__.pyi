@@ -16,7 +16,7 @@ from .measure.recompute_choice import RecomputeChoice as RecomputeChoice, choose
 from .models.gpt import gpt_blocks as gpt_blocks, language_loss as language_loss
 from .models.gpt_shape import GPTConfig as GPTConfig
 from .options.divergence import Divergence as Divergence
-from .options.division import DataParallel as DataParallel, Microbatches as Microbatches, Partition as Partition
+from .options.parallelism import DataParallel as DataParallel, Microbatches as Microbatches, Partition as Partition
 from .options.passes import Precision as Precision, Recompute as Recompute, Staleness as Staleness
 from .options.run import Group as Group
 from .partition.blocks import LazyBlock as LazyBlock

@@ -8,7 +8,7 @@ from random import Random
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import ScheduleRequest
-from penstock.schedule.compiled.joint import NotCompiledError
+from penstock.schedule.compiled.collective_events import NotCompiledError
 from penstock.schedule.extend import extended
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine

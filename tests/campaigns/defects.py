@@ -947,14 +947,14 @@ DEFECTS = (
         "job",
         'return None if fields[0] in "ZX" else fields[19]',
         "return fields[19]",
-        ("tests/job/test_agent.py",),
+        ("tests/job/test_torchrun_parent.py",),
     ),
     Defect(
         "whatever has the number of a torchrun that has died is told to end",
         "job",
         "if self._process is None or not self._ends or self.is_gone:",
         "if self._process is None or not self._ends:",
-        ("tests/job/test_agent.py",),
+        ("tests/job/test_torchrun_parent.py",),
     ),
     Defect(
         "a worker is ended in the midst of an import",

@@ -10,7 +10,7 @@ import torch
 
 from penstock.comm import transports
 from penstock.comm.core.rank_grid import RankGrid, RankKey
-from penstock.comm.core.right_of_way import RightOfWay
+from penstock.comm.core.transfer_priority import TransferPriority
 from penstock.comm.p2p.local import LocalTransport
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import GlooTransports, LocalTransports, NcclTransports, choose_transports
@@ -35,7 +35,7 @@ def with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_of_one_process_share_a_transport_with_their_pipeline() -> None:
     chosen = choose_transports(RankGrid(2, 2, None, 1.0), {GPU})
     assert isinstance(chosen, LocalTransports)
-    made = chosen.make(lower(make_schedule("1f1b", 2, 2)), Channel.TRAINING, RightOfWay())
+    made = chosen.make(lower(make_schedule("1f1b", 2, 2)), Channel.TRAINING, TransferPriority())
     assert list(made) == [RankKey(0, 0), RankKey(0, 1), RankKey(1, 0), RankKey(1, 1)]
     assert all(isinstance(transport, LocalTransport) for transport in made.values())
     assert made[RankKey(0, 0)] is made[RankKey(0, 1)] is not made[RankKey(1, 0)]

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from penstock.errors import PenstockError
-from penstock.schedule.ir.rules import RULES, Source
+from penstock.schedule.ir.version_rules import RULES, Source
 from penstock.schedule.methods.table import METHODS
 from penstock.train.config.load import load_config
 from penstock.train.setup.prepare import prepare

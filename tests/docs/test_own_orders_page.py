@@ -14,7 +14,7 @@ from torch import nn
 
 import penstock
 from penstock.cli import main
-from penstock.schedule.ir.rules import RULES
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.corrections import CORRECTIONS
 from support.plain_training import MICROBATCHES, PlainTraining, assert_close_weights, make_data, make_model, sgd
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.job.slurm import first_host, tasks_on_node
+from penstock.job.slurm_notation import first_host, tasks_on_node
 
 
 @pytest.mark.parametrize(

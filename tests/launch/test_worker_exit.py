@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from penstock.errors import ConfigError, EndedError, TransportError
-from penstock.job.agent import Agent
 from penstock.job.place import JobPlace
+from penstock.job.torchrun_parent import Agent
 from penstock.launch import worker_exit as module
 from penstock.launch.worker_exit import WorkerExits, work
 from penstock.train import process_group

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from penstock.errors import ConfigError, DataError
 from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
-from penstock.options.division import Partition
+from penstock.options.parallelism import Partition
 from penstock.options.run import Group
 from penstock.partition.sequence_slices import Slicing, equal_lengths, equal_time_lengths
 from penstock.runtime.pipeline import Pipeline

@@ -15,7 +15,7 @@ from penstock.plan.cluster.schema import Cluster
 from penstock.plan.scale.analysis import IMPROVED, analyse
 from penstock.plan.scale.fastest import AXES, ScaledTraining, by_devices, fastest
 from penstock.plan.scale.model_shape import ModelShape, critical_batch, family_model
-from penstock.plan.scale.rules import read_rules, rules_text
+from penstock.plan.scale.scaling_rules import read_rules, rules_text
 
 RULES = read_rules()
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from penstock.comm.collective.shard_exchange import LocalShards
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import VersionError
-from penstock.options.division import DataParallel
 from penstock.options.number_formats import PrecisionName
+from penstock.options.parallelism import DataParallel
 from penstock.options.passes import Precision
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.update.update_step import Updates

@@ -18,7 +18,7 @@ import pytest
 from penstock.checkpoint import announcements as posts
 from penstock.checkpoint.announcements import StorePosts
 from penstock.checkpoint.writer import Writer
-from penstock.comm.collective import gather, hand_out
+from penstock.comm.collective import broadcast, gather
 from penstock.runtime.rank.snapshot import Snapshot
 from penstock.schedule.build import prove
 from penstock.schedule.rank_proof import common_part, part_of_rank
@@ -34,7 +34,7 @@ class Ends:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
         self.network, self.ranks = Network(), ranks
-        for module in (gather, hand_out):
+        for module in (gather, broadcast):
             monkeypatch.setattr(module, "TaggedGroup", lambda *_: self.end())
             monkeypatch.setattr(module.dist, "get_rank", lambda _=None: _here.rank)
             monkeypatch.setattr(module.dist, "get_world_size", lambda _=None: ranks)
@@ -98,10 +98,10 @@ def share(monkeypatch: pytest.MonkeyPatch, ranks: int) -> tuple[int, int]:
     common = [schedule_facts(proof.schedule), common_part(proof)]
     parts = [part_of_rank(proof.lowered, rank) for rank in range(ranks)]
 
-    def make() -> hand_out.HandedOut:
-        return hand_out.HandedOut(common, lambda rank: parts[rank])
+    def make() -> broadcast.HandedOut:
+        return broadcast.HandedOut(common, lambda rank: parts[rank])
 
-    found = ends.play(lambda _: hand_out.hand_out(make, "proving", None))
+    found = ends.play(lambda _: broadcast.hand_out(make, "proving", None))
     assert [part for _, part in found[1:]] == json.loads(json.dumps(parts[1:]))
     own = ends.network.bytes[ranks - 1] - len(json.dumps(common))  # of the last rank, which passes nothing on
     return own, max(count for rank, count in ends.network.messages.items() if rank)

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from penstock.errors import ConfigError, DataError
-from penstock.options.division import Microbatches
+from penstock.options.parallelism import Microbatches
 from penstock.runtime.execute.evaluation import Evaluating
-from penstock.runtime.in_flight.chosen import MEASURED, AdaptedInFlight
+from penstock.runtime.in_flight.adapted_in_flight import MEASURED, AdaptedInFlight
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.build import ScheduleRequest

@@ -14,8 +14,8 @@ from torch import nn
 from penstock import make_schedule as proven
 from penstock.errors import CapabilityError, ConfigError, PenstockError, ScheduleError
 from penstock.options.divergence import Divergence
-from penstock.options.division import DataParallel, Partition
 from penstock.options.groups import PipelineOptions
+from penstock.options.parallelism import DataParallel, Partition
 from penstock.options.passes import Precision, Recompute
 from penstock.options.run import Group
 from penstock.partition.blocks import LazyBlock

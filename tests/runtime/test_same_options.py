@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.errors import ConfigError
 from penstock.options.divergence import Divergence
-from penstock.options.division import DataParallel, Partition
 from penstock.options.groups import PipelineOptions
+from penstock.options.parallelism import DataParallel, Partition
 from penstock.options.passes import Precision, Recompute, Staleness
 from penstock.options.run import Group
 from penstock.partition.blocks import LazyBlock

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from penstock.comm.collective.shard_exchange import GlooShards, LocalShards
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import CapabilityError, ConfigError, ScheduleError, TransportError, VersionError
-from penstock.options.division import DataParallel
+from penstock.options.parallelism import DataParallel
 from penstock.runtime.ops.batch_ops import ReduceAction, ReleaseAction
 from penstock.runtime.ops.sharded_passes import HeldBackward
 from penstock.runtime.pipeline import Pipeline

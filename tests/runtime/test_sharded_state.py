@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.options.division import DataParallel, Partition
+from penstock.options.parallelism import DataParallel, Partition
 from penstock.runtime.pipeline import Pipeline
 from penstock.verify.reference import Scaling
 from support.cases import Case, Outcome, assert_equal_tensors, expected, make_batches, make_pipeline

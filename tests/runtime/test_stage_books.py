@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.runtime.rank.stage_books import Effect, StageBooks
+from penstock.runtime.rank.stage_state_replay import Effect, StageBooks
 from penstock.schedule.build import prove, smallest_microbatches
 from penstock.schedule.extend import extend
 from penstock.schedule.ir.absolute_actions import since
-from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Action, Copy, Op, Schedule, split_fused
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.stage_spec import StageSpec, stage_specs
 from penstock.schedule.proof.stage_state import StageState
@@ -82,7 +82,7 @@ def play_all(schedule: Schedule) -> None:
 
 @pytest.fixture(autouse=True)
 def _counting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runtime.rank.stage_books.StageState", Counting)
+    monkeypatch.setattr("penstock.runtime.rank.stage_state_replay.StageState", Counting)
 
 
 @pytest.mark.parametrize("method", SHOWN)

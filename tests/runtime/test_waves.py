@@ -17,7 +17,7 @@ from penstock.schedule.ir.schedule import Op
 from penstock.schedule.methods.combine import Combine
 from penstock.schedule.text import parse_schedule
 from penstock.weights.store import VersionStore
-from penstock.weights.waves import WaveWeights
+from penstock.weights.wave_weights import WaveWeights
 from support.cases import make_batches, make_blocks, make_pipeline
 from support.meetings import assert_close, states_of
 from support.snapshots import Kept

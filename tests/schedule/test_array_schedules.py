@@ -10,15 +10,15 @@ import pytest
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.compiled.array_lowering import ArrayLowered, ArrayLowering
-from penstock.schedule.compiled.code import coded
+from penstock.schedule.compiled.instruction_arrays import coded
 from penstock.schedule.ir.arrays import OPERATIONS, ActionArrays, ArrayOrder, ArraySchedule, ProgramArrays
-from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof import check as proofs
 from penstock.schedule.proof.check import check
-from penstock.schedule.transforms.apply_rule import apply_rule
+from penstock.schedule.transforms.apply_version_rule import apply_rule
 from penstock.simulate import simulate as simulation
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import play, simulate_schedule

@@ -7,8 +7,8 @@ import pytest
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import smallest_microbatches
 from penstock.schedule.extend import extend
-from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Op
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.combine import COMBINES, Combine, combine_fault
 from penstock.schedule.methods.compatibility import compatible
 from penstock.schedule.methods.table import METHODS

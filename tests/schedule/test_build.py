@@ -8,8 +8,8 @@ import pytest
 from penstock.errors import ConfigError, PenstockError, ScheduleError
 from penstock.schedule.build import prove, smallest_microbatches
 from penstock.schedule.ir.order import make_order, pass_of
-from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Op, straight
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.compatibility import compatible
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.table import METHODS

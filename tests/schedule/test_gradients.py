@@ -4,7 +4,7 @@ import pytest
 
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.proof.gradients import Gradients
-from penstock.schedule.proof.in_flight import BooksError
+from penstock.schedule.proof.microbatch_state import BooksError
 
 
 def test_a_gradient_accumulates_until_its_last_backward():

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from penstock.schedule.ir.absolute_actions import actions_of, existing
-from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Op, Payload
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
-from penstock.schedule.transforms.apply_rule import apply_rule
+from penstock.schedule.transforms.apply_version_rule import apply_rule
 from support.schedules import make_schedule
 from support.smallest_batch import CHAINS, least
 

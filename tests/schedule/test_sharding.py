@@ -11,9 +11,9 @@ from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.runtime.plan.capabilities import check_offered
 from penstock.schedule.build import ScheduleRequest, prove
 from penstock.schedule.extend import extend, extended
-from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Op, Stage
 from penstock.schedule.ir.sharding import Cache, Level, Sharding, read_sharding
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule

@@ -11,10 +11,10 @@ import pytest
 from campaigns.compiled import random_costs, run
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import prove
-from penstock.schedule.compiled.code import coded
+from penstock.schedule.compiled.collective_events import NotCompiledError
 from penstock.schedule.compiled.evaluate import evaluate
-from penstock.schedule.compiled.joint import NotCompiledError
-from penstock.schedule.compiled.span import graph_of
+from penstock.schedule.compiled.event_graph_builder import graph_of
+from penstock.schedule.compiled.instruction_arrays import coded
 from penstock.schedule.extend import extended
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.machine.instructions import LoweredProgram

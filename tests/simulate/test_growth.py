@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 
 from penstock.schedule.build import prove
-from penstock.schedule.ir.rules import RULES
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.text import parse_schedule
-from penstock.schedule.transforms.apply_rule import apply_rule
+from penstock.schedule.transforms.apply_version_rule import apply_rule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import play
 from support.schedules import make_schedule

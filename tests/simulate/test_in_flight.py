@@ -13,7 +13,7 @@ from penstock.schedule.build import ScheduleRequest, prove
 from penstock.schedule.ir.in_flight import check_in_flight, in_flight_on, read_in_flight, write_in_flight
 from penstock.simulate.auto_in_flight import as_allowed, choose_in_flight, choose_interleaved, most_of_a_run
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.in_flight import least_in_flight, rank_times
+from penstock.simulate.least_in_flight import least_in_flight, rank_times
 from penstock.simulate.long_run import steady_bubble
 from penstock.simulate.simulate import simulate_schedule
 from support.schedules import make_schedule

@@ -16,7 +16,7 @@ from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.options.divergence import Divergence
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import smallest_microbatches
-from penstock.schedule.ir.rules import RULES, Source
+from penstock.schedule.ir.version_rules import RULES, Source
 from penstock.schedule.methods.combine import Combine
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.table import METHODS

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from penstock.options.division import DataParallel, Microbatches, Partition
+from penstock.options.parallelism import DataParallel, Microbatches, Partition
 from penstock.options.passes import Precision, Recompute, Staleness
 from penstock.options.run import Group
 

@@ -18,7 +18,7 @@ from penstock.plan.scale.batch_theory import samples_at, steps_at
 from penstock.plan.scale.fastest import AXES, Rated, ScaledTraining, fastest, rate
 from penstock.plan.scale.layouts import Layouts, memory_of, offloads, one_layout, transfers
 from penstock.plan.scale.model_shape import ModelShape, critical_batch, family_model
-from penstock.plan.scale.rules import read_rules
+from penstock.plan.scale.scaling_rules import read_rules
 from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op
 from penstock.simulate.costs import Costs, StageCost

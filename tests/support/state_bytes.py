@@ -5,8 +5,8 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
-from penstock.schedule.ir.rules import RULES, Update
 from penstock.schedule.ir.sharding import Level
+from penstock.schedule.ir.version_rules import RULES, Update
 from penstock.schedule.proof.check import Proof
 
 _WHOLE = 4  # bytes of a number in float32: weights that are updated, gradients, optimizer states

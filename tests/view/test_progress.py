@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.idle_time import split_time
-from penstock.runtime.in_flight.chosen import AdaptedInFlight
+from penstock.runtime.in_flight.adapted_in_flight import AdaptedInFlight
 from penstock.runtime.in_flight.measure import Measured
 from penstock.simulate.auto_in_flight import InFlightChoice
-from penstock.simulate.in_flight import RankTimes
+from penstock.simulate.least_in_flight import RankTimes
 from penstock.train.config.load import load_config
 from penstock.train.observer import Progress, RunSummary, Switched
 from penstock.train.setup.prepare import prepare

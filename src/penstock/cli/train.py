@@ -27,8 +27,8 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import print_words
 from penstock.errors import ConfigError, InterruptedRunError, WorkerError
-from penstock.job.agent import starts_again
 from penstock.job.place import is_worker
+from penstock.job.torchrun_parent import starts_again
 from penstock.launch.torchrun import is_first_to_say
 from penstock.schedule.ir.limits import MOST_BATCHES
 

@@ -10,8 +10,8 @@ from penstock.comm.collective.control_reduce import Add, ControlReduce, GlooCont
 from penstock.comm.collective.shard_exchange import GlooShards, LocalShards, ShardExchange
 from penstock.comm.collective.wave_exchange import WAVE_TIMEOUT, Exchange, GlooExchange, LocalExchange
 from penstock.comm.core.rank_grid import Holder, RankGrid, RankKey
-from penstock.comm.core.right_of_way import RightOfWay
 from penstock.comm.core.tagged_group import Tag
+from penstock.comm.core.transfer_priority import TransferPriority
 from penstock.comm.mesh import Groups
 from penstock.comm.p2p.transport import Channel, Transport
 from penstock.comm.transports import Transports
@@ -82,24 +82,24 @@ def connect(
             updates.
     """
     deciding = [Holder(r, stage) for r in range(grid.width) for stage in lowered.schedule.deciding]
-    way, sharded = RightOfWay(), lowered.schedule.sharding.level is not Level.NONE
-    made = transports.make(lowered, channel, way)
+    priority, sharded = TransferPriority(), lowered.schedule.sharding.level is not Level.NONE
+    made = transports.make(lowered, channel, priority)
     if grid.group is None:
         return _connect_locally(grid, made, deciding, add, combine, LocalShards() if sharded else None)
     ((key, transport),) = made.items()
-    reducer = GlooReducer(grid.process, grid.control, holder_groups, way=way)
+    reducer = GlooReducer(grid.process, grid.control, holder_groups, priority=priority)
     # Separate, because these sums come in another order.
-    ties = GlooReducer(grid.process, grid.control, {}, Tag.TIED_GRADIENTS, way)
+    ties = GlooReducer(grid.process, grid.control, {}, Tag.TIED_GRADIENTS, priority)
     if not combine.apart:
         control = GlooControlReduce(deciding, grid.process, grid.control, add)
-        shards = GlooShards(grid.process, grid.control, way) if sharded else None
+        shards = GlooShards(grid.process, grid.control, priority) if sharded else None
         return {key: Communicators(transport, reducer, ties, control, shards=shards)}
     own = [holder for holder in deciding if holder.pipeline == key.pipeline]
     control = GlooControlReduce(own, grid.process, grid.control, add)
     waves = combine.kind == "wsp"  # pipelines may then be several waves apart, so the thread must not time out
     timeout = WAVE_TIMEOUT if waves else None
     everywhere = GlooControlReduce(deciding, grid.process, grid.control, add, Tag.GLOBAL_CONTROL, timeout)
-    averages = None if waves else GlooReducer(grid.process, grid.control, {}, Tag.AVERAGES, way)
+    averages = None if waves else GlooReducer(grid.process, grid.control, {}, Tag.AVERAGES, priority)
     exchange = GlooExchange(grid.process, grid.control) if waves else None
     return {key: Communicators(transport, reducer, ties, control, averages, everywhere, exchange)}
 

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from penstock.comm.collective.broadcast import HandedOut, hand_out
 from penstock.comm.collective.gather import gather_json
-from penstock.comm.collective.hand_out import HandedOut, hand_out
 from penstock.comm.core.rank_grid import RankGrid, RankKey, backends
-from penstock.comm.core.right_of_way import RightOfWay
+from penstock.comm.core.transfer_priority import TransferPriority
 from penstock.comm.p2p.gloo import GlooTransport
 from penstock.comm.p2p.local import LocalTransport
 from penstock.comm.p2p.nccl import LaneGroups, NcclTransport, lane_groups
@@ -42,13 +42,13 @@ class Transports(Protocol):
         """Return a schedule with its RECVs where the transport needs them."""
         ...
 
-    def make(self, lowered: Lowered, channel: Channel, way: RightOfWay) -> Mapping[RankKey, Transport]:
+    def make(self, lowered: Lowered, channel: Channel, priority: TransferPriority) -> Mapping[RankKey, Transport]:
         """Make the transport of every rank of this process, for one span of a schedule.
 
         Args:
             lowered: the schedule.
             channel: training or evaluation.
-            way: is told of messages, where sums share a link with them.
+            priority: is told of messages, where sums share a link with them.
         """
         ...
 
@@ -95,7 +95,7 @@ class LocalTransports:
         """Return it as it is: any order will do."""
         return lowered
 
-    def make(self, lowered: Lowered, channel: Channel, way: RightOfWay) -> Mapping[RankKey, Transport]:  # noqa: ARG002
+    def make(self, lowered: Lowered, channel: Channel, priority: TransferPriority) -> Mapping[RankKey, Transport]:  # noqa: ARG002
         """Make one for each pipeline."""
         made = {pipeline: LocalTransport() for pipeline in self._grid.pipelines}
         return {key: made[key.pipeline] for key in self._grid.local}
@@ -119,10 +119,10 @@ class GlooTransports:
         """Return it as it is: any order will do."""
         return lowered
 
-    def make(self, lowered: Lowered, channel: Channel, way: RightOfWay) -> Mapping[RankKey, Transport]:
+    def make(self, lowered: Lowered, channel: Channel, priority: TransferPriority) -> Mapping[RankKey, Transport]:
         """Make that of the only rank of this process."""
         (key,), first = self._grid.local, _first_of(self._grid)
-        settings = self._grid.control, first, channel, self._device, way, self._grid.patience
+        settings = self._grid.control, first, channel, self._device, priority, self._grid.patience
         return {key: GlooTransport(key.rank, lowered.lanes, lowered.window, *settings)}
 
 
@@ -174,11 +174,11 @@ class NcclTransports:
         """Return what `prepare` has made of a schedule of the training."""
         return self._placed[1] if self._placed is not None and self._placed[0] is lowered else lowered
 
-    def make(self, lowered: Lowered, channel: Channel, way: RightOfWay) -> Mapping[RankKey, Transport]:
+    def make(self, lowered: Lowered, channel: Channel, priority: TransferPriority) -> Mapping[RankKey, Transport]:
         """Make that of the only rank of this process."""
         (key,), first = self._grid.local, _first_of(self._grid)
         if channel is Channel.EVALUATION:
-            settings = self._control, first, channel, self._device, way, self._grid.patience
+            settings = self._control, first, channel, self._device, priority, self._grid.patience
             return {key: GlooTransport(key.rank, lowered.lanes, lowered.window, *settings)}
         groups = self._groups[channel][key.pipeline]
         own = self._device, first, channel, self._grid.patience

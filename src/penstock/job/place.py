@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.errors import ConfigError
-from penstock.job.slurm import first_host, step_of, tasks_on_node
+from penstock.job.slurm_notation import first_host, step_of, tasks_on_node
 
 _PORTS = range(20_000, 30_000)  # below those that Linux gives to connections
 LOOPBACK = "127.0.0.1"

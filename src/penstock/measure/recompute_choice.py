@@ -19,16 +19,16 @@ from typing import Any
 from penstock.errors import CapabilityError, ConfigError, PenstockError
 from penstock.measure.stage_bytes import measure_stages
 from penstock.measure.stage_trial import Training
-from penstock.options.division import DataParallel
 from penstock.options.groups import PipelineOptions
+from penstock.options.parallelism import DataParallel
 from penstock.partition.blocks import LazyBlock, cost_of, named_blocks
 from penstock.runtime.plan.method_choice import request_for
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.order import OrderFunction
-from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Op, Program, Schedule, Stage, passes
 from penstock.schedule.ir.sharding import Level
+from penstock.schedule.ir.version_rules import RULES, Source
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.check import Proof

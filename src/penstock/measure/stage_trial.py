@@ -18,7 +18,7 @@ from penstock.options.groups import PipelineOptions
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.stage_builder import StageBuilder
 from penstock.schedule.build import ScheduleRequest
-from penstock.stage.in_flight import Microbatch
+from penstock.stage.in_flight_microbatch import Microbatch
 from penstock.stage.loss import LossFunction
 from penstock.stage.rng import RngKey
 from penstock.stage.stage_weights import TrainedWeights

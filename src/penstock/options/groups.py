@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.options.division import DataParallel, Microbatches, Partition
+from penstock.options.parallelism import DataParallel, Microbatches, Partition
 from penstock.options.passes import Precision, Recompute, Staleness
 from penstock.options.run import RunOptions
 from penstock.options.updates import UpdateOptions

@@ -12,9 +12,9 @@ from penstock.checks import check_number
 from penstock.errors import ConfigError
 from penstock.options.kernels import Kernels, SdpaName
 from penstock.options.number_formats import BoundaryGradients, PrecisionName, boundary_format, low_precision
-from penstock.partition.block_delays import Delays
+from penstock.partition.emulated_delays import Delays
+from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.transforms.recompute import Segments
-from penstock.short_repr import ShortRepr
 from penstock.stage.autograd.recompute import RecomputeMode, RecomputeModes, check_recompute
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import LossScale

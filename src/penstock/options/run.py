@@ -11,7 +11,7 @@ import torch.distributed as dist
 from penstock.checks import is_number
 from penstock.comm.collective.polling import Waits
 from penstock.errors import ConfigError
-from penstock.short_repr import ShortRepr
+from penstock.repr_without_defaults import ShortRepr
 
 
 @dataclass(frozen=True, repr=False)

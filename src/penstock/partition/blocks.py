@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 from penstock.errors import ConfigError
 from penstock.partition.model_part import ModelBlocks, ModelPart
 from penstock.partition.whole_model import CONTAINERS, WRAPPERS, blocks_of_model, check_same_model, own_part
+from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.ir.schedule import Stage
-from penstock.short_repr import ShortRepr
 
 Blocks = nn.Module | Mapping[str, Any] | Sequence[Any]
 """A whole model; or modules, plain functions or `LazyBlock`s, by name or in sequence (with the names "0", "1", ...)."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ConfigError, DataError
-from penstock.short_repr import ShortRepr
+from penstock.repr_without_defaults import ShortRepr
 
 _TOKENWISE = (
     nn.Linear, nn.Embedding, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU,

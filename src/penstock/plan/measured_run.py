@@ -18,8 +18,8 @@ from penstock.errors import ConfigError
 from penstock.plan.planned_timeline import idle_shares
 from penstock.plan.planners.block_chain import BlockChain
 from penstock.plan.planners.candidate_trial import Candidate, CandidateTrial
-from penstock.plan.planners.foreseen import METHODS
 from penstock.plan.planners.known_schedules import KnownSchedules
+from penstock.plan.planners.proof_forecast import METHODS
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.planning import stages_decide
 from penstock.plan.profile.layer_graph import layer_graph, sizes_of
@@ -38,7 +38,7 @@ class RunSettings:
     """How a run was configured.
 
     Attributes:
-        method: one of `penstock.plan.planners.foreseen.METHODS`.
+        method: one of `penstock.plan.planners.proof_forecast.METHODS`.
         stages, width, microbatches, microbatch_size: of the run.
         recompute: forwards are run again, block by block.
         balance: blocks of each stage.

@@ -17,9 +17,9 @@ from penstock.plan.memory_knobs.mist_cost import MistCost
 from penstock.plan.planners.best_stages import plan_for_two_bw_cost
 from penstock.plan.planners.candidate_trial import NAME as SIMULATED
 from penstock.plan.planners.dapple import plan_as_dapple, plan_for_dapple_cost
-from penstock.plan.planners.foreseen import METHODS
 from penstock.plan.planners.pipedream import Choices, plan_as_pipedream, plan_for_pipedream_cost
 from penstock.plan.planners.piper import plan_as_piper, plan_for_piper_cost
+from penstock.plan.planners.proof_forecast import METHODS
 from penstock.plan.planners.simulated import simulated_plans
 from penstock.plan.planners.two_bw import Sized, plan_as_two_bw
 from penstock.plan.profile.layer_graph import layer_graph, sizes_of

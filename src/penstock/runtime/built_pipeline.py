@@ -16,7 +16,7 @@ from penstock.partition.tied import KnownSharing
 from penstock.runtime.engine.engine import Engine
 from penstock.runtime.engine.span_setup import SpanSetup
 from penstock.runtime.engine.spans import Spans
-from penstock.runtime.in_flight.chosen import Adaptations
+from penstock.runtime.in_flight.adapted_in_flight import Adaptations
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.assemble import blocks_here, make_ranks
 from penstock.runtime.setup.shared_plan import share_evaluation

@@ -17,7 +17,7 @@ from penstock.schedule.ir.schedule import Stage
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.timeline import Timeline
 from penstock.weights.decision import Decision
-from penstock.weights.waves import WaveWeights
+from penstock.weights.wave_weights import WaveWeights
 
 
 class Inspection(ModelWeights):

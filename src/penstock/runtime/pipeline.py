@@ -17,9 +17,9 @@ from penstock.comm.core.rank_grid import RankGrid, check_group, warn_if_alone
 from penstock.comm.mesh import from_mesh
 from penstock.errors import CapabilityError, ConfigError
 from penstock.options.divergence import Divergence
-from penstock.options.division import DataParallel, Microbatches, Partition
 from penstock.options.groups import PipelineOptions
 from penstock.options.number_formats import PrecisionName
+from penstock.options.parallelism import DataParallel, Microbatches, Partition
 from penstock.options.passes import Precision, Recompute, Staleness
 from penstock.options.run import Group, RunOptions
 from penstock.options.updates import UpdateOptions
@@ -32,7 +32,7 @@ from penstock.runtime.plan.method_choice import default_stages, request_for, wit
 from penstock.runtime.plan.plan import UnprovenPlan
 from penstock.runtime.rank.snapshot import Saving, check_saving
 from penstock.runtime.saved_states import SavedStates
-from penstock.runtime.setup.given_arguments import blocks_of
+from penstock.runtime.setup.model_and_optimizer_check import blocks_of
 from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.runtime.training_run import TrainingRun
 from penstock.schedule.ir.order import OrderFunction

@@ -10,7 +10,7 @@ from penstock.runtime.data.data_position import DATA
 from penstock.runtime.rank.restore import SavedState, check_names, check_pipelines, has_older, restore
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.switching import Switching
-from penstock.schedule.ir.rules import RULES
+from penstock.schedule.ir.version_rules import RULES
 
 IN_FLIGHT = "in_flight"  # among the facts of a saved state
 

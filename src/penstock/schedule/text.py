@@ -33,7 +33,6 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.ir.limits import MOST_MICROBATCHES
 from penstock.schedule.ir.ops import PASSES
 from penstock.schedule.ir.order import Order
-from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import (
     Action,
     Copy,
@@ -50,7 +49,8 @@ from penstock.schedule.ir.schedule import (
     split_fused,
 )
 from penstock.schedule.ir.sharding import Sharding, read_sharding
-from penstock.schedule.transforms.apply_rule import apply_rule
+from penstock.schedule.ir.version_rules import RULES
+from penstock.schedule.transforms.apply_version_rule import apply_rule
 from penstock.schedule.transforms.sharding import with_sharding
 
 _N, _FEW = "[0-9]{1,6}", "[0-9]{1,3}"  # numbers of any kind; of batches before or after

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.order import Order
-from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Action, Kind, Op, Program, Schedule, Stage, Unit, chain, passes
-from penstock.schedule.transforms.apply_rule import apply_rule
+from penstock.schedule.ir.version_rules import RULES
+from penstock.schedule.transforms.apply_version_rule import apply_rule
 
 _CELL = re.compile(r"([0-9]{1,6})([A-Z_]+?)([0-9]{0,6})")
 _MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")

@@ -11,13 +11,13 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import ScheduleRequest, smallest_microbatches
 from penstock.schedule.ir.in_flight import AUTO, AUTO_DELAYED, check_in_flight, in_flight_on, write_in_flight
 from penstock.schedule.ir.order import check_options, order_options
-from penstock.schedule.ir.rules import RULES, Source
+from penstock.schedule.ir.version_rules import RULES, Source
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
 from penstock.schedule.orders.interleaved import groups_of
 from penstock.schedule.proof.check import Proof, check_versions
 from penstock.simulate.costs import Costs
-from penstock.simulate.in_flight import RankTimes, least_in_flight, least_interleaved, rank_times
+from penstock.simulate.least_in_flight import RankTimes, least_in_flight, least_interleaved, rank_times
 
 _SPLIT_ORDERS, _INTERLEAVED = ("zb-h1",), "interleaved"
 
@@ -241,7 +241,7 @@ def choose_interleaved(
 
     Args:
         request: which asks for `auto`.
-        times, hop, transfer, leave: as of `penstock.simulate.in_flight.least_interleaved`.
+        times, hop, transfer, leave: as of `penstock.simulate.least_in_flight.least_interleaved`.
         most: passes of chunks that the memory of each rank allows.
     """
     given, ranks, m = request.options.get("group"), request.stages, request.microbatches

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.schedule.compiled.code import CodedSchedule, coded
+from penstock.schedule.compiled.collective_events import NotCompiledError
 from penstock.schedule.compiled.evaluate import EventTimes, SpanTimes, evaluate
+from penstock.schedule.compiled.event_graph_builder import graph_of
 from penstock.schedule.compiled.graph import EventGraph
-from penstock.schedule.compiled.joint import NotCompiledError
-from penstock.schedule.compiled.span import graph_of
+from penstock.schedule.compiled.instruction_arrays import CodedSchedule, coded
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.window_search import SpanEnds
 from penstock.simulate.costs import Costs

@@ -8,8 +8,8 @@ from fractions import Fraction
 import numpy as np
 
 from penstock.schedule.compiled.array_lowering import ArrayLowered
-from penstock.schedule.compiled.code import RECEIVE, SEND, Code, Flags, Unrolled
-from penstock.schedule.compiled.span import unrolled
+from penstock.schedule.compiled.event_graph_builder import unrolled
+from penstock.schedule.compiled.instruction_arrays import RECEIVE, SEND, Code, Flags, Unrolled
 from penstock.schedule.ir.absolute_actions import since
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.machine.instructions import Lowered

@@ -11,7 +11,7 @@ from penstock.schedule.ir.schedule import Op
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.proof.check import Proof
-from penstock.schedule.proof.shard_facts import RankShards
+from penstock.schedule.proof.unsharded_peaks import RankShards
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_batch
 from penstock.simulate.network import Network

@@ -12,10 +12,10 @@ from typing import Literal
 
 from penstock.checks import in_short
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.compiled.array_activations import most_held_in_arrays
 from penstock.schedule.compiled.array_lowering import ArrayLowered, ArrayLowering
+from penstock.schedule.compiled.array_peak_activations import most_held_in_arrays
 from penstock.schedule.compiled.array_windows import lower_arrays_freely
-from penstock.schedule.compiled.joint import NotCompiledError
+from penstock.schedule.compiled.collective_events import NotCompiledError
 from penstock.schedule.ir.arrays import ArraySchedule
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.ops import OPS

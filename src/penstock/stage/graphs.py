@@ -17,7 +17,7 @@ from penstock.comm.message.tree_classes import open_dataclasses
 from penstock.comm.message.trees import detached
 from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.sequence_slices import storages
-from penstock.schedule.proof.in_flight import Piece
+from penstock.schedule.proof.microbatch_state import Piece
 from penstock.stage.autograd.activation_offload import ActivationOffload
 from penstock.stage.autograd.graph import Graph, open_inputs
 from penstock.stage.autograd.graph_walk import edges_of, graph_nodes
@@ -27,7 +27,7 @@ from penstock.stage.autograd.split_backward import BackwardSplitter, ProxyWeight
 from penstock.stage.checks.foreign_hooks import ForeignHooksCheck
 from penstock.stage.checks.forward_writes import ForwardWrites
 from penstock.stage.checks.leaf_check import LeafCheck
-from penstock.stage.in_flight import Microbatch
+from penstock.stage.in_flight_microbatch import Microbatch
 from penstock.stage.loss import UnreadLoss, unread
 from penstock.stage.module import StageModule
 from penstock.stage.weight_reads import WeightReads

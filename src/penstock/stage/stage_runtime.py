@@ -14,14 +14,14 @@ from penstock.comm.message.trees import detached
 from penstock.partition.sequence_slices import NOTHING, Carry, with_carry
 from penstock.partition.tied import Tie
 from penstock.schedule.ir.schedule import Copy, Stage
-from penstock.schedule.proof.in_flight import Piece
+from penstock.schedule.proof.microbatch_state import Piece
 from penstock.stage.autograd.graph import Graph, run_backward
 from penstock.stage.autograd.recompute import RecomputeInput
 from penstock.stage.autograd.saved_bytes import storage_bytes
 from penstock.stage.checks.absent_weights import absent
 from penstock.stage.checks.forward_writes import explain_backward
 from penstock.stage.graphs import StageGraphs
-from penstock.stage.in_flight import InFlightMicrobatch, Microbatch
+from penstock.stage.in_flight_microbatch import InFlightMicrobatch, Microbatch
 from penstock.stage.loss import UnreadLoss
 from penstock.stage.module import StageModule
 from penstock.stage.precision import cast

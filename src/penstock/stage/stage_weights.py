@@ -21,13 +21,13 @@ from penstock.weights.memory.divided_rows import DividedRows
 from penstock.weights.memory.older_versions import OlderVersions
 from penstock.weights.memory.parameter_hooks import ParameterHooks
 from penstock.weights.memory.squared_norm import squared_norm
-from penstock.weights.provisional import Provisional
+from penstock.weights.provisional_update import Provisional
 from penstock.weights.sharded_store import ShardedStore
 from penstock.weights.store import VersionStore
 from penstock.weights.update_hooks import UpdateHooks, call_hooks
 from penstock.weights.updates.updater import Updater
 from penstock.weights.updates.version_step import VersionStep
-from penstock.weights.waves import WaveWeights
+from penstock.weights.wave_weights import WaveWeights
 from penstock.weights.written_check import WrittenCheck
 
 

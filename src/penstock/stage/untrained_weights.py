@@ -12,7 +12,7 @@ from penstock.schedule.ir.schedule import Copy
 from penstock.weights.averaging import Agreement
 from penstock.weights.decision import Decision
 from penstock.weights.memory.buffers import Buffer, Handle
-from penstock.weights.waves import WaveWeights
+from penstock.weights.wave_weights import WaveWeights
 
 
 class StageWeights:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.schedule.ir.schedule import Copy
 from penstock.stage.autograd.saved_bytes import SavedBytes
-from penstock.stage.in_flight import InFlightMicrobatch
+from penstock.stage.in_flight_microbatch import InFlightMicrobatch
 from penstock.weights.corrections.base import Corrector
 from penstock.weights.memory.buffers import Handle
 from penstock.weights.memory.older_versions import OlderVersions

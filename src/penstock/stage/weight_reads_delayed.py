@@ -23,7 +23,7 @@ from penstock.errors import CapabilityError
 from penstock.schedule.ir.schedule import Copy
 from penstock.stage.autograd.saved_bytes import SavedBytes, has_memory
 from penstock.stage.autograd.weight_lookup_hooks import WeightLookupHooks, check_uncast
-from penstock.stage.in_flight import InFlightMicrobatch
+from penstock.stage.in_flight_microbatch import InFlightMicrobatch
 from penstock.stage.weight_reads import ForwardWeightReads
 from penstock.stage.weight_reads_newest import complex_among
 from penstock.weights.memory.buffers import Handle

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CapabilityError
-from penstock.schedule.ir.rules import VersionRule
 from penstock.schedule.ir.schedule import Copy
+from penstock.schedule.ir.version_rules import VersionRule
 from penstock.stage.autograd.saved_bytes import SavedBytes, has_memory
 from penstock.stage.autograd.weight_lookup_hooks import WeightLookupHooks, check_uncast
-from penstock.stage.in_flight import InFlightMicrobatch
+from penstock.stage.in_flight_microbatch import InFlightMicrobatch
 from penstock.stage.weight_reads import WeightReads, claim
 from penstock.weights.corrections.base import Corrector
 from penstock.weights.memory.buffers import Buffer, Handle

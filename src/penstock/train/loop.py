@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.checkpoint.manager import Checkpoints
+from penstock.comm.collective.broadcast import from_first
 from penstock.comm.collective.gather import gather_json
-from penstock.comm.collective.hand_out import from_first
 from penstock.errors import CheckpointError
-from penstock.job.agent import Agent
 from penstock.job.cpus import Cpus, shares
+from penstock.job.torchrun_parent import Agent
 from penstock.runtime.data.batch_source import Batches
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.malloc import keep_freed_memory

@@ -21,7 +21,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.timeline_files import read_timeline
 from penstock.runtime.update.events import Evaluated
-from penstock.schedule.ir.rules import RULES
+from penstock.schedule.ir.version_rules import RULES
 from penstock.timeline import Timeline
 from penstock.train.checkpoint_troubles import Troubles
 from penstock.train.data.corpus import unigram_entropy

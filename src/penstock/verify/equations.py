@@ -15,7 +15,7 @@ from penstock.weights.corrections.nag_pp import NagPP
 from penstock.weights.corrections.pipelined_backprop import PipelinedBackprop
 from penstock.weights.corrections.pipemare import PipeMare
 from penstock.weights.corrections.prediction import Prediction
-from penstock.weights.corrections.reading_ahead import ReadingAhead
+from penstock.weights.corrections.two_bw_ahead import ReadingAhead
 
 _BY_RULE = MappingProxyType(
     {

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from penstock.errors import CapabilityError
 from penstock.schedule.extend import extend
-from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Op, Schedule, passes
+from penstock.schedule.ir.version_rules import RULES, Source
 from penstock.schedule.transforms.recompute import Segments
 from penstock.verify.reference.order import USUAL, ReferenceOrder
 

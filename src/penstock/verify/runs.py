@@ -19,7 +19,7 @@ from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.prepare import Prepared
 from penstock.verify.differences import Record, Value
 from penstock.verify.equations import reference_method, reference_options
-from penstock.verify.optimizer_hooks import WatchedFactory
+from penstock.verify.optimizer_recorder import WatchedFactory
 from penstock.verify.pass_order import order_of
 from penstock.verify.plain_torch import train_plain
 from penstock.verify.reference import Reference, Scaling, train_reference

@@ -22,15 +22,15 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.job.cpus import Cpus
 from penstock.measure.configured_recompute import chosen_recompute
-from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Op, Schedule, Stage
 from penstock.schedule.ir.sharding import Level
+from penstock.schedule.ir.version_rules import RULES, Source
 from penstock.train.config.schema import TrainConfig
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.prepare import Prepared, prepare
 from penstock.verify.differences import Comparisons
-from penstock.verify.optimizer_hooks import WatchedFactory
+from penstock.verify.optimizer_recorder import WatchedFactory
 from penstock.verify.report import ReportRow, Verification
 from penstock.verify.runs import data_of, decides, record_of, run_plain, run_reference
 from penstock.weights.corrections.error_feedback import ErrorFeedback

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.idle_time import split_time
-from penstock.runtime.in_flight.chosen import AdaptedInFlight
+from penstock.runtime.in_flight.adapted_in_flight import AdaptedInFlight
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.in_flight import write_in_flight
 from penstock.schedule.ir.sharding import Level

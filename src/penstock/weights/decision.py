@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from penstock.checks import check_whole, is_number
 from penstock.errors import ConfigError
-from penstock.short_repr import ShortRepr
+from penstock.repr_without_defaults import ShortRepr
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 

@@ -73,7 +73,7 @@ def scale(
     from penstock.plan.scale.fastest import ScaledTraining
     from penstock.plan.scale.model_shape import critical_batch as by_rules
     from penstock.plan.scale.report import scaling_json, scaling_tables
-    from penstock.plan.scale.rules import read_rules, rules_text
+    from penstock.plan.scale.scaling_rules import read_rules, rules_text
 
     if print_rules:
         typer.echo(rules_text(), nl=False)

@@ -21,7 +21,7 @@ from penstock.cli.options import (
     OrderRule,
 )
 from penstock.cli.output import print_json
-from penstock.cli.schedules.asked import asked_copy_time, asked_network, asked_window, prove_asked
+from penstock.cli.schedules.schedule_from_options import asked_copy_time, asked_network, asked_window, prove_asked
 from penstock.cli.schedules.study_options import (
     Bandwidth,
     DrawingWidth,

@@ -3,7 +3,7 @@
 Ordered: every member adds the same numbers in the same order, that of the members, so that all ranks, and all ways to
 place them on processes, get the same bits. The tensors are reduced in pieces, each by a reduce-scatter and an
 all-gather: twice the gradient travels, whatever the number of members, and the extra memory is that of a few pieces.
-Messages between stages go first (`penstock.comm.core.right_of_way`).
+Messages between stages go first (`penstock.comm.core.transfer_priority`).
 
 Fast: torch's all_reduce, which adds in an order of its own. With gloo all members still get the same bits, it needs
 hardly any extra memory, and a sum of two members equals the ordered one.
@@ -22,9 +22,9 @@ from torch import Tensor
 from penstock.comm.collective.in_pieces import AHEAD, PIECE, Piece, in_pieces
 from penstock.comm.core.background import Background
 from penstock.comm.core.rank_grid import Holder, Members
-from penstock.comm.core.right_of_way import RightOfWay
 from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.comm.core.ticket import Ticket
+from penstock.comm.core.transfer_priority import TransferPriority
 from penstock.errors import ConfigError
 
 _SUMS = {
@@ -99,7 +99,7 @@ class GlooReducer:
         group: with gloo on the CPU; None for the default group.
         fast: ranks of the members -> the group for torch's all_reduce; members without one use the ordered sum.
         tag: of the messages.
-        way: of the rank, whose messages between stages go first.
+        priority: of the rank, whose messages between stages go first.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class GlooReducer:
         group: dist.ProcessGroup | None,
         fast: Mapping[frozenset[int], dist.ProcessGroup],
         tag: Tag = Tag.GRADIENTS,
-        way: RightOfWay | None = None,
+        priority: TransferPriority | None = None,
     ) -> None:
-        self._process, self._fast, self._way = process, fast, way or RightOfWay()
+        self._process, self._fast, self._priority = process, fast, priority or TransferPriority()
         self._parts, self._sums = TaggedGroup(group, tag), TaggedGroup(group, _SUMS[tag])
         self._open: dict[tuple[Members, int], dict[int, tuple[Sequence[Tensor], Ticket]]] = {}
         self._background = Background(_LANE)
@@ -143,7 +143,7 @@ class GlooReducer:
         fast = self._fast.get(frozenset(ranks)) if len(set(ranks)) == len(ranks) else None
         if fast is not None:
             for tensor in next(iter(given.values())):
-                self._way.give()
+                self._priority.yield_to_messages()
                 dist.all_reduce(tensor, group=fast)
             return
 
@@ -152,7 +152,7 @@ class GlooReducer:
                 for parts in zip(*(torch.split(tensor.reshape(-1), PIECE) for tensor in tensors), strict=True):
                     yield self._add(dict(zip(given, parts, strict=True)), ranks, own), parts[0].nbytes
 
-        in_pieces(pieces(), self._way, AHEAD)
+        in_pieces(pieces(), self._priority, AHEAD)
 
     def _add(self, pieces: Mapping[int, Tensor], ranks: list[int], own: int) -> Piece:
         """Replace one piece of the tensors of this process's members by the sum over all members.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from penstock.comm.core.right_of_way import RightOfWay
+from penstock.comm.core.transfer_priority import TransferPriority
 
 PIECE = 1 << 18  # elements that travel at once: what a message between stages may have to wait for
 AHEAD = 2  # pieces that are under way in each step, while one is waited for
@@ -21,8 +21,8 @@ Piece = Iterator[None]
 class _UnderWay:
     """The pieces that are under way, by the number of steps that each has taken."""
 
-    def __init__(self, way: RightOfWay) -> None:
-        self._way, self._steps = way, list[deque[Piece]]()
+    def __init__(self, priority: TransferPriority) -> None:
+        self._priority, self._steps = priority, list[deque[Piece]]()
         self.since = 0.0  # when a piece was last complete, with others under way ever since; 0 if not
 
     def enter(self, piece: Piece, step: int = 0) -> bool:
@@ -47,23 +47,23 @@ class _UnderWay:
             if self.enter(self._steps[step].popleft(), step + 1):
                 now = time.perf_counter()
                 if self.since and nbytes:
-                    self._way.piece(nbytes, now - self.since)
+                    self._priority.piece(nbytes, now - self.since)
                 self.since = now
             else:
                 self.advance(ahead, nbytes, step + 1)
 
 
-def in_pieces(pieces: Iterable[tuple[Piece, int]], way: RightOfWay, ahead: int) -> None:
+def in_pieces(pieces: Iterable[tuple[Piece, int]], priority: TransferPriority, ahead: int) -> None:
     """Run all pieces, each of which posts messages and waits for them.
 
     Args:
         pieces: in order, each with the bytes that travel for it.
-        way: of the rank, whose messages between stages go first.
+        priority: of the rank, whose messages between stages go first.
         ahead: how many are under way in each step.
     """
-    line = _UnderWay(way)
+    line = _UnderWay(priority)
     for piece, nbytes in pieces:
-        if way.give():
+        if priority.yield_to_messages():
             line.since = 0.0
         line.enter(piece)
         line.advance(ahead - 1, nbytes)

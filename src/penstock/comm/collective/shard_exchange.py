@@ -20,9 +20,9 @@ from torch import Tensor
 from penstock.comm.collective.in_pieces import AHEAD, PIECE, Piece, cut, in_pieces, packed, unpack
 from penstock.comm.core.background import Background
 from penstock.comm.core.rank_grid import Holder, Members
-from penstock.comm.core.right_of_way import RightOfWay
 from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.comm.core.ticket import Ticket
+from penstock.comm.core.transfer_priority import TransferPriority
 
 _REDUCING, _GATHERING = "the reduction lane", "the lane of weight shards"
 
@@ -122,13 +122,16 @@ class GlooShards:
     Args:
         process: group rank of a holder's process; each member has one of its own.
         group: with gloo on the CPU; None for the default group.
-        way: of the rank, whose messages between stages go first.
+        priority: of the rank, whose messages between stages go first.
     """
 
     def __init__(
-        self, process: Callable[[Holder], int], group: dist.ProcessGroup | None, way: RightOfWay | None = None
+        self,
+        process: Callable[[Holder], int],
+        group: dist.ProcessGroup | None,
+        priority: TransferPriority | None = None,
     ) -> None:
-        self._process, self._way = process, way or RightOfWay()
+        self._process, self._priority = process, priority or TransferPriority()
         self._sums, self._weights = TaggedGroup(group, Tag.GRADIENTS), TaggedGroup(group, Tag.WEIGHT_SHARDS)
         self._reducing, self._gathering = Background(_REDUCING), Background(_GATHERING)
 
@@ -171,7 +174,7 @@ class GlooShards:
                 gone = sum(tensor.nbytes for i, group in enumerate(here) if i != place for tensor in group)
                 yield act(here, ranks, place), gone
 
-        in_pieces(pieces(), self._way, AHEAD)
+        in_pieces(pieces(), self._priority, AHEAD)
 
     def _add(self, groups: list[Sequence[Tensor]], ranks: list[int], place: int) -> Piece:
         """Write the sum of one piece of the own shard over all members there."""

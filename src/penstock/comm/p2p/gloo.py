@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from penstock.comm.core.right_of_way import RightOfWay
+from penstock.comm.core.transfer_priority import TransferPriority
 from penstock.comm.message.wire_header import CREDITED
 from penstock.comm.p2p.gloo_lanes import ReceiveLane, SendLane
 from penstock.comm.p2p.transport import Channel
@@ -59,7 +59,7 @@ class GlooTransport(LaneTransport):
         first: group rank of the pipeline's rank 0; the other ranks follow.
         channel: training or evaluation.
         device: where received tensors go; the CPU if None.
-        way: of the rank, which is told of messages.
+        priority: of the rank, which is told of messages.
         patience: how long the rank waits for the rest of a message; the time-out of the group if None.
     """
 
@@ -72,7 +72,7 @@ class GlooTransport(LaneTransport):
         first: int = 0,
         channel: Channel = Channel.TRAINING,
         device: torch.device | None = None,
-        way: RightOfWay | None = None,
+        priority: TransferPriority | None = None,
         patience: timedelta | None = None,
     ) -> None:
         settings = window, group, first, channel
@@ -80,7 +80,7 @@ class GlooTransport(LaneTransport):
         receives = {lane: ReceiveLane(lane, *settings, device) for lane in lanes if lane.target == rank}
         super().__init__(sends, receives, patience)
         for lane, sending in sends.items():
-            sending.way = way or sending.way
+            sending.priority = priority or sending.priority
             sending.back = [receives.get(LaneKey(lane.target, rank, payload)) for payload in CREDITED]
         for lane, receiving in receives.items():
             back = (sends.get(LaneKey(rank, lane.source, payload)) for payload in CREDITED)

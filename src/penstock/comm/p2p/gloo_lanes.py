@@ -29,9 +29,9 @@ from torch import Tensor
 
 from penstock.comm.core.background import Background, settle
 from penstock.comm.core.devices import on_device
-from penstock.comm.core.right_of_way import RightOfWay
 from penstock.comm.core.tagged_group import BlockGroup, Tag, Work
 from penstock.comm.core.ticket import LATENCY, Polling, Ticket
+from penstock.comm.core.transfer_priority import TransferPriority
 from penstock.comm.message.codec import Codec, Frame
 from penstock.comm.message.tensor_message import TensorMessage
 from penstock.comm.message.wire_header import (
@@ -137,7 +137,7 @@ class SendLane(LaneEnd):
 
     Attributes:
         back: for every payload the lane back from the receiver, whose posted RECVs its messages tell of.
-        way: of the rank; sums wait while a message is under way.
+        priority: of the rank; sums wait while a message is under way.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class SendLane(LaneEnd):
         self._rest_of: deque[tuple[int, Work | None]] = deque()  # second sends, with the number of the message
         self._count = self._taken = 0
         self.back: Sequence[ReceiveLane | None] = [None] * len(CREDITED)
-        self.way = RightOfWay()
+        self.priority = TransferPriority()
         self._lock = threading.Lock()
 
     def send(self, message: TensorMessage) -> Ticket:
@@ -172,7 +172,7 @@ class SendLane(LaneEnd):
         except RuntimeError as error:  # the peer is gone; reported where the ticket is waited for
             ticket.complete(error=error)
             return ticket
-        self.way.message(nbytes)
+        self.priority.message(nbytes)
         with self._lock:
             self._open.append(ticket)
             self._count += 1

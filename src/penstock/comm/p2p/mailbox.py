@@ -16,7 +16,7 @@ from penstock.comm.core.wait import Wait, wait_for
 from penstock.comm.message.tensor_message import TensorMessage
 from penstock.comm.p2p.inbox import Inbox
 from penstock.comm.p2p.message_buffer import MessageBuffer
-from penstock.comm.p2p.parked import ParkedInbox, ParkedLane
+from penstock.comm.p2p.parked_activations import ParkedInbox, ParkedLane
 from penstock.comm.p2p.transport import Sender, Transport
 from penstock.schedule.ir.schedule import Payload, Stage, Unit, format_unit
 from penstock.schedule.machine.instructions import LaneKey, Lowered, Route

@@ -19,7 +19,7 @@ from penstock.comm.message.trees import detached
 from penstock.comm.p2p.mailbox import Mailbox
 from penstock.errors import DataError
 from penstock.schedule.ir.schedule import Op, Payload, Schedule, Stage, passes
-from penstock.schedule.proof.in_flight import Piece
+from penstock.schedule.proof.microbatch_state import Piece
 
 Gradients = list[Tensor | None]
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from penstock.plan.planners.block_chain import by_kind
 from penstock.schedule.build import ScheduleRequest
-from penstock.schedule.compiled.code import CodedSchedule, coded
-from penstock.schedule.compiled.joint import NotCompiledError
+from penstock.schedule.compiled.collective_events import NotCompiledError
+from penstock.schedule.compiled.instruction_arrays import CodedSchedule, coded
 from penstock.schedule.extend import extend, extended
 from penstock.schedule.ir.schedule import WINDOW, Schedule
 from penstock.schedule.machine.instructions import Lowered

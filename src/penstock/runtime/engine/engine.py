@@ -22,7 +22,7 @@ from penstock.runtime.execute.evaluation import Evaluating, readable
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.snapshot import Saving, Snapshot, take_snapshot
 from penstock.runtime.update.events import Evaluated
-from penstock.schedule.ir.rules import RULES
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.proof.check import Proof
 from penstock.weights.corrections.base import Correction
 

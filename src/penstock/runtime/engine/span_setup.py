@@ -17,8 +17,8 @@ from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.setup.rank_state import RankState
-from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.proof.check import Proof

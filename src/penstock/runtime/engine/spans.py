@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.data.batch_source import Batches, BatchSource
-from penstock.runtime.data.scheduled_batches import Schedules
+from penstock.runtime.data.lr_schedule_end import Schedules
 from penstock.runtime.engine.lifecycle import Lifecycle
 from penstock.runtime.engine.span_setup import SpanSetup
 from penstock.runtime.execute.evaluation import Evaluating, EvaluationData, Evaluator, no_data

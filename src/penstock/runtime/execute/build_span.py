@@ -18,9 +18,9 @@ from penstock.runtime.update.gathers import Gathers
 from penstock.runtime.update.gradient_places import GradientPlaces
 from penstock.runtime.update.tied_gradients import TiedGradients
 from penstock.runtime.update.update_step import Updates
-from penstock.runtime.update.waves import WaveCombining
-from penstock.schedule.ir.rules import RULES
+from penstock.runtime.update.wave_combining import WaveCombining
 from penstock.schedule.ir.schedule import Op, Stage
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.methods.combine import Combine
 from penstock.schedule.proof.stage_spec import StageSpec

@@ -16,8 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from penstock.comm.collective.gather import gather_json
+from penstock.comm.core.rank_grid import RankGrid
+from penstock.comm.core.recorder import Recorder
 from penstock.schedule.ir.schedule import Payload
-from penstock.simulate.in_flight import RankTimes
+from penstock.simulate.least_in_flight import RankTimes
 from penstock.timeline import Interval, Waiting
 
 _PASSES = ("F", "B", "I", "W", "R")
@@ -171,3 +174,23 @@ def _spread(found: list[Any]) -> list[Any]:
     """At most so many of them, from the first to the last."""
     step = max(len(found) / _MOST, 1.0)
     return [found[int(k * step)] for k in range(min(len(found), _MOST))]
+
+
+def measured_by_all(recorder: Recorder, grid: RankGrid, batches: range) -> Measured | None:
+    """Return what all ranks have measured, the same on all of them; all call this together.
+
+    Args:
+        recorder: of the rank in this process.
+        grid: all ranks, each in a process of its own.
+        batches: counted from the start of training.
+
+    Returns:
+        The times; None where a rank has measured nothing.
+
+    Raises:
+        TransportError: a peer is dead.
+    """
+    recording = recorder.recording()
+    told = gather_json(measure_rank(recording, batches, grid.depth), "measuring passes", grid.control)
+    messages = gather_json(messages_of_rank(recording, told), "measuring messages", grid.control)
+    return merge(told, messages, grid.depth)

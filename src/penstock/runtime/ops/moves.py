@@ -16,7 +16,7 @@ from penstock.runtime.rank.span import RankSpan
 from penstock.schedule.ir.ops import ACCEPTING
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.machine.instructions import Instruction
-from penstock.schedule.proof.in_flight import Piece
+from penstock.schedule.proof.microbatch_state import Piece
 
 _ROLE = "parked activations"
 

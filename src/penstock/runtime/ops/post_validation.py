@@ -9,7 +9,7 @@ from penstock.comm.core.wait import Wait
 from penstock.comm.message.tensor_message import Header
 from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.ops.messages import Consumer
-from penstock.stage.in_flight import Microbatch
+from penstock.stage.in_flight_microbatch import Microbatch
 from penstock.stage.rng import RngKey
 
 

@@ -12,9 +12,9 @@ from penstock.errors import CapabilityError, ConfigError
 from penstock.options.passes import Recompute
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.runtime.ops.handlers import HANDLERS
-from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Kind, Op, Schedule, passes
 from penstock.schedule.ir.sharding import Level
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.table import METHODS

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.checks import is_number
 from penstock.options.groups import PipelineOptions
-from penstock.partition.block_delays import BlockDelays
+from penstock.partition.emulated_delays import BlockDelays
 from penstock.partition.tied import Tie
 from penstock.schedule.ir.sharding import Sharding
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.options.groups import PipelineOptions
-from penstock.partition.block_delays import BlockDelays, resolve_both
 from penstock.partition.blocks import check_enough, cut_blocks
+from penstock.partition.emulated_delays import BlockDelays, resolve_both
 from penstock.partition.shared_memory import check_shared_memory, shared_buffers
 from penstock.partition.tied import Tie, find_ties
 from penstock.runtime.plan.capabilities import check_compiled, check_correction, check_recomputed_blocks, check_slices

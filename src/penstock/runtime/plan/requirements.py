@@ -13,9 +13,9 @@ from penstock.runtime.plan.capabilities import check_offered
 from penstock.runtime.plan.sharding_limits import check_sharding
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.extend import extend, extended
-from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import REPLICATED, Level, Sharding, read_sharding
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.proof.check import Proof

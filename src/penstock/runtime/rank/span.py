@@ -21,13 +21,13 @@ from penstock.runtime.rank.loss_ledger import LossLedger
 from penstock.runtime.rank.memory_ledger import MemoryLedger, StageMemory
 from penstock.runtime.rank.reports import Reports
 from penstock.runtime.rank.snapshot_capture import SnapshotCapture
-from penstock.runtime.rank.stage_books import StageBooks
+from penstock.runtime.rank.stage_state_replay import StageBooks
 from penstock.runtime.update.averaging import Meetings
 from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.runtime.update.update_step import Updates
 from penstock.schedule.ir.schedule import Schedule, Stage
-from penstock.schedule.proof.in_flight import Piece
+from penstock.schedule.proof.microbatch_state import Piece
 from penstock.schedule.proof.stage_spec import StageSpec
 from penstock.stage.stage_runtime import StageRuntime
 

@@ -16,8 +16,8 @@ from penstock.runtime.rank.snapshot import Snapshot
 from penstock.runtime.setup.stage_builder import StageBuilder
 from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.stop_request import StopRequest
-from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Stage
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.proof.check import Proof
 from penstock.stage.loss import LossFunction
 from penstock.weights.corrections.base import Correction

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
-from penstock.comm.collective.hand_out import HandedOut, hand_out
+from penstock.comm.collective.broadcast import HandedOut, hand_out
 from penstock.runtime.plan.known_schedule import KnownSchedule
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.setup.same_plan import check_same_plans

@@ -13,19 +13,19 @@ from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.p2p.routing import neighbors_of
 from penstock.errors import ConfigError
-from penstock.partition.block_delays import BlockDelays
 from penstock.partition.blocks import LazyBlock, check_shapes
+from penstock.partition.emulated_delays import BlockDelays
 from penstock.partition.sequence_slices import check_sliceable
 from penstock.partition.shared_memory import check_shared_memory
 from penstock.partition.tied import Tie, share_inside
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.sharded_weights import average_of, divide_updates, fit_sums, make_sharded_store
 from penstock.schedule.halved_backwards import halved_units
-from penstock.schedule.ir.rules import RULES, Source, Update, VersionRule
 from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
 from penstock.schedule.ir.sharding import Level
+from penstock.schedule.ir.version_rules import RULES, Source, Update, VersionRule
 from penstock.schedule.proof.check import Proof
-from penstock.schedule.proof.in_flight import Piece
+from penstock.schedule.proof.microbatch_state import Piece
 from penstock.stage.autograd.recompute import parts_to_recompute
 from penstock.stage.graphs import StageGraphs
 from penstock.stage.loss import LossFunction
@@ -46,7 +46,7 @@ from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.sharded_store import ShardedStore
 from penstock.weights.store import VersionStore
 from penstock.weights.updates.updater import Updater
-from penstock.weights.waves import WaveWeights
+from penstock.weights.wave_weights import WaveWeights
 
 
 class StageBuilder:

@@ -14,8 +14,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.schedule.compiled.code import ACT, RECEIVE, SEND, Code, CodedSchedule, CostClasses, Numbers, lanes_of
-from penstock.schedule.compiled.joint import NotCompiledError
+from penstock.schedule.compiled.collective_events import NotCompiledError
+from penstock.schedule.compiled.instruction_arrays import (
+    ACT,
+    RECEIVE,
+    SEND,
+    Code,
+    CodedSchedule,
+    CostClasses,
+    Numbers,
+    lanes_of,
+)
 from penstock.schedule.ir.arrays import OPERATIONS, STEP, ArraySchedule, B, F, I, W
 from penstock.schedule.ir.schedule import Action, Kind, Payload, Unit
 from penstock.schedule.machine.instructions import LaneKey, Lowered, LoweredProgram, Route

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from penstock.schedule.compiled.array_lowering import ArrayLowered, ArrayLowering
-from penstock.schedule.compiled.code import CodedSchedule
+from penstock.schedule.compiled.collective_events import NotCompiledError
 from penstock.schedule.compiled.evaluate import EventTimes
-from penstock.schedule.compiled.joint import NotCompiledError
-from penstock.schedule.compiled.span import graph_of
+from penstock.schedule.compiled.event_graph_builder import graph_of
+from penstock.schedule.compiled.instruction_arrays import CodedSchedule
 from penstock.schedule.ir.arrays import STEP, ArraySchedule
 from penstock.schedule.ir.schedule import Action
 from penstock.schedule.machine.unit_time import unit_time

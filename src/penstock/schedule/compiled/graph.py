@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.schedule.compiled.code import CostClasses, Flags, Numbers
+from penstock.schedule.compiled.instruction_arrays import CostClasses, Flags, Numbers
 
 START, NEVER = 0, 1
 """Events that precede all others and that do not happen. The message of the same number joins them to themselves."""

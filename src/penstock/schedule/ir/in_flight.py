@@ -1,7 +1,7 @@
 """The microbatches in flight on each rank of a chain: those whose forward has begun and whose backward has not.
 
 Without latency rank s of p needs p - s of them, so that it works while a microbatch goes to the last rank and back.
-Over slow links that takes longer, and more of them hide it (`penstock.simulate.in_flight`).
+Over slow links that takes longer, and more of them hide it (`penstock.simulate.least_in_flight`).
 """
 
 from __future__ import annotations

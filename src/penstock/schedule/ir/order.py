@@ -1,7 +1,7 @@
 """Orders: the passes of each rank in sequence, without updates and versions.
 
 An order only says in which sequence each rank runs its passes. Where the weights are updated
-and which version a pass reads is decided by the version rule (`penstock.schedule.ir.rules`).
+and which version a pass reads is decided by the version rule (`penstock.schedule.ir.version_rules`).
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class Schedule:
         stages: every stage with its rank.
         edges: which stage takes the output of which.
         programs: what each rank runs.
-        rule: the name of the version rule (`penstock.schedule.ir.rules.RULES`).
+        rule: the name of the version rule (`penstock.schedule.ir.version_rules.RULES`).
         frozen: stages without trained weights and without a backward.
         segments: groups of consecutive stages that recompute together; only the first of each keeps its input.
         window: the number of messages that may be outstanding on a connection, on either side, each of which takes

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from penstock.schedule.ir.rules import RULES, Placing
 from penstock.schedule.ir.schedule import Action, Kind, Op, passes
 from penstock.schedule.ir.sharding import Level
+from penstock.schedule.ir.version_rules import RULES, Placing
 from penstock.schedule.machine.instructions import LaneKey, Lowered
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from penstock.checks import no_option
 from penstock.errors import ConfigError
+from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.ir.order import order_options
 from penstock.schedule.methods.compatibility import correction_options
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import Proof
-from penstock.short_repr import ShortRepr
 
 
 @dataclass(frozen=True, repr=False)

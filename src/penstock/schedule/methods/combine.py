@@ -44,10 +44,10 @@ from types import MappingProxyType
 
 from penstock.checks import check_whole, did_you_mean
 from penstock.errors import ConfigError
-from penstock.schedule.ir.rules import RULES
+from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.wave_lags import Lag, lag_fault, parting_fault, width_fault
-from penstock.short_repr import ShortRepr
 
 STATES = ("keep", "average", "reset")
 """What happens to optimizer states when pipelines synchronize."""

@@ -13,7 +13,7 @@ from typing import Literal
 
 from penstock.checks import did_you_mean, no_option
 from penstock.errors import ConfigError
-from penstock.schedule.ir.rules import VersionRule
+from penstock.schedule.ir.version_rules import VersionRule
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ class Method:
         title: the name in the literature.
         source: paper and section.
         order: a name in `penstock.schedule.orders.ORDERS`.
-        rule: a name in `penstock.schedule.ir.rules.RULES`.
+        rule: a name in `penstock.schedule.ir.version_rules.RULES`.
         correction: the remedy for stale weights, a name in `penstock.schedule.methods.corrections.CORRECTIONS`.
         sharding: what of the state of a stage is split over parallel pipelines unless a user says otherwise, as
             `read_sharding` reads it.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from penstock.schedule.ir.schedule import Op
-from penstock.schedule.proof.in_flight import BooksError, VersionNumber
+from penstock.schedule.proof.microbatch_state import BooksError, VersionNumber
 
 
 @dataclass

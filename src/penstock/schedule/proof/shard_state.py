@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from penstock.schedule.ir.sharding import Level
-from penstock.schedule.proof.in_flight import BooksError, VersionNumber
+from penstock.schedule.proof.microbatch_state import BooksError, VersionNumber
 
 
 @dataclass

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.absolute_actions import since
-from penstock.schedule.ir.rules import RULES, Source, VersionRule
 from penstock.schedule.ir.schedule import Action, Copy, Op, Schedule, Stage
 from penstock.schedule.ir.sharding import Level
+from penstock.schedule.ir.version_rules import RULES, Source, VersionRule
 from penstock.schedule.proof.future_reads import Forwards, forwards_of
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
 

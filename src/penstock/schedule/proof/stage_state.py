@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir.rules import Source, Update
 from penstock.schedule.ir.schedule import Action, Copy, Op, Stage, Unit, format_action
+from penstock.schedule.ir.version_rules import Source, Update
 from penstock.schedule.proof.gradients import Gradients
-from penstock.schedule.proof.in_flight import BooksError, Flights, MicrobatchNumber, Piece, VersionNumber
+from penstock.schedule.proof.microbatch_state import BooksError, Flights, MicrobatchNumber, Piece, VersionNumber
 from penstock.schedule.proof.shard_state import ShardState
 from penstock.schedule.proof.stage_spec import StageSpec
 from penstock.schedule.proof.weight_copies import Copies

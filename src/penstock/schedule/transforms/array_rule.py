@@ -1,4 +1,4 @@
-"""Write a version rule into an order of arrays, as `penstock.schedule.transforms.apply_rule` does with actions."""
+"""Write a version rule into an order of arrays, as `transforms.apply_version_rule` does with actions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.schedule.ir.arrays import (
     F,
     ProgramArrays,
 )
-from penstock.schedule.ir.rules import Placing, Source, VersionRule
+from penstock.schedule.ir.version_rules import Placing, Source, VersionRule
 
 
 def apply_rule_to_arrays(order: ArrayOrder, rule: VersionRule, microbatches: int, name: str) -> ArraySchedule | None:

@@ -9,7 +9,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.ir.schedule import Action, Copy, Op, Program, Stage, Unit, WeightRef
 
 if TYPE_CHECKING:
-    from penstock.schedule.ir.rules import VersionRule
+    from penstock.schedule.ir.version_rules import VersionRule
 
 FORWARD, BACKWARD = "f", "b"
 """Labels of the copies that forwards and backwards read."""

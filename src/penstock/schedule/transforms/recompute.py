@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple
 
 from penstock.checks import is_whole
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Action, Copy, Op, Program, Schedule, Stage, WeightRef, passes
+from penstock.schedule.ir.version_rules import RULES, Source
 
 Segments = int | Literal["auto"]
 """Stages per segment; "auto" is sqrt(stages), rounded."""

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from penstock.errors import CapabilityError
 from penstock.schedule.halved_backwards import halved_units
 from penstock.schedule.ir.absolute_actions import since
-from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, Schedule, Stage
 from penstock.schedule.ir.sharding import Level
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Message
 from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, Holdings, is_blockwise
-from penstock.simulate.memory.tickets import Completion, InProcessLane, Part, Rendezvous, take_turns
+from penstock.simulate.memory.in_process_lanes import Completion, InProcessLane, Part, Rendezvous, take_turns
 
 _NOT_PREDICTED = (Op.HOLD, Op.RETURN, Op.AVERAGE, Op.TIE, Op.RELEASE)
 

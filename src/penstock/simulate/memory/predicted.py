@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.schedule.ir.rules import RULES, Update
 from penstock.schedule.ir.schedule import Stage
 from penstock.schedule.ir.sharding import Level
+from penstock.schedule.ir.version_rules import RULES, Update
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.proof.check import Proof, StageFacts
 from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, is_blockwise, most_bytes
+from penstock.simulate.memory.in_process_lanes import Part
 from penstock.simulate.memory.in_process_run import most_held
-from penstock.simulate.memory.tickets import Part
 
 _ESTIMATING = "pipemare"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.schedule.ir.rules import RULES
 from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.load import holds_function, prove_file, read_file
 from penstock.schedule.methods.corrections import correction_fault
 from penstock.schedule.methods.method import Method

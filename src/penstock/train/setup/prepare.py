@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.checkpoint.format import Checkpoint
-from penstock.comm.collective.hand_out import from_first
+from penstock.comm.collective.broadcast import from_first
 from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
@@ -24,8 +24,8 @@ from penstock.partition.sequence_slices import Slicing, equal_time_lengths
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.setup.shared_plan import Known, shared_plans
 from penstock.schedule.build import ScheduleRequest
-from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.ir.version_rules import RULES, Source
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.wave_lags import record_fault, stage_place
 from penstock.simulate.auto_in_flight import later_with

@@ -17,7 +17,7 @@ from penstock.weights.corrections.nag_pp import NagPP
 from penstock.weights.corrections.pipelined_backprop import Form, PipelinedBackprop
 from penstock.weights.corrections.pipemare import PipeMare
 from penstock.weights.corrections.prediction import Prediction
-from penstock.weights.corrections.reading_ahead import ReadingAhead
+from penstock.weights.corrections.two_bw_ahead import ReadingAhead
 
 PIPELINED_BACKPROP: Mapping[str, tuple[bool, Form]] = MappingProxyType(
     {

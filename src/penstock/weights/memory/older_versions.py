@@ -1,4 +1,4 @@
-"""Keep older versions of a stage's weights, for passes with chosen delays (`penstock.partition.block_delays`).
+"""Keep older versions of a stage's weights, for passes with chosen delays (`penstock.partition.emulated_delays`).
 
 Training stays synchronous: the store has one version, the newest, and updates start from it. A parameter that is read
 with a delay of tau needs the tau versions before it as well. Parameters with the same delay lie together in a ring of

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.schedule.compiled.code import ACT, GRADIENT, JOIN, VERSION, CodedSchedule, Numbers, Unrolled
 from penstock.schedule.compiled.graph import OWN, START, WAIT
+from penstock.schedule.compiled.instruction_arrays import ACT, GRADIENT, JOIN, VERSION, CodedSchedule, Numbers, Unrolled
 from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, Stage, Unit
 from penstock.schedule.machine.collectives import Collectives
 from penstock.schedule.transforms.batch_ops import COLLECTIVES

@@ -23,7 +23,7 @@ from penstock.simulate.auto_in_flight import (
     splits,
 )
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.in_flight import RankTimes, least_in_flight
+from penstock.simulate.least_in_flight import RankTimes, least_in_flight
 from penstock.simulate.simulate import Simulation, simulate_schedule
 
 MEASURED = 4

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.comm.collective import all_reduce
 from penstock.comm.collective.all_reduce import GlooReducer
 from penstock.comm.core.rank_grid import Holder
-from penstock.comm.core.right_of_way import RightOfWay
+from penstock.comm.core.transfer_priority import TransferPriority
 from penstock.comm.message.tensor_message import Header, TensorMessage
 from penstock.comm.p2p.gloo_lanes import SendLane
 from penstock.schedule.ir.schedule import Payload, Stage
@@ -40,33 +40,33 @@ class Clock:
 
 def test_a_message_is_under_way_for_as_long_as_pieces_of_its_size() -> None:
     clock = Clock()
-    way = RightOfWay(clock.now, clock.sleep)
-    way.message(1000)
-    assert not way.give()  # nothing is known of the link yet
-    way.piece(100, 0.01)
-    way.message(1000)
-    way.message(500)
-    assert way.give()
+    priority = TransferPriority(clock.now, clock.sleep)
+    priority.message(1000)
+    assert not priority.yield_to_messages()  # nothing is known of the link yet
+    priority.piece(100, 0.01)
+    priority.message(1000)
+    priority.message(500)
+    assert priority.yield_to_messages()
     assert clock.time == pytest.approx(0.15)
-    assert not way.give()
+    assert not priority.yield_to_messages()
 
 
 def test_a_piece_that_was_held_up_does_not_make_the_link_slow() -> None:
     clock = Clock()
-    way = RightOfWay(clock.now, clock.sleep)
+    priority = TransferPriority(clock.now, clock.sleep)
     for seconds in (0.01, 5.0, 0.02):
-        way.piece(100, seconds)
-    way.message(1000)
-    way.give()
+        priority.piece(100, seconds)
+    priority.message(1000)
+    priority.yield_to_messages()
     assert 0.1 < clock.time < 0.13
 
 
 def test_no_sum_is_held_up_for_ever() -> None:
     clock = Clock()
-    way = RightOfWay(clock.now, clock.sleep)
-    way.piece(1, 10.0)
-    way.message(10**6)
-    assert way.give()
+    priority = TransferPriority(clock.now, clock.sleep)
+    priority.piece(1, 10.0)
+    priority.message(10**6)
+    assert priority.yield_to_messages()
     assert clock.time == pytest.approx(1.0)
 
 
@@ -89,10 +89,10 @@ class Recorded:
 def test_no_piece_is_posted_while_a_message_is_under_way() -> None:
     """Of a sum of ten pieces; the message is posted amid the fifth."""
     log, clock = list[str](), Clock()
-    way = RightOfWay(clock.now, lambda seconds: (log.append("way given"), clock.sleep(seconds))[1])
-    way.piece(PIECE, 0.001)
+    priority = TransferPriority(clock.now, lambda seconds: (log.append("yielded"), clock.sleep(seconds))[1])
+    priority.piece(PIECE, 0.001)
     lane = SendLane(LaneKey(0, 1, Payload.ACTIVATION), 2, None)
-    lane.way, lane._messages = way, Recorded("message", log)  # type: ignore[assignment]
+    lane.priority, lane._messages = priority, Recorded("message", log)  # type: ignore[assignment]
 
     class Parts(Recorded):
         def send(self, tensor: Tensor, rank: int) -> None:
@@ -100,13 +100,13 @@ def test_no_piece_is_posted_while_a_message_is_under_way() -> None:
             if log.count("part") == 5:
                 lane.send(TensorMessage(Header(0, 0, True), torch.zeros(50), (False,)))
 
-    reducer = GlooReducer(lambda holder: holder.pipeline, None, {}, way=way)
+    reducer = GlooReducer(lambda holder: holder.pipeline, None, {}, priority=priority)
     reducer._parts, reducer._sums = Parts("part", log), Recorded("sum", log)  # type: ignore[assignment]
     with patch.object(all_reduce, "PIECE", PIECE):
         reducer._sum([0, 1], 0, {0: [torch.ones(10 * PIECE)]})
     assert (log.count("part"), log.count("sum"), log.count("message")) == (10, 10, 1)
     after = log[log.index("message") + 1 :]
-    assert "part" not in after[: after.index("way given")]
+    assert "part" not in after[: after.index("yielded")]
     assert after.count("part") == 5
 
 

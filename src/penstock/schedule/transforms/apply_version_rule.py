@@ -7,8 +7,8 @@ from penstock.schedule.ir.arrays import ArrayOrder
 from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.ops import PASSES
 from penstock.schedule.ir.order import Order
-from penstock.schedule.ir.rules import Placing, Source, VersionRule
 from penstock.schedule.ir.schedule import Action, Op, Program, Schedule, Stage, WeightRef, format_action, passes
+from penstock.schedule.ir.version_rules import Placing, Source, VersionRule
 from penstock.schedule.transforms.array_rule import apply_rule_to_arrays
 from penstock.schedule.transforms.batch_ops import after_backwards, batch_unit, is_trained, with_reductions
 from penstock.schedule.transforms.blends import divided, with_blends

@@ -15,7 +15,7 @@ _LONGEST = 1.0  # seconds for which messages may hold up a piece, should the pac
 _FORGET = 1.1  # by how much the pace may grow from piece to piece: the quickest of late ones were not held up
 
 
-class RightOfWay:
+class TransferPriority:
     """Keeps account of the messages of one rank that are under way.
 
     One thread posts messages, others pieces of sums (and of weights); only these write the pace, which may be rough.
@@ -41,7 +41,7 @@ class RightOfWay:
         pace = seconds / nbytes
         self._pace = min(pace, self._pace * _FORGET) if self._pace else pace
 
-    def give(self) -> bool:
+    def yield_to_messages(self) -> bool:
         """Wait until the messages posted so far have arrived; return whether there were any."""
         end = self._now() + _LONGEST
         waited = False

@@ -28,8 +28,8 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.schedule.ir.arrays import BACKWARDS, NO_VERSION, STEP, ActionArrays, ArraySchedule, F, I, Numbers, W
-from penstock.schedule.ir.rules import RULES, Source
 from penstock.schedule.ir.schedule import Program, Schedule
+from penstock.schedule.ir.version_rules import RULES, Source
 
 _OF_A_BATCH = {Source.BATCH: 0, Source.PREVIOUS: -1}
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.absolute_actions import actions_of
-from penstock.schedule.ir.rules import RULES, Update
 from penstock.schedule.ir.schedule import Action, Op, Schedule, Stage, passes
 from penstock.schedule.ir.sharding import Level
+from penstock.schedule.ir.version_rules import RULES, Update
 from penstock.schedule.machine.collectives import ADDING
 
 _SETTLED = 4  # batches after which everything has repeated

@@ -106,7 +106,7 @@ def _prove_own(
     options: dict[str, Any],
 ) -> Proof:
     """Prove the schedule in a file, under a version rule, and check that a correction goes with it."""
-    from penstock.schedule.ir.rules import RULES
+    from penstock.schedule.ir.version_rules import RULES
     from penstock.schedule.load import holds_function, prove_file
     from penstock.schedule.methods.corrections import correction_fault
     from penstock.schedule.methods.method_text import written_order

@@ -20,8 +20,8 @@ from torch import nn
 from penstock.checks import check_whole, did_you_mean
 from penstock.errors import ConfigError
 from penstock.partition.block_names import block_of
-from penstock.schedule.delay_profiles import delays_of_profile
 from penstock.schedule.ir.schedule import Op, Schedule
+from penstock.schedule.named_delay_profiles import delays_of_profile
 
 Delays = int | str | Sequence[int] | Mapping[str, int] | Callable[[str], int]
 """One delay for all blocks, a profile such as "1f1b:8", a list, delays by name (others are 0), or a function of the

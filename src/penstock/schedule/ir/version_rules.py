@@ -2,8 +2,8 @@
 
 Version v of a stage is its weights after v decided batches; STEP of batch t creates version t+1. A rule says from which
 `Source` forwards, backwards and recomputes read, and where in the order the updates stand.
-`penstock.schedule.transforms.apply_rule` writes both into an order; `penstock.schedule.proof.check` proves them again,
-independently, by playing the schedule.
+`penstock.schedule.transforms.apply_version_rule` writes both into an order; `penstock.schedule.proof.check` proves them
+again, independently, by playing the schedule.
 """
 
 from __future__ import annotations

@@ -26,9 +26,18 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.schedule.compiled.code import ACT, RECEIVE, SEND, Code, CodedSchedule, CostClasses, Numbers, Unrolled
+from penstock.schedule.compiled.collective_events import Joins, JointEvents, NotCompiledError
 from penstock.schedule.compiled.graph import NEVER, OWN, ROOM, START, TRANSFER, WAIT, EventGraph
-from penstock.schedule.compiled.joint import Joins, JointEvents, NotCompiledError
+from penstock.schedule.compiled.instruction_arrays import (
+    ACT,
+    RECEIVE,
+    SEND,
+    Code,
+    CodedSchedule,
+    CostClasses,
+    Numbers,
+    Unrolled,
+)
 from penstock.schedule.ir.absolute_actions import existing
 from penstock.schedule.ir.schedule import Payload
 from penstock.schedule.machine.lane_state import is_host_copy

@@ -16,7 +16,7 @@ from penstock.runtime.update.averaging import Party, PartyMeetings
 from penstock.schedule.ir.schedule import Action, Stage
 from penstock.schedule.methods.wave_lags import RECORD
 from penstock.stage.stage_runtime import StageRuntime
-from penstock.weights.waves import WaveWeights
+from penstock.weights.wave_weights import WaveWeights
 
 
 class WaveCombining(PartyMeetings):
