@@ -14,7 +14,7 @@ from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Sharding
 from penstock.schedule.load import prove_file
 from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice
-from penstock.schedule.methods.method_text import written_method
+from penstock.schedule.methods.method_parsing import written_method
 from penstock.schedule.proof import check as proofs
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.text import parse_schedule

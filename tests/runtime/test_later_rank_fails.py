@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from penstock import Evaluating, Pipeline, make_schedule
 from penstock.options.run import Group
-from penstock.schedule.proof.read_ahead import batches_ahead
+from penstock.schedule.proof.data_read_ahead import batches_ahead
 from support.pool import Pool
 
 M, MANY = 4, 30

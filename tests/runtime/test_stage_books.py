@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.runtime.rank.stage_state_replay import Effect, StageBooks
+from penstock.runtime.rank.live_version_tracker import Effect, StageBooks
 from penstock.schedule.build import prove, smallest_microbatches
 from penstock.schedule.extend import extend
 from penstock.schedule.ir.absolute_actions import since
@@ -82,7 +82,7 @@ def play_all(schedule: Schedule) -> None:
 
 @pytest.fixture(autouse=True)
 def _counting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runtime.rank.stage_state_replay.StageState", Counting)
+    monkeypatch.setattr("penstock.runtime.rank.live_version_tracker.StageState", Counting)
 
 
 @pytest.mark.parametrize("method", SHOWN)

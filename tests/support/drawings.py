@@ -13,7 +13,7 @@ from pathlib import Path
 from penstock.errors import ScheduleError
 from penstock.schedule.build import prove
 from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.methods.method_text import written_method
+from penstock.schedule.methods.method_parsing import written_method
 from penstock.schedule.methods.table import METHODS
 from penstock.simulate.costs import Costs
 from penstock.simulate.method_facts import facts_of_methods

@@ -13,7 +13,7 @@ from penstock.errors import DataError
 from penstock.train.data import corpus as corpus_module
 from penstock.train.data.corpus import SKIPPED_FOLDERS, Corpus, load_corpus, unigram_entropy
 from penstock.train.data.windows import Windows
-from penstock.train.setup.prepare import is_of_a_run
+from penstock.train.setup.run_folder import is_of_a_run
 
 
 def test_the_standard_library_is_real_text_of_some_size():

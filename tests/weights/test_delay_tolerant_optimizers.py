@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.errors import CapabilityError, CheckpointError
 from penstock.schedule.methods.combine import Combine
-from penstock.weights.optim.adapters import Joined
+from penstock.weights.optim.wrapped_optimizers import Joined
 from support.cases import (
     BY_NAME,
     OPTIMIZERS,

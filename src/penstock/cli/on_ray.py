@@ -36,7 +36,7 @@ def train_on_ray(
     except ImportError as error:
         raise CapabilityError(f"training on Ray needs Ray ({error}); pip install 'penstock[ray]'") from None
     from penstock.train.config.load import validate_config
-    from penstock.train.setup.prepare import make_run_folder
+    from penstock.train.setup.run_folder import make_run_folder
 
     config = validate_config(dict(values))
     place = Path(folder if folder is not None else make_run_folder(config)).resolve()

@@ -143,7 +143,8 @@ def _checked(
     settings = load_config(file, changes, proves=local)  # rank 0 of a job that runs already proves for all
     check_enough_blocks(settings)
     from penstock.comm.core.devices import find_device  # not before, as these import torch
-    from penstock.train.setup.prepare import check_resume, prepare
+    from penstock.train.setup.prepare import prepare
+    from penstock.train.setup.run_folder import check_resume
 
     if resume is not None and not restart:
         check_resume(settings, resume)
@@ -193,10 +194,9 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
         UnsavedRunError: the run has ended, but no checkpoint of it could be written.
     """
     from penstock.launch.launch import launch_local
-    from penstock.train.setup.prepare import make_run_folder
     from penstock.train.setup.recorded_progress import recorded
     from penstock.train.setup.restored_config import ConfigBefore
-    from penstock.train.setup.run_folder import check_is_saved, how_to_go_on, saved_batches
+    from penstock.train.setup.run_folder import check_is_saved, how_to_go_on, make_run_folder, saved_batches
     from penstock.view.lasting_stream import lasting_console
 
     folder = resume or make_run_folder(settings)

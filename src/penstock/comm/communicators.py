@@ -12,7 +12,7 @@ from penstock.comm.collective.wave_exchange import WAVE_TIMEOUT, Exchange, GlooE
 from penstock.comm.core.rank_grid import Holder, RankGrid, RankKey
 from penstock.comm.core.tagged_group import Tag
 from penstock.comm.core.transfer_priority import TransferPriority
-from penstock.comm.mesh import Groups
+from penstock.comm.device_mesh import Groups
 from penstock.comm.p2p.transport import Channel, Transport
 from penstock.comm.transports import Transports
 from penstock.schedule.ir.schedule import Schedule, Stage

@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 from penstock.models.limits import LARGEST
 from penstock.schedule.ir.limits import MOST_BATCHES, MOST_MICROBATCHES, MOST_STAGES
 from penstock.schedule.methods.find_method import find_method
-from penstock.schedule.methods.method_text import (
+from penstock.schedule.methods.method_parsing import (
     CORRECTION,
     RULE,
     split_options,

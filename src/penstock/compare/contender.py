@@ -15,7 +15,7 @@ from penstock.schedule.ir.order import order_options
 from penstock.schedule.methods.corrections import CORRECTIONS, options_of
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.method import Method
-from penstock.schedule.methods.method_text import (
+from penstock.schedule.methods.method_parsing import (
     CORRECTION,
     RULE,
     Written,

@@ -15,7 +15,7 @@ from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.predicted import StageBytes
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.weights.memory.scratch import Scratch
-from penstock.weights.optim.adapters import is_separable
+from penstock.weights.optim.wrapped_optimizers import is_separable
 
 
 class _Joined(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.comm.collective.polling import choose_polling
 from penstock.comm.communicators import holders_of
 from penstock.comm.core.rank_grid import RankGrid
-from penstock.comm.mesh import groups_of_holders
+from penstock.comm.device_mesh import groups_of_holders
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports, choose_transports
 from penstock.partition.blocks import Blocks

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from penstock.comm.core.rank_grid import RankGrid, check_group, warn_if_alone
-from penstock.comm.mesh import from_mesh
+from penstock.comm.device_mesh import from_mesh
 from penstock.errors import CapabilityError, ConfigError
 from penstock.options.divergence import Divergence
 from penstock.options.groups import PipelineOptions

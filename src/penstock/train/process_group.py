@@ -27,7 +27,7 @@ from penstock.job.place import LOOPBACK, JobPlace, job_place
 from penstock.job.store import is_loopback, job_store
 from penstock.train.config.schema import TrainConfig
 from penstock.train.rendezvous import Meeting, differing_keys
-from penstock.train.setup.prepare import make_run_folder
+from penstock.train.setup.run_folder import make_run_folder
 
 _STARTING = 60.0  # seconds within which all processes must start, in addition to the time-out of messages
 _LOOK = 0.05  # seconds between two looks

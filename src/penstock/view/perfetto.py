@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.schedule.ir.schedule import Op
 from penstock.timeline import Interval, Timeline
-from penstock.view.drawing.flow_arrows import Slice, arrow_events
+from penstock.view.drawing.trace_flow_events import Slice, arrow_events
 
 
 def write_trace(timeline: Timeline, path: str | Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.schedule.methods.combine import Combine
 from penstock.weights.memory.buffers import Buffer
-from penstock.weights.optim.adapters import check_averages
+from penstock.weights.optim.wrapped_optimizers import check_averages
 from penstock.weights.store import VersionStore
 from penstock.weights.updates.updater import Updater
 from penstock.weights.written_check import WrittenCheck

@@ -43,7 +43,7 @@ def prove_asked(
     from penstock.schedule.ir.in_flight import read_in_flight
     from penstock.schedule.methods.compatibility import sharding_of
     from penstock.schedule.methods.find_method import find_method
-    from penstock.schedule.methods.method_text import written_method
+    from penstock.schedule.methods.method_parsing import written_method
     from penstock.simulate.auto_in_flight import choose_in_flight
     from penstock.simulate.costs import of_every_rank
     from penstock.simulate.search_options import with_search_options
@@ -109,7 +109,7 @@ def _prove_own(
     from penstock.schedule.ir.version_rules import RULES
     from penstock.schedule.load import holds_function, prove_file
     from penstock.schedule.methods.corrections import correction_fault
-    from penstock.schedule.methods.method_text import written_order
+    from penstock.schedule.methods.method_parsing import written_order
 
     own = written_order(str(file), rule, correction)
     path = Path(own.file)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.comm.message.tensor_message import Header, TensorMessage
 from penstock.comm.message.trees import detached
-from penstock.comm.p2p.mailbox import Mailbox
+from penstock.comm.p2p.rank_mailbox import Mailbox
 from penstock.errors import DataError
 from penstock.schedule.ir.schedule import Op, Payload, Schedule, Stage, passes
 from penstock.schedule.proof.microbatch_state import Piece

@@ -3,7 +3,7 @@
 Batches are any iterable; a batch is a pair (inputs, targets), or a sequence of microbatches, each a pair that is made
 when it is asked for: m for each of the parallel pipelines. The first stage looks one batch ahead, because every message
 of a batch says whether another one follows; between processes the last stage reads further ahead, so that a batch that
-it cannot read is never begun (`penstock.schedule.proof.read_ahead`). In one process both stages share a `BatchSource`;
+it cannot read is never begun (`schedule.proof.data_read_ahead`). In one process both stages share a `BatchSource`;
 between processes each has its own over equal data, and a checksum that travels with the activations catches it if they
 differ.
 """
@@ -58,7 +58,7 @@ class BatchSource:
         ahead: how many batches a rank behind the first reads ahead when it has taken the last sample of a batch; if one
             cannot be read, it asks for the end of the run in time.
         overlap: how many batches before a new one passes may still read when it is made
-            (`penstock.schedule.proof.read_ahead`).
+            (`penstock.schedule.proof.data_read_ahead`).
 
     Attributes:
         failure: what reading ahead has raised: the span ends before the batch that could not be read; or what the first

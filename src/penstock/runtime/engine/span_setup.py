@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from penstock.comm.communicators import connect, holders_of
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.ticket import LATENCY, Polling
-from penstock.comm.mesh import Groups
+from penstock.comm.device_mesh import Groups
 from penstock.comm.p2p.routing import reads_of
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from penstock.comm.communicators import Communicators
 from penstock.comm.core.rank_grid import Holder
-from penstock.comm.p2p.mailbox import Mailbox
+from penstock.comm.p2p.rank_mailbox import Mailbox
 from penstock.comm.p2p.routing import StageRoutes
 from penstock.runtime.rank.loss_ledger import LossLedger
 from penstock.runtime.rank.memory_ledger import MemoryLedger, StageMemory, WatchfulMemory
@@ -15,8 +15,8 @@ from penstock.runtime.rank.span import RankSpan, StageSpan
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.update.averaging import Combining, Meetings, NoMeetings, Party
 from penstock.runtime.update.gathers import Gathers
-from penstock.runtime.update.gradient_places import GradientPlaces
 from penstock.runtime.update.tied_gradients import TiedGradients
+from penstock.runtime.update.unsharded_gradient_limit import GradientPlaces
 from penstock.runtime.update.update_step import Updates
 from penstock.runtime.update.wave_combining import WaveCombining
 from penstock.schedule.ir.schedule import Op, Stage

@@ -16,7 +16,7 @@ from penstock.runtime.plan.requirements import GivenSchedule, schedule_of
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice
-from penstock.schedule.methods.method_text import written_method
+from penstock.schedule.methods.method_parsing import written_method
 from penstock.weights.corrections.base import Correction
 from penstock.weights.corrections.registry import correction_of
 

@@ -13,15 +13,15 @@ from typing import Any
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.wait import Wait
 from penstock.comm.message.tensor_message import TensorMessage
-from penstock.comm.p2p.mailbox import Mailbox
+from penstock.comm.p2p.rank_mailbox import Mailbox
 from penstock.comm.p2p.routing import StageRoutes
 from penstock.options.groups import PipelineOptions
 from penstock.runtime.data.batch_source import BatchSource
+from penstock.runtime.rank.live_version_tracker import StageBooks
 from penstock.runtime.rank.loss_ledger import LossLedger
 from penstock.runtime.rank.memory_ledger import MemoryLedger, StageMemory
 from penstock.runtime.rank.reports import Reports
 from penstock.runtime.rank.snapshot_capture import SnapshotCapture
-from penstock.runtime.rank.stage_state_replay import StageBooks
 from penstock.runtime.update.averaging import Meetings
 from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.stop_request import StopRequest

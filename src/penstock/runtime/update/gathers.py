@@ -16,7 +16,7 @@ from penstock.comm.core.rank_grid import Holder, Members
 from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.core.wait import Wait, wait_for
-from penstock.runtime.update.gradient_places import GradientPlaces, Key
+from penstock.runtime.update.unsharded_gradient_limit import GradientPlaces, Key
 from penstock.schedule.ir.schedule import Op, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.stage.stage_runtime import StageRuntime

@@ -43,7 +43,7 @@ from penstock.schedule.machine.play import Machine
 from penstock.schedule.machine.window_search import lower_freely
 from penstock.schedule.proof.activations import Activations, MicrobatchCount
 from penstock.schedule.proof.coverage import check_coverage
-from penstock.schedule.proof.read_ahead import Reading, reading_of
+from penstock.schedule.proof.data_read_ahead import Reading, reading_of
 from penstock.schedule.proof.stage_spec import stage_specs
 from penstock.schedule.proof.stage_state import Delay, StageState
 from penstock.schedule.proof.unsharded_peaks import RankShards, shard_facts

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from penstock.checks import check_text, in_short, in_words
 from penstock.errors import ConfigError
 from penstock.schedule.methods.find_method import find_method
-from penstock.schedule.methods.method_text import written_correction, written_method, written_order
+from penstock.schedule.methods.method_parsing import written_correction, written_method, written_order
 from penstock.train.config.key_reference import correction_keys, known_keys, order_keys, suggested_keys
 from penstock.train.config.own_schedule import is_file, read_own_schedule, schedule_in, size_fault
 from penstock.train.config.schema import TrainConfig

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -14,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from penstock.checkpoint.format import Checkpoint
 from penstock.comm.collective.broadcast import from_first
-from penstock.errors import CheckpointError, ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
 from penstock.options.groups import PipelineOptions
@@ -31,7 +28,6 @@ from penstock.schedule.methods.wave_lags import record_fault, stage_place
 from penstock.simulate.auto_in_flight import later_with
 from penstock.train.config.own_schedule import own_schedule
 from penstock.train.config.schema import TrainConfig
-from penstock.train.config.written_config import write_config
 from penstock.train.data.corpus import Corpus, Once, load_corpus
 from penstock.train.data.windows import Windows
 from penstock.train.setup.enough_blocks import check_enough_blocks, shape_of
@@ -39,14 +35,11 @@ from penstock.train.setup.machine_memory import check_machine_memory, check_work
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import FALLBACK, MAIN, SYNC
 from penstock.train.setup.pipeline_options import pipeline_options, tokens_per_batch
-from penstock.train.setup.run_folder import check_whole_run, newest_checkpoint
+from penstock.train.setup.run_folder import is_of_a_run
 from penstock.weights.corrections.base import StagePlace
 from penstock.weights.memory.buffers import Layout
-from penstock.weights.optim.adapters import check_averages
 from penstock.weights.optim.undo import check_undoable
-
-_MOMENT = "%Y-%m-%d-%H%M%S"
-_RUN = re.compile(r"\d{4}-\d\d-\d\d-\d{6}-")  # names of run folders begin with the moment
+from penstock.weights.optim.wrapped_optimizers import check_averages
 
 
 class RecomputeQuestion(NamedTuple):
@@ -339,77 +332,6 @@ def model_shape(config: TrainConfig, corpus: Corpus) -> GPTConfig:
             f"model.vocabulary is {vocabulary}, but {corpus.name} holds tokens up to {corpus.vocabulary - 1}"
         )
     return shape_of(config, vocabulary)
-
-
-def make_run_folder(config: TrainConfig) -> Path:
-    """A new folder for a run, with the configuration in it.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
-    now = datetime.datetime.now().strftime(_MOMENT)
-    name = re.sub(r"[^\w.-]+", "-", config.row.name)
-    base = Path(config.out) / f"{now}-{name}-{_shape(config)}"
-    folder, number = base, 1
-    try:
-        while True:
-            try:
-                folder.mkdir(parents=True)
-                break
-            except FileExistsError:
-                number += 1
-                folder = base.with_name(f"{base.name}-{number}")
-        write_config(config, folder)
-    except OSError as error:
-        raise ConfigError(f"cannot make a run folder in {config.out!r}: {error.strerror or error}") from None
-    return folder
-
-
-def check_resume(config: TrainConfig, run: Path) -> None:
-    """Refuse to go on with a run that has lost its checkpoints, is further than asked for, or has another model.
-
-    Its own end can be made again.
-
-    Raises:
-        ConfigError: how far it is, or what was changed of its model.
-    """
-    check_whole_run(run)
-    newest = newest_checkpoint(run)
-    if newest is None:
-        return
-    if newest.batch > config.batches:
-        raise ConfigError(
-            f"the run in {str(run)!r} has {newest.batch} batches already; set batches above that, got {config.batches}"
-        )
-    now = shape_of(config)
-    for name, there in _shape_in(newest).items():
-        if getattr(now, name) != there and (name != "vocabulary" or config.model.vocabulary is not None):
-            raise ConfigError(
-                f"model.{name} is {getattr(now, name)}, but the weights of the run in {str(run)!r} are of a model with "
-                f"{there}; leave the change out, or train another model in a run of its own (without --resume)"
-            )
-
-
-def _shape_in(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return what the weights in a checkpoint tell of the shape of a GPT; nothing if they cannot be read."""
-    layers = [name for name in checkpoint.names if re.fullmatch(r"weights/layers\.\d+\.mlp_norm\.weight", name)]
-    found = {"layers": len(layers)} if layers else {}
-    for name, tensor in (("width", "head.norm.weight"), ("vocabulary", "head.out.weight")):
-        if f"weights/{tensor}" in checkpoint.names:
-            try:
-                found[name] = len(checkpoint.tensor(f"weights/{tensor}"))
-            except CheckpointError:  # reported when it is loaded
-                return {}
-    return found
-
-
-def is_of_a_run(out: Path, file: Path) -> bool:
-    """Whether a file lies in a run folder in `out`; trained on its own records, a run would change its text."""
-    try:
-        within = file.resolve().relative_to(out.resolve())
-    except ValueError:
-        return False
-    return _RUN.match(within.parts[0]) is not None
 
 
 def _shape(config: TrainConfig) -> str:

@@ -9,7 +9,9 @@ restarted-1/     metrics and checkpoints from before the run was begun again
 
 from __future__ import annotations
 
+import datetime
 import os
+import re
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -17,8 +19,13 @@ from pathlib import Path
 from penstock.checkpoint.format import FOLDER, Checkpoint, checkpoints, open_newest
 from penstock.errors import CheckpointError, ConfigError, UnsavedRunError
 from penstock.files import check_own_folder, check_regular
-from penstock.train.config.written_config import CONFIG, WRITTEN
+from penstock.train.config.schema import TrainConfig
+from penstock.train.config.written_config import CONFIG, WRITTEN, write_config
+from penstock.train.setup.enough_blocks import shape_of
 from penstock.train.setup.recorded_progress import METRICS, recorded
+
+_MOMENT = "%Y-%m-%d-%H%M%S"
+_RUN = re.compile(r"\d{4}-\d\d-\d\d-\d{6}-")  # names of run folders begin with the moment
 
 _FILES = (CONFIG, WRITTEN, METRICS, "trace.json", "lags.json")
 _FOLDERS = (FOLDER, "weights", "averaged", "averaged/weights")
@@ -139,3 +146,79 @@ def how_to_go_on(folder: Path) -> str:
         )
     further = "" if more <= batch else f" (it was {more} batches far, so {more - batch} are trained again)"
     return f"to resume from the checkpoint after {batch} batches{further}:\n  penstock train --resume {folder}"
+
+
+def make_run_folder(config: TrainConfig) -> Path:
+    """Make a new folder for a run, with the configuration in it.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    now = datetime.datetime.now().strftime(_MOMENT)
+    name = re.sub(r"[^\w.-]+", "-", config.row.name)
+    base = Path(config.out) / f"{now}-{name}-{_shape(config)}"
+    folder, number = base, 1
+    try:
+        while True:
+            try:
+                folder.mkdir(parents=True)
+                break
+            except FileExistsError:
+                number += 1
+                folder = base.with_name(f"{base.name}-{number}")
+        write_config(config, folder)
+    except OSError as error:
+        raise ConfigError(f"cannot make a run folder in {config.out!r}: {error.strerror or error}") from None
+    return folder
+
+
+def check_resume(config: TrainConfig, run: Path) -> None:
+    """Refuse to go on with a run that has lost its checkpoints, is further than asked for, or has another model.
+
+    Its own end can be made again.
+
+    Raises:
+        ConfigError: how far it is, or what was changed of its model.
+    """
+    check_whole_run(run)
+    newest = newest_checkpoint(run)
+    if newest is None:
+        return
+    if newest.batch > config.batches:
+        raise ConfigError(
+            f"the run in {str(run)!r} has {newest.batch} batches already; set batches above that, got {config.batches}"
+        )
+    now = shape_of(config)
+    for name, there in _shape_in(newest).items():
+        if getattr(now, name) != there and (name != "vocabulary" or config.model.vocabulary is not None):
+            raise ConfigError(
+                f"model.{name} is {getattr(now, name)}, but the weights of the run in {str(run)!r} are of a model with "
+                f"{there}; leave the change out, or train another model in a run of its own (without --resume)"
+            )
+
+
+def _shape_in(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return what the weights in a checkpoint tell of the shape of a GPT; nothing if they cannot be read."""
+    layers = [name for name in checkpoint.names if re.fullmatch(r"weights/layers\.\d+\.mlp_norm\.weight", name)]
+    found = {"layers": len(layers)} if layers else {}
+    for name, tensor in (("width", "head.norm.weight"), ("vocabulary", "head.out.weight")):
+        if f"weights/{tensor}" in checkpoint.names:
+            try:
+                found[name] = len(checkpoint.tensor(f"weights/{tensor}"))
+            except CheckpointError:  # reported when it is loaded
+                return {}
+    return found
+
+
+def is_of_a_run(out: Path, file: Path) -> bool:
+    """Return whether a file lies in a run folder in `out`; trained on its own records, a run would change its text."""
+    try:
+        within = file.resolve().relative_to(out.resolve())
+    except ValueError:
+        return False
+    return _RUN.match(within.parts[0]) is not None
+
+
+def _shape(config: TrainConfig) -> str:
+    """Write stages and microbatches, and how many pipelines if there are several."""
+    return "x".join(map(str, [*([config.width] if config.width > 1 else []), config.stages, config.microbatches]))

@@ -33,8 +33,8 @@ from torch.optim import SGD, Adam, AdamW
 from penstock.errors import CapabilityError
 from penstock.weights.corrections.base import NO_RECOMPUTE, Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
-from penstock.weights.optim.adapters import name_of
 from penstock.weights.optim.directions import check_predictable
+from penstock.weights.optim.wrapped_optimizers import name_of
 from penstock.weights.updates.forecasts import Forecast, forecast
 from penstock.weights.updates.updater import Updater
 

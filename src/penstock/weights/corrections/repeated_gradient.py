@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Muon, NAdam, Optimizer
 
 from penstock.errors import CapabilityError
-from penstock.weights.optim.adapters import Joined, name_of, optimizer_of
+from penstock.weights.optim.wrapped_optimizers import Joined, name_of, optimizer_of
 from penstock.weights.updates.step_info import Step
 
 Weights = tuple[float, float]

@@ -65,8 +65,8 @@ class BasisRotation(Optimizer):
             for p in group["params"]:
                 if p.ndim != 2 or not p.is_floating_point():
                     raise ConfigError(
-                        f"basis rotation needs real matrices, not a parameter of shape {tuple(p.shape)} "
-                        f"({p.dtype}); step that one with another optimizer (`penstock.weights.optim.adapters.Joined`)"
+                        f"basis rotation needs real matrices, not a parameter of shape {tuple(p.shape)} ({p.dtype}); "
+                        "step that one with another optimizer (`penstock.weights.optim.wrapped_optimizers.Joined`)"
                     )
 
     @torch.no_grad()

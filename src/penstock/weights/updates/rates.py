@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.weights.optim.adapters import name_of
+from penstock.weights.optim.wrapped_optimizers import name_of
 from penstock.weights.updates.group_settings import GroupSettings
 from penstock.weights.updates.lr_schedulers import ScheduledSettings, SchedulerFactory
 
