@@ -31,7 +31,7 @@ from torch import multiprocessing, nn
 from torch.nn import functional as F
 
 from penstock import Checkpoints, Evaluating, Pipeline
-from penstock.comm.core.recorder import KEEP
+from penstock.comm.core.trace_recorder import KEEP
 
 METHODS = ("1f1b", "2bw")
 RANKS, MICROBATCHES = 2, 2

@@ -255,7 +255,7 @@ DEFECTS = (
         "runtime",
         "if batch in (begun, loaded.end):  # at a border of the data",
         "if batch >= begun:  # at a border of the data",
-        ("tests/runtime/test_data_position.py",),
+        ("tests/runtime/test_resumed_data_check.py",),
     ),
     Defect(
         "a second pipeline hands out weights from before the run of another one",

@@ -11,7 +11,7 @@ import torch
 from penstock.cli.on_ray import train_on_ray
 from penstock.errors import CapabilityError
 from penstock.train.config.load import load_config
-from penstock.train.export.weights_format import load_weights
+from penstock.train.export.weights_folder import load_weights
 from support.command_line import TINY, Command, only_folder, settings
 
 RAY = importlib.util.find_spec("ray") is not None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.comm.core.device_clock import DeviceClock, device_clock
-from penstock.comm.core.recorder import Recorder
+from penstock.comm.core.trace_recorder import Recorder
 from penstock.idle_time import split_time
 from penstock.runtime.setup import rank_state
 from penstock.schedule.ir.absolute_actions import actions_of

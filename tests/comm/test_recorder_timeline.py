@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.comm.core.recorder import Recorder
+from penstock.comm.core.trace_recorder import Recorder
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Kind
 from penstock.timeline import Timeline, Waiting

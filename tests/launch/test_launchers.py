@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.train.config.load import load_config, validate_config
-from penstock.train.export.weights_format import load_weights
+from penstock.train.export.weights_folder import load_weights
 from penstock.train.loop import train
 from support.command_line import TINY, Command, only_folder, settings, start
 from support.pool import Pool

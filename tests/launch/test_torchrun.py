@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 from penstock.checkpoint.format import Checkpoint, checkpoints
 from penstock.launch import torchrun
 from penstock.launch.torchrun import is_first_to_say
-from penstock.train.export.weights_format import load_weights
+from penstock.train.export.weights_folder import load_weights
 from support.command_line import Command, only_folder, settings, start
 
 pytestmark = pytest.mark.processes

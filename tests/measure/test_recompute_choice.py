@@ -16,7 +16,7 @@ from penstock.measure.recompute_choice import _groups, _ways, choose_recompute
 from penstock.options.groups import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.load import load_config
-from penstock.train.setup.prepare import prepare
+from penstock.train.setup.preflight import prepare
 from penstock.train.setup.run_folder import make_run_folder
 from support.command_line import TINY
 from support.predicted_memory import SAMPLES, WIDTH, blocks_for, optimizer_for, squared

@@ -11,7 +11,7 @@ from penstock.measure.model_profile import measure_blocks, profile_of
 from penstock.options.groups import PipelineOptions
 from penstock.plan.planners.block_chain import BlockChain
 from penstock.plan.planners.candidate_trial import Candidate, CandidateTrial
-from penstock.plan.planners.known_schedules import KnownSchedules, ScheduleKey
+from penstock.plan.planners.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.files import parse_profile, profile_text
 from penstock.plan.profile.layer_graph import layer_graph

@@ -13,8 +13,8 @@ import penstock
 from penstock.errors import ConfigError, ScheduleError
 from penstock.plan.planners.block_chain import BlockChain
 from penstock.plan.planners.candidate_trial import Candidate, CandidateTrial
-from penstock.plan.planners.known_schedules import KnownSchedules, ScheduleKey
 from penstock.plan.planners.proof_forecast import METHODS, least_microbatches, stage_forecast
+from penstock.plan.planners.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.planners.simulated import simulated_plans
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.files import parse_profile

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.comm.core.recorder import Recorder
+from penstock.comm.core.trace_recorder import Recorder
 from penstock.runtime.in_flight.measure import Measured, measure_rank, merge, messages_of_rank
 from penstock.simulate.least_in_flight import least_in_flight
 from penstock.timeline import Waiting

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.plan import requirements
+from penstock.runtime.plan import actions_for_options
 from penstock.schedule import build
 from penstock.schedule.build import prove
 from penstock.schedule.machine.instructions import LoweredProgram
@@ -93,7 +93,7 @@ def count_of_own(group: dist.ProcessGroup, kind: str) -> tuple[int, ...]:
     given = {"schedule": make_schedule("gpipe", 2, 4)} if kind == "a schedule" else {"method": own_order}
     with (
         mock.patch.object(proofs, "_prove_versions", wraps=proofs._prove_versions) as proven,
-        mock.patch.object(requirements, "extended", wraps=requirements.extended) as added,
+        mock.patch.object(actions_for_options, "extended", wraps=actions_for_options.extended) as added,
     ):
         m = 4 if "method" in given else None
         pipeline = plain(given.get("method"), group, m, schedule=given.get("schedule"), max_grad_norm=1.0)

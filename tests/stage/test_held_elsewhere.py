@@ -16,7 +16,7 @@ from torch.optim import swa_utils
 
 import penstock
 from penstock.errors import ConfigError, DataError
-from penstock.stage.checks.held_elsewhere import HeldElsewhere, HeldModule
+from penstock.stage.checks.remotely_trained_modules import HeldElsewhere, HeldModule
 from support.pool import Pool
 
 BATCHES = [(torch.full((4, 3), 0.5), torch.zeros(4, 2))] * 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.train.export.weights_format import load_weights
+from penstock.train.export.weights_folder import load_weights
 from support.command_line import only_folder, settings
 
 pytestmark = pytest.mark.processes

@@ -16,7 +16,7 @@ import torch
 
 from campaigns.faults.job import workers_of
 from penstock.checkpoint.format import checkpoints
-from penstock.train.export.weights_format import load_weights
+from penstock.train.export.weights_folder import load_weights
 from support.command_line import only_folder, settings
 
 pytestmark = pytest.mark.processes

@@ -22,9 +22,9 @@ from penstock.schedule import build, extend
 from penstock.train.config.load import load_config
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import load_corpus
-from penstock.train.setup import prepare as prepare_module
+from penstock.train.setup import preflight
 from penstock.train.setup.pipeline_options import pipeline_options
-from penstock.train.setup.prepare import model_shape, prepare
+from penstock.train.setup.preflight import model_shape, prepare
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +97,8 @@ def test_the_command_says_at_once_that_there_are_too_few_blocks(
 
 def test_the_text_is_not_read_for_a_model_of_too_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[object] = []
-    monkeypatch.setattr(prepare_module, "load_corpus", lambda *given: reads.append(given))
-    monkeypatch.setattr(prepare_module, "UnprovenPlan", None)
+    monkeypatch.setattr(preflight, "load_corpus", lambda *given: reads.append(given))
+    monkeypatch.setattr(preflight, "UnprovenPlan", None)
     with pytest.raises(ConfigError, match=r"6 blocks, .* 100 stages.*or set model\.layers to at least 98"):
         prepare(load_config(None, ["method=2bw", "stages=100", "microbatches=100"]))
     assert not reads

@@ -18,7 +18,7 @@ from penstock.partition.blocks import LazyBlock
 from penstock.schedule.methods.table import METHODS
 from penstock.stage.module import StageModule
 from penstock.train.config.load import load_config
-from penstock.train.setup import build_pipeline, prepare
+from penstock.train.setup import build_pipeline, preflight
 from penstock.verify import runs, verify as verify_module
 from penstock.verify.differences import KINDS
 from penstock.verify.report import Verification
@@ -239,7 +239,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         return {name: LazyBlock(make, seed=seed + i) for i, (name, make) in enumerate(makers.items())}
 
-    for module in (prepare, build_pipeline, runs):
+    for module in (build_pipeline, preflight, runs):
         monkeypatch.setattr(module, "gpt_blocks", blocks)
 
 

@@ -15,7 +15,7 @@ from penstock.simulate.auto_in_flight import InFlightChoice
 from penstock.simulate.least_in_flight import RankTimes
 from penstock.train.config.load import load_config
 from penstock.train.observer import Progress, RunSummary, Switched
-from penstock.train.setup.prepare import prepare
+from penstock.train.setup.preflight import prepare
 from penstock.view.progress import TerminalObserver, human_bytes
 from penstock.view.tables import bytes_table, time_table
 from support.simulated import simulated

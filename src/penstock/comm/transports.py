@@ -21,7 +21,7 @@ from penstock.errors import CapabilityError
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.issue_order import issued, one_order
 from penstock.schedule.machine.lower import in_one_order
-from penstock.schedule.rank_proof import own_program, part_of_rank
+from penstock.schedule.proof_serialization import own_program, part_of_rank
 
 _BATCHES = 5  # of the span whose order is proven: filled, in its steady state, and drained
 

@@ -21,7 +21,7 @@ from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import load_corpus
 from penstock.train.data.windows import Windows
 from penstock.train.setup.optimizers import optimizer_factory
-from penstock.train.setup.prepare import model_shape
+from penstock.train.setup.preflight import model_shape
 from penstock.train.setup.run_folder import is_of_a_run
 
 _PASSES = ("precision", "tf32", "sdpa", "compile", "boundary_gradients", "max_grad_norm", "seed")

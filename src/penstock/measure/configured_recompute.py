@@ -6,7 +6,7 @@ from penstock.measure.recompute_choice import RecomputeChoice, choose_for
 from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.partition.blocks import named_blocks
 from penstock.train.setup.optimizers import optimizer_factory
-from penstock.train.setup.prepare import RecomputeQuestion
+from penstock.train.setup.preflight import RecomputeQuestion
 
 
 def chosen_recompute(question: RecomputeQuestion) -> RecomputeChoice:

@@ -36,7 +36,7 @@ from penstock.train.data.corpus import load_corpus
 from penstock.train.data.windows import Windows
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.pipeline_options import pipeline_options
-from penstock.train.setup.prepare import model_shape, prepare
+from penstock.train.setup.preflight import model_shape, prepare
 from penstock.train.setup.run_folder import is_of_a_run
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 

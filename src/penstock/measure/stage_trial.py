@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.comm.core.rank_grid import RankKey
-from penstock.comm.core.recorder import Recorder
+from penstock.comm.core.trace_recorder import Recorder
 from penstock.comm.message.memory_order import copied
 from penstock.comm.message.trees import detached, leaves_of
 from penstock.options.groups import PipelineOptions

@@ -18,8 +18,8 @@ from penstock.errors import ConfigError
 from penstock.plan.planned_timeline import idle_shares
 from penstock.plan.planners.block_chain import BlockChain
 from penstock.plan.planners.candidate_trial import Candidate, CandidateTrial
-from penstock.plan.planners.known_schedules import KnownSchedules
 from penstock.plan.planners.proof_forecast import METHODS
+from penstock.plan.planners.schedule_cache import KnownSchedules
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.planning import stages_decide
 from penstock.plan.profile.layer_graph import layer_graph, sizes_of

@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 from penstock.idle_time import Idle, split_time
 from penstock.plan.planners.block_chain import BlockChain
 from penstock.plan.planners.candidate_trial import NAME, Candidate, CandidateTrial
-from penstock.plan.planners.known_schedules import KnownSchedules
+from penstock.plan.planners.schedule_cache import KnownSchedules
 from penstock.plan.planning import Planning, PlanRequest, make_plan, stages_decide
 from penstock.plan.profile.schema import Numbers, Profile
 from penstock.plan.stages.devices import DeviceLevel, Devices

@@ -21,7 +21,7 @@ from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.assemble import blocks_here, make_ranks
 from penstock.runtime.setup.shared_plan import share_evaluation
 from penstock.schedule.ir.schedule import Stage
-from penstock.stage.checks.held_elsewhere import HeldElsewhere
+from penstock.stage.checks.remotely_trained_modules import HeldElsewhere
 from penstock.stage.loss import LossFunction
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.stage_weights import TrainedWeights

@@ -8,7 +8,7 @@ import torch
 
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.core.devices import allocator_peaks
-from penstock.comm.core.recorder import merge_recordings
+from penstock.comm.core.trace_recorder import merge_recordings
 from penstock.runtime.model_weights import ModelWeights
 from penstock.runtime.rank.timeline_files import write_recording
 from penstock.runtime.update.divergence import Trouble

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from penstock.checks import in_brief
 from penstock.errors import ConfigError
-from penstock.runtime.data.data_position import DATA
+from penstock.runtime.data.resumed_data_check import DATA
 from penstock.runtime.rank.restore import SavedState, check_names, check_pipelines, has_older, restore
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.switching import Switching

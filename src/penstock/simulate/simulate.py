@@ -27,7 +27,7 @@ from penstock.schedule.machine.unit_time import unit_time
 from penstock.schedule.machine.window_search import lower_freely, unlimited
 from penstock.schedule.proof.activations import Activations, most_activations
 from penstock.schedule.proof.check import Proof, check, too_narrow
-from penstock.schedule.rank_proof import RankProof
+from penstock.schedule.proof_serialization import RankProof
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs
 from penstock.simulate.messages import count_messages, receive_buffers

@@ -19,7 +19,7 @@ from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.sequence_slices import storages
 from penstock.schedule.proof.microbatch_state import Piece
 from penstock.stage.autograd.activation_offload import ActivationOffload
-from penstock.stage.autograd.graph import Graph, open_inputs
+from penstock.stage.autograd.graph_backward import Graph, open_inputs
 from penstock.stage.autograd.graph_walk import edges_of, graph_nodes
 from penstock.stage.autograd.recompute import BufferPlace, RecomputeInput, RecomputeInputSaver
 from penstock.stage.autograd.saved_bytes import SavedBytes, saved_of, signature

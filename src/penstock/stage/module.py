@@ -20,11 +20,11 @@ from penstock.comm.message.trees import detached
 from penstock.errors import CapabilityError, ConfigError
 from penstock.options.groups import PipelineOptions
 from penstock.partition.block_names import prefix_of
-from penstock.stage.autograd.graph import open_inputs
+from penstock.stage.autograd.graph_backward import open_inputs
 from penstock.stage.checks.absent_weights import hide
 from penstock.stage.checks.changed_modules import check_changes, find_parameters, take_over_values
 from penstock.stage.loss import LossFunction, sum_and_weight
-from penstock.stage.precision import cast, check_formats, in_full, kept_full
+from penstock.stage.precision_casts import cast, check_formats, in_full, kept_full
 from penstock.stage.rng import BlockRng, RngKey
 
 _TRAINABLE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -47,7 +47,7 @@ class StageModule:
         options: of the pipeline.
         precision: the dtype that passes compute in; None for that of the parameters.
         device: on which it computes.
-        full: parameters that are not cast to the precision (`penstock.stage.precision.kept_full`).
+        full: parameters that are not cast to the precision (`penstock.stage.precision_casts.kept_full`).
         bound: the tensors that the modules compute with; None where these are their own parameters.
     """
 

@@ -38,7 +38,7 @@ from penstock.train.process_group import first_of_the_job, process_group, shared
 from penstock.train.reporter import Reporter
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.early_stopping import Patience, known_in_run
-from penstock.train.setup.prepare import ChooseRecompute, Prepared, prepare
+from penstock.train.setup.preflight import ChooseRecompute, Prepared, prepare
 from penstock.train.setup.recorded_progress import recorded
 from penstock.train.setup.run_folder import check_is_saved, set_aside_run
 

@@ -11,7 +11,7 @@ from penstock.idle_time import TimeSplit
 from penstock.runtime.in_flight.adapted_in_flight import AdaptedInFlight
 from penstock.runtime.update.events import Evaluated
 from penstock.timeline import Timeline
-from penstock.train.setup.prepare import Prepared
+from penstock.train.setup.preflight import Prepared
 
 
 class Switched(NamedTuple):

@@ -14,7 +14,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.update.divergence import Trouble
 from penstock.train.observer import Switched
 from penstock.train.setup.phase_plan import MAIN, Course
-from penstock.train.setup.prepare import Prepared
+from penstock.train.setup.preflight import Prepared
 
 
 class Phases:

@@ -24,13 +24,13 @@ from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.version_rules import RULES
 from penstock.timeline import Timeline
 from penstock.train.checkpoint_troubles import Troubles
+from penstock.train.cross_rank_stats import Board, BubbleMeter
 from penstock.train.data.corpus import unigram_entropy
 from penstock.train.export.sample import sample_if_possible
-from penstock.train.live_stats import Board, BubbleMeter
 from penstock.train.metrics_file import Metrics
 from penstock.train.observer import Observer, Progress, RunSummary, Switched
 from penstock.train.setup.lr_schedule import rate_schedule
-from penstock.train.setup.prepare import Prepared
+from penstock.train.setup.preflight import Prepared
 
 _POST_EVERY = 0.5  # seconds between two posts of a rank's figures
 

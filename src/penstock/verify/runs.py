@@ -16,7 +16,7 @@ from penstock.schedule.ir.schedule import Op, Schedule, passes
 from penstock.train.data.windows import batches
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.optimizers import optimizer_factory
-from penstock.train.setup.prepare import Prepared
+from penstock.train.setup.preflight import Prepared
 from penstock.verify.differences import Record, Value
 from penstock.verify.equations import reference_method, reference_options
 from penstock.verify.optimizer_recorder import WatchedFactory

@@ -28,7 +28,7 @@ from penstock.schedule.ir.version_rules import RULES, Source
 from penstock.train.config.schema import TrainConfig
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.optimizers import optimizer_factory
-from penstock.train.setup.prepare import Prepared, prepare
+from penstock.train.setup.preflight import Prepared, prepare
 from penstock.verify.differences import Comparisons
 from penstock.verify.optimizer_recorder import WatchedFactory
 from penstock.verify.report import ReportRow, Verification
@@ -51,7 +51,7 @@ def verify(config: TrainConfig, count: int) -> Verification:
         count: the number of batches.
 
     Raises:
-        ConfigError: the configuration cannot be verified; also whatever `penstock.train.setup.prepare.prepare` raises.
+        ConfigError: the configuration cannot be verified; also whatever `preflight.prepare` raises.
     """
     if config.phased:
         raise ConfigError(

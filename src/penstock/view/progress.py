@@ -21,7 +21,7 @@ from penstock.schedule.ir.in_flight import write_in_flight
 from penstock.schedule.ir.sharding import Level
 from penstock.timeline import Timeline
 from penstock.train.observer import Progress, RunSummary, Switched
-from penstock.train.setup.prepare import Prepared
+from penstock.train.setup.preflight import Prepared
 from penstock.view.perfetto import write_trace
 from penstock.view.plurals import counted
 from penstock.view.resizable_live import ResizableLive

@@ -14,7 +14,7 @@ from campaigns.faults.job import HOSTS, LOCAL, RANKS
 from campaigns.faults.shapes import STALL
 from penstock.checkpoint.format import Checkpoint, checkpoints
 from penstock.errors import CheckpointError
-from penstock.train.export.weights_format import load_weights
+from penstock.train.export.weights_folder import load_weights
 
 GRACE = 60.0  # seconds from the fault, or the time-out that notices it, to the end of a job that gives up
 STARTING = 90.0  # the same from a fault while workers start: a minute that the others wait, once they are there

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket
+from penstock.comm.core.trace_recorder import Recorder
 from penstock.timeline import Waiting
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket
+from penstock.comm.core.trace_recorder import Recorder
 from penstock.comm.core.wait import Wait, wait_for
 from penstock.comm.message.tensor_message import TensorMessage
 from penstock.comm.p2p.message_buffer import MessageBuffer

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.ticket import Ticket
+from penstock.comm.core.trace_recorder import Recorder
 from penstock.comm.core.wait import Wait, wait_for
 from penstock.comm.message.tensor_message import TensorMessage
 from penstock.comm.p2p.inbox import Inbox

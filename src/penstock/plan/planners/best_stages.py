@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from penstock.plan.planners.two_bw import Sized, bounded, plan_as_two_bw, single_device_ways, widths
 from penstock.plan.stages.devices import Devices
+from penstock.plan.stages.layer_ideals import PrefixFamily, all_prefixes, ordered_prefixes
 from penstock.plan.stages.piper_cost import TOLERANCE
 from penstock.plan.stages.planned import Plan, PlannedStage, Search, Skipped
-from penstock.plan.stages.prefixes import PrefixFamily, all_prefixes, ordered_prefixes
 from penstock.plan.stages.two_bw_cost import TwoBwCost, bandwidths
 
 Floats = npt.NDArray[np.float64]

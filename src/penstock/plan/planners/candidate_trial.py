@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from penstock.errors import ScheduleError
 from penstock.plan.planners.block_chain import BlockChain, Floats
-from penstock.plan.planners.known_schedules import KnownSchedules, ScheduleKey
 from penstock.plan.planners.proof_forecast import StageForecast, least_microbatches, stage_forecast
+from penstock.plan.planners.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.planners.two_bw import Sized, single_device_ways
 from penstock.plan.stages.devices import Devices
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Skipped, StageRating

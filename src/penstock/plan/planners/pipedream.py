@@ -17,6 +17,7 @@ import numpy.typing as npt
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.devices import DeviceLevel, Devices
+from penstock.plan.stages.layer_ideals import PrefixFamily, all_prefixes, bits, frontier_prefixes, ordered_prefixes
 from penstock.plan.stages.pipedream_cost import (
     PipeDreamCost,
     boundary_bytes,
@@ -25,7 +26,6 @@ from penstock.plan.stages.pipedream_cost import (
     stage_seconds,
 )
 from penstock.plan.stages.planned import Plan, PlannedStage, Search
-from penstock.plan.stages.prefixes import PrefixFamily, all_prefixes, bits, frontier_prefixes, ordered_prefixes
 
 Floats = npt.NDArray[np.float64]
 

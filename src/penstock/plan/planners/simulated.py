@@ -19,8 +19,8 @@ import numpy as np
 from penstock.errors import ConfigError, ScheduleError
 from penstock.plan.planners.block_chain import BlockChain
 from penstock.plan.planners.candidate_trial import Candidate, CandidateTrial
-from penstock.plan.planners.known_schedules import KnownSchedules
 from penstock.plan.planners.proof_forecast import METHODS
+from penstock.plan.planners.schedule_cache import KnownSchedules
 from penstock.plan.planners.two_bw import Sized, widths
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.devices import Devices

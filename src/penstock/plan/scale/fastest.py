@@ -17,7 +17,7 @@ import numpy.typing as npt
 from penstock.errors import ConfigError
 from penstock.plan.cluster.schema import Cluster
 from penstock.plan.scale.batch_theory import steps_at
-from penstock.plan.scale.layouts import Array, Layouts, efficiency_of, exposed_of, memory_of, overheads
+from penstock.plan.scale.layout_costs import Array, Layouts, efficiency_of, exposed_of, memory_of, overheads
 from penstock.plan.scale.model_shape import ModelShape
 from penstock.plan.scale.scaling_rules import ScalingRules
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.plan.profile.layer_graph import LayerEdge, LayerGraph
-from penstock.plan.stages.prefixes import all_prefixes
+from penstock.plan.stages.layer_ideals import all_prefixes
 
 
 def useful_prefixes(graph: LayerGraph, free: Callable[[int], bool], most: int) -> tuple[int, ...] | None:

@@ -15,7 +15,7 @@ import torch
 from penstock.comm.core.rank_grid import RankKey
 from penstock.errors import ConfigError
 from penstock.runtime.data.batch_source import Batches, Portions
-from penstock.runtime.data.data_position import DataPosition
+from penstock.runtime.data.resumed_data_check import DataPosition
 from penstock.runtime.engine.span_setup import SpanSetup
 from penstock.runtime.engine.spans import Spans
 from penstock.runtime.execute.evaluation import Evaluating, readable

@@ -22,7 +22,7 @@ from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.span_borders import SpanBorders
 from penstock.runtime.rank.reports import Report
 from penstock.runtime.rank.snapshot import Saving
-from penstock.stage.checks.held_elsewhere import HeldElsewhere
+from penstock.stage.checks.remotely_trained_modules import HeldElsewhere
 from penstock.stage.checks.touched_parameters import ParameterWatch
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.stage_weights import TrainedWeights

@@ -17,7 +17,7 @@ from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.setup.settings_by_hand import check_settings, settings_by_hand
 from penstock.runtime.setup.stage_copies import check_written, follow_first, follow_hooks, follow_settings
 from penstock.schedule.methods.combine import Combine
-from penstock.stage.checks.held_elsewhere import HeldElsewhere
+from penstock.stage.checks.remotely_trained_modules import HeldElsewhere
 
 _LOG = logging.getLogger(__name__)
 

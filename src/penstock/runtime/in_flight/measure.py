@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from penstock.comm.collective.gather import gather_json
 from penstock.comm.core.rank_grid import RankGrid
-from penstock.comm.core.recorder import Recorder
+from penstock.comm.core.trace_recorder import Recorder
 from penstock.schedule.ir.schedule import Payload
 from penstock.simulate.least_in_flight import RankTimes
 from penstock.timeline import Interval, Waiting
@@ -59,7 +59,7 @@ def measure_rank(recording: Mapping[str, Any], batches: range, depth: int) -> di
     """Return what one rank has measured, as plain values.
 
     Args:
-        recording: of the rank (`penstock.comm.core.recorder.Recorder.recording`).
+        recording: of the rank (`penstock.comm.core.trace_recorder.Recorder.recording`).
         batches: counted from the start of training; the first one of each span, which fills the pipeline, is left out
             where others follow it.
         depth: p, ranks of a pipeline.

@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from penstock.errors import ConfigError
-from penstock.runtime.plan.requirements import GivenSchedule, schedule_of
+from penstock.runtime.plan.actions_for_options import GivenSchedule, schedule_of
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.find_method import find_method

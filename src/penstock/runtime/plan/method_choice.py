@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.checks import check_whole
 from penstock.errors import ConfigError
-from penstock.runtime.plan.requirements import GivenSchedule, schedule_of
+from penstock.runtime.plan.actions_for_options import GivenSchedule, schedule_of
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice

@@ -20,10 +20,7 @@ from penstock.partition.blocks import check_enough, cut_blocks
 from penstock.partition.emulated_delays import BlockDelays, resolve_both
 from penstock.partition.shared_memory import check_shared_memory, shared_buffers
 from penstock.partition.tied import Tie, find_ties
-from penstock.runtime.plan.capabilities import check_compiled, check_correction, check_recomputed_blocks, check_slices
-from penstock.runtime.plan.common_options import common_options
-from penstock.runtime.plan.known_schedule import KnownSchedule, described, identity
-from penstock.runtime.plan.requirements import (
+from penstock.runtime.plan.actions_for_options import (
     GivenSchedule,
     additions,
     check_ranks,
@@ -34,6 +31,9 @@ from penstock.runtime.plan.requirements import (
     with_own_sharding,
     without_own_sharding,
 )
+from penstock.runtime.plan.capabilities import check_compiled, check_correction, check_recomputed_blocks, check_slices
+from penstock.runtime.plan.common_options import common_options
+from penstock.runtime.plan.known_schedule import KnownSchedule, described, identity
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.proof.check import Proof

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from penstock.comm.core.recorder import Recorder
+from penstock.comm.core.trace_recorder import Recorder
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.stage_weights import TrainedWeights
 from penstock.stage.untrained_weights import StageWeights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.comm.core.recorder import Recorder
+from penstock.comm.core.trace_recorder import Recorder
 from penstock.runtime.rank.loss_ledger import BatchLoss, LossLedger
 from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.events import Evaluated

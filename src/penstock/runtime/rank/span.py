@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.comm.core.recorder import Recorder
+from penstock.comm.core.trace_recorder import Recorder
 from penstock.comm.core.wait import Wait
 from penstock.comm.message.tensor_message import TensorMessage
 from penstock.comm.p2p.rank_mailbox import Mailbox

@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from penstock.comm.core.recorder import Recorder, merge_recordings
+from penstock.comm.core.trace_recorder import Recorder, merge_recordings
 from penstock.errors import DataError
 from penstock.timeline import Timeline
 

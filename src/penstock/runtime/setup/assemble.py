@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.comm.collective.clock_sync import common_origin
 from penstock.comm.core.rank_grid import RankGrid
-from penstock.comm.core.recorder import Recorder
+from penstock.comm.core.trace_recorder import Recorder
 from penstock.partition.blocks import deal
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.rank_state import RankState

@@ -9,8 +9,8 @@ from weakref import ref
 
 from penstock.comm.core.device_clock import device_clock
 from penstock.comm.core.rank_grid import RankKey
-from penstock.comm.core.recorder import Recorder
 from penstock.comm.core.side_stream import side_stream
+from penstock.comm.core.trace_recorder import Recorder
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.rank.snapshot import Snapshot
 from penstock.runtime.setup.stage_builder import StageBuilder

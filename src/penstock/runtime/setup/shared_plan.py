@@ -18,7 +18,7 @@ from penstock.runtime.setup.same_plan import check_same_plans
 from penstock.schedule.extend import evaluation_of
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.proof.check import Proof, check
-from penstock.schedule.rank_proof import common_part, part_of_rank, rank_proof
+from penstock.schedule.proof_serialization import common_part, part_of_rank, rank_proof
 from penstock.schedule.rank_schedule import Json, rank_schedule, schedule_facts
 
 Known = Mapping[str, KnownSchedule]

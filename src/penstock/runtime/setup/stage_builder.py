@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.comm.core.devices import find_device
 from penstock.comm.core.rank_grid import RankKey
-from penstock.comm.core.recorder import Recorder
+from penstock.comm.core.trace_recorder import Recorder
 from penstock.comm.p2p.routing import neighbors_of
 from penstock.errors import ConfigError
 from penstock.partition.blocks import LazyBlock, check_shapes

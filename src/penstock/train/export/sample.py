@@ -17,7 +17,7 @@ from penstock.errors import CheckpointError, ConfigError, EndedError, PenstockEr
 from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
 from penstock.train.config.schema import TrainConfig
-from penstock.train.export.weights_format import fill_module, load_index, load_weights
+from penstock.train.export.weights_folder import fill_module, load_index, load_weights
 
 _SAMPLED_PARAMETERS = 200_000_000  # largest model to sample from after training: one rank must load all of it
 _SAMPLING = 20.0  # seconds for that sample

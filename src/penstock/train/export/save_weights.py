@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from penstock.comm.collective.gather import gather_json
 from penstock.errors import CheckpointError
 from penstock.runtime.pipeline import Pipeline
-from penstock.train.export.weights_format import save_index, save_stage
-from penstock.train.setup.prepare import Prepared, describe_model
+from penstock.train.export.weights_folder import save_index, save_stage
+from penstock.train.setup.preflight import Prepared, describe_model
 
 AVERAGED = "averaged"  # a folder in the run folder
 

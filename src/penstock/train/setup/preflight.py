@@ -1,4 +1,4 @@
-"""Everything that can be checked before a process starts, and the folder of a run."""
+"""Checks everything that can be checked before a process starts, and makes the proven plans of a run."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from torch.distributed import HashStore
 
-from penstock.train.live_stats import Board, BubbleMeter
+from penstock.train.cross_rank_stats import Board, BubbleMeter
 
 
 def test_every_rank_s_last_figures_are_read():

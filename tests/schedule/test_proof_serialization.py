@@ -16,7 +16,7 @@ from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import Proof, check
 from penstock.schedule.proof.stage_spec import stage_specs
-from penstock.schedule.rank_proof import common_part, part_of_rank, rank_proof
+from penstock.schedule.proof_serialization import common_part, part_of_rank, rank_proof
 from penstock.schedule.rank_schedule import rank_schedule, schedule_facts
 from penstock.schedule.text import parse_schedule
 from support.smallest_batch import least
