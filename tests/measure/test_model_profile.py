@@ -126,6 +126,14 @@ def test_bytes_are_those_of_the_runtime():
     assert middle.weights.optimizer == 2 * 20 * 4 + 2 * 4
 
 
+def test_what_two_blocks_both_keep_counts_once():
+    """Tanh keeps its output and the next linear layer its input, which is the same tensor."""
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
+    found = measured(blocks, sizes=(2, 3))
+    for size in (2, 3):
+        assert [block.shared[size] for block in found] == [0, *3 * [size * 4 * 4]]
+
+
 def test_sums_are_consistent():
     for block in measured([Multiplied(1), Multiplied(3), Multiplied(1)]):
         figures = block.passes[2]

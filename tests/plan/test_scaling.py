@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import yaml
 
@@ -14,6 +15,7 @@ from penstock.plan.cluster.files import find_cluster, preset_names
 from penstock.plan.cluster.schema import Cluster
 from penstock.plan.scale.analysis import IMPROVED, analyse
 from penstock.plan.scale.fastest import AXES, ScaledTraining, by_devices, fastest
+from penstock.plan.scale.layout_costs import Layouts, memory_of
 from penstock.plan.scale.model_shape import ModelShape, critical_batch, family_model
 from penstock.plan.scale.scaling_rules import read_rules, rules_text
 
@@ -105,6 +107,13 @@ def test_hiding_all_traffic_gives_the_papers_data_parallel_cluster():
     t = ScaledTraining(shape, find_cluster("a100-lga"), hidden, critical_batch(shape, RULES, 160), 1e5)
     _, found = fastest(t, ("data",), layered=True)
     assert [int(each[0]) for each in (found.layouts.data, found.layouts.microbatch)] == [483, 5]
+
+
+@pytest.mark.parametrize(("layered", "flying"), [(True, 8), (False, 2)])
+def test_layered_pipelines_keep_all_microbatches_and_others_one_for_each_stage(layered, flying):
+    shape = ModelShape("small", 4, 32, 16, 2)
+    found = memory_of(shape, RULES, Layouts(*(np.array([n]) for n in (1, 2, 1, 8, 3)), layered=layered, sharded=False))
+    assert float(found["checkpoints"][0]) == 2 * 16 * 32 * 3 * flying * 4 / 2
 
 
 def test_limits_of_devices_and_efficiency():

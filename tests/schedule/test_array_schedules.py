@@ -104,7 +104,7 @@ def defective(schedule, random):
         part, actions = 0, schedule.arrays[rank][0]
     columns = [getattr(actions, name).copy() for name in ActionArrays.__dataclass_fields__]
     places, place = list(range(len(actions))), random.randrange(len(actions))
-    kind = random.choice(["swap", "move", "drop", "double", "op", "microbatch", "version", "stage"])
+    kind = random.choice(["swap", "move", "drop", "double", "op", "microbatch", "version", "stage", "batch"])
     if kind == "swap":
         other = random.randrange(len(actions))
         places[place], places[other] = places[other], places[place]
@@ -118,6 +118,10 @@ def defective(schedule, random):
         columns[0][place] = random.randrange(len(OPERATIONS) - 1)
     elif kind == "microbatch":
         columns[2][place] += random.choice([-schedule.microbatches, schedule.microbatches, -1, 1])
+    elif kind == "batch":  # the pass of another batch, with the version that this batch reads
+        later = random.choice([-1, 1])
+        columns[2][place] += later * schedule.microbatches
+        columns[3][place] += later if columns[3][place] > -10 else 0
     elif kind == "version":
         columns[3][place] += random.choice([-1, 1]) if columns[3][place] > -10 else 0
     else:
