@@ -46,10 +46,10 @@ from benchmarks.arms import STAGES, Data, PenstockArm, Task, TorchArm, make_opti
 from benchmarks.machine import free_port, leave
 from penstock.comm.message.codec import Codec
 from penstock.comm.message.tensor_message import TensorMessage
-from penstock.comm.p2p import gloo_lanes
-from penstock.comm.p2p.gloo_lanes import ReceiveLane, SendLane
+from penstock.comm.p2p import gloo_send_receive
+from penstock.comm.p2p.gloo_send_receive import ReceiveLane, SendLane
 from penstock.comm.p2p.inbox import Inbox
-from penstock.comm.p2p.message_buffer import MessageBuffer
+from penstock.comm.p2p.messages_by_microbatch import MessageBuffer
 
 NAMES, ADDRESSES = ("penstock-m0", "penstock-m1"), ("10.231.7.1", "10.231.7.2")
 PARTS = ("ready", "encode", "post", "way", "held", "needless", "wait", "decode", "use")
@@ -108,7 +108,7 @@ class Stamps:
         self._around(MessageBuffer, "put", self._put)
         self._around(SendLane, "send", self._send)
         self._around(Codec, "fill", self._encode)
-        self._around(gloo_lanes.BlockGroup, "send", self._post)
+        self._around(gloo_send_receive.BlockGroup, "send", self._post)
         self._around(ReceiveLane, "_finish", self._finish)
         self._around(ReceiveLane, "decode", self._decode)
         self._around(Inbox, "arrived", self._ask)

@@ -19,7 +19,7 @@ from penstock.plan.planners.pipedream import Choices
 from penstock.plan.planning import Planning, PlanRequest, make_plan
 from penstock.plan.profile.from_pipedream import from_pipedream
 from penstock.plan.profile.from_piper import from_piper
-from penstock.plan.stages.devices import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
 GIB = 2.0**30

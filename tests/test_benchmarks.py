@@ -19,8 +19,8 @@ from benchmarks.throughput import interval
 from benchmarks.tiny import InProcessArm, PlainArm, tiny_data
 from torch import multiprocessing
 
+from penstock.compare.contender_setup import enter
 from penstock.compare.grid import contenders
-from penstock.compare.prepare import enter
 from penstock.compare.tasks import make_task
 from penstock.launch.launch import _start_method
 from penstock.schedule.build import prove

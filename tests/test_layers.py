@@ -123,14 +123,14 @@ def test_no_public_function_name_stands_twice():
 
 def test_the_first_rooms_name_torch_nowhere():
     """Nor numpy, but for what is made of arrays: large schedules, the compiled simulator, the planners."""
-    of_arrays = "one_f_one_b", "interleaved", "breadth_first", "v_shaped"
+    of_arrays = "one_f_one_b", "interleaved", "breadth_first", "zb_v"
     arrays = (
         *(f"penstock.schedule.orders.{name}" for name in of_arrays),
         "penstock.schedule.ir.arrays",
         "penstock.schedule.transforms.array_rule",
         "penstock.schedule.compiled",
         "penstock.simulate.compiled_span",
-        "penstock.simulate.messages",
+        "penstock.simulate.message_counts",
         "penstock.plan",
     )
     named = [

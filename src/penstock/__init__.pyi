@@ -30,7 +30,7 @@ from .proven_schedule import (
 from .runtime.execute.evaluation import Evaluating as Evaluating
 from .runtime.malloc import keep_freed_memory as keep_freed_memory
 from .runtime.pipeline import Pipeline as Pipeline
-from .runtime.rank.reports import Report as Report
+from .runtime.rank.batch_reports import Report as Report
 from .runtime.rank.restore import SavedState as SavedState
 from .runtime.rank.snapshot import Saving as Saving, Snapshot as Snapshot
 from .runtime.rank.timeline_files import read_timeline as read_timeline
@@ -40,7 +40,7 @@ from .runtime.update.events import Evaluated as Evaluated
 from .schedule.ir.order import Order as Order
 from .schedule.ir.schedule import Schedule as Schedule, Stage as Stage
 from .schedule.methods.choice import MethodChoice as MethodChoice, method as method
-from .schedule.methods.combine import Combine as Combine
+from .schedule.methods.data_parallel_sync import Combine as Combine
 from .schedule.proof.check import Proof as Proof
 from .schedule.text import parse_schedule as parse_schedule
 from .schedule.torch_csv import from_torch_csv as from_torch_csv, to_torch_csv as to_torch_csv

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from penstock.schedule.ir.ops import Lane
+from penstock.schedule.ir.op_table import Lane
 
 
 class Waiting(StrEnum):

@@ -7,16 +7,16 @@ from pathlib import Path
 from random import Random
 
 from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.add_options import extended
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.compiled.collective_events import NotCompiledError
-from penstock.schedule.extend import extended
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.network import Network
+from penstock.simulate.sharding_traffic import Network
 from penstock.simulate.simulate import play
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))

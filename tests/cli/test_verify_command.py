@@ -5,7 +5,7 @@ import json
 import pytest
 
 from penstock.stage.module import StageModule
-from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
 from support.command_line import run
 
 TINY = [

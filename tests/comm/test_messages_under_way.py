@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.comm.message.codec import Codec
 from penstock.comm.message.tensor_message import Header, TensorMessage
 from penstock.comm.message.wire_header import HEADER_BYTES, split
-from penstock.comm.p2p.gloo_lanes import ReceiveLane
+from penstock.comm.p2p.gloo_send_receive import ReceiveLane
 from penstock.schedule.ir.schedule import Payload
 from penstock.schedule.machine.instructions import LaneKey
 

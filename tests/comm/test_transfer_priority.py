@@ -16,7 +16,7 @@ from penstock.comm.collective.all_reduce import GlooReducer
 from penstock.comm.core.rank_grid import Holder
 from penstock.comm.core.transfer_priority import TransferPriority
 from penstock.comm.message.tensor_message import Header, TensorMessage
-from penstock.comm.p2p.gloo_lanes import SendLane
+from penstock.comm.p2p.gloo_send_receive import SendLane
 from penstock.schedule.ir.schedule import Payload, Stage
 from penstock.schedule.machine.instructions import LaneKey
 from support.pool import Pool

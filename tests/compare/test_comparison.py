@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from penstock.compare.config import ComparisonConfig, comparison_config
+from penstock.compare.contender_setup import make_optimizers, update_times
 from penstock.compare.grid import Key
 from penstock.compare.held_out import Score, Scorer
-from penstock.compare.prepare import make_optimizers, update_times
 from penstock.compare.results import Findings
 from penstock.compare.run import ComparisonRun
 from penstock.compare.tasks import make_task

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from penstock.compare.contender import parse_contender
+from penstock.compare.contender_setup import enter
 from penstock.compare.grid import Key
 from penstock.compare.held_out import Score
-from penstock.compare.prepare import enter
 from penstock.compare.results import Findings, MethodSummary
 from penstock.compare.tasks import make_task
 from penstock.compare.trial import TrialResult

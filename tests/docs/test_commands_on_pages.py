@@ -63,12 +63,12 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for place in (
         "penstock.cli.schedules.commands.prove_asked", "penstock.cli.compare._compare", "penstock.verify.verify.verify",
         "penstock.simulate.method_facts.facts_of_methods", "penstock.view.tables.facts_of_methods",
-        "penstock.launch.job_files.job_file", "penstock.plan.profile.files.read_profile",
+        "penstock.launch.cluster_job_files.job_file", "penstock.plan.profile.files.read_profile",
         "penstock.plan.profile.files.read_profile_text", "penstock.train.export.sample.sample_text",
     ):  # fmt: skip
         monkeypatch.setattr(place, reached)
     monkeypatch.setattr("penstock.cli.plans.profile._measured", reached, raising=False)
-    monkeypatch.setattr("penstock.measure.rehearsal.rehearse", reached)
+    monkeypatch.setattr("penstock.measure.single_rank_rehearsal.rehearse", reached)
     monkeypatch.setattr("penstock.cli.train._checked", read)
     monkeypatch.chdir(tmp_path)
     for name in ("my_order.py", "endless.py", "broken.py", "examples/my_order.py"):

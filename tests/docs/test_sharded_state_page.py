@@ -10,7 +10,7 @@ import pytest
 from penstock.schedule.build import prove
 from penstock.schedule.methods.table import METHODS
 from penstock.simulate.costs import Costs
-from penstock.simulate.network import Network
+from penstock.simulate.sharding_traffic import Network
 from penstock.simulate.simulate import simulate_schedule
 from support.drawings import SHARDED, sharded_anew
 

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from penstock.errors import ConfigError, EndedError, TransportError
 from penstock.job.place import JobPlace
-from penstock.job.torchrun_parent import Agent
+from penstock.job.torchrun_agent import Agent
 from penstock.launch import worker_exit as module
 from penstock.launch.worker_exit import WorkerExits, work
 from penstock.train import process_group

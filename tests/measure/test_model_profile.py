@@ -15,7 +15,7 @@ from penstock.measure.model_profile import measure_blocks, profile_of
 from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training
 from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.models.gpt_shape import GPTConfig
-from penstock.options.groups import PipelineOptions
+from penstock.options.all_options import PipelineOptions
 from penstock.partition.blocks import LazyBlock
 from penstock.plan.profile.files import parse_profile, profile_text
 from support.command_line import settings

@@ -11,9 +11,9 @@ import yaml
 
 import penstock
 from penstock.errors import CapabilityError, ConfigError
-from penstock.measure.configured_recompute import chosen_recompute
 from penstock.measure.recompute_choice import _groups, _ways, choose_recompute
-from penstock.options.groups import PipelineOptions
+from penstock.measure.recompute_for_config import chosen_recompute
+from penstock.options.all_options import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.load import load_config
 from penstock.train.setup.preflight import prepare

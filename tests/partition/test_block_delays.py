@@ -21,7 +21,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.weights.corrections.pipemare import PipeMare
 from penstock.weights.decision import LossScale
-from penstock.weights.memory.older_versions import OlderVersions
+from penstock.weights.memory.emulated_delay_buffers import OlderVersions
 from penstock.weights.store import VersionStore
 from support.cases import (
     BALANCE,

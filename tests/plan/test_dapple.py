@@ -11,7 +11,7 @@ from penstock.plan.planners.dapple import DappleSearch, plan_as_dapple, plan_for
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.profile.schema import LayerOption, Profile, ProfiledLayer
 from penstock.plan.stages.dapple_cost import Block, DappleCost, latency, pivot_of
-from penstock.plan.stages.devices import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.plan.stages.planned import PlannedStage
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule

@@ -9,7 +9,7 @@ import pytest
 from penstock.plan.planners.piper import plan_as_piper
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.layer_graph import layer_graph
-from penstock.plan.stages.devices import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.plan.stages.free_layers import useful_prefixes
 from penstock.plan.stages.layer_ideals import all_prefixes
 from support.brute_force_plans import best_by_piper, small_graph

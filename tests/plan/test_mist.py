@@ -13,7 +13,7 @@ from penstock.plan.memory_knobs.mist_cost import KnobbedStage, MistCost, batch_s
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.profile.schema import Profile, ProfiledLayer
-from penstock.plan.stages.devices import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.plan.stages.planned import PlannedStage
 
 

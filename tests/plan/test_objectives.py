@@ -13,7 +13,7 @@ from penstock.plan.planned_timeline import idle_shares, planned_timeline, what_w
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.files import profile_text
 from penstock.plan.profile.schema import Profile, ProfiledLayer
-from penstock.plan.stages.devices import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 
 
 def blocks(count=6, parameters=40.0):

@@ -8,16 +8,16 @@ from torch import nn
 
 import penstock.plan.planning as planning
 from penstock.measure.model_profile import measure_blocks, profile_of
-from penstock.options.groups import PipelineOptions
+from penstock.options.all_options import PipelineOptions
 from penstock.plan.planners.block_chain import BlockChain
 from penstock.plan.planners.candidate_trial import Candidate, CandidateTrial
 from penstock.plan.planners.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.files import parse_profile, profile_text
 from penstock.plan.profile.layer_graph import layer_graph
-from penstock.plan.stages.devices import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.ir.ops import Op
+from penstock.schedule.ir.op_table import Op
 from support.grouped import grouped
 
 WIDTH, M = 32, 8

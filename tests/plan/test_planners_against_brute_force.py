@@ -5,11 +5,11 @@ from random import Random
 
 import pytest
 
-from penstock.plan.planners.best_stages import plan_for_two_bw_cost
 from penstock.plan.planners.pipedream import plan_as_pipedream, plan_for_pipedream_cost
 from penstock.plan.planners.piper import plan_as_piper
 from penstock.plan.planners.two_bw import Sized, plan_as_two_bw
-from penstock.plan.stages.devices import DeviceLevel, Devices
+from penstock.plan.planners.two_bw_unequal_stages import plan_for_two_bw_cost
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from support.brute_force_plans import (
     best_by_piper,
     best_by_two_bw,

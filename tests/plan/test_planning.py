@@ -10,7 +10,7 @@ from penstock.plan.planners.piper import plan_as_piper, plan_for_piper_cost
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.layer_graph import layer_graph
-from penstock.plan.stages.devices import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 
 HEAD = "format: penstock profile 1\nname: toy\n"
 BLOCK = "- {{name: b{}, kind: block, forward: {}, backward: {}, output: 8, stored: 64, parameters: 32}}\n"

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.plan.planners.pipedream import Choices
 from penstock.plan.planning import PlanRequest, make_plan
-from penstock.plan.stages.devices import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from support.published_profiles import answers, published
 
 GIB = 2.0**30

@@ -21,9 +21,9 @@ from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.from_piper import from_piper
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.report import _said_of_delay
-from penstock.plan.stages.devices import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
+from penstock.schedule.add_options import extend
 from penstock.schedule.build import prove
-from penstock.schedule.extend import extend
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.predicted import MemoryOptions, StageBytes, peak_bytes
 from penstock.simulate.simulate import play

@@ -13,7 +13,7 @@ from penstock.plan.any_links.spp import SppSearch, plan_as_spp
 from penstock.plan.any_links.spp_cost import SppCost, list_schedule
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.profile.schema import Profile, ProfiledLayer
-from penstock.plan.stages.devices import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 
 
 def links_of(random, count):

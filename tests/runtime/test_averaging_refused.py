@@ -11,7 +11,7 @@ from penstock.errors import CapabilityError, ConfigError
 from penstock.options.divergence import Divergence
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.methods.combine import Combine
+from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.schedule.text import parse_schedule
 from support.cases import Case, make_batches, make_pipeline
 from support.meetings import (

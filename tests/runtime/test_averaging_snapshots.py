@@ -12,7 +12,7 @@ import torch.distributed as dist
 from penstock.errors import CheckpointError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
-from penstock.schedule.methods.combine import Combine
+from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.verify.reference import Scaling
 from support.averaging_cases import KINDS, merged
 from support.cases import Case, make_batches, make_blocks, make_pipeline

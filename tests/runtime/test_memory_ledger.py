@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.runtime.ops.bound import BoundAction, Turn
-from penstock.schedule.methods.combine import Combine
+from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.verify.reference import Scaling
 from penstock.view.train_summary import summary
 from support.cases import Case, make_batches, make_pipeline

@@ -21,7 +21,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Edge
-from penstock.schedule.machine.batch_border import border_fault
+from penstock.schedule.machine.evaluation_border_check import border_fault
 from penstock.schedule.orders.stage_graph import over
 from support.cases import Case, assert_same, expected, make_batches, make_pipeline, token_loss, train
 from support.graph_cases import SHAPES, Join, data, layer, sgd, squares

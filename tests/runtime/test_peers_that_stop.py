@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.message.tensor_message import Header, TensorMessage
-from penstock.comm.p2p import gloo_lanes
+from penstock.comm.p2p import gloo_send_receive
 from penstock.comm.p2p.gloo import GlooTransport
 from penstock.schedule.ir.schedule import Payload
 from penstock.schedule.machine.instructions import LaneKey
@@ -51,7 +51,7 @@ def others_process(group: dist.ProcessGroup) -> int:
 @contextmanager
 def stopping(process: int, after: int = 0) -> Iterator[None]:
     """Stop a process when the first bytes of a message are seen, after so many messages; later let it go on."""
-    come, seen = gloo_lanes.has_come, []
+    come, seen = gloo_send_receive.has_come, []
 
     def looks(raw: memoryview, size: int) -> bool:
         if not come(raw, size):
@@ -62,7 +62,7 @@ def stopping(process: int, after: int = 0) -> Iterator[None]:
         return True
 
     try:
-        with patch.object(gloo_lanes, "has_come", looks):
+        with patch.object(gloo_send_receive, "has_come", looks):
             yield
     finally:
         os.kill(process, signal.SIGCONT)

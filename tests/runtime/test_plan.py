@@ -13,22 +13,22 @@ from torch import nn
 
 from penstock import make_schedule as proven
 from penstock.errors import CapabilityError, ConfigError, PenstockError, ScheduleError
+from penstock.options.all_options import PipelineOptions
 from penstock.options.divergence import Divergence
-from penstock.options.groups import PipelineOptions
 from penstock.options.parallelism import DataParallel, Partition
 from penstock.options.passes import Precision, Recompute
 from penstock.options.run import Group
 from penstock.partition.blocks import LazyBlock
-from penstock.runtime.from_plan import continue_under, pipeline_of
+from penstock.runtime.from_checked_plan import continue_under, pipeline_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan import plan as plan_module
 from penstock.runtime.plan.method_choice import request_of
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
-from penstock.schedule import build, extend
+from penstock.schedule import add_options, build
 from penstock.schedule.build import ScheduleRequest, prove
 from penstock.schedule.methods.choice import method
-from penstock.schedule.methods.combine import Combine
 from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.schedule.methods.table import METHODS
 from penstock.weights.corrections.pipemare import PipeMare
 from penstock.weights.corrections.registry import correction_of
@@ -70,7 +70,7 @@ def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(*_: object) -> None:
         raise AssertionError("a schedule was proven")
 
-    for module in (build, extend):
+    for module in (build, add_options):
         monkeypatch.setattr(module, "check", check)
 
 

@@ -14,7 +14,7 @@ from penstock.errors import CapabilityError
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.rank.snapshot import Saving
 from penstock.schedule.ir.schedule import Op, Schedule
-from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.verify.reference import Scaling
 from penstock.weights.optim.undo import undo_step
 from support.cases import (

@@ -16,20 +16,20 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.errors import ConfigError
+from penstock.options.all_options import PipelineOptions
 from penstock.options.divergence import Divergence
-from penstock.options.groups import PipelineOptions
 from penstock.options.parallelism import DataParallel, Partition
 from penstock.options.passes import Precision, Recompute, Staleness
 from penstock.options.run import Group
 from penstock.partition.blocks import LazyBlock
 from penstock.partition.sequence_slices import Slicing
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.plan.common_options import common_options
+from penstock.runtime.plan.options_equal_on_ranks import common_options
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
-from penstock.schedule.methods.combine import Combine
+from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.weights.corrections.registry import correction_of
 from penstock.weights.decision import LossScale
 from support.pool import Pool

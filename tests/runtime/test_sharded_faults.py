@@ -23,9 +23,9 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.update.gathers import Gathers
 from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op, WeightRef
-from penstock.schedule.methods.combine import Combine
+from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.schedule.proof.check import check
-from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.fully_sharded_store import FullyShardedExactStore
 from penstock.weights.memory.row_shards import Rows, RowShards
 from support.cases import Case, expected, make_batches, make_pipeline

@@ -8,13 +8,13 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.runtime.rank.live_version_tracker import Effect, StageBooks
+from penstock.schedule.add_options import extend
 from penstock.schedule.build import prove, smallest_microbatches
-from penstock.schedule.extend import extend
 from penstock.schedule.ir.absolute_actions import since
 from penstock.schedule.ir.schedule import Action, Copy, Op, Schedule, split_fused
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.table import METHODS
-from penstock.schedule.proof.stage_spec import StageSpec, stage_specs
+from penstock.schedule.proof.stage_constants import StageSpec, stage_specs
 from penstock.schedule.proof.stage_state import StageState
 from penstock.schedule.text import parse_schedule
 from support.schedules import make_schedule

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from penstock.comm.message.codec import Codec
-from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.memory.buffers import Buffer
 from support.cases import Case, make_batches, make_pipeline
 from support.pool import Pool

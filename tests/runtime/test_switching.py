@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.update.events import Evaluated
-from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.verify.reference import run
 from penstock.weights.corrections.registry import correction_of
 from penstock.weights.memory.buffers import Buffer

@@ -11,7 +11,7 @@ from torch import nn
 from penstock.options.number_formats import PrecisionName
 from penstock.options.parallelism import DataParallel
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.methods.combine import Combine
+from penstock.schedule.methods.data_parallel_sync import Combine
 from support.cases import make_batches, make_pipeline
 from support.schedules import make_schedule
 from support.wave_cases import case_of

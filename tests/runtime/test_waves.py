@@ -14,10 +14,10 @@ from penstock.errors import CheckpointError, ConfigError, VersionError
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.ir.schedule import Op
-from penstock.schedule.methods.combine import Combine
+from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.schedule.text import parse_schedule
 from penstock.weights.store import VersionStore
-from penstock.weights.wave_weights import WaveWeights
+from penstock.weights.wave_synchronous_updates import WaveWeights
 from support.cases import make_batches, make_blocks, make_pipeline
 from support.meetings import assert_close, states_of
 from support.snapshots import Kept

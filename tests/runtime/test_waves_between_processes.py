@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError
 from penstock.runtime.rank.snapshot import Saving
-from penstock.schedule.methods.combine import Combine
+from penstock.schedule.methods.data_parallel_sync import Combine
 from support.cases import Case, make_batches, make_pipeline
 from support.meetings import State, assert_close, states_of
 from support.pool import Pool

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.options.number_formats import low_precision
-from penstock.schedule.methods.combine import Combine
+from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.verify.reference.decisions import Scaling
 from penstock.verify.reference.waves import Wsp, train_wsp
 from support.cases import (

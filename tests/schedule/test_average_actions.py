@@ -5,12 +5,12 @@ from itertools import pairwise
 import pytest
 
 from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.add_options import extend
 from penstock.schedule.build import smallest_microbatches
-from penstock.schedule.extend import extend
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.methods.combine import COMBINES, Combine, combine_fault
 from penstock.schedule.methods.compatibility import compatible
+from penstock.schedule.methods.data_parallel_sync import COMBINES, Combine, combine_fault
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import check

@@ -6,14 +6,14 @@ from fractions import Fraction
 
 import pytest
 
+from penstock.schedule.add_options import extend
 from penstock.schedule.build import prove
-from penstock.schedule.extend import extend
+from penstock.schedule.call_order import call_order
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.orders import ORDERS
-from penstock.schedule.own_order import call_order
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_bubble
 from penstock.simulate.simulate import simulate_schedule

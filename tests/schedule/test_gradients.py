@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.schedule.ir.schedule import Op
-from penstock.schedule.proof.gradients import Gradients
+from penstock.schedule.proof.gradient_state import Gradients
 from penstock.schedule.proof.microbatch_state import BooksError
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.extend import extend
+from penstock.schedule.add_options import extend
 from penstock.schedule.ir.schedule import Op, passes
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule

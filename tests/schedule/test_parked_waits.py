@@ -8,10 +8,10 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.schedule import Action, Op, Stage
+from penstock.schedule.machine.default_durations import unit_time
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
-from penstock.schedule.machine.unit_time import unit_time
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from support.event_oracle import start_times

@@ -9,8 +9,8 @@ import pytest
 
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.runtime.plan.capabilities import check_offered
+from penstock.schedule.add_options import extend, extended
 from penstock.schedule.build import ScheduleRequest, prove
-from penstock.schedule.extend import extend, extended
 from penstock.schedule.ir.schedule import Op, Stage
 from penstock.schedule.ir.sharding import Cache, Level, Sharding, read_sharding
 from penstock.schedule.ir.version_rules import RULES
@@ -20,7 +20,7 @@ from penstock.schedule.text import parse_schedule
 from penstock.schedule.transforms.gather_slots import stays
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_bubble
-from penstock.simulate.network import Network
+from penstock.simulate.sharding_traffic import Network
 
 FLUSHED = [name for name, row in METHODS.items() if row.rule == "flush"]
 LEVELS = ("optimizer", "gradients", "full")

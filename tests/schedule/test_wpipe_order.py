@@ -8,12 +8,12 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.schedule.build import prove
+from penstock.schedule.call_order import call_order
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Action, Op
 from penstock.schedule.machine.lower import lower
-from penstock.schedule.machine.window_search import unlimited
+from penstock.schedule.machine.send_window_search import unlimited
 from penstock.schedule.orders import ORDERS
-from penstock.schedule.own_order import call_order
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_bubble
 from penstock.simulate.simulate import simulate_schedule

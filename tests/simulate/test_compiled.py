@@ -10,12 +10,12 @@ import pytest
 
 from campaigns.compiled import random_costs, run
 from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.add_options import extended
 from penstock.schedule.build import prove
 from penstock.schedule.compiled.collective_events import NotCompiledError
 from penstock.schedule.compiled.evaluate import evaluate
 from penstock.schedule.compiled.event_graph_builder import graph_of
 from penstock.schedule.compiled.instruction_arrays import coded
-from penstock.schedule.extend import extended
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.machine.instructions import LoweredProgram
 from penstock.schedule.machine.lower import lower
@@ -23,7 +23,7 @@ from penstock.schedule.text import parse_schedule
 from penstock.simulate import compiled_span as module
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.network import Network
+from penstock.simulate.sharding_traffic import Network
 from penstock.simulate.simulate import play, predict
 from support.schedules import make_schedule
 

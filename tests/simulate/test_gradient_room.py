@@ -12,11 +12,11 @@ from penstock.schedule.build import prove
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Kind, Op
 from penstock.schedule.machine.lower import lower
-from penstock.schedule.machine.window_search import unlimited
+from penstock.schedule.machine.send_window_search import unlimited
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.network import Network
+from penstock.simulate.sharding_traffic import Network
 from penstock.simulate.simulate import play, simulate_schedule
 
 CASES = [

@@ -14,7 +14,7 @@ import pytest
 from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.network import Network
+from penstock.simulate.sharding_traffic import Network
 from penstock.simulate.simulate import simulate_schedule
 from support.state_bytes import state_bytes
 

@@ -9,7 +9,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs
-from penstock.simulate.network import Network
+from penstock.simulate.sharding_traffic import Network
 from penstock.simulate.simulate import simulate_schedule
 from support.command_line import run
 

@@ -12,8 +12,8 @@ from torch import nn
 from penstock import make_schedule
 from penstock.errors import CapabilityError, ConfigError
 from penstock.models.gpt import GPTConfig, gpt_blocks, language_loss
-from penstock.options.groups import PipelineOptions
-from penstock.runtime.from_plan import pipeline_of
+from penstock.options.all_options import PipelineOptions
+from penstock.runtime.from_checked_plan import pipeline_of
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.schedule.text import parse_schedule
 from penstock.weights.corrections.registry import correction_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.schedule.methods.combine import COMBINES, Combine
+from penstock.schedule.methods.data_parallel_sync import COMBINES, Combine
 from support.cases import Case, make_batches, make_pipeline
 from support.meetings import (
     State,

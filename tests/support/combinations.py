@@ -17,8 +17,8 @@ from penstock.options.divergence import Divergence
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import smallest_microbatches
 from penstock.schedule.ir.version_rules import RULES, Source
-from penstock.schedule.methods.combine import Combine
 from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.schedule.methods.table import METHODS
 from penstock.verify.reference import Scaling
 from penstock.weights.corrections.registry import correction_of

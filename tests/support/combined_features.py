@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from penstock.options.divergence import Divergence
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.rank.reports import Report
+from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.update.divergence import Trouble
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.build import prove
-from penstock.schedule.machine.batch_border import border_fault
+from penstock.schedule.machine.evaluation_border_check import border_fault
 from penstock.schedule.methods.table import METHODS
 from penstock.stage.autograd.recompute import RecomputeMode
-from penstock.verify.equations import reference_options
-from penstock.verify.pass_order import order_of
+from penstock.verify.choose_reference import reference_options
+from penstock.verify.derived_delays import order_of
 from penstock.verify.reference import Reference, train_reference
-from penstock.verify.reference.decayed import Partials
 from penstock.verify.reference.delays import version_read
+from penstock.verify.reference.ftpipe_prediction import Partials
 from penstock.verify.reference.methods import FLUSH
 from penstock.weights.corrections.base import Correction
 from support.cases import (

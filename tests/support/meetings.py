@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.methods.combine import Combine
+from penstock.schedule.methods.data_parallel_sync import Combine
 from support.cases import BALANCE, VOCABULARY, cut, make_blocks
 
 LENGTH = 4

@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.measure.stage_bytes import measure_stages
 from penstock.measure.stage_trial import Training
-from penstock.options.groups import PipelineOptions
+from penstock.options.all_options import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.find_method import find_method

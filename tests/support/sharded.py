@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.pipeline import Pipeline
-from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
 from support.cases import (
     OPTIMIZERS,
     Case,

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from penstock.schedule.add_options import extend
 from penstock.schedule.build import prove
-from penstock.schedule.extend import extend
 from penstock.simulate.costs import Costs
-from penstock.simulate.network import Network
+from penstock.simulate.sharding_traffic import Network
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline
 

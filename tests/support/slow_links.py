@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.message.tensor_message import TensorMessage
-from penstock.comm.p2p.gloo_lanes import SendLane
+from penstock.comm.p2p.gloo_send_receive import SendLane
 from support.cases import WIDTH, make_blocks
 
 NAP, HOLD = 0.016, 0.006  # a forward and a backward take twice the first: T; there and back is less than T

@@ -14,7 +14,7 @@ from penstock.runtime.update import decisions
 from penstock.runtime.update.update_step import Updates
 from penstock.stage.autograd.recompute import RecomputeInputSaver
 from penstock.stage.stage_runtime import StageRuntime
-from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.train.setup import build_pipeline, preflight
 from penstock.weights.memory.buffers import Buffer, Handle
 from penstock.weights.memory.squared_norm import squared_norm

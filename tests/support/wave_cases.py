@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from penstock.schedule.methods.combine import Combine
+from penstock.schedule.methods.data_parallel_sync import Combine
 from support.cases import OPTIMIZERS, Case
 from support.waves_by_hand import Waved, reads_of
 

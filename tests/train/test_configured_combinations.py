@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock import cli
-from penstock.runtime.from_plan import continue_under
+from penstock.runtime.from_checked_plan import continue_under
 from penstock.train.config.load import load_config
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.phase_plan import FALLBACK, SYNC

@@ -71,7 +71,7 @@ def test_the_command_refuses_them_at_once(change: str, message: str, monkeypatch
 
     (tmp_path / "text.txt").write_text("the quick brown fox " * 500)
     monkeypatch.setattr("penstock.schedule.build.check", made)
-    monkeypatch.setattr("penstock.schedule.extend.check", made)
+    monkeypatch.setattr("penstock.schedule.add_options.check", made)
     if message != "the model has 6 blocks, which cannot be cut into 100 stages":
         monkeypatch.setattr("penstock.train.setup.preflight.gpt_blocks", made)
     code, out, err = run(monkeypatch, capsys, "train", "--data", tmp_path / "text.txt", "--set", change)

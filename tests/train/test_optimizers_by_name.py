@@ -25,7 +25,7 @@ from penstock.weights.corrections.base import StagePlace
 from penstock.weights.corrections.registry import correction_of
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.optim.directions import check_predictable, direction
-from penstock.weights.optim.wrapped_optimizers import ByParameter, Joined, is_separable, name_of, optimizer_of
+from penstock.weights.optim.optimizer_adapters import ByParameter, Joined, is_separable, name_of, optimizer_of
 from support.named_parameters import gradients, made, orthogonalised, run, some
 
 

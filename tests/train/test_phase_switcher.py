@@ -20,7 +20,7 @@ from penstock.checkpoint.format import checkpoints
 from penstock.errors import CheckpointError
 from penstock.runtime.update.decisions import Decisions
 from penstock.stage.loss import Loss
-from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.train.config.load import validate_config
 from penstock.train.graceful_stop import DrainRequest
 from penstock.train.loop import _Loop

@@ -11,14 +11,14 @@ import pytest
 
 from penstock import cli
 from penstock.compare.config import comparison_config
+from penstock.compare.contender_setup import enter
 from penstock.compare.grid import contenders
-from penstock.compare.prepare import enter
 from penstock.compare.tasks import make_task
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import count_blocks, preset
-from penstock.options.groups import PipelineOptions
-from penstock.schedule import build, extend
+from penstock.options.all_options import PipelineOptions
+from penstock.schedule import add_options, build
 from penstock.train.config.load import load_config
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import load_corpus
@@ -34,7 +34,7 @@ def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(*_: object) -> None:
         raise AssertionError("a schedule was proven")
 
-    for module in (build, extend):
+    for module in (build, add_options):
         monkeypatch.setattr(module, "check", check)
 
 

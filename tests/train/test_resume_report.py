@@ -20,7 +20,7 @@ from penstock.files import fingerprint
 from penstock.train.config.load import load_config
 from penstock.train.config.written_config import note_changes, write_config
 from penstock.train.metrics_file import Metrics
-from penstock.train.setup.restored_config import ConfigBefore
+from penstock.train.setup.config_rollback import ConfigBefore
 from penstock.train.setup.run_folder import check_resume, how_to_go_on, set_aside_run
 from support.command_line import run as run_command
 

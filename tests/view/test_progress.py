@@ -10,7 +10,7 @@ from rich.text import Text
 
 from penstock.idle_time import split_time
 from penstock.runtime.in_flight.adapted_in_flight import AdaptedInFlight
-from penstock.runtime.in_flight.measure import Measured
+from penstock.runtime.in_flight.pass_and_message_times import Measured
 from penstock.simulate.auto_in_flight import InFlightChoice
 from penstock.simulate.least_in_flight import RankTimes
 from penstock.train.config.load import load_config

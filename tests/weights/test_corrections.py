@@ -17,7 +17,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import prove
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.table import METHODS
-from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.verify.reference import Scaling
 from penstock.weights.corrections.registry import correction_of
 from support.cases import (

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from penstock.errors import CapabilityError, CheckpointError
-from penstock.schedule.methods.combine import Combine
-from penstock.weights.optim.wrapped_optimizers import Joined
+from penstock.schedule.methods.data_parallel_sync import Combine
+from penstock.weights.optim.optimizer_adapters import Joined
 from support.cases import (
     BY_NAME,
     OPTIMIZERS,

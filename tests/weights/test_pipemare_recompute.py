@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.add_options import extend
 from penstock.schedule.build import prove
-from penstock.schedule.extend import extend
 from penstock.schedule.text import parse_schedule
 from penstock.schedule.transforms.recompute import with_recompute
 from penstock.stage.autograd.recompute import RecomputeMode

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import prove
 from penstock.verify.reference import train_reference
-from penstock.verify.reference.order import ReferenceOrder
+from penstock.verify.reference.order_delays import ReferenceOrder
 from penstock.weights.corrections.registry import correction_of
 from support.cases import (
     BALANCE,

@@ -7,9 +7,9 @@ import torch
 
 from penstock.errors import VersionError
 from penstock.weights.memory.buffers import NOT_WHOLE, Buffer, Handle, Layout
-from penstock.weights.memory.divided_rows import DividedRows
 from penstock.weights.memory.resized_buffer import ResizedBuffer
 from penstock.weights.memory.row_shards import RowShards
+from penstock.weights.memory.sharded_buffer import DividedRows
 
 WEIGHTS = {"matrix": torch.arange(12.0).view(4, 3), "scale": torch.tensor(2.0), "double": torch.ones(5).double()}
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.memory.row_shards import Rows, RowShards
 from penstock.weights.memory.squared_norm import squared_norm
-from penstock.weights.optim.wrapped_optimizers import _ELEMENTWISE
+from penstock.weights.optim.optimizer_adapters import _ELEMENTWISE
 
 SHAPES = ((37, 13), (101,), (5,), (), (2, 3, 4), (7, 20001))
 

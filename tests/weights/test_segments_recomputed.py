@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.schedule.add_options import extend
 from penstock.schedule.build import prove
-from penstock.schedule.extend import extend
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.transforms.recompute import length_of, with_recompute

@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock.checkpoint import format as disk
 from penstock.checkpoint.announcements import Posts
-from penstock.checkpoint.frozen_file import NOTHING, FrozenFile
+from penstock.checkpoint.frozen_parameters import NOTHING, FrozenFile
 from penstock.checkpoint.index import INDEX
 from penstock.comm.core.background import Background
 from penstock.comm.core.ticket import Ticket

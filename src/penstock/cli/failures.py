@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def fail(message: str, hint: str, code: int) -> NoReturn:
     """Print an error on standard error and end; of the workers of torchrun only the first with a message prints it."""
-    from penstock.launch.torchrun import is_first_to_say
+    from penstock.launch.print_once import is_first_to_say
 
     if is_first_to_say(message):
         console = Console(stderr=True)

@@ -53,7 +53,7 @@ def launch(
     docs/launchers.md says how to use it. All machines must reach the folder `out`, and the configuration and the data
     under the same names.
     """
-    from penstock.launch.job_files import JobPlan, job_file
+    from penstock.launch.cluster_job_files import JobPlan, job_file
     from penstock.train.config.load import load_config
 
     named = {"stages": stages, "microbatches": microbatches, "batches": batches, "data": data}

@@ -63,7 +63,7 @@ def train_on_ray(
 
 def train_rank(job: Mapping[str, Any]) -> None:
     """Train as one rank, which Ray has started."""
-    from penstock.measure.configured_recompute import chosen_recompute
+    from penstock.measure.recompute_for_config import chosen_recompute
     from penstock.train.config.load import validate_config
     from penstock.train.loop import train
     from penstock.view.progress import TerminalObserver

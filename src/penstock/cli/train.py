@@ -28,8 +28,8 @@ from penstock.cli.options import (
 from penstock.cli.output import print_words
 from penstock.errors import ConfigError, InterruptedRunError, WorkerError
 from penstock.job.place import is_worker
-from penstock.job.torchrun_parent import starts_again
-from penstock.launch.torchrun import is_first_to_say
+from penstock.job.torchrun_agent import starts_again
+from penstock.launch.print_once import is_first_to_say
 from penstock.schedule.ir.limits import MOST_BATCHES
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _checked(
 
 def _choose_recompute(question: RecomputeQuestion) -> object:
     """Choose what stages recompute."""
-    from penstock.measure.configured_recompute import chosen_recompute  # imports all that measures
+    from penstock.measure.recompute_for_config import chosen_recompute  # imports all that measures
 
     return chosen_recompute(question)
 
@@ -194,10 +194,10 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
         UnsavedRunError: the run has ended, but no checkpoint of it could be written.
     """
     from penstock.launch.launch import launch_local
+    from penstock.train.setup.config_rollback import ConfigBefore
     from penstock.train.setup.recorded_progress import recorded
-    from penstock.train.setup.restored_config import ConfigBefore
     from penstock.train.setup.run_folder import check_is_saved, how_to_go_on, make_run_folder, saved_batches
-    from penstock.view.lasting_stream import lasting_console
+    from penstock.view.closed_terminal_stream import lasting_console
 
     folder = resume or make_run_folder(settings)
     start = 0 if restart else recorded(folder).size
@@ -226,7 +226,7 @@ def _work(values: dict[str, Any], folder: str | None, restart: bool, drain: str 
     """Train as one worker of a job."""
     from penstock.train.config.load import validate_config
     from penstock.train.loop import train as run
-    from penstock.view.lasting_stream import lasting_console
+    from penstock.view.closed_terminal_stream import lasting_console
     from penstock.view.progress import TerminalObserver
 
     observer = TerminalObserver(lasting_console())

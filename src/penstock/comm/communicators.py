@@ -18,7 +18,7 @@ from penstock.comm.transports import Transports
 from penstock.schedule.ir.schedule import Schedule, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.machine.instructions import Lowered
-from penstock.schedule.methods.combine import REDUCE, Combine
+from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 
 
 class Communicators(NamedTuple):

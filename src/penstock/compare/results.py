@@ -12,9 +12,9 @@ from typing import Any
 
 from penstock.checks import finite_or_none
 from penstock.compare.config import ComparisonConfig
+from penstock.compare.contender_setup import Entrant
 from penstock.compare.grid import Key
 from penstock.compare.held_out import Score
-from penstock.compare.prepare import Entrant
 from penstock.compare.tasks import Task
 from penstock.compare.trial import TrialResult
 

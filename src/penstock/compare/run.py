@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 
 from penstock.compare.config import ComparisonConfig
+from penstock.compare.contender_setup import Entrant, enter
 from penstock.compare.grid import Key, contenders, grid_of, keys_of
-from penstock.compare.prepare import Entrant, enter
 from penstock.compare.result_files import Records, joined
 from penstock.compare.results import Findings
 from penstock.compare.tasks import Task, make_task

@@ -11,12 +11,12 @@ from itertools import islice
 from torch import Tensor
 
 from penstock.compare.config import ComparisonConfig
+from penstock.compare.contender_setup import Entrant, make_optimizers, make_trial_pipeline
 from penstock.compare.grid import Key
 from penstock.compare.held_out import Gatherer, Score, Scorer
-from penstock.compare.prepare import Entrant, make_optimizers, make_trial_pipeline
 from penstock.compare.tasks import Sample, Task, training_batches
-from penstock.runtime.from_plan import continue_under
-from penstock.runtime.rank.reports import Report
+from penstock.runtime.from_checked_plan import continue_under
+from penstock.runtime.rank.batch_reports import Report
 from penstock.weights.decision import Decision
 
 Told = Callable[[int, float], None]

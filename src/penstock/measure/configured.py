@@ -14,7 +14,7 @@ from penstock.job.cpus import Cpus
 from penstock.measure.links import measure_link
 from penstock.measure.model_profile import check_microbatch_sizes, measure_blocks, profile_of
 from penstock.models.gpt import gpt_blocks, language_loss
-from penstock.options.groups import PipelineOptions
+from penstock.options.all_options import PipelineOptions
 from penstock.plan.profile.schema import Profile
 from penstock.runtime.malloc import keep_freed_memory
 from penstock.train.config.schema import TrainConfig

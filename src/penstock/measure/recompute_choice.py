@@ -19,7 +19,7 @@ from typing import Any
 from penstock.errors import CapabilityError, ConfigError, PenstockError
 from penstock.measure.stage_bytes import measure_stages
 from penstock.measure.stage_trial import Training
-from penstock.options.groups import PipelineOptions
+from penstock.options.all_options import PipelineOptions
 from penstock.options.parallelism import DataParallel
 from penstock.partition.blocks import LazyBlock, cost_of, named_blocks
 from penstock.runtime.plan.method_choice import request_for

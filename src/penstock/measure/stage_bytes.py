@@ -13,9 +13,9 @@ from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Tra
 from penstock.partition.blocks import LazyBlock, named_blocks
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.predicted import StageBytes
-from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.memory.scratch import Scratch
-from penstock.weights.optim.wrapped_optimizers import is_separable
+from penstock.weights.optim.optimizer_adapters import is_separable
 
 
 class _Joined(nn.Module):

@@ -14,15 +14,15 @@ from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.comm.message.memory_order import copied
 from penstock.comm.message.trees import detached, leaves_of
-from penstock.options.groups import PipelineOptions
+from penstock.options.all_options import PipelineOptions
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.stage_builder import StageBuilder
 from penstock.schedule.build import ScheduleRequest
 from penstock.stage.in_flight_microbatch import Microbatch
 from penstock.stage.loss import LossFunction
 from penstock.stage.rng import RngKey
-from penstock.stage.stage_weights import TrainedWeights
-from penstock.stage.untrained_weights import StageWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
+from penstock.stage.untrained_stage_weights import StageWeights
 from penstock.weights.mixed_store import MixedStore
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.sharded_store import ShardedStore

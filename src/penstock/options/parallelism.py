@@ -14,7 +14,7 @@ from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.ir.in_flight import read_in_flight
 from penstock.schedule.ir.sharding import Sharding, read_sharding
-from penstock.schedule.methods.combine import REDUCE, Combine
+from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,7 +30,7 @@ class DataParallel(ShortRepr):
             one group per stage. All pipelines still get the same bits. With two pipelines these are the bits of
             "ordered"; with more, a sum may differ from the ordered one by (w - 1) eps times the sum of the magnitudes.
         combine: lets pipelines make updates of their own and agree now and then, such as ``Combine("average",
-            every=8)`` (equations: `penstock.schedule.methods.combine`). Each pipeline then decides by its own norm,
+            every=8)`` (equations: `schedule.methods.data_parallel_sync`). Each pipeline then decides by its own norm,
             loss weight and loss scale; reports and decisions are about one pipeline; `Pipeline.stop` ends the run at
             the next synchronization; sums are always in the order of the pipelines. With "wsp", pipelines read each
             other's updates some waves later, `stop` takes as many waves, and a run ends with a wave. Evaluations and

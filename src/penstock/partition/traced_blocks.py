@@ -2,7 +2,7 @@
 
 The forward is cut where one value is alive; within a row of layers that all take another value, too, such as a mask
 that is made once, also where few are, which then go on together in a tuple. What lies between two cuts is a module of
-the model, or some steps of the forward (`penstock.partition.model_part`). Where the forward cannot be followed, there
+the model, or some steps of the forward (`partition.fx_graph_blocks`). Where the forward cannot be followed, there
 are no blocks.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.fx.node import Node
 
-from penstock.partition.followed_forward import CannotFollowError, forward_graph, hooked
-from penstock.partition.model_part import ModelBlocks, ModelPart, value_at
+from penstock.partition.fx_graph_blocks import ModelBlocks, ModelPart, value_at
+from penstock.partition.fx_trace import CannotFollowError, forward_graph, hooked
 
 _MANY = 2  # layers in one block, above which it is cut where several values are alive
 _MOST = 4  # values that go on in a tuple

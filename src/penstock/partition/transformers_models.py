@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.partition.followed_forward import CannotFollowError, graph_of_function
+from penstock.partition.fx_trace import CannotFollowError, graph_of_function
 from penstock.partition.traced_blocks import blocks_of_graph
 
 _SHAPE = (2, 5)  # of the tokens that both forwards are compared on

@@ -24,7 +24,7 @@ from penstock.plan.planners.two_bw import Sized
 from penstock.plan.planning import stages_decide
 from penstock.plan.profile.layer_graph import layer_graph, sizes_of
 from penstock.plan.profile.schema import Numbers, Profile
-from penstock.plan.stages.devices import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from penstock.checks import check_whole, in_words
 from penstock.errors import ConfigError
 from penstock.plan.planning import Planning, PlanRequest, make_plan
-from penstock.plan.stages.devices import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.plan.stages.planned import Plan
 
 OBJECTIVES = ("throughput", "time-to-target", "devices", "cost")

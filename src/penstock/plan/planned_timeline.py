@@ -16,7 +16,7 @@ from penstock.plan.planners.candidate_trial import NAME, Candidate, CandidateTri
 from penstock.plan.planners.schedule_cache import KnownSchedules
 from penstock.plan.planning import Planning, PlanRequest, make_plan, stages_decide
 from penstock.plan.profile.schema import Numbers, Profile
-from penstock.plan.stages.devices import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline
 

@@ -14,7 +14,6 @@ from penstock.plan.any_links.spp import plan_as_spp
 from penstock.plan.any_links.spp_cost import SppCost
 from penstock.plan.memory_knobs.mist import plan_as_mist
 from penstock.plan.memory_knobs.mist_cost import MistCost
-from penstock.plan.planners.best_stages import plan_for_two_bw_cost
 from penstock.plan.planners.candidate_trial import NAME as SIMULATED
 from penstock.plan.planners.dapple import plan_as_dapple, plan_for_dapple_cost
 from penstock.plan.planners.pipedream import Choices, plan_as_pipedream, plan_for_pipedream_cost
@@ -22,10 +21,11 @@ from penstock.plan.planners.piper import plan_as_piper, plan_for_piper_cost
 from penstock.plan.planners.proof_forecast import METHODS
 from penstock.plan.planners.simulated import simulated_plans
 from penstock.plan.planners.two_bw import Sized, plan_as_two_bw
+from penstock.plan.planners.two_bw_unequal_stages import plan_for_two_bw_cost
 from penstock.plan.profile.layer_graph import layer_graph, sizes_of
 from penstock.plan.profile.schema import Profile
 from penstock.plan.stages.dapple_cost import DappleCost
-from penstock.plan.stages.devices import Devices
+from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.pipedream_cost import PipeDreamCost
 from penstock.plan.stages.piper_cost import PiperCost
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Skipped

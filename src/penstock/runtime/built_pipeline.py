@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.comm.collective.polling import choose_polling
+from penstock.comm.collective.spin_or_sleep import choose_polling
 from penstock.comm.communicators import holders_of
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.device_mesh import groups_of_holders
@@ -14,17 +14,17 @@ from penstock.comm.transports import Transports, choose_transports
 from penstock.partition.blocks import Blocks
 from penstock.partition.tied import KnownSharing
 from penstock.runtime.engine.engine import Engine
+from penstock.runtime.engine.span_runner import Spans
 from penstock.runtime.engine.span_setup import SpanSetup
-from penstock.runtime.engine.spans import Spans
 from penstock.runtime.in_flight.adapted_in_flight import Adaptations
 from penstock.runtime.plan.plan import PipelinePlan
-from penstock.runtime.setup.assemble import blocks_here, make_ranks
+from penstock.runtime.setup.build_ranks import blocks_here, make_ranks
 from penstock.runtime.setup.shared_plan import share_evaluation
 from penstock.schedule.ir.schedule import Stage
 from penstock.stage.checks.remotely_trained_modules import HeldElsewhere
 from penstock.stage.loss import LossFunction
 from penstock.stage.stage_runtime import StageRuntime
-from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.update_hooks import UpdateHooks
 

@@ -14,10 +14,10 @@ from penstock.runtime.rank.timeline_files import write_recording
 from penstock.runtime.update.divergence import Trouble
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.schedule import Stage
-from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.timeline import Timeline
 from penstock.weights.decision import Decision
-from penstock.weights.wave_weights import WaveWeights
+from penstock.weights.wave_synchronous_updates import WaveWeights
 
 
 class Inspection(ModelWeights):

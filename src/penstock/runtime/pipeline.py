@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from penstock.comm.core.rank_grid import RankGrid, check_group, warn_if_alone
 from penstock.comm.device_mesh import from_mesh
 from penstock.errors import CapabilityError, ConfigError
+from penstock.options.all_options import PipelineOptions
 from penstock.options.divergence import Divergence
-from penstock.options.groups import PipelineOptions
 from penstock.options.number_formats import PrecisionName
 from penstock.options.parallelism import DataParallel, Microbatches, Partition
 from penstock.options.passes import Precision, Recompute, Staleness
@@ -27,9 +27,9 @@ from penstock.partition.blocks import Blocks, check_same_blocks
 from penstock.runtime.attribute_hints import UserAdvice, names_checked
 from penstock.runtime.data.batch_source import Batches
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
-from penstock.runtime.plan.known_schedule import ranks_of
 from penstock.runtime.plan.method_choice import default_stages, request_for, with_asked_in_flight
 from penstock.runtime.plan.plan import UnprovenPlan
+from penstock.runtime.plan.schedule_from_other_rank import ranks_of
 from penstock.runtime.rank.snapshot import Saving, check_saving
 from penstock.runtime.saved_states import SavedStates
 from penstock.runtime.setup.model_and_optimizer_check import blocks_of

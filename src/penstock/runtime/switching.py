@@ -12,7 +12,7 @@ from penstock.comm.p2p.transport import Channel
 from penstock.runtime.engine.engine import Halt
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
 from penstock.runtime.in_flight.adapted_in_flight import MEASURED, AdaptedInFlight, adapt
-from penstock.runtime.in_flight.measure import measured_by_all
+from penstock.runtime.in_flight.pass_and_message_times import measured_by_all
 from penstock.runtime.inspection import Inspection
 from penstock.runtime.plan.method_choice import request_for
 from penstock.runtime.plan.plan import PipelinePlan

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
-from penstock.runtime.rank.reports import Report
+from penstock.runtime.rank.batch_reports import Report
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from functools import cached_property, partial
 
 from penstock.checks import did_you_mean
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.extend import with_window
+from penstock.schedule.add_options import with_window
+from penstock.schedule.call_order import call_order
 from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Sharding, read_sharding
@@ -18,7 +19,6 @@ from penstock.schedule.methods.compatibility import compatible, sharding_of
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.orders import ORDERS
-from penstock.schedule.own_order import call_order
 from penstock.schedule.proof.check import Proof, check, check_versions
 from penstock.schedule.transforms.apply_version_rule import apply_rule
 from penstock.schedule.transforms.batch_ops import (

@@ -15,8 +15,8 @@ from typing import Any
 from penstock.checks import in_words
 from penstock.errors import ConfigError, PenstockError
 from penstock.files import read_given
+from penstock.schedule.add_options import extend
 from penstock.schedule.build import ScheduleRequest
-from penstock.schedule.extend import extend
 from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.proof.check import Proof

@@ -31,7 +31,7 @@ import re
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.ir.limits import MOST_MICROBATCHES
-from penstock.schedule.ir.ops import PASSES
+from penstock.schedule.ir.op_table import PASSES
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.schedule import (
     Action,

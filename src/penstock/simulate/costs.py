@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 from penstock.files import parse_json, read_given
 from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.ir.schedule import Action, Op, Schedule
-from penstock.simulate.network import Network
+from penstock.simulate.sharding_traffic import Network
 
 
 @dataclass(frozen=True, repr=False)

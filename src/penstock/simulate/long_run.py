@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from penstock.gc_pause import no_collection
 from penstock.schedule.ir.absolute_actions import since
-from penstock.schedule.ir.gc_pause import no_collection
-from penstock.schedule.ir.ops import OPS, Lane
+from penstock.schedule.ir.op_table import OPS, Lane
 from penstock.schedule.ir.schedule import Action, passes
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.play import Machine

@@ -8,8 +8,8 @@ from fractions import Fraction
 from typing import Any
 
 from penstock.errors import ScheduleError
+from penstock.gc_pause import no_collection
 from penstock.schedule.build import ScheduleRequest
-from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.order import NO_OPTIONS, Options
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.method import Method

@@ -14,7 +14,7 @@ from penstock.schedule.proof.check import Proof
 from penstock.schedule.proof.unsharded_peaks import RankShards
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_batch
-from penstock.simulate.network import Network
+from penstock.simulate.sharding_traffic import Network
 from penstock.timeline import Interval, Timeline
 
 

@@ -12,25 +12,25 @@ from typing import Literal
 
 from penstock.checks import in_short
 from penstock.errors import ConfigError, ScheduleError
+from penstock.gc_pause import no_collection
 from penstock.schedule.compiled.array_lowering import ArrayLowered, ArrayLowering
 from penstock.schedule.compiled.array_peak_activations import most_held_in_arrays
-from penstock.schedule.compiled.array_windows import lower_arrays_freely
+from penstock.schedule.compiled.array_send_windows import lower_arrays_freely
 from penstock.schedule.compiled.collective_events import NotCompiledError
 from penstock.schedule.ir.arrays import ArraySchedule
-from penstock.schedule.ir.gc_pause import no_collection
-from penstock.schedule.ir.ops import OPS
+from penstock.schedule.ir.op_table import OPS
 from penstock.schedule.ir.schedule import WINDOW, Action, Kind, Op, Payload, Schedule, Unit, format_unit
+from penstock.schedule.machine.default_durations import unit_time
 from penstock.schedule.machine.instructions import Lowered, Route
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
-from penstock.schedule.machine.unit_time import unit_time
-from penstock.schedule.machine.window_search import lower_freely, unlimited
+from penstock.schedule.machine.send_window_search import lower_freely, unlimited
 from penstock.schedule.proof.activations import Activations, most_activations
 from penstock.schedule.proof.check import Proof, check, too_narrow
 from penstock.schedule.proof_serialization import RankProof
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs
-from penstock.simulate.messages import count_messages, receive_buffers
+from penstock.simulate.message_counts import count_messages, receive_buffers
 from penstock.simulate.shard_figures import ShardFigures, shard_figures
 from penstock.timeline import Bubble, Interval, Timeline
 

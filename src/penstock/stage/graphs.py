@@ -19,14 +19,14 @@ from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.sequence_slices import storages
 from penstock.schedule.proof.microbatch_state import Piece
 from penstock.stage.autograd.activation_offload import ActivationOffload
-from penstock.stage.autograd.graph_backward import Graph, open_inputs
+from penstock.stage.autograd.forward_graph import Graph, open_inputs
 from penstock.stage.autograd.graph_walk import edges_of, graph_nodes
 from penstock.stage.autograd.recompute import BufferPlace, RecomputeInput, RecomputeInputSaver
 from penstock.stage.autograd.saved_bytes import SavedBytes, saved_of, signature
 from penstock.stage.autograd.split_backward import BackwardSplitter, ProxyWeights
-from penstock.stage.checks.foreign_hooks import ForeignHooksCheck
 from penstock.stage.checks.forward_writes import ForwardWrites
-from penstock.stage.checks.leaf_check import LeafCheck
+from penstock.stage.checks.saved_tensor_hooks import ForeignHooksCheck
+from penstock.stage.checks.unowned_leaves import LeafCheck
 from penstock.stage.in_flight_microbatch import Microbatch
 from penstock.stage.loss import UnreadLoss, unread
 from penstock.stage.module import StageModule

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from penstock.schedule.proof.microbatch_state import Piece
 from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
-from penstock.stage.autograd.graph_backward import Graph
+from penstock.stage.autograd.forward_graph import Graph
 from penstock.stage.autograd.recompute import RecomputeInput
 from penstock.stage.rng import RngKey
 from penstock.weights.memory.buffers import Handle

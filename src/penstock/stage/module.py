@@ -18,9 +18,9 @@ from penstock.comm.core.devices import current_device, on_device
 from penstock.comm.message.tree_classes import open_dataclasses
 from penstock.comm.message.trees import detached
 from penstock.errors import CapabilityError, ConfigError
-from penstock.options.groups import PipelineOptions
+from penstock.options.all_options import PipelineOptions
 from penstock.partition.block_names import prefix_of
-from penstock.stage.autograd.graph_backward import open_inputs
+from penstock.stage.autograd.forward_graph import open_inputs
 from penstock.stage.checks.absent_weights import hide
 from penstock.stage.checks.changed_modules import check_changes, find_parameters, take_over_values
 from penstock.stage.loss import LossFunction, sum_and_weight

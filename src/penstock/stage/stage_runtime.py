@@ -15,7 +15,7 @@ from penstock.partition.sequence_slices import NOTHING, Carry, with_carry
 from penstock.partition.tied import Tie
 from penstock.schedule.ir.schedule import Copy, Stage
 from penstock.schedule.proof.microbatch_state import Piece
-from penstock.stage.autograd.graph_backward import Graph, run_backward
+from penstock.stage.autograd.forward_graph import Graph, run_backward
 from penstock.stage.autograd.recompute import RecomputeInput
 from penstock.stage.autograd.saved_bytes import storage_bytes
 from penstock.stage.checks.absent_weights import absent
@@ -25,7 +25,7 @@ from penstock.stage.in_flight_microbatch import InFlightMicrobatch, Microbatch
 from penstock.stage.loss import UnreadLoss
 from penstock.stage.module import StageModule
 from penstock.stage.precision_casts import cast
-from penstock.stage.untrained_weights import StageWeights
+from penstock.stage.untrained_stage_weights import StageWeights
 from penstock.stage.weight_reads import WeightReads
 from penstock.weights.decision import Decision
 from penstock.weights.memory.buffers import Handle

@@ -21,7 +21,7 @@ from penstock.stage.autograd.saved_bytes import SavedBytes
 from penstock.stage.in_flight_microbatch import InFlightMicrobatch
 from penstock.weights.corrections.base import Corrector
 from penstock.weights.memory.buffers import Handle
-from penstock.weights.memory.older_versions import OlderVersions
+from penstock.weights.memory.emulated_delay_buffers import OlderVersions
 from penstock.weights.store import VersionStore
 from penstock.weights.updates.updater import Updater
 

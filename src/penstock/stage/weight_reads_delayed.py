@@ -1,7 +1,7 @@
 """Backwards that read older weights by choice (`backward_delays`), other ones than their forward.
 
 As in `penstock.stage.weight_reads_newest`, weights are looked up when the backward runs; but here forward and backward
-read leaves of several buffers, each parameter from a version of its own (`penstock.weights.memory.older_versions`). So
+read leaves of several buffers, each parameter from a version of its own (`weights.memory.emulated_delay_buffers`). So
 a graph keeps the name of a weight and the position of the tensor in it. Blocks that recompute their own forward within
 the backward (torch's checkpoint) keep weights where these hooks cannot see them, so they are refused.
 """
@@ -27,7 +27,7 @@ from penstock.stage.in_flight_microbatch import InFlightMicrobatch
 from penstock.stage.weight_reads import ForwardWeightReads
 from penstock.stage.weight_reads_newest import complex_among
 from penstock.weights.memory.buffers import Handle
-from penstock.weights.memory.older_versions import OlderVersions
+from penstock.weights.memory.emulated_delay_buffers import OlderVersions
 from penstock.weights.store import VersionStore
 from penstock.weights.updates.updater import Updater
 

@@ -17,15 +17,15 @@ from penstock.comm.collective.broadcast import from_first
 from penstock.comm.collective.gather import gather_json
 from penstock.errors import CheckpointError
 from penstock.job.cpus import Cpus, shares
-from penstock.job.torchrun_parent import Agent
+from penstock.job.torchrun_agent import Agent
 from penstock.runtime.data.batch_source import Batches
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.malloc import keep_freed_memory
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.methods.wave_lags import RECORD
 from penstock.train.checkpoint_troubles import Troubles
-from penstock.train.config.lags_file import write_lags
 from penstock.train.config.schema import TrainConfig
+from penstock.train.config.wave_lags_file import write_lags
 from penstock.train.config.written_config import note_changes
 from penstock.train.data.run_samples import RunSamples
 from penstock.train.data.windows import WindowMicrobatches

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.checkpoint.manager import Checkpoints
 from penstock.errors import CheckpointError
 from penstock.runtime.execute.evaluation import Evaluating
-from penstock.runtime.from_plan import continue_under
+from penstock.runtime.from_checked_plan import continue_under
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.update.divergence import Trouble
 from penstock.train.observer import Switched

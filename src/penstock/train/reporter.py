@@ -18,7 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from penstock.errors import DataError
 from penstock.idle_time import split_time
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.rank.reports import Report
+from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.timeline_files import read_timeline
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.version_rules import RULES

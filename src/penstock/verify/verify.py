@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.job.cpus import Cpus
-from penstock.measure.configured_recompute import chosen_recompute
+from penstock.measure.recompute_for_config import chosen_recompute
 from penstock.schedule.ir.schedule import Op, Schedule, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Source
@@ -36,7 +36,7 @@ from penstock.verify.runs import data_of, decides, record_of, run_plain, run_ref
 from penstock.weights.corrections.error_feedback import ErrorFeedback
 from penstock.weights.corrections.pipelined_backprop import PipelinedBackprop
 from penstock.weights.decision import Decision
-from penstock.weights.optim.wrapped_optimizers import takes_rows
+from penstock.weights.optim.optimizer_adapters import takes_rows
 
 TOLERANCE = 1e-5
 """Tolerance for plain torch, which adds norms and the parts of parallel pipelines in another order. That changes the

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from penstock.compare.prepare import Entrant
+from penstock.compare.contender_setup import Entrant
 from penstock.compare.results import EvaluationRow, Findings, MethodSummary, as_csv
 from penstock.compare.trial import TrialResult
 from penstock.errors import ConfigError

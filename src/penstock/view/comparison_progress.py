@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from penstock.compare.contender_setup import Entrant
 from penstock.compare.grid import Key, other_settings
-from penstock.compare.prepare import Entrant
 from penstock.compare.results import Findings, MethodSummary
 from penstock.compare.tasks import Task
 from penstock.compare.trial import TrialResult

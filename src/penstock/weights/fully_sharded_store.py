@@ -18,9 +18,9 @@ from penstock.errors import VersionError
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.proof.check import StageFacts
 from penstock.weights.memory.buffers import NOT_WHOLE, Buffer, Handle
-from penstock.weights.memory.divided_rows import DividedRows
 from penstock.weights.memory.resized_buffer import ResizedBuffer
 from penstock.weights.memory.row_shards import OwnRows, Steppable
+from penstock.weights.memory.sharded_buffer import DividedRows
 from penstock.weights.sharded_mixed_store import ShardedMixedStore
 from penstock.weights.sharded_store import ShardedStore, allocated
 from penstock.weights.store import GivenWeights

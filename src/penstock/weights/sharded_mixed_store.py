@@ -16,9 +16,9 @@ from torch import Tensor
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.proof.check import StageFacts
 from penstock.weights.memory.buffers import Buffer, Layout
-from penstock.weights.memory.divided_rows import DividedRows
 from penstock.weights.memory.resized_buffer import ResizedBuffer
 from penstock.weights.memory.row_shards import OwnRows, Steppable
+from penstock.weights.memory.sharded_buffer import DividedRows
 from penstock.weights.mixed_store import CastVersions, low_copies
 from penstock.weights.sharded_store import ShardedStore, allocated
 from penstock.weights.updates.version_step import VersionStep

@@ -23,9 +23,9 @@ from penstock.errors import VersionError
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.proof.check import StageFacts
 from penstock.weights.memory.buffers import Buffer, Handle, Layout
-from penstock.weights.memory.divided_rows import DividedRows
 from penstock.weights.memory.resized_buffer import ResizedBuffer
 from penstock.weights.memory.row_shards import OwnRows, RowShards, Steppable
+from penstock.weights.memory.sharded_buffer import DividedRows
 from penstock.weights.store import VersionStore
 from penstock.weights.updates.version_step import VersionStep
 

@@ -18,8 +18,8 @@ from penstock.errors import VersionError
 from penstock.schedule.proof.check import StageFacts
 from penstock.weights.memory.buffers import Buffer, Handle, Layout
 from penstock.weights.memory.derived_copies import DerivedCopies
-from penstock.weights.memory.parameter_hooks import ParameterHooks
 from penstock.weights.memory.row_shards import Steppable
+from penstock.weights.memory.user_parameter_hooks import ParameterHooks
 from penstock.weights.updates.version_step import VersionStep
 
 

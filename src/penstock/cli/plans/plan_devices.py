@@ -84,7 +84,7 @@ def _devices(devices: str, bandwidth: str | None, memory: str | None, links: Seq
     Raises:
         ConfigError: they cannot be read, or do not fit together.
     """
-    from penstock.plan.stages.devices import DeviceLevel, Devices
+    from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 
     parts = re.split("[x×]", devices.strip().lower())
     if not all(part.strip().isascii() and part.strip().isdigit() and len(part) < 9 for part in parts):

@@ -15,7 +15,7 @@ from penstock.cli.options import AsJson, TrainChanges
 from penstock.cli.output import print_json
 
 if TYPE_CHECKING:
-    from penstock.measure.rehearsal import Rehearsal
+    from penstock.measure.single_rank_rehearsal import Rehearsal
 
 _MIB = 2.0**20
 
@@ -45,7 +45,7 @@ def rehearse(
 
     limit = None if memory is None else size_of("--memory", memory)
     settings = load_config(file, changes or [])
-    from penstock.measure.rehearsal import rehearse as run  # not before, as this imports torch
+    from penstock.measure.single_rank_rehearsal import rehearse as run  # not before, as this imports torch
 
     with Console(stderr=True).status(f"rehearsing rank {rank}"):
         found = run(settings, rank, batches)

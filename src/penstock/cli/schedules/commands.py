@@ -102,7 +102,7 @@ def show(
 ) -> None:
     """Draw a schedule: what every rank does when, and the version of the weights that each pass reads."""
     from penstock.simulate.costs import Costs, StageCost
-    from penstock.simulate.network import Network
+    from penstock.simulate.sharding_traffic import Network
     from penstock.simulate.simulate import simulate_schedule
     from penstock.view.schedule_drawing import print_drawing, schedule_json, write_svg
     from penstock.view.text import wrap_schedule

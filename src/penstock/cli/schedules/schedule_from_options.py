@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.schedule.proof.check import Proof
     from penstock.simulate.auto_in_flight import InFlightChoice
     from penstock.simulate.costs import Costs
-    from penstock.simulate.network import Network
+    from penstock.simulate.sharding_traffic import Network
 
 
 def prove_asked(
@@ -76,7 +76,7 @@ def prove_asked(
 
 def _offloaded(proof: Proof, offload: float | None) -> Proof:
     """Add copies of activations to the host's memory, if a time of these is given."""
-    from penstock.schedule.extend import extend
+    from penstock.schedule.add_options import extend
 
     return proof if offload is None else extend(proof, offloads=True)
 
@@ -87,7 +87,7 @@ def _extended(proof: Proof, segments: str | None, sharding: str) -> Proof:
     Raises:
         ConfigError: the segments are no number.
     """
-    from penstock.schedule.extend import extend
+    from penstock.schedule.add_options import extend
 
     if segments is None:
         return extend(proof, sharding=sharding)
@@ -174,7 +174,7 @@ def asked_network(proof: Proof, width: int | None, bandwidth: float | None, para
     Raises:
         ConfigError: there are figures of a network, but the schedule is not sharded.
     """
-    from penstock.simulate.network import Network
+    from penstock.simulate.sharding_traffic import Network
 
     if proof.shards:
         of_stage = parameters / proof.schedule.num_stages

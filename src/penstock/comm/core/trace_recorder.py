@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from penstock.comm.core.device_clock import DeviceClock
-from penstock.schedule.ir.ops import Lane
+from penstock.schedule.ir.op_table import Lane
 from penstock.timeline import Interval, Timeline, Total
 
 KEEP = 50_000

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from penstock.comm.core.transfer_priority import TransferPriority
 from penstock.comm.message.wire_header import CREDITED
-from penstock.comm.p2p.gloo_lanes import ReceiveLane, SendLane
+from penstock.comm.p2p.gloo_send_receive import ReceiveLane, SendLane
 from penstock.comm.p2p.transport import Channel
 from penstock.schedule.machine.instructions import LaneKey
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from penstock.comm.core.coroutine_wait import Wait, wait_for
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.core.trace_recorder import Recorder
-from penstock.comm.core.wait import Wait, wait_for
 from penstock.comm.message.tensor_message import TensorMessage
-from penstock.comm.p2p.message_buffer import MessageBuffer
+from penstock.comm.p2p.messages_by_microbatch import MessageBuffer
 from penstock.comm.p2p.transport import Receiver
 from penstock.errors import TransportError
 from penstock.schedule.machine.instructions import Route

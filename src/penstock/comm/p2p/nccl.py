@@ -30,7 +30,7 @@ from penstock.comm.message.memory_order import as_it_lies
 from penstock.comm.message.structure import described_tensors
 from penstock.comm.message.tensor_message import TensorMessage
 from penstock.comm.p2p.gloo import LaneTransport
-from penstock.comm.p2p.gloo_lanes import ReceiveLane, SendLane
+from penstock.comm.p2p.gloo_send_receive import ReceiveLane, SendLane
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import CapabilityError
 from penstock.schedule.machine.instructions import LaneKey

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from penstock.comm.core.coroutine_wait import Wait
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.core.trace_recorder import Recorder
-from penstock.comm.core.wait import Wait
 from penstock.comm.p2p.inbox import Inbox
-from penstock.comm.p2p.message_buffer import MessageBuffer
+from penstock.comm.p2p.messages_by_microbatch import MessageBuffer
 from penstock.comm.p2p.transport import Receiver
 from penstock.schedule.machine.instructions import Route
 from penstock.timeline import Waiting

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from penstock.checks import is_number
 from penstock.errors import ConfigError
-from penstock.plan.stages.devices import Devices
+from penstock.plan.stages.device_hierarchy import Devices
 
 Floats = npt.NDArray[np.float64]
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from penstock.checks import check_whole
 from penstock.errors import ConfigError
 from penstock.plan.profile.schema import MOST_DEVICES
-from penstock.plan.stages.devices import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 
 LINKS = ("inside", "between", "host", "disk")
 """Links of a device: to others of its node, to other nodes, to the memory of its host, to storage."""

@@ -19,7 +19,7 @@ from penstock.plan.memory_knobs.cut_program import MOST_CHOICES, StageChoice, le
 from penstock.plan.memory_knobs.mist_cost import NAME, MistCost, state_bytes
 from penstock.plan.planners.two_bw import widths
 from penstock.plan.profile.layer_graph import LayerGraph, Way
-from penstock.plan.stages.devices import Devices
+from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.knapsack import greedy_time, least_time
 from penstock.plan.stages.piper_cost import TOLERANCE
 from penstock.plan.stages.planned import Plan, PlannedStage, Search, Skipped

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.plan.profile.layer_graph import GraphLayer, LayerGraph, Way
-from penstock.plan.stages.devices import Devices
+from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.piper_cost import TOLERANCE, way_named
 from penstock.plan.stages.planned import PlannedStage, Rating, StageRating
 from penstock.plan.stages.two_bw_cost import bandwidths

@@ -16,7 +16,7 @@ from penstock.plan.planners.block_chain import BlockChain, Floats
 from penstock.plan.planners.proof_forecast import StageForecast, least_microbatches, stage_forecast
 from penstock.plan.planners.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.planners.two_bw import Sized, single_device_ways
-from penstock.plan.stages.devices import Devices
+from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Skipped, StageRating
 from penstock.plan.stages.two_bw_cost import bandwidths
 from penstock.schedule.methods.find_method import find_method

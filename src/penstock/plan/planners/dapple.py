@@ -22,7 +22,7 @@ import numpy.typing as npt
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.dapple_cost import NAME, DappleCost, check_halves
-from penstock.plan.stages.devices import Devices
+from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.piper_cost import TOLERANCE
 from penstock.plan.stages.planned import Plan, PlannedStage, Search
 

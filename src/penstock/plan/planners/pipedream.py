@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.stages.devices import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.plan.stages.layer_ideals import PrefixFamily, all_prefixes, bits, frontier_prefixes, ordered_prefixes
 from penstock.plan.stages.pipedream_cost import (
     PipeDreamCost,

@@ -20,7 +20,7 @@ import numpy as np
 from penstock.errors import ConfigError
 from penstock.plan.planners.piper_tables import EndTable, Floats, StageTables
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.stages.devices import Devices
+from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.free_layers import useful_prefixes
 from penstock.plan.stages.layer_ideals import PrefixFamily, frontier_prefixes, ordered_prefixes
 from penstock.plan.stages.piper_cost import PiperCost

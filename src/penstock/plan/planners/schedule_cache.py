@@ -7,14 +7,14 @@ from functools import partial
 from typing import NamedTuple
 
 from penstock.plan.planners.block_chain import by_kind
+from penstock.schedule.add_options import extend, extended
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.compiled.collective_events import NotCompiledError
 from penstock.schedule.compiled.instruction_arrays import CodedSchedule, coded
-from penstock.schedule.extend import extend, extended
 from penstock.schedule.ir.schedule import WINDOW, Schedule
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.lower import Lowering
-from penstock.schedule.machine.window_search import lower_freely, settled
+from penstock.schedule.machine.send_window_search import lower_freely, settled
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.proof.check import Proof
 from penstock.simulate.compiled_span import CompiledSpan

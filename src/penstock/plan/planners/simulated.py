@@ -23,7 +23,7 @@ from penstock.plan.planners.proof_forecast import METHODS
 from penstock.plan.planners.schedule_cache import KnownSchedules
 from penstock.plan.planners.two_bw import Sized, widths
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.stages.devices import Devices
+from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, Skipped
 
 

@@ -2,7 +2,7 @@
 
 Narayanan et al., ICML 2021, sec. 4 and algorithm 1: for every width and depth, the configurations that fit are rated,
 and the fastest is kept. Here a class of configurations is skipped when all compute, evenly divided, is no faster than
-the best so far. `penstock.plan.planners.best_stages` searches the same widths and depths with the best stages instead
+the best so far. `plan.planners.two_bw_unequal_stages` searches the same widths and depths with the best stages instead
 of equal ones.
 """
 
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from penstock.plan.planners.equal_division import Division, equal_divisions
 from penstock.plan.profile.layer_graph import LayerGraph, Way
-from penstock.plan.stages.devices import Devices
+from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.piper_cost import PiperCost
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Skipped
 from penstock.plan.stages.two_bw_cost import NAME, TwoBwCost

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.stages.devices import Devices
+from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.piper_cost import TOLERANCE
 from penstock.plan.stages.planned import PlannedStage, Rating, StageRating
 

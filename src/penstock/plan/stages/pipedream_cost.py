@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, replace
 
 from penstock.plan.profile.layer_graph import LayerEdge, LayerGraph
-from penstock.plan.stages.devices import Devices
+from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.layer_ideals import bits
 from penstock.plan.stages.planned import PlannedStage, Rating, StageRating
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from penstock.checks import check_whole, did_you_mean
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import LayerGraph, Way
-from penstock.plan.stages.devices import Devices
+from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import PlannedStage, Rating, StageRating
 
 NAME = "piper"

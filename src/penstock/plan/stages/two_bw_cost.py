@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.stages.devices import Devices
+from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.piper_cost import TOLERANCE, way_named
 from penstock.plan.stages.planned import PlannedStage, Rating, StageRating
 

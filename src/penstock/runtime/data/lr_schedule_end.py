@@ -14,7 +14,7 @@ from penstock.comm.collective.gather import gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.runtime.data.batch_source import Batches
 from penstock.stage.stage_runtime import StageRuntime
-from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.updates.lr_schedulers import ScheduledSettings, SchedulerFactory
 
 Scheduled = tuple[ScheduledSettings, int]

@@ -16,10 +16,10 @@ from penstock.comm.core.rank_grid import RankKey
 from penstock.errors import ConfigError
 from penstock.runtime.data.batch_source import Batches, Portions
 from penstock.runtime.data.resumed_data_check import DataPosition
+from penstock.runtime.engine.span_runner import Spans
 from penstock.runtime.engine.span_setup import SpanSetup
-from penstock.runtime.engine.spans import Spans
 from penstock.runtime.execute.evaluation import Evaluating, readable
-from penstock.runtime.rank.reports import Report
+from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.snapshot import Saving, Snapshot, take_snapshot
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.version_rules import RULES

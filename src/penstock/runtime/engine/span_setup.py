@@ -8,21 +8,21 @@ from penstock.comm.communicators import connect, holders_of
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.ticket import LATENCY, Polling
 from penstock.comm.device_mesh import Groups
-from penstock.comm.p2p.routing import reads_of
+from penstock.comm.p2p.stage_neighbors import reads_of
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports
 from penstock.options.kernels import Kernels
 from penstock.runtime.data.batch_source import Batches, BatchSource
+from penstock.runtime.execute.drive_ranks import Run, drive_all, drive_one
 from penstock.runtime.execute.executor import Executor
-from penstock.runtime.execute.run_loop import Run, drive_all, drive_one
-from penstock.runtime.rank.reports import Report
+from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 from penstock.schedule.proof.check import Proof
-from penstock.schedule.proof.stage_spec import stage_specs
+from penstock.schedule.proof.stage_constants import stage_specs
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import add_shares
 

@@ -1,7 +1,7 @@
 """Evaluation of the newest weights between two batches of a run, without draining the pipeline.
 
 Every rank runs forward-only passes directly before its first forward of a batch, over lanes of their own; what is in
-flight stays where it is (`penstock.schedule.machine.batch_border` says when that cannot block). They read the newest
+flight stays where it is (`schedule.machine.evaluation_border_check` says when that cannot block). They read the newest
 weights there, which are of one version on all stages. At the first border of a span with double-buffered weights there
 is a newer one already; the one before is due, and read, as it would have been had the span before gone on.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from penstock.checks import check_whole, is_whole
-from penstock.comm.core.wait import Wait
+from penstock.comm.core.coroutine_wait import Wait
 from penstock.errors import ConfigError, DataError
 from penstock.runtime.data.batch_source import Batches, BatchSource
 from penstock.runtime.execute.executor import Executor

@@ -1,7 +1,7 @@
 """The loop of one rank: it runs its bound instructions in order and yields where it has to wait.
 
 The executor is a generator. It yields a `Wait` when it needs a message that is not there, and a `Report` when the loss
-of a batch is known; `penstock.runtime.execute.run_loop` decides how to wait, for one rank or for all in one process. It
+of a batch is known; `runtime.execute.drive_ranks` decides how to wait, for one rank or for all in one process. It
 plays the schedule's own books (`penstock.schedule.proof.stage_state`) along: they tell which versions are alive, and
 refuse at once whatever the proof would have refused.
 """
@@ -12,21 +12,21 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 
 from penstock.comm.communicators import Communicators
+from penstock.comm.core.coroutine_wait import Wait
 from penstock.comm.core.rank_grid import Holder
-from penstock.comm.core.wait import Wait
 from penstock.runtime.data.batch_source import BatchSource
-from penstock.runtime.execute.build_span import build_span
+from penstock.runtime.execute.build_rank_span import build_span
 from penstock.runtime.ops.bound import Bound
 from penstock.runtime.ops.handlers import bind
-from penstock.runtime.rank.reports import Report
+from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.snapshot import Saving
 from penstock.runtime.rank.snapshot_capture import SnapshotCapture
 from penstock.runtime.rank.span import AtBorder
 from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Stage
 from penstock.schedule.machine.instructions import Lowered
-from penstock.schedule.methods.combine import REDUCE, Combine
-from penstock.schedule.proof.stage_spec import StageSpec
+from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
+from penstock.schedule.proof.stage_constants import StageSpec
 
 
 class Executor:

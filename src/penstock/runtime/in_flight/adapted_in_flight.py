@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock.errors import ScheduleError
-from penstock.runtime.in_flight.measure import Measured
+from penstock.runtime.in_flight.pass_and_message_times import Measured
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.in_flight import write_in_flight

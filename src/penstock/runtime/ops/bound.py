@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.comm.core.wait import Wait
+from penstock.comm.core.coroutine_wait import Wait
 from penstock.runtime.rank.span import RankSpan
 from penstock.schedule.ir.absolute_actions import since
 from penstock.schedule.ir.schedule import Copy, Kind, Op, Unit, format_unit
 from penstock.schedule.machine.instructions import Instruction
-from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
 
 _PASSES = (Op.F, Op.B, Op.I, Op.W, Op.R)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.comm.core.wait import Wait
+from penstock.comm.core.coroutine_wait import Wait
 from penstock.comm.p2p.inbox import Inbox
 from penstock.runtime.ops.bound import Bound, BoundAction, Turn
 from penstock.runtime.rank.span import RankSpan

@@ -9,11 +9,11 @@ from __future__ import annotations
 from functools import partial
 
 from penstock.comm.message.tensor_message import Header, TensorMessage
-from penstock.comm.p2p.message_buffer import MessageBuffer
+from penstock.comm.p2p.messages_by_microbatch import MessageBuffer
 from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.ops.messages import Consumer
 from penstock.runtime.rank.span import RankSpan
-from penstock.schedule.ir.ops import ACCEPTING
+from penstock.schedule.ir.op_table import ACCEPTING
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.machine.instructions import Instruction
 from penstock.schedule.proof.microbatch_state import Piece

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.comm.core.wait import Wait
+from penstock.comm.core.coroutine_wait import Wait
 from penstock.comm.message.tensor_message import Header
 from penstock.errors import DataError
 from penstock.runtime.data.batch_source import Sample

@@ -6,13 +6,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from penstock.comm.p2p.routing import needs_decisions
+from penstock.comm.p2p.stage_neighbors import needs_decisions
 from penstock.errors import ConfigError
-from penstock.options.groups import PipelineOptions
+from penstock.options.all_options import PipelineOptions
 from penstock.runtime.plan.capabilities import check_offered
 from penstock.runtime.plan.sharding_limits import check_sharding
+from penstock.schedule.add_options import extend, extended
 from penstock.schedule.build import ScheduleRequest
-from penstock.schedule.extend import extend, extended
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import REPLICATED, Level, Sharding, read_sharding
 from penstock.schedule.ir.version_rules import RULES
@@ -95,7 +95,7 @@ def prove_with_all_actions(given: Schedule | Proof, options: PipelineOptions, ti
 
 
 def additions(plain: Schedule, options: PipelineOptions, tied: Collection[int]) -> dict[str, Any]:
-    """What options add to a schedule: the arguments of `penstock.schedule.extend.extended`."""
+    """What options add to a schedule: the arguments of `penstock.schedule.add_options.extended`."""
     parallel, recompute = options.data_parallel, options.recompute
     combine = parallel.combine
     return {

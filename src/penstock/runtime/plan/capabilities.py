@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.comm.p2p.routing import needs_decisions
+from penstock.comm.p2p.stage_neighbors import needs_decisions
 from penstock.errors import CapabilityError, ConfigError
 from penstock.options.passes import Recompute
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
@@ -15,8 +15,8 @@ from penstock.runtime.ops.handlers import HANDLERS
 from penstock.schedule.ir.schedule import Kind, Op, Schedule, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.methods.combine import REDUCE, Combine
 from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 from penstock.schedule.methods.table import METHODS
 from penstock.weights.corrections.base import Correction
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.options.groups import PipelineOptions
+from penstock.options.all_options import PipelineOptions
+from penstock.partition.aliased_parameters import check_shared_memory, shared_buffers
 from penstock.partition.blocks import check_enough, cut_blocks
 from penstock.partition.emulated_delays import BlockDelays, resolve_both
-from penstock.partition.shared_memory import check_shared_memory, shared_buffers
 from penstock.partition.tied import Tie, find_ties
 from penstock.runtime.plan.actions_for_options import (
     GivenSchedule,
@@ -32,8 +32,8 @@ from penstock.runtime.plan.actions_for_options import (
     without_own_sharding,
 )
 from penstock.runtime.plan.capabilities import check_compiled, check_correction, check_recomputed_blocks, check_slices
-from penstock.runtime.plan.common_options import common_options
-from penstock.runtime.plan.known_schedule import KnownSchedule, described, identity
+from penstock.runtime.plan.options_equal_on_ranks import common_options
+from penstock.runtime.plan.schedule_from_other_rank import KnownSchedule, described, identity
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.proof.check import Proof

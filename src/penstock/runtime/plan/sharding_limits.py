@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.options.groups import PipelineOptions
+from penstock.options.all_options import PipelineOptions
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Level
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.schedule import Action, Copy
-from penstock.schedule.proof.stage_spec import StageSpec
+from penstock.schedule.proof.stage_constants import StageSpec
 from penstock.schedule.proof.stage_state import StageState
 
 

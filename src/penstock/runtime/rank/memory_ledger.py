@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.stage.stage_runtime import StageRuntime
-from penstock.stage.stage_weights import TrainedWeights
-from penstock.stage.untrained_weights import StageWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
+from penstock.stage.untrained_stage_weights import StageWeights
 
 _OPTIMIZER = "optimizer"
 

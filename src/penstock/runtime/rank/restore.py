@@ -14,13 +14,13 @@ from torch import Tensor
 from penstock.errors import CheckpointError
 from penstock.partition.block_names import block_of, prefix_of
 from penstock.runtime.rank.snapshot import suffix
-from penstock.schedule.methods.combine import Combine
 from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.stage.stage_runtime import StageRuntime
-from penstock.stage.stage_weights import TrainedWeights
-from penstock.weights.averaging import COMMON
+from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.corrections.base import Corrector
 from penstock.weights.memory.row_shards import Rows
+from penstock.weights.replica_averaging import COMMON
 from penstock.weights.sharded_store import ShardedStore
 from penstock.weights.store import GivenWeights
 

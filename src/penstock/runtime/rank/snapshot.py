@@ -37,7 +37,7 @@ from penstock.errors import ConfigError
 from penstock.runtime.update.decisions import Decisions
 from penstock.stage.checks.tensor_sums import tensor_sums
 from penstock.stage.stage_runtime import StageRuntime
-from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.sharded_store import ShardedStore
 
 

@@ -13,7 +13,7 @@ from penstock.runtime.rank.snapshot import Fixed, Saving, Snapshot, take_fixed, 
 from penstock.runtime.update.decisions import Decisions
 from penstock.schedule.ir.schedule import Stage
 from penstock.stage.stage_runtime import StageRuntime
-from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
 
 
 class SnapshotCapture:

@@ -10,25 +10,25 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from penstock.comm.core.coroutine_wait import Wait
 from penstock.comm.core.trace_recorder import Recorder
-from penstock.comm.core.wait import Wait
 from penstock.comm.message.tensor_message import TensorMessage
-from penstock.comm.p2p.rank_mailbox import Mailbox
-from penstock.comm.p2p.routing import StageRoutes
-from penstock.options.groups import PipelineOptions
+from penstock.comm.p2p.inbox_and_outbox import Mailbox
+from penstock.comm.p2p.stage_neighbors import StageRoutes
+from penstock.options.all_options import PipelineOptions
 from penstock.runtime.data.batch_source import BatchSource
+from penstock.runtime.rank.batch_reports import Reports
 from penstock.runtime.rank.live_version_tracker import StageBooks
 from penstock.runtime.rank.loss_ledger import LossLedger
 from penstock.runtime.rank.memory_ledger import MemoryLedger, StageMemory
-from penstock.runtime.rank.reports import Reports
 from penstock.runtime.rank.snapshot_capture import SnapshotCapture
-from penstock.runtime.update.averaging import Meetings
+from penstock.runtime.update.averaging_rounds import Meetings
 from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.runtime.update.update_step import Updates
 from penstock.schedule.ir.schedule import Schedule, Stage
 from penstock.schedule.proof.microbatch_state import Piece
-from penstock.schedule.proof.stage_spec import StageSpec
+from penstock.schedule.proof.stage_constants import StageSpec
 from penstock.stage.stage_runtime import StageRuntime
 
 AtBorder = Callable[[int], Iterator[Wait]]

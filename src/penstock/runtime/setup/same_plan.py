@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from penstock.comm.collective.gather import gather_json
 from penstock.errors import ConfigError, PenstockError
-from penstock.runtime.plan.common_options import differing_options
-from penstock.runtime.plan.known_schedule import OtherScheduleError
+from penstock.runtime.plan.options_equal_on_ranks import differing_options
 from penstock.runtime.plan.plan import UnprovenPlan
+from penstock.runtime.plan.schedule_from_other_rank import OtherScheduleError
 
 
 def check_same_plans(plans: Mapping[str, UnprovenPlan], failure: Exception | None, control: dist.ProcessGroup) -> None:

@@ -15,9 +15,9 @@ from penstock.schedule.proof.unsharded_peaks import sums_wait
 from penstock.stage.module import StageModule
 from penstock.weights.fully_sharded_store import FullyShardedExactStore, FullyShardedMixedStore
 from penstock.weights.memory.buffers import Buffer
-from penstock.weights.memory.divided_rows import DividedRows
+from penstock.weights.memory.sharded_buffer import DividedRows
+from penstock.weights.optim.optimizer_adapters import takes_rows
 from penstock.weights.optim.step_hooks import hooks_take_rows
-from penstock.weights.optim.wrapped_optimizers import takes_rows
 from penstock.weights.sharded_mixed_store import ShardedMixedStore
 from penstock.weights.sharded_store import ShardedStore
 from penstock.weights.store import VersionStore

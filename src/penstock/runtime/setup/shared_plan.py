@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 
 from penstock.comm.collective.broadcast import HandedOut, hand_out
-from penstock.runtime.plan.known_schedule import KnownSchedule
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
+from penstock.runtime.plan.schedule_from_other_rank import KnownSchedule
 from penstock.runtime.setup.same_plan import check_same_plans
-from penstock.schedule.extend import evaluation_of
+from penstock.schedule.add_options import evaluation_of
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.proof.check import Proof, check
 from penstock.schedule.proof_serialization import common_part, part_of_rank, rank_proof

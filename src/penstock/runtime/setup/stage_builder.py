@@ -11,42 +11,42 @@ from torch import nn
 from penstock.comm.core.devices import find_device
 from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.trace_recorder import Recorder
-from penstock.comm.p2p.routing import neighbors_of
+from penstock.comm.p2p.stage_neighbors import neighbors_of
 from penstock.errors import ConfigError
+from penstock.partition.aliased_parameters import check_shared_memory
 from penstock.partition.blocks import LazyBlock, check_shapes
 from penstock.partition.emulated_delays import BlockDelays
 from penstock.partition.sequence_slices import check_sliceable
-from penstock.partition.shared_memory import check_shared_memory
 from penstock.partition.tied import Tie, share_inside
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.sharded_weights import average_of, divide_updates, fit_sums, make_sharded_store
-from penstock.schedule.halved_backwards import halved_units
 from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Source, Update, VersionRule
 from penstock.schedule.proof.check import Proof
 from penstock.schedule.proof.microbatch_state import Piece
+from penstock.schedule.split_backward_microbatches import halved_units
 from penstock.stage.autograd.recompute import parts_to_recompute
 from penstock.stage.graphs import StageGraphs
 from penstock.stage.loss import LossFunction
 from penstock.stage.module import StageModule
 from penstock.stage.stage_runtime import StageRuntime
-from penstock.stage.stage_weights import TrainedWeights
-from penstock.stage.untrained_weights import StageWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
+from penstock.stage.untrained_stage_weights import StageWeights
 from penstock.stage.weight_reads import ForwardWeightReads, WeightReads
 from penstock.stage.weight_reads_delayed import DelayedWeightReads, check_real_delays
 from penstock.stage.weight_reads_newest import EstimatedWeightReads, NewestWeightReads, check_real
-from penstock.weights.averaging import Agreement
 from penstock.weights.corrections.base import Correction, Corrector, StagePlace
 from penstock.weights.memory.buffers import Layout
-from penstock.weights.memory.older_versions import OlderVersions
-from penstock.weights.memory.parameter_hooks import warn_of_scale
+from penstock.weights.memory.emulated_delay_buffers import OlderVersions
+from penstock.weights.memory.user_parameter_hooks import warn_of_scale
 from penstock.weights.mixed_store import MixedStore
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
+from penstock.weights.replica_averaging import Agreement
 from penstock.weights.sharded_store import ShardedStore
 from penstock.weights.store import VersionStore
 from penstock.weights.updates.updater import Updater
-from penstock.weights.wave_weights import WaveWeights
+from penstock.weights.wave_synchronous_updates import WaveWeights
 
 
 class StageBuilder:

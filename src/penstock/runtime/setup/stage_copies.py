@@ -13,9 +13,9 @@ from penstock.errors import ConfigError
 from penstock.runtime.data.checksum import checksum
 from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Schedule
-from penstock.schedule.methods.combine import Combine
-from penstock.stage.stage_weights import TrainedWeights
-from penstock.stage.untrained_weights import StageWeights
+from penstock.schedule.methods.data_parallel_sync import Combine
+from penstock.stage.trained_stage_weights import TrainedWeights
+from penstock.stage.untrained_stage_weights import StageWeights
 from penstock.weights.sharded_store import ShardedStore
 
 

@@ -18,7 +18,7 @@ from penstock.partition.tied import Tie
 from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Schedule
 from penstock.stage.stage_runtime import StageRuntime
-from penstock.stage.stage_weights import TrainedWeights
+from penstock.stage.trained_stage_weights import TrainedWeights
 
 
 def equalise(ties: Sequence[Tie], schedule: Schedule, grid: RankGrid, ranks: Sequence[RankState]) -> None:

@@ -10,7 +10,7 @@ from penstock.options.divergence import Divergence
 from penstock.runtime.update.divergence import DivergenceDetector
 from penstock.runtime.update.events import Evaluated, RunEvents
 from penstock.runtime.update.stop_request import StopRequest
-from penstock.schedule.methods.combine import REDUCE, Combine
+from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 from penstock.stage.loss import Loss
 from penstock.weights.decision import Decision, Policy, Scaler, Share, decide
 

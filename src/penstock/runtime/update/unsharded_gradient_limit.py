@@ -12,7 +12,7 @@ Key = tuple[Stage, int]
 
 
 class GradientPlaces:
-    """The places of one rank during one span; the machine model has the same (`penstock.schedule.machine.collectives`).
+    """The places of one rank during one span; the machine model has the same (`schedule.machine.collective_state`).
 
     Args:
         places: how many there are.

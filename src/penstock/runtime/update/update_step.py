@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from penstock.comm.collective.all_reduce import Reducer
 from penstock.comm.collective.control_reduce import CONTROL_LANE, ControlReduce
+from penstock.comm.core.coroutine_wait import Wait, wait_for
 from penstock.comm.core.rank_grid import Holder
 from penstock.comm.core.ticket import Ticket, after_all
 from penstock.comm.core.trace_recorder import Recorder
-from penstock.comm.core.wait import Wait, wait_for
 from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.gathers import Gathers
 from penstock.runtime.update.tied_gradients import TiedGradients

@@ -13,7 +13,7 @@ import numpy as np
 from penstock.schedule.compiled.graph import OWN, START, WAIT
 from penstock.schedule.compiled.instruction_arrays import ACT, GRADIENT, JOIN, VERSION, CodedSchedule, Numbers, Unrolled
 from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, Stage, Unit
-from penstock.schedule.machine.collectives import Collectives
+from penstock.schedule.machine.collective_state import Collectives
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
 
 Collective = tuple[Op, Stage, int, int]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.schedule.ir.gc_pause import no_collection
+from penstock.gc_pause import no_collection
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.schedule import Action, Kind, Op, Program, Schedule, Stage, Unit, WeightRef, chain
 

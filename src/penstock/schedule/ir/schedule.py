@@ -28,7 +28,7 @@ WINDOW = 2  # messages on a lane at the least: one may travel while the one befo
 
 
 class Op(StrEnum):
-    """The operation of an action. `penstock.schedule.ir.ops` registers the lane, dependencies and memory of each."""
+    """The operation of an action. `schedule.ir.op_table` registers the lane, dependencies and memory of each."""
 
     F = "F"  # forward
     B = "B"  # full backward: gradients of inputs and weights

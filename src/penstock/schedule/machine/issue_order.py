@@ -14,7 +14,7 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.absolute_actions import existing
 from penstock.schedule.ir.schedule import Action, Op
-from penstock.schedule.machine.collectives import Collectives, is_collective
+from penstock.schedule.machine.collective_state import Collectives, is_collective
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Message
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from penstock.schedule.ir.ops import OPS, Lane
+from penstock.schedule.ir.op_table import OPS, Lane
 from penstock.schedule.ir.schedule import Action, Kind, Op, Stage, passes
 from penstock.schedule.machine.instructions import Message
 

@@ -1,6 +1,6 @@
 """Lowering: from passes to instructions, with the messages between ranks.
 
-Who gives what a pass needs is asked of the registry (`penstock.schedule.ir.ops`). Where giver and taker are on
+Who gives what a pass needs is asked of the registry (`penstock.schedule.ir.op_table`). Where giver and taker are on
 different ranks, a SEND is placed directly after the giver and a RECV before the taker, in the order in which the lane's
 messages are sent (`penstock.schedule.machine.receives`).
 """
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir.gc_pause import no_collection
-from penstock.schedule.ir.ops import MOVES, OPS, PASSES, PAYLOAD_OF_FACT, Fact, gives
+from penstock.gc_pause import no_collection
+from penstock.schedule.ir.op_table import MOVES, OPS, PASSES, PAYLOAD_OF_FACT, Fact, gives
 from penstock.schedule.ir.schedule import WINDOW, Action, Op, Payload, Schedule, Stage, Unit, format_place, passes
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, LoweredProgram, Message, Route
 from penstock.schedule.machine.ordered_receives import OrderedReceives, Receives

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from penstock.schedule.ir.ops import ACCEPTING
+from penstock.schedule.ir.op_table import ACCEPTING
 from penstock.schedule.ir.schedule import Action, Kind, Op, Program, Schedule, passes
 from penstock.schedule.machine.instructions import Message
 

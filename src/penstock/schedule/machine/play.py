@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from penstock.errors import DeadlockError, ScheduleError
 from penstock.schedule.ir.absolute_actions import existing
-from penstock.schedule.ir.ops import ACCEPTING
+from penstock.schedule.ir.op_table import ACCEPTING
 from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, format_unit, passes
-from penstock.schedule.machine.collectives import ADDING, Collectives, is_collective
+from penstock.schedule.machine.collective_state import ADDING, Collectives, is_collective
 from penstock.schedule.machine.instructions import Instruction, Lowered, LoweredProgram, Message, Route
 from penstock.schedule.machine.lane_state import HostCopies, LaneState, is_host_copy
 

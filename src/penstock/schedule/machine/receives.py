@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir.ops import OPS, Lane
+from penstock.schedule.ir.op_table import OPS, Lane
 from penstock.schedule.ir.schedule import Action, Op, Payload, Schedule, Unit, passes
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Route
 

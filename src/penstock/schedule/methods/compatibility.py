@@ -8,8 +8,8 @@ from penstock.errors import ConfigError
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.sharding import Sharding, read_sharding
 from penstock.schedule.ir.version_rules import Source, VersionRule
-from penstock.schedule.methods.combine import COMBINES, combine_fault
 from penstock.schedule.methods.corrections import CORRECTIONS, correction_fault, options_of
+from penstock.schedule.methods.data_parallel_sync import COMBINES, combine_fault
 from penstock.schedule.methods.method import Method
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.transforms.sharding import sharding_fault

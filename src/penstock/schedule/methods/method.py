@@ -24,7 +24,7 @@ class Method:
         sharding: what of the state of a stage is split over parallel pipelines unless a user says otherwise, as
             `read_sharding` reads it.
         combine: the default way to combine parallel pipelines, a name in
-            `penstock.schedule.methods.combine.COMBINES`.
+            `penstock.schedule.methods.data_parallel_sync.COMBINES`.
         aliases: other names in use.
         limit: (stages, microbatches, options of the order) -> why they cannot be combined, beyond what the proof finds.
         settings: defaults of `penstock train --set` keys under this method, as it requires or as its paper says.

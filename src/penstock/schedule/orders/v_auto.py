@@ -34,9 +34,9 @@ from penstock.schedule.orders.controllable_memory import v_half, v_min
 from penstock.schedule.orders.v_blocks import PERIOD, Block, building_blocks
 from penstock.schedule.orders.v_progress import CHUNKS, F0, I0, OPS, push_together, sources_of
 from penstock.schedule.orders.v_reorder import OrderOnV, fits, reordered, timed
-from penstock.schedule.orders.v_shaped import zb_v
 from penstock.schedule.orders.zb_auto import check_percentage
 from penstock.schedule.orders.zb_progress import SearchTask
+from penstock.schedule.orders.zb_v import zb_v
 
 _SQUEEZES = ((6, 1.0), (1, 1.0), (math.inf, 1.0), (6, 0.5), (math.inf, 0.01))
 """Slots by which a pass may run before its turn, and the part of a W that must fit into a wait."""

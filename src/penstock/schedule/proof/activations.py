@@ -8,7 +8,7 @@ from functools import reduce
 from math import lcm
 
 from penstock.schedule.ir.absolute_actions import existing
-from penstock.schedule.ir.ops import OPS
+from penstock.schedule.ir.op_table import OPS
 from penstock.schedule.ir.schedule import Action, Schedule
 
 

@@ -24,27 +24,27 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from penstock.errors import DeadlockError, ScheduleError
+from penstock.gc_pause import no_collection
 from penstock.schedule.compiled.array_coverage import is_complete
 from penstock.schedule.compiled.array_lowering import ArrayLowering
 from penstock.schedule.compiled.array_peak_activations import most_held_in_arrays
-from penstock.schedule.compiled.array_windows import lower_arrays_freely, nobody_waits_for_ever
+from penstock.schedule.compiled.array_send_windows import lower_arrays_freely, nobody_waits_for_ever
 from penstock.schedule.compiled.collective_events import NotCompiledError
 from penstock.schedule.compiled.representative_microbatches import representatives
 from penstock.schedule.ir.absolute_actions import existing, since
 from penstock.schedule.ir.arrays import ArraySchedule
-from penstock.schedule.ir.gc_pause import no_collection
 from penstock.schedule.ir.schedule import Action, Op, Payload, Program, Schedule, Stage, split_fused
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.machine.batch_border import border_fault
+from penstock.schedule.machine.evaluation_border_check import border_fault
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
-from penstock.schedule.machine.window_search import lower_freely
+from penstock.schedule.machine.send_window_search import lower_freely
 from penstock.schedule.proof.activations import Activations, MicrobatchCount
 from penstock.schedule.proof.coverage import check_coverage
 from penstock.schedule.proof.data_read_ahead import Reading, reading_of
-from penstock.schedule.proof.stage_spec import stage_specs
+from penstock.schedule.proof.stage_constants import stage_specs
 from penstock.schedule.proof.stage_state import Delay, StageState
 from penstock.schedule.proof.unsharded_peaks import RankShards, shard_facts
 from penstock.schedule.transforms.post_validation import redone
@@ -128,7 +128,7 @@ def check(schedule: Schedule, lookahead: int | None = None, window: int | None =
         schedule: what to prove.
         lookahead: actions by which a RECV may be posted ahead; as many as the window if None.
         window: outstanding messages per lane and side; as the schedule says if None. Where it does not, it is the least
-            that costs no time in units of a forward (`penstock.schedule.machine.window_search`).
+            that costs no time in units of a forward (`penstock.schedule.machine.send_window_search`).
 
     Raises:
         ScheduleError: the schedule is wrong; the message names the action and the reason.

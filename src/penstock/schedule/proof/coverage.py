@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir.ops import MOVES, PASSES
+from penstock.schedule.ir.op_table import MOVES, PASSES
 from penstock.schedule.ir.schedule import (
     Action,
     Kind,

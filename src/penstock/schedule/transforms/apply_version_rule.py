@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from penstock.errors import ScheduleError
+from penstock.gc_pause import no_collection
 from penstock.schedule.ir.arrays import ArrayOrder
-from penstock.schedule.ir.gc_pause import no_collection
-from penstock.schedule.ir.ops import PASSES
+from penstock.schedule.ir.op_table import PASSES
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.schedule import Action, Op, Program, Schedule, Stage, WeightRef, format_action, passes
 from penstock.schedule.ir.version_rules import Placing, Source, VersionRule

@@ -1,6 +1,6 @@
 """A run of all ranks in one process without tensors: what each rank holds, as the runtime's ledger counts it.
 
-It follows the runtime action by action: who goes on when (`penstock.runtime.execute.run_loop`), when a SEND counts as
+It follows the runtime action by action: who goes on when (`runtime.execute.drive_ranks`), when a SEND counts as
 taken, and what passes and updates begin and cease to hold. Activations that are moved to the host's memory count like
 others, as all kinds are counted together. What takes the same room from beginning to end is not
 counted here (`penstock.simulate.memory.predicted`).
@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import CapabilityError
-from penstock.schedule.halved_backwards import halved_units
 from penstock.schedule.ir.absolute_actions import since
 from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, Schedule, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Message
+from penstock.schedule.split_backward_microbatches import halved_units
 from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, Holdings, is_blockwise
-from penstock.simulate.memory.in_process_lanes import Completion, InProcessLane, Part, Rendezvous, take_turns
+from penstock.simulate.memory.message_completion import Completion, InProcessLane, Part, Rendezvous, take_turns
 
 _NOT_PREDICTED = (Op.HOLD, Op.RETURN, Op.AVERAGE, Op.TIE, Op.RELEASE)
 

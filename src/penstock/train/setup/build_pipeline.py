@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from penstock.models.gpt import gpt_blocks, language_loss
-from penstock.runtime.from_plan import pipeline_of
+from penstock.runtime.from_checked_plan import pipeline_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import Course

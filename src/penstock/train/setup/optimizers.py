@@ -12,8 +12,8 @@ from torch import nn, optim
 from penstock.errors import CapabilityError
 from penstock.train.config.sections import OptimizerSection
 from penstock.weights.optim.basis_rotation import BasisRotation
+from penstock.weights.optim.optimizer_adapters import ByParameter, Joined
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
-from penstock.weights.optim.wrapped_optimizers import ByParameter, Joined
 
 OUTER = ("embedding", "head")
 """Blocks whose matrices hold a row per token or class; AdamW steps these, as the author of Muon recommends."""

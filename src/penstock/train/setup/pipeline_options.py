@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from penstock.models.gpt import TIED_EMBEDDINGS
 from penstock.models.gpt_shape import GPTConfig
+from penstock.options.all_options import PipelineOptions
 from penstock.options.divergence import Divergence
-from penstock.options.groups import PipelineOptions
 from penstock.schedule.methods.compatibility import correction_options
 from penstock.train.config.schema import TrainConfig
 from penstock.train.config.sections import FallbackSection

@@ -16,7 +16,7 @@ from penstock.comm.collective.broadcast import from_first
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
-from penstock.options.groups import PipelineOptions
+from penstock.options.all_options import PipelineOptions
 from penstock.partition.sequence_slices import Slicing, equal_time_lengths
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.setup.shared_plan import Known, shared_plans
@@ -38,8 +38,8 @@ from penstock.train.setup.pipeline_options import pipeline_options, tokens_per_b
 from penstock.train.setup.run_folder import is_of_a_run
 from penstock.weights.corrections.base import StagePlace
 from penstock.weights.memory.buffers import Layout
+from penstock.weights.optim.optimizer_adapters import check_averages
 from penstock.weights.optim.undo import check_undoable
-from penstock.weights.optim.wrapped_optimizers import check_averages
 
 
 class RecomputeQuestion(NamedTuple):

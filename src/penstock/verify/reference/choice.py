@@ -18,8 +18,8 @@ from penstock.verify.reference.corrections import (
     Spike,
     adapt_momentum,
 )
-from penstock.verify.reference.decayed import Decaying
 from penstock.verify.reference.delays import largest_delay, mean_delay, prediction_horizons
+from penstock.verify.reference.ftpipe_prediction import Decaying
 from penstock.verify.reference.methods import DECAYED, NEWEST, PREDICTION
 from penstock.verify.reference.predictions import Ahead, LastChange, ReferencePrediction, check_velocity
 from penstock.verify.reference.stage import ReferenceReading, ReferenceStage, step

@@ -27,7 +27,7 @@ from fractions import Fraction
 
 from penstock.errors import ConfigError
 from penstock.verify.reference.methods import DOUBLE_BUFFER, FLUSH, NF1B
-from penstock.verify.reference.order import Delays, ReferenceOrder
+from penstock.verify.reference.order_delays import Delays, ReferenceOrder
 
 
 def version_read(method: str, t: int, k: int, m: int, s: int, d: int, first: int, delays: Delays | None = None) -> int:

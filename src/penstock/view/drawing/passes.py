@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from string import ascii_lowercase
 from typing import NamedTuple
 
-from penstock.schedule.ir.ops import Lane
+from penstock.schedule.ir.op_table import Lane
 from penstock.timeline import Interval, Timeline
 
 OPERATIONS = {

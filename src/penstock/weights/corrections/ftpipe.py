@@ -34,7 +34,7 @@ from penstock.errors import CapabilityError
 from penstock.weights.corrections.base import NO_RECOMPUTE, Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.directions import check_predictable
-from penstock.weights.optim.wrapped_optimizers import name_of
+from penstock.weights.optim.optimizer_adapters import name_of
 from penstock.weights.updates.forecasts import Forecast, forecast
 from penstock.weights.updates.updater import Updater
 

@@ -18,7 +18,7 @@ import torch
 from penstock.errors import CapabilityError
 from penstock.weights.corrections.base import Corrector, StagePlace, check_reschedule, rescheduled
 from penstock.weights.memory.buffers import Layout
-from penstock.weights.optim.wrapped_optimizers import name_of
+from penstock.weights.optim.optimizer_adapters import name_of
 
 LEAST, SPREAD = 0.9, 0.09
 """Momentum of the last stage, and the (approximate) extra momentum of the first."""

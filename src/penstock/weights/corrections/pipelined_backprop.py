@@ -21,7 +21,7 @@ from torch.optim import SGD
 from penstock.errors import CapabilityError
 from penstock.weights.corrections.base import NO_RECOMPUTE, Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
-from penstock.weights.optim.wrapped_optimizers import name_of
+from penstock.weights.optim.optimizer_adapters import name_of
 from penstock.weights.updates.forecasts import go_on
 from penstock.weights.updates.step_info import Step
 from penstock.weights.updates.updater import Updater

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import VersionError
-from penstock.weights.memory.parameter_hooks import ParameterHooks
+from penstock.weights.memory.user_parameter_hooks import ParameterHooks
 
 ALIGNMENT = 64  # bytes; kernels may round differently on unaligned data
 NOT_WHOLE = -1  # the epoch of a buffer that is not whole, which no handle has
@@ -68,7 +68,7 @@ class Layout:
 
 
 class Readable(Protocol):
-    """Weights that passes compute with: a buffer, or leaves of several (`penstock.weights.memory.older_versions`)."""
+    """Weights that passes compute with: a buffer, or leaves of several (`weights.memory.emulated_delay_buffers`)."""
 
     @property
     def name(self) -> str:

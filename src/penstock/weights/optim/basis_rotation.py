@@ -66,7 +66,7 @@ class BasisRotation(Optimizer):
                 if p.ndim != 2 or not p.is_floating_point():
                     raise ConfigError(
                         f"basis rotation needs real matrices, not a parameter of shape {tuple(p.shape)} ({p.dtype}); "
-                        "step that one with another optimizer (`penstock.weights.optim.wrapped_optimizers.Joined`)"
+                        "step that one with another optimizer (`penstock.weights.optim.optimizer_adapters.Joined`)"
                     )
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from penstock.errors import CapabilityError
-from penstock.weights.optim.wrapped_optimizers import Joined, name_of, optimizer_of
+from penstock.weights.optim.optimizer_adapters import Joined, name_of, optimizer_of
 
 PREDICTABLE = (SGD, Adam, AdamW, Muon)
 

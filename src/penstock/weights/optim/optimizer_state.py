@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CapabilityError
-from penstock.weights.optim.wrapped_optimizers import name_of
+from penstock.weights.optim.optimizer_adapters import name_of
 
 _COUNTERS = ("step", "mu_product")  # their names in torch's optimizers
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from penstock.weights.optim.wrapped_optimizers import Joined
+from penstock.weights.optim.optimizer_adapters import Joined
 
 
 class RowHook:

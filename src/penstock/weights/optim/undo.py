@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from penstock.errors import CapabilityError
-from penstock.weights.optim.wrapped_optimizers import name_of
+from penstock.weights.optim.optimizer_adapters import name_of
 
 
 def check_undoable(optimizer: Optimizer) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CapabilityError
+from penstock.weights.optim.optimizer_adapters import is_separable, name_of
 from penstock.weights.optim.step_hooks import step_hooks
-from penstock.weights.optim.wrapped_optimizers import is_separable, name_of
 
 
 class OptimizerStep:

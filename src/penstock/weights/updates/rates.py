@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.weights.optim.wrapped_optimizers import name_of
-from penstock.weights.updates.group_settings import GroupSettings
+from penstock.weights.optim.optimizer_adapters import name_of
+from penstock.weights.updates.hand_set_param_groups import GroupSettings
 from penstock.weights.updates.lr_schedulers import ScheduledSettings, SchedulerFactory
 
 Factor = Callable[[int], float]

@@ -21,11 +21,11 @@ from penstock.errors import CapabilityError
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.memory.row_shards import RowShards, Steppable
 from penstock.weights.memory.scratch import Scratch
+from penstock.weights.optim.optimizer_adapters import is_separable, name_of
 from penstock.weights.optim.optimizer_factory import OptimizerFactory, make_optimizer
 from penstock.weights.optim.optimizer_state import copy_state, remembered_values, restore_state, state_tensors
 from penstock.weights.optim.step_hooks import step_hooks
 from penstock.weights.optim.undo import check_undoable, undo_step
-from penstock.weights.optim.wrapped_optimizers import is_separable, name_of
 from penstock.weights.updates.lr_schedulers import SchedulerFactory
 from penstock.weights.updates.optimizer_step import OptimizerStep, drop_gradients
 from penstock.weights.updates.rates import Factor, Rates

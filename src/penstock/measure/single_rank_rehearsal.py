@@ -1,0 +1,225 @@
+"""One rank of a plan on one device: its real program on its real stages, among stand-ins for all other ranks.
+
+The other stages of the schedule are single blocks without work: those before a stage of the rank hand on tensors of the
+shapes that the real ones would, and those behind it take whatever comes. So the rank runs every action of its program,
+with messages of full size, and all memory but that of the stand-ins is its own.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.checks import check_whole
+from penstock.comm.core.devices import find_device
+from penstock.comm.message.memory_order import copied
+from penstock.comm.message.trees import leaves_of
+from penstock.errors import ConfigError
+from penstock.job.cpus import Cpus
+from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training
+from penstock.models.gpt import gpt_blocks, language_loss
+from penstock.options.all_options import PipelineOptions
+from penstock.runtime.from_checked_plan import pipeline_of
+from penstock.runtime.malloc import keep_freed_memory
+from penstock.runtime.plan.plan import PipelinePlan
+from penstock.train.config.schema import TrainConfig
+from penstock.train.data.corpus import load_corpus
+from penstock.train.data.windows import Windows
+from penstock.train.setup.optimizers import optimizer_factory
+from penstock.train.setup.pipeline_options import pipeline_options
+from penstock.train.setup.preflight import model_shape, prepare
+from penstock.train.setup.run_folder import is_of_a_run
+from penstock.weights.optim.optimizer_factory import OptimizerFactory
+
+_WARM = 2  # batches before those that are timed
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a rank did.
+
+    Attributes:
+        rank: its number in the pipeline.
+        ranks: of the pipeline.
+        stages: of the rank.
+        blocks: of these.
+        method: of the schedule.
+        batches: that were timed.
+        busy: seconds of its work in a batch, the median.
+        passes: for each kind of work in a batch, how many there are and the median seconds of one.
+        samples: of a batch in this pipeline.
+        peak: the most bytes of each kind that it held, and together ("total").
+        left_out: what was not rehearsed.
+    """
+
+    rank: int
+    ranks: int
+    stages: tuple[int, ...]
+    blocks: tuple[str, ...]
+    method: str
+    batches: int
+    busy: float
+    passes: Mapping[str, tuple[int, float]]
+    samples: int
+    peak: Mapping[str, int]
+    left_out: tuple[str, ...]
+
+
+class StandIn(nn.Module):
+    """A stage without work: takes whatever comes, and hands on tensors of given shapes.
+
+    Args:
+        value: a tree with what is handed on; a single number if None.
+    """
+
+    def __init__(self, value: Any = None) -> None:
+        super().__init__()
+        self._value = torch.zeros(1) if value is None else value
+        self.signal = nn.Parameter(torch.zeros(1))
+
+    def forward(self, given: Any) -> Any:
+        """Return the tree; what wants a gradient depends on what came."""
+        wanted = [x for x in leaves_of(given) if isinstance(x, Tensor) and x.requires_grad]
+        signal: Tensor = self.signal
+        for each in wanted:
+            signal = signal + each.mean(dtype=torch.float32) * self.signal
+
+        def filled(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            leaf = leaf.to(self.signal.device)
+            return leaf + signal.to(leaf.dtype) if leaf.is_floating_point() else leaf.clone()
+
+        return pytree.tree_map(filled, self._value)
+
+
+def rehearse(config: TrainConfig, rank: int, batches: int = 5) -> Rehearsal:
+    """Run the program of one rank on the device of a configuration.
+
+    Args:
+        config: a plan, or any configuration of `penstock train`.
+        rank: in the pipeline.
+        batches: to time, after two others.
+
+    Raises:
+        ConfigError: there is no such rank, or something in the configuration is wrong.
+        DataError: the text is missing, unreadable or too short.
+        ScheduleError: there is no such schedule.
+    """
+    check_whole("batches", batches, 1, 1_000_000)
+    device = find_device(config.device)
+    alone, left_out = _alone(config)
+    prepared = prepare(alone)
+    plan = prepared.plan
+    check_whole("rank", rank, 0, plan.schedule.ranks - 1)
+    corpus = load_corpus(alone.data, partial(is_of_a_run, Path(alone.out)), alone.model.vocabulary)
+    model = model_shape(alone, corpus)
+    windows = Windows(corpus, model.context, alone.held_out, alone.seed)
+    options = pipeline_options(alone, model).changed(device=device, tied=None)
+    rehearsed = _Rehearsed(plan, rank, gpt_blocks(model, alone.seed), windows.samples(0, alone.microbatch_size))
+    threads, before = alone.threads or Cpus.of_this_process().threads(1), torch.get_num_threads()
+    keep_freed_memory()
+    torch.set_num_threads(threads)
+    try:
+        with options.precision.kernels.applied():
+            found = rehearsed.run(options, optimizer_factory(alone.optimizer), batches, _WARM)
+    finally:
+        torch.set_num_threads(before)
+    samples = alone.microbatches * alone.microbatch_size
+    return Rehearsal(
+        rank, plan.schedule.ranks, rehearsed.own, rehearsed.blocks, alone.row.name, batches, *found[:2], samples,
+        found[2], left_out,
+    )  # fmt: skip
+
+
+def _alone(config: TrainConfig) -> tuple[TrainConfig, tuple[str, ...]]:
+    """Return the configuration of a single pipeline, and what is lost by that."""
+    lost, changes = [], dict[str, Any]()
+    if config.width > 1:
+        lost.append(f"sums of gradients over {config.width} pipelines")
+        changes["width"] = 1
+        if str(config.sharding) not in ("none", "None"):
+            raise ConfigError(
+                f"sharding {config.sharding!r} divides weights over {config.width} pipelines, which one rank cannot "
+                "rehearse alone; leave sharding out"
+            )
+    if config.model.tied:
+        lost.append("the sum of the gradient that first and last stage share")
+    return config.model_copy(update=changes), tuple(lost)
+
+
+class _Rehearsed:
+    """The blocks of a rank among stand-ins.
+
+    Attributes:
+        own: stages of the rank.
+        blocks: their names.
+    """
+
+    def __init__(self, plan: PipelinePlan, rank: int, blocks: Mapping[str, Any], sample: tuple[Any, Any]) -> None:
+        self._plan, self._rank, self._all, self._sample = plan, rank, blocks, sample
+        self.own = tuple(sorted({stage.index for stage in plan.schedule.on_rank(rank)}))
+        self.blocks = tuple(name for index in self.own for name in plan.parts[index])
+
+    def run(
+        self, options: PipelineOptions, optimizer: OptimizerFactory, batches: int, warm: int
+    ) -> tuple[float, dict[str, tuple[int, float]], dict[str, int]]:
+        """Return the seconds of a batch, what passes take, and the peak bytes."""
+        depth = self._plan.schedule.num_stages
+        inputs = self._inputs(Training(language_loss, optimizer, options))
+        blocks, balance = dict[str, Any](), []
+        for index, part in enumerate(self._plan.parts):
+            own = index in self.own
+            balance.append(len(part) if own else 1)
+            named = {name: self._all[name] for name in part}
+            blocks |= named if own else {f"instead of stage {index}": StandIn(inputs.get(index + 1))}
+        loss = language_loss if depth - 1 in self.own else _no_loss
+        plan = PipelinePlan.make(blocks, self._plan.given, options.changed(balance=balance))
+        pipeline = pipeline_of(plan, blocks, loss, optimizer)
+        count = self._plan.schedule.microbatches
+        for _ in pipeline.run([self._pair() for _ in range(count)] for _ in range(warm + batches)):
+            pass
+        work = [each for each in pipeline.timeline().work(self._rank) if each.batch >= warm]
+        busy, kinds = [0.0] * batches, dict[str, list[float]]()
+        for each in work:
+            if each.batch < warm + batches:
+                busy[each.batch - warm] += each.end - each.start
+                kinds.setdefault(each.what, []).append(each.end - each.start)
+        passes = {
+            kind: (round(len(times) / batches), statistics.median(times)) for kind, times in sorted(kinds.items())
+        }
+        return statistics.median(busy), passes, pipeline.peak_bytes()[self._rank]
+
+    def _pair(self) -> tuple[Any, Any]:
+        """Return a microbatch in memory of its own."""
+        x, y = self._sample
+        return x.clone(), y.clone()
+
+    def _inputs(self, training: Training) -> dict[int, Any]:
+        """Return what each stage of the rank is given, but the first stage; earlier blocks run once, one by one."""
+        given, found = BlockInput(self._sample[0]), dict[int, Any]()
+        alone = training._replace(options=training.options.changed(recompute="none", balance=None))
+        for index, part in enumerate(self._plan.parts[: max(self.own) + 1]):
+            if index in self.own and index:
+                found[index] = pytree.tree_map(lambda x: copied(x) if isinstance(x, Tensor) else x, given.value)
+            if index == max(self.own):
+                break
+            for name in part:
+                place = BlockPlace(first=name == self._plan.parts[0][0], last=False)
+                with closing(StageTrial({name: self._all[name]}, place, alone)) as trial:
+                    given = trial.output_of(given)
+        return found
+
+
+def _no_loss(output: Any, target: Any) -> Tensor:  # noqa: ARG001
+    """Return what the last stand-in hands on as a loss."""
+    return output.float().mean()  # type: ignore[no-any-return]

@@ -1,0 +1,127 @@
+"""A whole model in place of blocks: the blocks that it calls, or what to write where they cannot be found."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from penstock.errors import ConfigError
+from penstock.partition.fx_graph_blocks import ModelBlocks, ModelPart
+from penstock.partition.fx_trace import CannotFollowError
+from penstock.partition.traced_blocks import blocks_of_forward, called_parts, changed_part
+from penstock.partition.transformers_models import blocks_of_known, is_of_transformers
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_CALL = nn.Module.__call__
+_PLAIN = "pass the parts of the model itself"
+WRAPPERS = {
+    "DistributedDataParallel": f"{_PLAIN} (model.module), and data_parallel=2 for two parallel pipelines",
+    "DataParallel": f"{_PLAIN} (model.module), and data_parallel=2 for two parallel pipelines",
+    "FullyShardedDataParallel": f"{_PLAIN}: its stages are sharded over the ranks already",
+}
+"""What wraps modules for other kinds of parallelism, with what to do instead."""
+
+_AGAIN = "make a new Pipeline of the changed model (a checkpoint of this one can be loaded into it)"
+
+_OWN = """\
+class Part(torch.nn.Module):  # around what takes or returns more than one value
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        return self.part(x)  # as the forward of the model calls it, with masks, positions and the like made here
+
+blocks = {'first': Part(model.first), 'second': model.second}  # in the order of the forward
+assert torch.equal(torch.nn.Sequential(*blocks.values())(inputs), model(inputs))  # in eval() mode, if it has dropout"""
+
+
+def own_part(container: nn.Module) -> str | None:
+    """Return what a container has that would be lost if its children were called in turn; None if nothing.
+
+    Args:
+        container: an nn.Sequential, nn.ModuleList or nn.ModuleDict, or of a class made from one.
+    """
+    base = nn.Sequential if isinstance(container, nn.Sequential) else nn.Module
+    if getattr(container.forward, "__func__", None) is not base.forward or type(container).__call__ is not _CALL:
+        return "a forward of its own"
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    if any(getattr(container, kind) for kind in hooks):
+        return "hooks"
+    state = next(iter({**container._parameters, **container._buffers}), None)
+    return None if state is None else f"a parameter or buffer of its own, {state}"
+
+
+def blocks_of_model(model: nn.Module) -> ModelBlocks:
+    """Return the blocks that a whole model calls one after the other, by name, and compute what it does.
+
+    Raises:
+        ConfigError: they cannot be found; the message shows what to write.
+    """
+    kind = type(model).__name__
+    if kind in WRAPPERS:
+        raise ConfigError(f"the model is of type {kind}; {WRAPPERS[kind]}")
+    if kind == "OptimizedModule":  # of torch.compile
+        raise ConfigError(
+            f"the model is compiled as a whole; {_PLAIN}, and compile each: for block in blocks: block.compile()"
+        )
+    try:
+        return ModelBlocks(model, _found(model))
+    except CannotFollowError as error:
+        what = f"{kind} has {own_part(model)}, so it is one" if isinstance(model, CONTAINERS) else f"{kind} is one"
+        lines = _indented(f"{_OWN}\n{_PIPELINE}\n{_BACK}")
+        raise ConfigError(
+            f"{what} module, and its forward cannot be followed to divide it into blocks: {error}. "
+            "Pass the parts that it calls one after the other, each with one value in and one out (a tensor, or a "
+            f"tuple or dict of tensors):\n{lines}"
+        ) from None
+
+
+def check_same_model(blocks: ModelBlocks) -> None:
+    """Make sure that a whole model still does what the blocks do that were made of it.
+
+    Raises:
+        ConfigError: a module was replaced, or the forward is another one, as after an attribute was changed.
+    """
+    try:
+        now = _found(blocks.model)
+    except CannotFollowError as error:
+        said = f"the forward of the model has changed since the pipeline was made: {error}"
+        raise ConfigError(f"{said}; {_AGAIN}") from None
+    path = changed_part(blocks)
+    for name, block in blocks.items():
+        other = now.get(name)
+        if path is None and other is not block and not isinstance(block, ModelPart):
+            path = name
+        elif path is None and getattr(block, "text", "") != getattr(other, "text", ""):
+            raise ConfigError(
+                f"the forward of the model does something else in block {name!r} since the pipeline was made, as after "
+                f"an attribute that it reads was changed; {_AGAIN}"
+            )
+    path = path or next((name for name in now if name not in blocks), None)
+    if path is not None:
+        raise ConfigError(
+            f"{path} is another object since the pipeline was made of the model, so the pipeline would train without "
+            f"that change; {_AGAIN}"
+        )
+
+
+_PIPELINE = "pipeline = penstock.Pipeline(blocks, ...)"
+_BACK = "weights = pipeline.full_state_dict(model)  # on all ranks; then, on rank 0: model.load_state_dict(weights)"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
+
+
+def _found(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks of a model.
+
+    Raises:
+        CannotFollowError: there are none that are known to be right.
+    """
+    if is_of_transformers(model):
+        return blocks_of_known(model)
+    if type(model).forward is nn.Module.forward:
+        raise CannotFollowError("it has none")
+    parts = called_parts("", model)  # of a TransformerEncoder
+    return blocks_of_forward(model) if "" in parts else parts

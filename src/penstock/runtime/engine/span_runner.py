@@ -1,0 +1,191 @@
+"""Spans, one at a time: of training and of evaluation, from an empty pipeline to an empty pipeline."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from penstock.comm.p2p.transport import Channel
+from penstock.errors import ConfigError, PenstockError
+from penstock.runtime.data.batch_source import Batches, BatchSource
+from penstock.runtime.data.lr_schedule_end import Schedules
+from penstock.runtime.engine.lifecycle import Lifecycle
+from penstock.runtime.engine.span_setup import SpanSetup
+from penstock.runtime.execute.evaluation import Evaluating, EvaluationData, Evaluator, no_data
+from penstock.runtime.execute.executor import Executor
+from penstock.runtime.execute.span_agreement import SpanBorders
+from penstock.runtime.rank.batch_reports import Report
+from penstock.runtime.rank.snapshot import Saving
+from penstock.stage.checks.changes_between_reports import ParameterWatch
+from penstock.stage.checks.remotely_trained_modules import HeldElsewhere
+from penstock.stage.stage_runtime import StageRuntime
+from penstock.stage.trained_stage_weights import TrainedWeights
+
+
+class Spans:
+    """Runs spans of the ranks in this process, and keeps them consistent in between.
+
+    Args:
+        setup: makes what a span runs with.
+        held: what this process has of the stages of others.
+
+    Attributes:
+        life: whether the pipeline is at rest.
+        batches: that have been trained on.
+        keeps_older: the next span begins with two versions, where the rule has two.
+        unread: what spans have read ahead of the data, and not trained on.
+        reporter: the rank of this process that knows what all have decided.
+    """
+
+    def __init__(self, setup: SpanSetup, held: HeldElsewhere | None = None) -> None:
+        grid, ranks, combine = setup.grid, setup.ranks, setup.combine
+        self._setup, self._grid, self._ranks = setup, grid, ranks
+        self.life = Lifecycle()
+        self.batches, self.keeps_older = 0, False
+        self.unread: list[Any] = []
+        self._left_after: int | None = None  # the batch after whose report the caller has left the current run
+        self._stop = ranks[0].stop
+        stages = [stage for state in ranks for stage in state.stages.values()]
+        self._schedules = Schedules(ranks[0].options.update.lr_scheduler, stages, grid)
+        self._borders = SpanBorders(grid, ranks, combine, held)
+        alone = grid.group is None or (grid.width == 1 and not any(stage.ties for stage in stages))
+        self._watch = ParameterWatch([stage.module for stage in stages], partial(_stepped, stages), alone=alone)
+        entrances = {n.rank for n in setup.schedule.stages if not setup.schedule.predecessors[n.index]}
+        self._stop.alone = grid.group is None or grid.width * len(entrances) == 1
+        self.reporter = ranks[setup.last if grid.group is None else 0]
+
+    @property
+    def has_older(self) -> bool:
+        """Whether the version before the newest can be evaluated; of one that was read ahead only the prediction is."""
+        return self.keeps_older and not self._setup.reads_ahead
+
+    def train(
+        self, batches: Batches, save: Saving | None, evaluate: Evaluating | None
+    ) -> Generator[Report, None, bool]:
+        """Train in one span, after which ranks hear who has left. Returns whether one has."""
+        self.life.check_idle()
+        with self.life.together():
+            scheduled = self._schedules.limit(batches, self.batches if self._setup.combine.apart else None)
+        source = self._setup.training_data(scheduled, self.batches)
+        if not self._begin(source, trains=True):
+            return False
+        executors = self._setup.trainers()
+        evaluators = [] if evaluate is None else self._evaluators(evaluate, executors)
+        older = -1 if self.keeps_older and self._setup.bases == 2 else 0
+        runs = [
+            e.run(source, self.batches, older, at_border=evaluators[i].at_border if evaluators else None, saving=save)
+            for i, e in enumerate(executors)
+        ]
+        self._left_after, left, failed = None, False, None
+        try:
+            yield from self._run(self._setup.drive(runs, 1), [*executors, *evaluators], training=True)
+        finally:
+            found = next((evaluator.failure for evaluator in evaluators if evaluator.failure is not None), None)
+            if self.life.broken is None:
+                with self.life.together():
+                    left, failed = self._borders.end(self._left_after, self.batches, found, source.failure)
+                    self.unread += source.unread()
+        for failure in (found, source.failure, failed):
+            if failure is not None:  # all batches before have been trained on, and reported
+                raise failure
+        return left
+
+    def _evaluators(self, evaluate: Evaluating, training: Sequence[Executor]) -> list[Evaluator]:
+        executors, delay = self._setup.evaluators(Channel.EVALUATION), self._setup.bases - 1
+        lacks = self.batches if delay and not self.has_older else None
+        data = EvaluationData(evaluate, self._setup.evaluation_data, len(self._ranks))
+        return [
+            Evaluator(state, executor, evaluate, data, self._stop.ask, delay, lacks, trains)
+            for state, executor, trains in zip(self._ranks, executors, training, strict=True)
+        ]
+
+    def evaluate(self, batches: Batches, averaged: bool, version: int | None = None) -> tuple[float, float]:
+        """Return the loss sum on batches with the newest weights (or their average), and its weight, on all ranks."""
+        kinds = [stage.weights for state in self._ranks for stage in state.stages.values()]
+        if averaged and not all(weights.keeps_average for weights in kinds):
+            raise ConfigError("there are no averaged weights; give the pipeline a decay, such as ema_decay=0.999")
+        self.life.check_idle()
+        source, found, failed = self._setup.evaluation_data(batches), [], None
+        if not self._begin(source, trains=False):
+            if version is not None:  # within a run
+                raise no_data()
+        else:
+            executors = self._setup.evaluators(Channel.TRAINING)
+            reports = self._setup.drive([e.run(source, self.batches, 0) for e in executors], self._grid.width)
+            with ExitStack() as stack:
+                for state in self._ranks:
+                    stack.enter_context(state.evaluating(averaged, version))
+                for r in self._run(reports, executors, training=False):
+                    if r.loss is not None and r.weight:
+                        found.append([r.loss * r.weight, r.weight])
+            with self.life.together():
+                found, failed = self._borders.gather_losses(found, source.failure)
+            for failure in (source.failure, failed):
+                if failure is not None:
+                    raise failure
+        return math.fsum(total for total, _ in found), math.fsum(weight for _, weight in found)
+
+    def _begin(self, source: BatchSource, *, trains: bool) -> bool:
+        """Prepare a span; return whether there is a first batch, on which all ranks agree."""
+        with self.life.together():
+            entrance = self._setup.schedule.stage_at[0, 0].rank
+            return self._borders.begin(source, self.batches, entrance, trains=trains)
+
+    def _run(
+        self, reports: Iterator[Report], parties: Sequence[Executor | Evaluator], training: bool
+    ) -> Iterator[Report]:
+        """Yield reports until the pipeline is empty again, also when the caller leaves the loop early."""
+        count, self.life.running = 0, True
+        self._watch.begin()
+        try:
+            try:
+                for report in reports:
+                    count += 1
+                    with self._watch.away(summing=self._grid.group is not None and _summing(parties)):
+                        yield report
+            except GeneratorExit:  # the caller has left the loop: finish what is under way
+                if not self.life.abandoned and not sys.is_finalizing():  # at exit, no module can be relied on
+                    self._left_after = self.batches + count - 1
+                    self._stop.ask()
+                    unseen = list(reports)
+                    count += len(unseen)
+                    self.reporter.decisions.events.give_back(
+                        [d for report in unseen for d in report.decided], [e for r in unseen for e in r.evaluated]
+                    )
+                else:
+                    self.life.broken = PenstockError("the run was abandoned")
+                raise
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self.life.broken = error
+            raise
+        finally:
+            self.life.running = False
+            for party in parties:
+                party.close()
+            if self.life.broken is None:
+                if training:
+                    self.batches += count
+                    self.keeps_older = self.keeps_older or count > 0
+                for state in self._ranks:
+                    state.recorder.pause()
+                    for stage in state.stages.values():
+                        stage.restore()
+                        stage.weights.end_span()
+
+
+def _summing(parties: Sequence[Executor | Evaluator]) -> bool:
+    return any(isinstance(party, Executor) and party.summing for party in parties)
+
+
+def _stepped(stages: Sequence[StageRuntime]) -> list[Tensor]:
+    """Return what the optimizers of some stages step."""
+    weights = [stage.weights for stage in stages]
+    return [p for each in weights if isinstance(each, TrainedWeights) for p in each.updater.parameters.values()]

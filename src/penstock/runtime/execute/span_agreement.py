@@ -1,0 +1,211 @@
+"""What ranks tell each other before and after a span: whether it begins, who has left it, what has failed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock.comm.collective.gather import gather_json
+from penstock.comm.core.rank_grid import RankGrid
+from penstock.errors import ConfigError, DataError
+from penstock.runtime.data.batch_source import BatchSource
+from penstock.runtime.setup.param_group_consistency import check_settings, settings_by_hand
+from penstock.runtime.setup.rank_state import RankState
+from penstock.runtime.setup.stage_copies import check_written, follow_first, follow_hooks, follow_settings
+from penstock.schedule.methods.data_parallel_sync import Combine
+from penstock.stage.checks.remotely_trained_modules import HeldElsewhere
+
+_LOG = logging.getLogger(__name__)
+
+Losses = list[list[float]]
+"""Loss sums of batches with their weights."""
+
+
+class SpanBorders:
+    """The agreements of all ranks before and after a span; what one of them cannot do, all hear of.
+
+    Args:
+        grid: all ranks.
+        ranks: those of this process.
+        combine: how parallel pipelines agree.
+        held: what this process has of the stages of others.
+    """
+
+    def __init__(
+        self, grid: RankGrid, ranks: Sequence[RankState], combine: Combine, held: HeldElsewhere | None = None
+    ) -> None:
+        self._grid, self._ranks, self._combine, self._held = grid, ranks, combine, held
+        self._settings: list[Any] = []  # by hand, on all ranks, as they have last been compared
+
+    def begin(self, source: BatchSource, batches: int, first: int, *, trains: bool) -> bool:
+        """Prepare a span; return whether there is a first batch, on which all ranks agree.
+
+        Args:
+            source: of its data.
+            batches: that have been trained on.
+            first: the rank that reads the inputs.
+            trains: it is one of training, so there must be something to train.
+
+        Raises:
+            ConfigError, DataError: what cannot be, here or on another rank.
+            TransportError: a peer is dead.
+        """
+        failure = self._take_over() or source.failure
+        check_written(self._combine, self._grid, self._ranks)
+        for stage in (stage for state in self._ranks for stage in state.stages.values()):
+            stage.weights.begin_span(batches)
+        asked = self._grid.group is None or self._grid.local[0].rank == first
+        begins = failure is None and (not asked or source.begins())
+        lacks = failure is None and not asked and source.lacks_first()
+        failure = failure or source.failure
+        ends = None if failure is not None or lacks else source.read_ahead()
+        mine: list[Any] = [begins, _text(failure), lacks, ends, self._parameters(), settings_by_hand(self._ranks)]
+        told = self._gather(mine, "agreeing to start")  # the others must hear of a failure before it is raised here
+        failed = _failed_elsewhere([text for _, text, *_ in told], "begin")
+        for reason in (
+            failure,
+            failed,
+            _nothing_to_train([counts for *_, counts, _ in told]) if trains else None,
+            _missing(first, [begin for begin, *_ in told], [lack for _, _, lack, *_ in told]),
+        ):
+            if reason is not None:
+                raise reason
+        settings = [settings for *_, settings in told]
+        if self._grid.group is not None and settings != self._settings:
+            check_settings(settings)
+            self._settings = settings
+        for end in (end for _, _, _, end, *_ in told if end is not None):
+            source.end_before(end)
+        begins = all(flag for flag, *_ in told)
+        if begins and trains and self._held is not None:
+            self._held.begin()
+        return begins
+
+    def _parameters(self) -> tuple[int, int]:
+        """How many parameters of the model are trained here, and how many are not; copies of stages do not count."""
+        modules = [
+            stage.module
+            for state in self._ranks
+            for stage in state.stages.values()
+            if (state.key.pipeline, stage.key.direction) == (0, 0)
+        ]
+        return sum(len(module.trained) for module in modules), sum(len(module.frozen()) for module in modules)
+
+    def _take_over(self) -> ConfigError | None:
+        """Adopt what users have changed between two runs; return what is wrong with it."""
+        try:
+            if self._held is not None:
+                self._held.check()
+            for state in self._ranks:
+                for stage in state.stages.values():
+                    stage.adopt()
+            follow_hooks(self._ranks)
+            follow_settings(self._ranks)
+            if not self._combine.apart:
+                follow_first(self._ranks)
+            for state in self._ranks:
+                state.recorder.begin_span()
+                state.recorder.align()
+                for stage in state.stages.values():
+                    stage.refresh()
+        except ConfigError as error:
+            return error
+        return None
+
+    def end(
+        self, left: int | None, batches: int, failure: Exception | None, unread: Exception | None
+    ) -> tuple[bool, Exception | None]:
+        """Tell all ranks after a span of training whether the caller has left here, and what an evaluation failed of.
+
+        The first rank whose caller has not left warns of the others that have; the rest of them log it as information.
+
+        Args:
+            left: the batch after whose report the caller has left; None where it has not.
+            batches: that have been trained on.
+            failure: of an evaluation.
+            unread: why no further batch could be read here; the others log it.
+
+        Returns:
+            Whether the caller has left on any rank, and the first failure of another one.
+
+        Raises:
+            TransportError: a peer is dead, or has not come this far in time.
+        """
+        if self._grid.group is None:
+            return left is not None, None
+        told = self._gather([left, _text(failure), _text(unread)], "ending a run", self._grid.patience)
+        after = [batch for batch, *_ in told]
+        self._say_unread([text for *_, text in told], batches)
+        gone = [rank for rank, batch in enumerate(after) if batch is not None]
+        if gone and left is None:
+            first = after.index(None) == dist.get_rank(self._grid.group)
+            _LOG.log(
+                logging.WARNING if first else logging.INFO,
+                "rank %d left the loop after the report of batch %d, so the run ends after batch %d on all ranks; if "
+                "that is not wanted, leave the loop on no rank, or on all after the same batch",
+                gone[0],
+                after[gone[0]],
+                batches - 1,
+            )
+        return bool(gone), _failed_elsewhere([text for _, text, _ in told])
+
+    def _say_unread(self, texts: list[str | None], batches: int) -> None:
+        """Log which rank could not read its data, where this one could; the first of those warns."""
+        failed = [rank for rank, text in enumerate(texts) if text is not None]
+        here = dist.get_rank(self._grid.group)
+        if failed and here not in failed:
+            _LOG.log(
+                logging.WARNING if here == texts.index(None) else logging.INFO,
+                "rank %d could not read its next batch (%.200s), so the run ends after batch %d on all ranks",
+                failed[0],
+                texts[failed[0]],
+                batches - 1,
+            )
+
+    def gather_losses(self, found: Losses, failure: Exception | None) -> tuple[Losses, Exception | None]:
+        """Return what all ranks have found in an evaluation, and the first failure of another one."""
+        if self._grid.group is None:
+            return found, None
+        told = self._gather([found, _text(failure)], "gathering the losses of an evaluation", self._grid.patience)
+        return [pair for part, _ in told for pair in part], _failed_elsewhere([text for _, text in told])
+
+    def _gather(self, mine: list[Any], what: str, timeout: timedelta | None = None) -> list[Any]:
+        return [mine] if self._grid.group is None else gather_json(mine, what, self._grid.control, timeout)
+
+
+def _nothing_to_train(counts: Sequence[tuple[int, int]]) -> ConfigError | None:
+    """What all ranks raise where no parameter is trained; of each rank how many are, and how many are not."""
+    trained, frozen = (sum(part) for part in zip(*counts, strict=True))
+    if trained:
+        return None
+    why = f"all {frozen} parameters have requires_grad=False" if frozen else "the blocks have no parameters"
+    return ConfigError(
+        f"run() has nothing to train: {why}; set requires_grad=True on what is to be trained before the pipeline is "
+        "made, or measure the loss of the model as it is with pipeline.evaluate(loader)"
+    )
+
+
+def _missing(first: int, begins: Sequence[bool], lacks: Sequence[bool]) -> DataError | None:
+    """What all ranks raise where the data of one of them, of all by rank, have no batch although the first has one."""
+    if not all(begins) or not any(lacks):
+        return None
+    return DataError(
+        f"rank {list(lacks).index(True)} has no batch, but rank {first} has: every rank needs the same batches (a "
+        "generator that was used up? a DistributedSampler?)"
+    )
+
+
+def _text(failure: Exception | None) -> str | None:
+    return None if failure is None else f"{type(failure).__name__}: {failure}"
+
+
+def _failed_elsewhere(texts: Sequence[str | None], what: str = "read the data of the evaluation") -> DataError | None:
+    """What a rank raises where another one, of all by rank, could not do something."""
+    for rank, text in enumerate(texts):
+        if text is not None:
+            return DataError(f"rank {rank} could not {what} ({text:.200})")
+    return None

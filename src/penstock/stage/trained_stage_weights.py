@@ -1,0 +1,322 @@
+"""The weights of a stage that trains parameters: versions, gradients, and everything that an update changes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from penstock.options.updates import UpdateOptions
+from penstock.schedule.ir.schedule import Copy
+from penstock.stage.untrained_stage_weights import StageWeights
+from penstock.weights.corrections.base import Corrector
+from penstock.weights.decision import Decision
+from penstock.weights.fully_sharded_store import FullyShardedStore
+from penstock.weights.memory.buffers import Buffer, Handle
+from penstock.weights.memory.emulated_delay_buffers import OlderVersions
+from penstock.weights.memory.sharded_buffer import DividedRows
+from penstock.weights.memory.squared_norm import squared_norm
+from penstock.weights.memory.user_parameter_hooks import ParameterHooks
+from penstock.weights.provisional_update import Provisional
+from penstock.weights.replica_averaging import Agreement
+from penstock.weights.sharded_store import ShardedStore
+from penstock.weights.store import VersionStore
+from penstock.weights.update_hooks import UpdateHooks, call_hooks
+from penstock.weights.updates.updater import Updater
+from penstock.weights.updates.version_step import VersionStep
+from penstock.weights.wave_synchronous_updates import WaveWeights
+from penstock.weights.written_check import WrittenCheck
+
+
+@dataclass
+class TrainedWeights(StageWeights):
+    """The weights of a stage that trains parameters.
+
+    Attributes:
+        store: the versions and gradients.
+        updater: the optimizer.
+        options: of updates.
+        average: exponential moving average of the weights, A(t+1) = decay A(t) + (1 - decay) W(t+1) at every update
+            that is made, A(0) = W(0); None where none is kept, or only its rows are here.
+        average_rows: its own rows, where weights are rows while a span trains, as it is then.
+        counted_elsewhere: parameters whose gradients count in the norm of another stage, which shares them.
+        older: versions that training passes read instead of the newest; None where none is delayed.
+        corrector: what is done about staleness; None for nothing.
+        apart: where updates are provisional, copies are kept to undo them.
+        provisional: the update that is not decided on yet.
+        pending: where updates are sharded, the factor of the last one, until the rest of its version has come.
+        mean: c / N by the last batch that an update was made with and that had a loss weight.
+        hooks: of the user, called after every update that is made.
+        watch: detects writes into the newest weights between two runs, where the next one would read older ones, too.
+    """
+
+    store: VersionStore
+    updater: Updater
+    options: UpdateOptions
+    average: Buffer | None = None
+    average_rows: DividedRows | None = None
+    counted_elsewhere: Collection[str] = ()
+    older: OlderVersions | None = None
+    agreement: Agreement | WaveWeights | None = None
+    corrector: Corrector | None = None
+    apart: bool = False
+    provisional: Provisional | None = None
+    pending: float = 0.0
+    mean: float = 1.0
+    watch: WrittenCheck | None = None
+    hooks: UpdateHooks = field(default_factory=UpdateHooks)
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def handle(self, version: int | None = None) -> Handle | None:
+        """Return a handle to read a version, the newest if None."""
+        return self.store.read(self.store.newest if version is None else version)
+
+    def newest_tensors(self) -> dict[str, Tensor]:
+        """Return the newest value of every trained parameter."""
+        return self.store.newest_tensors()
+
+    def common_model(self, averaged: bool) -> Buffer | None:
+        """Return what evaluations read instead of the newest version; None for that."""
+        if averaged:
+            return self.average
+        if self.agreement is not None:
+            return self.agreement.model
+        return self.store.master if self.store.reads_ahead else None
+
+    def presented(self, averaged: bool) -> Mapping[str, Tensor]:
+        """Return what is shown as the stage's parameters instead of the newest version, by name."""
+        found: dict[str, Tensor] = {}
+        if self.store.newest and self.agreement is not None and self.agreement.model is not None:
+            found |= self.agreement.model.views
+        if averaged and self.average is not None:
+            found |= self.average.views
+        return found
+
+    def predict(self, copy: Copy, versions: tuple[int, ...], batch: int, scale: float) -> None:
+        """Create a derived copy."""
+        assert self.corrector is not None
+        *older, newest = versions
+        depends = self.corrector.look_ahead(batch - newest, self.store.gradients.get(newest), self.mean / scale)
+        if older:
+            first, last = (self.store.read(version).whole for version in versions)
+            write = partial(self.corrector.blend, first, last, newest - older[0])
+        else:
+            write = partial(self.corrector.predict, self.updater, self.store.master, copy.label)
+        self.store.derived.create(copy, (versions, copy.label, depends), write)
+
+    def is_finite(self) -> bool:
+        """Return whether the newest weights and the optimizer state are finite."""
+        remembered = [value for value in self.updater.tensors if value.is_floating_point()]
+        return all(bool(tensor.isfinite().all()) for tensor in (*self.store.held.values(), *remembered))
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    def gradient(self, batch: int) -> list[Tensor]:
+        """Return the accumulated gradient of a batch as flat tensors."""
+        return self.store.gradient(batch).flats
+
+    def gradients_of(self, batch: int, names: Sequence[str]) -> list[Tensor]:
+        """Return the accumulated gradients of some parameters; of sharded sums, of those with rows here."""
+        views = self.store.summed(batch)
+        return [views[name] for name in names if name in views]
+
+    def gradient_squares(self, batch: int) -> tuple[float, float]:
+        """Return the squared norm of the gradient that is here, and its rounding error."""
+        found = self.store.summed(batch)
+        return squared_norm(view for name, view in found.items() if name not in self.counted_elsewhere)
+
+    def all_squares(self, batch: int) -> float:
+        """Return the squared norm of the whole gradient."""
+        return squared_norm(self.store.summed(batch).values())[0]
+
+    def gradient_shards(self, batch: int) -> list[list[Tensor]]:
+        """Return the gradient of a batch, by the pipeline that owns a shard of its sum."""
+        assert isinstance(self.store, ShardedStore)
+        return self.store.gradient_shards(batch)
+
+    def settle_sum(self, batch: int) -> None:
+        """Go on with a gradient whose shard of the sum is here."""
+        assert isinstance(self.store, ShardedStore)
+        self.store.settle(batch)
+
+    # --- updates ----------------------------------------------------------------------------------------------------
+
+    def step(self, batch: int, factor: float, keeps_old: bool) -> None:
+        """Create version batch + 1: the optimizer update."""
+        torch.clear_autocast_cache()  # it remembers casts of leaves whose memory changes now
+        if self.older is not None:
+            self.older.keep(batch, self.store.versions[batch].views)
+        stepped = self.corrector.stepped if self.corrector is not None and self.corrector.watches else None
+        if self.corrector is not None and factor:
+            self.corrector.before_step(self.store.gradient(batch), self.store.master, factor)
+        ahead = self.corrector.ahead if self.corrector is not None and self.corrector.reads_ahead else None
+        self.store.update(batch, VersionStep(self.updater, factor, stepped, ahead), keeps_old)
+        if not isinstance(self.store, ShardedStore):
+            self._updated(factor)
+            return
+        self.pending = factor  # the rest of the version comes later
+        if factor and self.average_rows is not None and self.store.rows is not None:
+            self.average_rows.own.approach(self.store.rows.own, self._towards)
+
+    def version_shards(self, version: int) -> list[list[Tensor]]:
+        """Return the memory of a version of which only the own shard has been written, by owner."""
+        assert isinstance(self.store, ShardedStore)
+        return self.store.version_shards(version)
+
+    def complete(self, version: int) -> None:
+        """Go on with a version whose other shards have come."""
+        assert isinstance(self.store, ShardedStore)
+        self.store.complete(version)
+        pending, self.pending = self.pending, 0.0  # weights that are shards are gathered several times
+        self._updated(pending)
+
+    # --- weights as shards ------------------------------------------------------------------------------------------
+
+    def release(self, version: int) -> None:
+        """Give the memory of a gathered version back."""
+        assert isinstance(self.store, FullyShardedStore)
+        self.store.release(version)
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the newest version is whole, or is being gathered."""
+        return not isinstance(self.store, FullyShardedStore) or self.store.gathered.allocated
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether there is an average of the weights."""
+        return self.average is not None or self.average_rows is not None
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether weights are rows while a span trains."""
+        return isinstance(self.store, ShardedStore) and self.store.rows is not None
+
+    @property
+    def keeps_sums_apart(self) -> bool:
+        """Whether gradients give their memory back when their sums have ended."""
+        return isinstance(self.store, ShardedStore) and self.store.keeps_sums_apart
+
+    def begin_run(self) -> None:
+        """Begin a span of training with the own rows of weights and average."""
+        assert isinstance(self.store, ShardedStore)
+        self.store.begin_run()
+        if self.average_rows is not None:
+            self.average_rows.divide()
+            self.average = None
+
+    def end_run(self) -> list[list[Tensor]]:
+        """End it: allocate the newest weights and their average."""
+        assert isinstance(self.store, ShardedStore)
+        parts = self.store.end_run()
+        if self.average_rows is None:
+            return parts
+        return [[*mine, *theirs] for mine, theirs in zip(parts, self.average_rows.begin_whole(), strict=True)]
+
+    def completed(self) -> None:
+        """Show whole weights until the next span begins."""
+        assert isinstance(self.store, ShardedStore)
+        self.store.completed()
+        pending, self.pending = self.pending, 0.0
+        self._updated(pending)
+        if self.average_rows is not None:
+            self.average = self.average_rows.whole
+
+    # --- updates that may be taken back -----------------------------------------------------------------------------
+
+    def try_step(self, batch: int, factor: float) -> None:
+        """Create version batch + 1 as `step` does, but so that it can be made again."""
+        self.provisional = Provisional(self.store, self.updater, batch, self.apart)
+        self.provisional.make(factor)
+
+    def settle_step(self, decision: Decision) -> None:
+        """Settle a provisional update; if it is rejected, make it again."""
+        if self.provisional is None:
+            return
+        if decision.again:
+            self.provisional.again(decision.factor)
+        self.provisional.settle()
+        self.provisional = None
+        self._updated(decision.factor)
+
+    def decided(self, mean: float) -> None:
+        """Take note of c / N by the last batch that an update was made with."""
+        self.mean = mean
+
+    @property
+    def _towards(self) -> float:
+        """Return how far the average goes towards the new weights at an update."""
+        return 1.0 - (self.options.ema_decay or 0.0)
+
+    def _updated(self, factor: float) -> None:
+        """Move the average towards the new version and call the hooks, unless the update was skipped."""
+        if not factor:
+            return
+        if self.average is not None and self.average_rows is None:
+            self.average.approach(self.store.master, self._towards)
+        if self.hooks:
+            call_hooks(self.hooks, self.updater.updates, self.store)
+
+    # --- between spans ----------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Adopt what was written into the newest version, and what was set in the optimizer, between two runs."""
+        self.updater.rates.take_over(self.updater.updates)
+        self.store.refresh()
+        if self.watch is not None and self.watch.written:
+            self.forget_older()
+        self.store.derived.forget()
+        if self.agreement is not None:
+            self.agreement.take_over()
+
+    def take_hooks(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take over the hooks on the modules' trained parameters."""
+        self.store.hooks = ParameterHooks(parameters, self.store.where)
+
+    def begin_span(self, batches: int) -> None:
+        """Begin a span after so many batches."""
+        if self.agreement is not None:
+            self.agreement.begin_span(batches)
+
+    def forget_older(self) -> None:
+        """Let the next batches read the newest weights, as at the start of training: they were written from outside."""
+        self.watch = None
+        self.store.forget_older()
+        if self.older is not None:
+            self.older.restart(self.store.newest, lambda *_: None)
+
+    def end_span(self) -> None:
+        """End a span, with the pipeline drained."""
+        if self.agreement is not None:
+            self.agreement.watch.look()
+        self.watch = None
+        if len(self.store.versions) > 1 or self.older is not None or self.store.reads_ahead:
+            self.watch_writes()
+
+    def watch_writes(self) -> None:
+        """Take note of the newest weights, so that what is written into them before the next run is noticed."""
+        self.watch = WrittenCheck(self.store)
+        self.watch.look()
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes that the optimizer remembers."""
+        return self.updater.nbytes
+
+    def bytes_by_role(self) -> dict[str, int]:
+        """Return the parameter-sized bytes by role, without the optimizer's."""
+        roles = self.store.bytes_by_role()
+        average = self.average if self.average_rows is None else self.average_rows
+        parts = {"averaged weights": average, "delayed weights": self.older, "correction": self.corrector}
+        roles |= {role: part.nbytes for role, part in parts.items() if part is not None}
+        if self.agreement is not None:
+            roles |= self.agreement.bytes_by_role()
+        if self.apart:
+            roles["optimizer before"] = 0 if self.provisional is None else self.provisional.nbytes
+        return roles

@@ -1,0 +1,98 @@
+"""`penstock rehearse`: a rank alone holds what it holds among all others, to the byte, and runs all its passes."""
+
+import json
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError
+from penstock.measure.single_rank_rehearsal import StandIn, rehearse
+from penstock.train.config.load import load_config
+from penstock.train.setup.build_pipeline import make_pipeline
+from penstock.train.setup.preflight import prepare
+
+SMALL = [
+    "model.layers=4", "model.width=16", "model.heads=2", "model.context=8", "microbatches=4", "microbatch_size=2",
+    "device=cpu", "threads=1", "warm_up=0",
+]  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text.txt").write_text("all work and no play makes jack a dull boy. " * 40)
+    return str(tmp_path / "text.txt")
+
+
+def config_for(text, *changes):
+    small = [each for each in SMALL if not each.startswith("warm_up")]
+    return load_config(None, [*small, f"data={text}", *changes])
+
+
+def whole_run(config, batches):
+    """The peaks and the passes of every rank of the whole pipeline in this process."""
+    prepared = prepare(config)
+    pipeline, size = make_pipeline(prepared), config.microbatch_size
+    x, y = prepared.windows.samples(0, size)
+    for _ in pipeline.run([(x.clone(), y.clone()) for _ in range(config.microbatches)] for _ in range(batches)):
+        pass
+    return pipeline.peak_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks"),
+    [
+        (["method=2bw", "stages=3"], (0, 1, 2)),
+        (["method=1f1b", "stages=2", "recompute=block"], (0, 1)),
+        (["method=interleaved", "stages=2", "options.chunks=2"], (0, 1)),
+        (["method=zb-h1", "stages=3"], (1,)),
+        (["method=gpipe", "stages=2", "precision=bf16"], (1,)),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_rank_alone_holds_what_it_holds_among_others(text, changes, ranks):
+    config = config_for(text, *changes)
+    peaks = whole_run(config, 4)
+    for rank in ranks:
+        found = rehearse(config, rank, batches=2)
+        assert found.peak["total"] == peaks[rank]["total"]
+        chunks = len(found.stages)
+        assert found.passes["F"][0] == 4 * chunks
+        assert found.busy > 0
+        assert found.samples == 8
+
+
+def test_what_is_not_rehearsed_is_said(text):
+    found = rehearse(config_for(text, "method=1f1b", "stages=2", "width=2", "model.tied=true"), 0, batches=1)
+    assert [said.split()[0] for said in found.left_out] == ["sums", "the"]
+
+
+def test_the_command_says_whether_a_rank_fits(command, text, tmp_path):
+    values = [each.partition("=") for each in SMALL if not each.startswith(("model", "warm_up"))]
+    plan = {key: (int(value) if value.isdigit() else value) for key, _, value in values}
+    plan |= {"method": "2bw", "stages": 2, "balance": [2, 4], "data": text}
+    plan["model"] = {"layers": 4, "width": 16, "heads": 2, "context": 8}
+    (tmp_path / "plan.yaml").write_text(json.dumps(plan))
+    run = command("rehearse", str(tmp_path / "plan.yaml"), "--rank", "1", "--memory", "1GiB", "--batches", "1")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "Rank 1 of 2, 2bw: layers.1 .. head (4)" in run.stdout
+    assert "It fits into 1024 MiB." in run.stdout
+    run = command("rehearse", str(tmp_path / "plan.yaml"), "--rank", "1", "--memory", "1kB", "--json", "--batches", "1")
+    found = json.loads(run.stdout)
+    assert run.returncode == 1
+    assert found["fits"] is False
+    assert found["peak"]["total"] > 1000
+
+
+def test_what_rehearse_refuses(text):
+    with pytest.raises(ConfigError, match="rank must be at most 1"):
+        rehearse(config_for(text, "method=1f1b", "stages=2"), 2)
+    with pytest.raises(ConfigError, match="cannot rehearse alone"):
+        rehearse(config_for(text, "method=1f1b", "stages=2", "width=2", "sharding=optimizer"), 0)
+
+
+def test_a_stand_in_passes_gradients_on():
+    given = torch.ones(3, requires_grad=True)
+    out = StandIn({"x": torch.ones(2, 2), "n": torch.arange(3)})(given)
+    out["x"].sum().backward()
+    assert given.grad is not None
+    assert not out["n"].requires_grad
