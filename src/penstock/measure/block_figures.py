@@ -25,6 +25,7 @@ class PassFigures:
         stored: bytes that are kept from forward to backward.
         halves: seconds of the backward for the inputs and of that for the weights; None where it cannot be halved.
         late: bytes that are kept between them; None as `halves`.
+        data: bytes of the model's own input that the first block reads, as its passes compute with them.
     """
 
     forward: float
@@ -33,6 +34,7 @@ class PassFigures:
     stored: int
     halves: tuple[float, float] | None = None
     late: int | None = None
+    data: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,9 @@ def measure_block(
         passes = {size: _measure(trial, given, seconds) for size, given in inputs.items()}
         behind = {} if place.last else {size: trial.output_of(given) for size, given in inputs.items()}
         weights = _measure_update(trial, inputs[min(inputs)], training, seconds)
+    if place.first:
+        kept = _measure_kept_inputs(name, block, place, inputs, training)
+        passes = {size: replace(each, data=kept[size]) for size, each in passes.items()}
     try:
         with closing(StageTrial({name: block}, place, training, halved=True)) as trial:
             halved = {size: _measure(trial, given, seconds) for size, given in inputs.items()}
@@ -83,6 +88,17 @@ def measure_block(
         return passes, weights, behind
     passes = {size: replace(each, halves=halved[size].halves, late=halved[size].late) for size, each in passes.items()}
     return passes, weights, behind
+
+
+def _measure_kept_inputs(
+    name: str, block: Any, place: BlockPlace, inputs: Mapping[int, BlockInput], training: Training
+) -> dict[int, int]:
+    """Return the bytes that a block keeps of its input where it is recomputed, by microbatch size."""
+    again = training._replace(options=training.options.changed(recompute="block"))
+    with closing(StageTrial({name: block}, place, again)) as trial:
+        for given in inputs.values():
+            trial.run(given)  # which buffers a forward changes is known after the first
+        return {size: trial.run(given).stored for size, given in inputs.items()}
 
 
 def _measure(trial: StageTrial, given: BlockInput, seconds: float) -> PassFigures:

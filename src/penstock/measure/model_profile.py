@@ -184,6 +184,8 @@ def _layer(block: MeasuredBlock) -> ProfiledLayer:
             "backward_weight": each(lambda p: _rounded((p.halves or (0.0, 0.0))[1])),
             "late": each(lambda p: p.late or 0),
         }
+    if any(figures.data for figures in block.passes.values()):
+        sizes["data"] = each(lambda p: p.data)
     return ProfiledLayer(
         name=block.name,
         kind=block.kind,

@@ -50,14 +50,16 @@ class BlockChain:
             for layer, size in zip(layers, whole, strict=True)
         ]))  # fmt: skip
         stored = np.array([layer.stored for layer in layers])
-        inputs = _sums([sum(edge.bytes for edge in edges) for edges in graph.inputs])
+        inputs = _sums([
+            layer.data + sum(edge.bytes for edge in edges) for layer, edges in zip(layers, graph.inputs, strict=True)
+        ])  # fmt: skip
         shared = _sums([layer.shared for layer in layers])
         graphs = _between(_sums(stored)) - (shared[None, :] - np.append(shared[1:], shared[-1])[:, None])
         self.kept = _between(inputs) if recompute else graphs
         self.crossing = np.zeros(self.blocks + 1)
         for edge in graph.edges:
             self.crossing[edge.source + 1 : edge.target + 1] += edge.bytes
-        largest = _most_of(np.array([layer.buffer for layer in layers]), np.zeros(self.blocks + 1))
+        largest = _most_of(np.array(whole), np.zeros(self.blocks + 1))
         self._sizes = {
             HeldKind.GRAPH: graphs,
             HeldKind.SAVED: self.kept,
@@ -66,7 +68,7 @@ class BlockChain:
             HeldKind.OUTPUT: np.broadcast_to(self.crossing[None, :], self.kept.shape),
             HeldKind.GRADIENT: np.broadcast_to(self.crossing[:, None], self.kept.shape),
             HeldKind.OPTIMIZER: self.optimizer,
-            HeldKind.SCRATCH: np.minimum(self.buffer, np.maximum(largest, _SCRATCH)),
+            HeldKind.SCRATCH: np.minimum(self.whole, np.maximum(largest, _SCRATCH)),
         }
 
     def in_flight(self, microbatches: float, scratch: bool) -> dict[HeldKind, float]:

@@ -133,25 +133,37 @@ class CandidateTrial:
             )
         try:
             if self._limit < math.inf:
-                self._held = self._memory(foreseen)
-                cuts = self._cuts()
-                if cuts is None:
-                    return self._too_large()
-            seconds = self._simulated(cuts) / (of.sized.microbatches * of.sized.samples)
-            if seconds >= best:
-                return Skipped(name, f"takes {seconds:.4g} s per sample, the best plan so far {best:.4g}")
-            self._held = self._memory(foreseen)
+                self._held = self._memory(foreseen, batches=1)
+            found = self._fastest(best)
+            if isinstance(found, Skipped):
+                return found
+            self._held = self._memory(foreseen, batches=2)
+            if not self._fit(self._best):
+                found = self._fastest(best)
         except ScheduleError as error:
             return Skipped(name, f"refused: {str(error).splitlines()[0]}")
-        return self._planned(self._best, seconds * of.sized.microbatches * of.sized.samples)
+        return found if isinstance(found, Skipped) else self._planned(self._best, found)
 
-    def _memory(self, foreseen: Sequence[StageForecast]) -> list[Floats]:
+    def _fastest(self, best: float) -> float | Skipped:
+        """Find the fastest cuts that fit; return the seconds of a batch, or why there are none."""
+        cuts, sized = self._cuts(), self._of.sized
+        if cuts is None:
+            return self._too_large()
+        batch = self._simulated(cuts)
+        seconds = batch / (sized.microbatches * sized.samples)
+        if seconds >= best:
+            return Skipped(str(self._of), f"takes {seconds:.4g} s per sample, the best plan so far {best:.4g}")
+        return batch
+
+    def _memory(self, foreseen: Sequence[StageForecast], batches: int) -> list[Floats]:
         """Return the bytes of each stage between each cut and each later one, as the runtime's ledger counts them.
+
+        Those of one batch are less than those of two, and found sooner.
 
         Raises:
             ScheduleError: there is no schedule.
         """
-        moments = self._known.moments(self._of.schedule, self._of.recompute)
+        moments = self._known.moments(self._of.schedule, self._of.recompute, batches)
         return [
             self._chain.memory(self._always(f), here if self._rotates(f) else [_without_scratch(each) for each in here])
             for f, here in zip(foreseen, moments, strict=True)

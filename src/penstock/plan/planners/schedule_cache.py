@@ -15,7 +15,6 @@ from penstock.schedule.ir.schedule import WINDOW, Schedule
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.lower import Lowering
 from penstock.schedule.machine.send_window_search import lower_freely, settled
-from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.proof.check import Proof
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs, StageCost
@@ -53,7 +52,7 @@ class KnownSchedules:
         self._decides = decides
         self._lowered: dict[ScheduleKey, tuple[Lowered, CodedSchedule]] = {}
         self._spans: dict[tuple[ScheduleKey, int], Span] = {}
-        self._held: dict[tuple[ScheduleKey, bool], Moments] = {}
+        self._held: dict[tuple[ScheduleKey, bool, int], Moments] = {}
 
     def proof(self, key: ScheduleKey) -> Proof:
         """Prove a schedule.
@@ -78,21 +77,22 @@ class KnownSchedules:
                 self._spans[key, batches] = partial(predict, lowered, batches=batches)
         return self._spans[key, batches]
 
-    def moments(self, key: ScheduleKey, recompute: bool) -> Moments:
+    def moments(self, key: ScheduleKey, recompute: bool, batches: int = 2) -> Moments:
         """Return what each rank holds at the moments that count; parallel pipelines are taken to be in step.
 
-        Two batches show it; of one that begins with an empty pipeline, and in which the optimizer has its memory from
-        the start, the first does.
+        Two batches show all of it, as in the second the last messages of the first may still be held. One is faster,
+        and shows the least that there is.
 
         Raises:
             ScheduleError: there is no such schedule.
         """
-        if (key, recompute) not in self._held:
-            batches = 1 if find_method(key.method).rule == "flush" else 2
+        if (key, recompute, batches) not in self._held:
             found = most_held(self._made(key)[0], batches, blockwise=recompute)
             own = {HeldKind.OPTIMIZER: 1.0, HeldKind.SCRATCH: 1.0}
-            self._held[key, recompute] = [[by_kind(each) | own for each in found[0, rank]] for rank in range(key.depth)]
-        return self._held[key, recompute]
+            self._held[key, recompute, batches] = [
+                [by_kind(each) | own for each in found[0, rank]] for rank in range(key.depth)
+            ]
+        return self._held[key, recompute, batches]
 
     def _made(self, key: ScheduleKey) -> tuple[Lowered, CodedSchedule]:
         """Return a schedule with its messages, not proven."""

@@ -20,9 +20,9 @@ _MOST_FAULTS = 8  # that a message lists
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")  # YAML 1.1 reads 1e-3 as text
 _NUMERIC = frozenset(
     {
-        "forward", "backward", "backward_input", "backward_weight", "output", "stored", "shared", "late", "parameters",
-        "buffer", "whole", "frozen", "optimizer", "step", "seconds", "memory", "memory_per_microbatch", "bytes",
-        "latency", "bandwidth",
+        "forward", "backward", "backward_input", "backward_weight", "output", "stored", "shared", "late", "data",
+        "parameters", "buffer", "whole", "frozen", "optimizer", "step", "seconds", "memory", "memory_per_microbatch",
+        "bytes", "latency", "bandwidth",
     }
 )  # fmt: skip
 

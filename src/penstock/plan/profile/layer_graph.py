@@ -44,6 +44,7 @@ class GraphLayer:
         buffer: bytes of one copy of the parameters in memory, as passes read them.
         whole: bytes of one of their gradients or master weights, if passes compute in 16 bits; None if not.
         frozen: bytes of frozen parameters and module buffers.
+        data: bytes of the model's own input that it reads.
     """
 
     name: str
@@ -60,6 +61,7 @@ class GraphLayer:
     buffer: float = 0.0
     whole: float | None = None
     frozen: float = 0.0
+    data: float = 0.0
 
     @property
     def tensor_degrees(self) -> frozenset[int]:
@@ -245,10 +247,13 @@ class _GraphReader:
         for key in ("backward_input", "backward_weight", "late"):
             if (given := getattr(layer, key)) is not None:
                 self._value(given, f"{where}, {key}")
-        shared = 0.0 if layer.shared is None else self._value(layer.shared, f"{where}, shared")
+        shared, data = (
+            0.0 if given is None else self._value(given, f"{where}, {key}")
+            for given, key in ((layer.shared, "shared"), (layer.data, "data"))
+        )
         buffer = layer.parameters if layer.buffer is None else layer.buffer
         costs = layer.parameters, ways, forward, stored, layer.optimizer, layer.step, shared
-        return GraphLayer(layer.name, layer.kind, seconds, output, *costs, buffer, layer.whole, layer.frozen)
+        return GraphLayer(layer.name, layer.kind, seconds, output, *costs, buffer, layer.whole, layer.frozen, data)
 
     def _way(self, number: int, option: LayerOption, where: str) -> Way:
         """Return an option at this microbatch size."""

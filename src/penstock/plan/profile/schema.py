@@ -76,6 +76,7 @@ class ProfiledLayer(_Strict):
         stored: bytes that are kept from forward to backward; `output` if not given.
         shared: bytes of `stored` that the layer before keeps as well, if both are in one stage.
         late: bytes that are kept between the halves of a backward.
+        data: bytes of the model's own input that it reads, as passes compute with them.
         parameters: bytes.
         buffer: bytes of one copy of the parameters in memory, padding included; `parameters` if not given.
         whole: bytes of one full-size copy of them, as of gradients and master weights, where passes compute in 16 bits;
@@ -97,6 +98,7 @@ class ProfiledLayer(_Strict):
     stored: Numbers | None = None
     shared: Numbers | None = None
     late: Numbers | None = None
+    data: Numbers | None = None
     parameters: Number = 0.0
     buffer: Number | None = None
     whole: Number | None = None

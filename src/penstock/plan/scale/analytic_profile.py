@@ -14,7 +14,7 @@ from penstock.plan.cluster.schema import Cluster
 from penstock.plan.profile.schema import Profile, ProfiledLayer, ProfiledLink
 from penstock.plan.scale.model_shape import ModelShape
 
-_HALF, _SINGLE, _MOMENTS = 2.0, 4.0, 8.0  # bytes
+_HALF, _SINGLE, _MOMENTS, _TOKEN = 2.0, 4.0, 8.0, 8.0  # bytes
 _PER_VALUE, _PER_SCORE = 34.0, 5.0  # bytes that a layer keeps, by arXiv 2205.05198, sec. 4.1
 
 
@@ -41,7 +41,8 @@ def analytic_profile(shape: ModelShape, cluster: Cluster, sizes: Sequence[int]) 
     logits = [2.0 * size * s * h * vocabulary for size in sizes]
     losses = [(_HALF + _SINGLE) * size * s * vocabulary for size in sizes]
     head = _layer("head", float(vocabulary * h), logits, losses, [_SINGLE] * len(sizes), cluster)
-    layers = [embedding.model_copy(update={"name": "embedding"})]
+    tokens = [_TOKEN * size * s for size in sizes]
+    layers = [embedding.model_copy(update={"name": "embedding", "data": tokens})]
     layers += [layer.model_copy(update={"name": f"layers.{n}"}) for n in range(shape.layers)]
     layers.append(head.model_copy(update={"name": "head"}))
     speeds = (cluster.inside.value / 2, cluster.between.value / 2)  # of one direction
