@@ -187,13 +187,6 @@ DEFECTS = (
         ("tests/simulate/test_compiled.py",),
     ),
     Defect(
-        "the short proof takes a forward of the next batch for one of this batch",
-        "schedule/compiled",
-        "if not np.isin(part.stage, own).all() or (part.first > last).any():",
-        "if not np.isin(part.stage, own).all() or not len(last) > -1:",
-        ("tests/schedule/test_array_schedules.py",),
-    ),
-    Defect(
         "arrays post a RECV for the next batch before it is known that there is one",
         "schedule/compiled",
         "early = np.maximum(relative + length, (own[0] if len(own) else length) + 1)",

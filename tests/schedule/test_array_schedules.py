@@ -11,7 +11,7 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.compiled.array_lowering import ArrayLowered, ArrayLowering
 from penstock.schedule.compiled.instruction_arrays import coded
-from penstock.schedule.ir.arrays import OPERATIONS, ActionArrays, ArrayOrder, ArraySchedule, ProgramArrays
+from penstock.schedule.ir.arrays import OPERATIONS, STEP, ActionArrays, ArrayOrder, ArraySchedule, ProgramArrays
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.machine.lower import lower
@@ -104,7 +104,7 @@ def defective(schedule, random):
         part, actions = 0, schedule.arrays[rank][0]
     columns = [getattr(actions, name).copy() for name in ActionArrays.__dataclass_fields__]
     places, place = list(range(len(actions))), random.randrange(len(actions))
-    kind = random.choice(["swap", "move", "drop", "double", "op", "microbatch", "version", "stage", "batch"])
+    kind = random.choice(["swap", "move", "drop", "double", "op", "microbatch", "version", "stage"])
     if kind == "swap":
         other = random.randrange(len(actions))
         places[place], places[other] = places[other], places[place]
@@ -118,17 +118,18 @@ def defective(schedule, random):
         columns[0][place] = random.randrange(len(OPERATIONS) - 1)
     elif kind == "microbatch":
         columns[2][place] += random.choice([-schedule.microbatches, schedule.microbatches, -1, 1])
-    elif kind == "batch":  # the pass of another batch, with the version that this batch reads
-        later = random.choice([-1, 1])
-        columns[2][place] += later * schedule.microbatches
-        columns[3][place] += later if columns[3][place] > -10 else 0
     elif kind == "version":
         columns[3][place] += random.choice([-1, 1]) if columns[3][place] > -10 else 0
     else:
         columns[1][place] = random.randrange(len(schedule.stages))
     broken = ActionArrays(*(column[np.array(places, dtype=np.int64)] for column in columns))
+    return with_actions(schedule, rank, part, broken)
+
+
+def with_actions(schedule, rank, part, actions):
+    """The schedule of arrays with other actions in the period (0) or the epilogue (1) of a rank."""
     arrays = list(schedule.arrays)
-    arrays[rank] = ProgramArrays(*(broken if i == part else old for i, old in enumerate(arrays[rank])))
+    arrays[rank] = ProgramArrays(*(actions if i == part else old for i, old in enumerate(arrays[rank])))
     made = object.__new__(ArraySchedule)
     made.__dict__.update(schedule.__dict__, arrays=tuple(arrays))
     for known in ("programs", "operations", "first_trained"):
@@ -149,6 +150,23 @@ def test_the_short_proof_refuses_what_the_long_one_refuses(method):
         assert found == outcome(replace(broken))
         refused += isinstance(found, str)
     assert refused >= 15
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pass_of_the_next_batch_is_refused_by_both_proofs(method):
+    """It reads the version that its batch reads, and stands where a pass of this batch stood."""
+    schedule = of_arrays(method, 2, 6)
+    places = [(rank, place) for rank in (0, 1) for place in range(len(schedule.arrays[rank][0]))]
+    for on, place in places:
+        period = schedule.arrays[on][0]
+        if period.op[place] != STEP:
+            first, version = period.first.copy(), period.version.copy()
+            first[place] += schedule.microbatches
+            version[place] += 1
+            broken = with_actions(schedule, on, 0, replace(period, first=first, version=version))
+            found = outcome(broken)
+            assert isinstance(found, str)
+            assert found == outcome(replace(broken))
 
 
 @pytest.mark.parametrize("method", METHODS)

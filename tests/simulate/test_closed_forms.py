@@ -1,11 +1,14 @@
 """Makespan, bubble, activations and messages of the basic methods, against their closed forms."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.schedule.build import prove
 from penstock.schedule.machine.lower import lower
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.long_run import steady_bubble
+from penstock.simulate.message_counts import count_messages
 from penstock.simulate.simulate import simulate_schedule
 from support.schedules import make_schedule
 
@@ -163,3 +166,13 @@ def test_updates_take_time_on_their_rank():
     costs = Costs.uniform(schedule, step=5.0)
     assert simulate_schedule(schedule, costs).bubble.makespan == 3 * (4 + 2) + 5
     assert simulate_schedule(schedule, costs).bubble.ideal == 3 * 4 + 5
+
+
+@pytest.mark.parametrize("batches", [1, 2, 5])
+@pytest.mark.parametrize("method", ["1f1b", "2bw", "stash", "vertical-sync"])
+def test_each_microbatch_crosses_each_border_twice(method: str, batches: int) -> None:
+    """However many batches there are, also where a period holds passes of the batch before."""
+    schedule = make_schedule(method, 3, 4)
+    wanted = 2 * (3 - 1) * 4 * batches
+    for each in (schedule, replace(schedule)):  # as arrays where it is one, and as actions
+        assert count_messages(lower(each), batches) == (wanted, float(wanted))

@@ -19,7 +19,7 @@ class Report:
 
     Attributes:
         batch: its number since the start of training.
-        loss: the mean over the batch; of parallel pipelines over this one's part of it (`Decision.loss` is that of all).
+        loss: the mean over the batch, of parallel pipelines over this one's part of it (`Decision.loss` is of all).
             None on ranks without the last stage, and where the weight is zero.
         weight: what the loss sum was divided by, such as the number of samples; None on ranks without the last stage.
         seconds: when it was known, in seconds since the pipeline was made.
