@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from penstock.gc_pause import no_collection
+from penstock.schedule.compiled.array_lowering import ArrayLowered
 from penstock.schedule.ir.absolute_actions import since
 from penstock.schedule.ir.op_table import OPS, Lane
 from penstock.schedule.ir.schedule import Action, passes
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.play import Machine
+from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs
 
 
@@ -37,7 +39,8 @@ def steady_bubble(lowered: Lowered, costs: Costs, batches: int) -> float:
 def steady_batch(lowered: Lowered, costs: Costs, batches: int) -> SteadyBatch:
     """One more batch in a long span: what it adds to a span of `batches` batches.
 
-    One span is played batch by batch. As soon as a batch leaves the same things under way as the batch before, all of
+    Schedules that are arrays are compiled, as spans of `batches` batches and of one more. Others are played: one span
+    is played batch by batch. As soon as a batch leaves the same things under way as the batch before, all of
     them later by one and the same time, every batch from there on adds that time, and nothing more has to be played:
     schedules that flush take two batches. Where that has not happened, the span is ended both after `batches` batches
     and after one more.
@@ -47,6 +50,8 @@ def steady_batch(lowered: Lowered, costs: Costs, batches: int) -> SteadyBatch:
         costs: times of every stage.
         batches: length of the span to which a batch is added; at least 1.
     """
+    if isinstance(lowered, ArrayLowered):
+        return _compiled(lowered, costs, batches)
     work, ranks = _Work(), len(lowered.programs)
     machine = Machine(lowered, costs.duration, costs.latency, work.observe, transfer=costs.transfer)
     machine.play_period(-1, more=True)
@@ -67,6 +72,14 @@ def steady_batch(lowered: Lowered, costs: Costs, batches: int) -> SteadyBatch:
     machine.play_epilogue(batches + 1)
     later = work.makespan - done.makespan
     return SteadyBatch(later, _idle_share(work.busy - done.busy, ranks * later))
+
+
+def _compiled(lowered: ArrayLowered, costs: Costs, batches: int) -> SteadyBatch:
+    """Return the same from the ends of two spans."""
+    spans = (CompiledSpan(lowered, n, transfers=costs.transfer > 0) for n in (batches, batches + 1))
+    shorter, longer = (span.bubbles([costs])[0] for span in spans)
+    later = longer.makespan - shorter.makespan
+    return SteadyBatch(later, _idle_share(sum(longer.busy) - sum(shorter.busy), lowered.schedule.ranks * later))
 
 
 @dataclass
