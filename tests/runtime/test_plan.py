@@ -22,8 +22,8 @@ from penstock.partition.blocks import LazyBlock
 from penstock.runtime.from_checked_plan import continue_under, pipeline_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan import plan as plan_module
-from penstock.runtime.plan.method_choice import request_of
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
+from penstock.runtime.plan.schedule_from_arguments import request_of
 from penstock.schedule import add_options, build
 from penstock.schedule.build import ScheduleRequest, prove
 from penstock.schedule.methods.choice import method

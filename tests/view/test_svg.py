@@ -10,8 +10,8 @@ import pytest
 from penstock.schedule.build import prove
 from penstock.schedule.methods.table import METHODS
 from penstock.timeline import Interval, Timeline
-from penstock.view.drawing.passes import OPERATIONS
 from penstock.view.drawing.svg_marks import css, fill_of, hatch, luminance, text_on
+from penstock.view.drawing.timeline_labels import OPERATIONS
 from penstock.view.svg import LEFT, RIGHT, ROW, timeline_svg
 from support.drawings import PICTURE, picture
 from support.simulated import simulated

@@ -22,8 +22,8 @@ from penstock.measure.stage_trial import Training
 from penstock.options.all_options import PipelineOptions
 from penstock.options.parallelism import DataParallel
 from penstock.partition.blocks import LazyBlock, cost_of, named_blocks
-from penstock.runtime.plan.method_choice import request_for
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
+from penstock.runtime.plan.schedule_from_arguments import request_for
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.ir.schedule import Op, Program, Schedule, Stage, passes

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError
 from penstock.partition.blocks_from_model import CONTAINERS, WRAPPERS, blocks_of_model, check_same_model, own_part
-from penstock.partition.fx_graph_blocks import ModelBlocks, ModelPart
+from penstock.partition.fx_subgraph_module import ModelBlocks, ModelPart
 from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.ir.schedule import Stage
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.fx.node import Node
 
-from penstock.partition.fx_graph_blocks import ModelBlocks, ModelPart, value_at
+from penstock.partition.fx_subgraph_module import ModelBlocks, ModelPart, value_at
 from penstock.partition.fx_trace import CannotFollowError, forward_graph, hooked
 
 _MANY = 2  # layers in one block, above which it is cut where several values are alive

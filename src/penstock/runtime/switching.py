@@ -14,8 +14,8 @@ from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
 from penstock.runtime.in_flight.adapted_in_flight import MEASURED, AdaptedInFlight, adapt
 from penstock.runtime.in_flight.pass_and_message_times import measured_by_all
 from penstock.runtime.inspection import Inspection
-from penstock.runtime.plan.method_choice import request_for
 from penstock.runtime.plan.plan import PipelinePlan
+from penstock.runtime.plan.schedule_from_arguments import request_for
 from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.ir.schedule import Schedule

@@ -18,7 +18,7 @@ from penstock.schedule.proof.check import Proof
 from penstock.simulate.auto_in_flight import choose_in_flight
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.long_run import steady_bubble
-from penstock.simulate.search_options import with_search_options
+from penstock.simulate.order_options_from_costs import with_search_options
 from penstock.simulate.simulate import simulate_schedule
 
 

@@ -17,7 +17,7 @@ from penstock.train.data.windows import batches
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.preflight import Prepared
-from penstock.verify.choose_reference import reference_method, reference_options
+from penstock.verify.config_to_reference import reference_method, reference_options
 from penstock.verify.derived_delays import order_of
 from penstock.verify.differences import Record, Value
 from penstock.verify.optimizer_recorder import WatchedFactory

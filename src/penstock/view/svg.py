@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.timeline import Interval, Timeline
-from penstock.view.drawing.passes import NETWORK, Places, lanes_beside, parts_of, round_step, unit_of, versions_read
 from penstock.view.drawing.svg_legend import legend_entries, place_entries
 from penstock.view.drawing.svg_marks import (
     IDLE,
@@ -31,6 +30,15 @@ from penstock.view.drawing.svg_marks import (
     luminance,
     text_on,
 )  # fmt: skip
+from penstock.view.drawing.timeline_labels import (
+    NETWORK,
+    Places,
+    lanes_beside,
+    parts_of,
+    round_step,
+    unit_of,
+    versions_read,
+)
 from penstock.view.plurals import counted
 
 ROW, GAP, LEFT, RIGHT, TOP, AXIS = 26, 5, 56, 12, 52, 22

@@ -19,7 +19,7 @@ from string import ascii_lowercase
 from rich.text import Text
 
 from penstock.timeline import Interval, Timeline
-from penstock.view.drawing.passes import (
+from penstock.view.drawing.timeline_labels import (
     COPIES,
     NETWORK,
     OPERATIONS,

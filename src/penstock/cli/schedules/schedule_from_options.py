@@ -46,7 +46,7 @@ def prove_asked(
     from penstock.schedule.methods.method_parsing import written_method
     from penstock.simulate.auto_in_flight import choose_in_flight
     from penstock.simulate.costs import of_every_rank
-    from penstock.simulate.search_options import with_search_options
+    from penstock.simulate.order_options_from_costs import with_search_options
 
     (file, rule, correction), (stages, microbatches) = own, sizes
     if (method is None) == (file is None):

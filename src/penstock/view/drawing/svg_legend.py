@@ -7,8 +7,8 @@ from html import escape
 from typing import NamedTuple
 
 from penstock.timeline import Interval
-from penstock.view.drawing.passes import COPIES, OPERATIONS, SENT, Places, operations, parts_of, unit_of
 from penstock.view.drawing.svg_marks import IDLE, INK, OUTLINE, PATTERNS, UPDATE, box, fill_of, hatch
+from penstock.view.drawing.timeline_labels import COPIES, OPERATIONS, SENT, Places, operations, parts_of, unit_of
 
 _SAMPLE, _HEIGHT, _LINE = 18, 14, 22
 _SIZE, _LETTER = 11.5, 0.54  # font size, and the width of a letter in font sizes

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.timeline import Interval
-from penstock.view.drawing.passes import parts_of, pieces_of, unit_of
+from penstock.view.drawing.timeline_labels import parts_of, pieces_of, unit_of
 
 _ENDS: dict[str, tuple[tuple[Op, ...], tuple[Op, ...]]] = {  # what makes a message, and what takes it
     Payload.ACTIVATION: ((Op.F,), (Op.F,)),

@@ -28,8 +28,8 @@ from penstock.weights.optim.step_hooks import step_hooks
 from penstock.weights.optim.undo import check_undoable, undo_step
 from penstock.weights.updates.lr_schedulers import SchedulerFactory
 from penstock.weights.updates.optimizer_step import OptimizerStep, drop_gradients
+from penstock.weights.updates.parameter_change import Step, Stepped
 from penstock.weights.updates.rates import Factor, Rates
-from penstock.weights.updates.step_info import Step, Stepped
 
 
 class Updater:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from penstock.weights.memory.buffers import Buffer
 from penstock.weights.memory.row_shards import Steppable
-from penstock.weights.updates.step_info import Ahead, Step, Stepped
+from penstock.weights.updates.parameter_change import Ahead, Step, Stepped
 from penstock.weights.updates.updater import Updater
 
 
