@@ -12,7 +12,7 @@ _VALUES = {
     "throughput": "s per sample",
     "time-to-target": "s to target",
     "devices": "devices",
-    "cost": "price of 1,000,000 samples",
+    "cost": "price of\n1,000,000 samples",
 }
 
 
@@ -41,7 +41,7 @@ def trials_table(chosen: Chosen) -> Table:
     batches = chosen.objective == "time-to-target"
     heads = ["", "devices", *(["batch"] if batches else []), "plan", "stages", "used", "s per sample"]
     heads += [_VALUES[chosen.objective]] if chosen.objective in ("cost", "time-to-target") else []
-    heads += ["without a pipeline"] if batches else []
+    heads += ["without\na pipeline"] if batches else []
     for heading in heads:
         table.add_column(heading, justify="left" if heading in ("", "plan") else "right", no_wrap=True)
     values = [trial.value for trial in chosen.trials if trial.value is not None]

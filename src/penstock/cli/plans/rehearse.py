@@ -13,6 +13,7 @@ from rich.text import Text
 
 from penstock.cli.options import AsJson, TrainChanges
 from penstock.cli.output import print_json
+from penstock.view.plurals import counted
 
 if TYPE_CHECKING:
     from penstock.measure.single_rank_rehearsal import Rehearsal
@@ -64,14 +65,19 @@ def _print(found: Rehearsal, limit: float | None) -> None:
     blocks = found.blocks
     named = " ".join(blocks) if len(blocks) < 4 else f"{blocks[0]} .. {blocks[-1]} ({len(blocks)})"
     console.print(Text(f"Rank {found.rank} of {found.ranks}, {found.method}: {named}"))
-    table = Table(box=None, title="work of a batch", title_justify="left")
+    table = Table(box=None, title="work of a batch, medians", title_justify="left")
     for heading in ("", "times", "s each", "s"):
         table.add_column(heading, justify="left" if not heading else "right")
     for kind, (count, seconds) in found.passes.items():
         table.add_row(kind, str(count), f"{seconds:.4g}", f"{count * seconds:.4g}")
     console.print(table)
-    rate = found.samples / found.busy if found.busy else 0.0
-    console.print(Text(f"Busy for {found.busy:.4g} s a batch, so at most {rate:.4g} samples per second in a pipeline."))
+    rate = found.samples / found.fastest if found.fastest else 0.0
+    console.print(
+        Text(
+            f"Its own work takes {found.busy:.4g} s a batch by these medians, {found.fastest:.4g} s by the fastest of "
+            f"each kind ({counted(found.threads, 'thread')}): at most {rate:.4g} samples per second in a pipeline."
+        )
+    )
     kinds = ", ".join(f"{kind} {count / _MIB:.4g}" for kind, count in found.peak.items() if kind != "total" and count)
     total = found.peak["total"]
     console.print(Text(f"Held {total / _MIB:.4g} MiB at most (each kind at its own most: {kinds})."))
