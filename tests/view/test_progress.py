@@ -231,7 +231,7 @@ def test_microbatches_in_flight_that_were_found_are_a_line():
     console = Console(file=StringIO(), width=80)
     TerminalObserver(console).adapted(AdaptedInFlight(4, InFlightChoice((3, 1), (3, 1), (2, 1)), 2, measured))
     assert console.file.getvalue() == (
-        "in flight: 3/1 instead of 2/1: messages take 41 ms, a forward and backward 150 ms\n"
+        "in flight: 3/1 microbatches on ranks 0 and 1 instead of 2/1: messages take 41 ms, a forward and backward 150 ms\n"
     )
 
 
