@@ -219,11 +219,8 @@ def _as_batches_allow(
         decides=request.decides,
         beyond=request.microbatches,
     )
-    need = (
-        ""
-        if enough is None
-        else f", where {enough} would be enough (--microbatches {enough}, or microbatches={enough})"
-    )
+    more = f", where {enough} would be enough (--microbatches {enough}, or microbatches={enough})"
+    need = "" if enough is None else more
     return at_most(limit), [f"a batch has {request.microbatches} microbatches{need}"]
 
 
