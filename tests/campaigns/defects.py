@@ -65,6 +65,20 @@ DEFECTS = (
         ("tests/measure/test_single_rank_rehearsal.py",),
     ),
     Defect(
+        "waits count as a rank's own work",
+        "measure",
+        "if each.is_work and each.rank == rank",
+        "if each.lane == 'compute' and each.rank == rank",
+        ("tests/measure/test_own_work.py",),
+    ),
+    Defect(
+        "two stages of a rank are taken to have equal passes",
+        "measure",
+        "times.setdefault((each.what, each.stage, each.direction), [])",
+        "times.setdefault((each.what, 0, 0), [])",
+        ("tests/measure/test_own_work.py",),
+    ),
+    Defect(
         "the bytes that two blocks both keep count once too often",
         "measure",
         "sum(alone) - both.run(given).stored",

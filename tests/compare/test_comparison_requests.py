@@ -11,9 +11,10 @@ import pytest
 from penstock.compare.config import comparison_config
 from penstock.compare.contender import parse_contender
 from penstock.compare.grid import Key
+from penstock.compare.run import ComparisonRun
 from penstock.compare.tasks import make_task
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
-from support.comparisons import compared
+from support.comparisons import TEXT, Quiet, compared
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,14 @@ def test_mistakes_are_explained(tmp_path: Path, changes: list[str], message: str
     with pytest.raises((CapabilityError, ConfigError, ScheduleError), match=message):
         compared(tmp_path / "out", *changes)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("given", "said"), [(None, "8 is the default of comparisons: .*--stages 4"), (8, "use fewer")])
+def test_a_default_that_is_too_much_is_called_one(tmp_path: Path, given: int | None, said: str) -> None:
+    """Of a number of stages that was asked for nothing is said of a default."""
+    config = comparison_config([f"data={TEXT}", "model.layers=2"], {"methods": "1f1b,2bw", "stages": given})
+    with pytest.raises(ConfigError, match=f"1f1b: the model has 4 blocks, which cannot be cut into 8 stages; {said}"):
+        ComparisonRun(config, tmp_path / "out", Quiet()).run()
 
 
 def test_options_win_over_changes_and_lists_are_read() -> None:

@@ -10,12 +10,16 @@ from torch import nn
 
 import penstock
 from penstock.errors import ConfigError
+from penstock.models.gpt import Head, gpt_blocks, language_loss
+from penstock.models.gpt_shape import GPTConfig
 from penstock.plan.measured_run import RunSettings, compare_with_run, recalibrated
 from penstock.plan.profile.files import profile_text, read_profile
 from penstock.plan.profile.schema import Profile, ProfiledLayer, ProfiledLink
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline
+from penstock.train.export.weights_folder import save_index
+from penstock.train.setup.preflight import describe_model
 from support.schedules import make_schedule
 
 SETTINGS = RunSettings("1f1b", 2, 1, 4, 2, False, (2, 1))
@@ -108,7 +112,42 @@ def test_the_command_compares_a_run(command, tmp_path):
     found = json.loads(command(*given, "--json").stdout)
     better = read_profile(tmp_path / "better.yaml")
     assert better.layers[2].forward[1] == pytest.approx(found["stages"][1]["measured"]["F"])
-    (run / "config.yaml").write_text(yaml.safe_dump(values | {"balance": None}))
+
+
+TINY = GPTConfig(layers=3, width=16, heads=2, context=8, vocabulary=600)
+"""Its head costs almost as much as all its layers (9,600 and 3 x 3,328), so it is the second one of two stages."""
+
+
+def gpt_run(tmp_path):
+    """The folder of a run without a plan: its timelines, and the configuration that `penstock train` writes."""
+    pipeline = penstock.Pipeline(
+        gpt_blocks(TINY, 0), method="1f1b", stages=2, microbatches=2, loss=language_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )  # fmt: skip
+    tokens = torch.randint(600, (4, 8))
+    for _ in pipeline.run((tokens, tokens) for _ in range(3)):
+        pass
+    pipeline.write_timeline(tmp_path / "run")
+    values = {"method": "1f1b", "stages": 2, "microbatches": 2, "microbatch_size": 2, "balance": None}
+    values["model"] = {"layers": 3, "width": 16, "heads": 2, "context": 8}
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(values))
+    names = ["embedding", "layers.0", "layers.1", "layers.2", "head"]
+    layers = [ProfiledLayer(name=name, forward=1.0 * 2**n, backward=1.0) for n, name in enumerate(names)]
+    (tmp_path / "profile.yaml").write_text(profile_text(Profile(format="penstock profile 1", layers=layers)))
+    return pipeline, tmp_path / "run", ["predicted", str(tmp_path / "run"), "--profile", str(tmp_path / "profile.yaml")]
+
+
+def test_a_run_without_a_plan_is_divided_as_it_was(command, tmp_path):
+    """Forwards of the profile are powers of two, so their sums tell which blocks a stage is taken to have."""
+    pipeline, run, given = gpt_run(tmp_path)
+    held = [sum(p.numel() for g in each.param_groups for p in g["params"]) for each in pipeline.optimizers().values()]
+    assert held[1] == sum(p.numel() for p in Head(TINY).parameters())
     answer = command(*given)
     assert answer.returncode == 2
-    assert "no balance" in answer.stderr
+    assert "finish it with penstock train --resume" in " ".join(answer.stderr.split())
+    (run / "weights").mkdir()
+    save_index(run, [], describe_model(TINY), text=True)
+    answer = command(*given, "--json")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    predicted = [stage["predicted"]["F"] for stage in json.loads(answer.stdout)["stages"]]
+    assert predicted == [1.0 + 2.0 + 4.0 + 8.0, 16.0]

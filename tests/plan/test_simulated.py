@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import penstock
+from penstock.cli.plans.plan_tables import _said_of_delay
 from penstock.errors import ConfigError, ScheduleError
 from penstock.plan.planners.block_chain import BlockChain
 from penstock.plan.planners.candidate_trial import Candidate, CandidateTrial
@@ -20,7 +21,6 @@ from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.from_piper import from_piper
 from penstock.plan.profile.layer_graph import layer_graph
-from penstock.plan.report import _said_of_delay
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.schedule.add_options import extend
 from penstock.schedule.build import prove

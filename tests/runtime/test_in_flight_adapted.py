@@ -246,7 +246,9 @@ def test_what_was_found_is_written_as_it_is_read(pool: Pool) -> None:
     found = run_on_ranks(pool, CASE)[0].found
     assert found is not None
     assert AdaptedInFlight.of_state(found.state()) == found
-    assert repr(found).startswith("<In flight from batch 4 on: 3/1 instead of 2/1: messages take ")
+    assert repr(found).startswith(
+        "<In flight from batch 4 on: 3/1 microbatches on ranks 0 and 1 instead of 2/1: messages "
+    )
 
 
 def test_numbers_are_given_to_the_order_of_a_method() -> None:

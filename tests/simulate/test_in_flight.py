@@ -112,13 +112,13 @@ def test_auto_takes_what_the_links_ask_for():
     request, choice = chosen("2bw", 8)
     assert choice.taken == choice.asked == (7, 5, 3, 1)
     assert request.options["in_flight"] == (7, 5, 3, 1)
-    assert str(choice) == "7/5/3/1 (4/3/2/1 where messages take no time)"
+    assert str(choice) == "7/5/3/1 microbatches on ranks 0 to 3 (4/3/2/1 where messages take no time)"
 
 
 def test_auto_keeps_to_two_versions_and_says_which_batch_would_do():
     request, choice = chosen("2bw", 3)
     assert choice.taken == (4, 4, 3, 1)
-    assert "a batch has 3 microbatches; 6 would do" in str(choice)
+    assert "a batch has 3 microbatches, where 6 would be enough (--microbatches 6, or microbatches=6)" in str(choice)
     assert max(facts.versions for facts in request.prove().stages.values()) == 2
     chosen("2bw", 6)[0].prove()
     with pytest.raises(ScheduleError, match="needs at least 6"):
@@ -223,6 +223,7 @@ def test_interleaved_says_which_group_would_do():
         ScheduleRequest("interleaved", 4, 5, options={"in_flight": "auto"}), Costs(EQUAL.stages, 2.5)
     )
     assert "a group has 5 microbatches where 10 would do" in str(choice)
+    assert str(choice).startswith(f"{choice.taken[0]} passes of chunks on rank 0 (links ask for ")
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "m", "hop"), [(4, 4, 16, 0.3), (4, 2, 12, 1.0), (3, 2, 11, 0.5)])

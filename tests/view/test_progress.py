@@ -13,11 +13,13 @@ from penstock.runtime.in_flight.adapted_in_flight import AdaptedInFlight
 from penstock.runtime.in_flight.pass_and_message_times import Measured
 from penstock.simulate.auto_in_flight import InFlightChoice
 from penstock.simulate.least_in_flight import RankTimes
+from penstock.timeline import Timeline
 from penstock.train.config.load import load_config
 from penstock.train.observer import Progress, RunSummary, Switched
 from penstock.train.setup.preflight import prepare
 from penstock.view.progress import TerminalObserver, human_bytes
 from penstock.view.tables import bytes_table, time_table
+from penstock.view.train_summary import peak_bytes_table
 from support.simulated import simulated
 
 
@@ -216,6 +218,38 @@ def test_a_wish_to_end_is_answered(tmp_path, terminal):
     assert said.startswith("stopping after")
 
 
+def test_an_interrupted_run_leaves_no_table_of_live_bytes(tmp_path):
+    """The line about the end stands above the display, and of that the last batch and its figures stay."""
+    _, observer, screen = begun(tmp_path, terminal=True)
+    figures = Progress(25, 1000, 2.5, 10.0, 4000, 1234.0, 0.003, 0.125, {0: {"weights": 1, "scratch": 2}}, 250)
+    observer.progress(figures)
+    observer.ending()
+    observer.progress(replace(figures, batch=26))
+    observer._live.refresh()
+    lines = screen()
+    assert sum("scratch" in line for line in lines) == 1
+    above = next(number for number, line in enumerate(lines) if "stopping after the batches" in line)
+    assert all(above < number for number, line in enumerate(lines) if "scratch" in line or "26 of 1000" in line)
+    observer.interrupted(tmp_path / "run", 27, Timeline(2), ())
+    shown = [line.rstrip() for line in screen() if line.strip()]
+    assert not [line for line in shown if "scratch" in line or "live bytes" in line]
+    assert sum("26 of 1000" in line for line in shown) == 1
+    assert sum("loss 2.5000" in line for line in shown) == 1
+    assert shown[-2] == "stopped early; a checkpoint holds all 27 batches done. To resume:"
+
+
+def test_peak_bytes_are_explained():
+    """Their sum is more than the total, as each purpose has its most at another time."""
+    console = Console(file=StringIO(), width=80)
+    console.print(peak_bytes_table({0: {"weights": 600, "idle buffers": 600, "total": 900}}, console.width))
+    said = " ".join(console.file.getvalue().split())
+    assert "Each purpose at its own most" in said
+    assert "Idle buffers: " in said
+    console = Console(file=StringIO(), width=80)
+    console.print(peak_bytes_table({0: {"weights": 600, "total": 600}}, console.width))
+    assert "Idle buffers" not in console.file.getvalue()
+
+
 def test_without_a_terminal_a_line_holds_every_figure():
     console = Console(file=StringIO(), width=400)
     live = {0: {"weights": 1500, "activations": 500}, 1: {"weights": 2_000_000}}
@@ -231,7 +265,8 @@ def test_microbatches_in_flight_that_were_found_are_a_line():
     console = Console(file=StringIO(), width=80)
     TerminalObserver(console).adapted(AdaptedInFlight(4, InFlightChoice((3, 1), (3, 1), (2, 1)), 2, measured))
     assert console.file.getvalue() == (
-        "in flight: 3/1 instead of 2/1: messages take 41 ms, a forward and backward 150 ms\n"
+        "in flight: 3/1 microbatches on ranks 0 and 1 instead of 2/1: "
+        "messages take 41 ms, a forward and backward 150 ms\n"
     )
 
 

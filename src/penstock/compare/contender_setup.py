@@ -102,6 +102,7 @@ def _plans(config: ComparisonConfig, task: Task, contender: Contender) -> tuple[
         PenstockError: the method cannot be trained, or cannot go on after these batches.
     """
     row, blocks = contender.method, task.blocks(0)
+    _check_default_stages(config, len(blocks))
     if contender.sync and contender.sync >= config.batches:
         raise ConfigError(
             f"sync: {OPENING} would train the first {contender.sync} batches, but there are only {config.batches}; use "
@@ -127,6 +128,20 @@ def _plans(config: ComparisonConfig, task: Task, contender: Contender) -> tuple[
     if not any((*_delays(plan.proof)[0], *_delays(plan.proof)[1])):
         raise ConfigError("sync: the method has no delay, so it is synchronous from the start; leave sync out")
     return plan, first.prove()
+
+
+def _check_default_stages(config: ComparisonConfig, blocks: int) -> None:
+    """Refuse the default number of stages where the model has fewer blocks, and say that it is the default.
+
+    Raises:
+        ConfigError: how many stages there may be.
+    """
+    if blocks < config.stages and "stages" not in config.model_fields_set:
+        raise ConfigError(
+            f"the model has {blocks} blocks, which cannot be cut into {config.stages} stages; {config.stages} is the "
+            f"default of comparisons: give a number up to {blocks} (--stages {blocks}, or stages={blocks}), or a model "
+            "with more layers"
+        )
 
 
 def make_trial_pipeline(task: Task, plan: PipelinePlan, seed: int, optimizer: OptimizerFactory) -> Pipeline:

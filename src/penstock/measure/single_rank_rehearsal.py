@@ -7,7 +7,6 @@ with messages of full size, and all memory but that of the stand-ins is its own.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from penstock.comm.message.memory_order import copied
 from penstock.comm.message.trees import leaves_of
 from penstock.errors import ConfigError
 from penstock.job.cpus import Cpus
+from penstock.measure.own_work import OwnWork, own_work
 from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training
 from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.options.all_options import PipelineOptions
@@ -54,8 +54,10 @@ class Rehearsal:
         blocks: of these.
         method: of the schedule.
         batches: that were timed.
-        busy: seconds of its work in a batch, the median.
+        busy: seconds of its work in a batch, if every pass and update takes the median of its kind.
+        fastest: the same, if each is as fast as the fastest one; no batch takes less.
         passes: for each kind of work in a batch, how many there are and the median seconds of one.
+        threads: that it computed with.
         samples: of a batch in this pipeline.
         peak: the most bytes of each kind that it held, and together ("total").
         left_out: what was not rehearsed.
@@ -68,7 +70,9 @@ class Rehearsal:
     method: str
     batches: int
     busy: float
+    fastest: float
     passes: Mapping[str, tuple[int, float]]
+    threads: int
     samples: int
     peak: Mapping[str, int]
     left_out: tuple[str, ...]
@@ -105,6 +109,8 @@ class StandIn(nn.Module):
 def rehearse(config: TrainConfig, rank: int, batches: int = 5) -> Rehearsal:
     """Run the program of one rank on the device of a configuration.
 
+    It computes with as many threads as each of stages x width processes on this machine would have.
+
     Args:
         config: a plan, or any configuration of `penstock train`.
         rank: in the pipeline.
@@ -126,18 +132,20 @@ def rehearse(config: TrainConfig, rank: int, batches: int = 5) -> Rehearsal:
     windows = Windows(corpus, model.context, alone.held_out, alone.seed)
     options = pipeline_options(alone, model).changed(device=device, tied=None)
     rehearsed = _Rehearsed(plan, rank, gpt_blocks(model, alone.seed), windows.samples(0, alone.microbatch_size))
-    threads, before = alone.threads or Cpus.of_this_process().threads(1), torch.get_num_threads()
+    processes = config.stages * config.width
+    threads = config.threads or Cpus.of_this_process().threads(processes)
+    before = torch.get_num_threads()
     keep_freed_memory()
     torch.set_num_threads(threads)
     try:
         with options.precision.kernels.applied():
-            found = rehearsed.run(options, optimizer_factory(alone.optimizer), batches, _WARM)
+            work, peak = rehearsed.run(options, optimizer_factory(alone.optimizer), batches, _WARM)
     finally:
         torch.set_num_threads(before)
     samples = alone.microbatches * alone.microbatch_size
     return Rehearsal(
-        rank, plan.schedule.ranks, rehearsed.own, rehearsed.blocks, alone.row.name, batches, *found[:2], samples,
-        found[2], left_out,
+        rank, plan.schedule.ranks, rehearsed.own, rehearsed.blocks, alone.row.name, batches, work.busy, work.fastest,
+        work.passes, threads, samples, peak, left_out,
     )  # fmt: skip
 
 
@@ -172,8 +180,8 @@ class _Rehearsed:
 
     def run(
         self, options: PipelineOptions, optimizer: OptimizerFactory, batches: int, warm: int
-    ) -> tuple[float, dict[str, tuple[int, float]], dict[str, int]]:
-        """Return the seconds of a batch, what passes take, and the peak bytes."""
+    ) -> tuple[OwnWork, dict[str, int]]:
+        """Return what the work takes, and the peak bytes."""
         depth = self._plan.schedule.num_stages
         inputs = self._inputs(Training(language_loss, optimizer, options))
         blocks, balance = dict[str, Any](), []
@@ -188,16 +196,8 @@ class _Rehearsed:
         count = self._plan.schedule.microbatches
         for _ in pipeline.run([self._pair() for _ in range(count)] for _ in range(warm + batches)):
             pass
-        work = [each for each in pipeline.timeline().work(self._rank) if each.batch >= warm]
-        busy, kinds = [0.0] * batches, dict[str, list[float]]()
-        for each in work:
-            if each.batch < warm + batches:
-                busy[each.batch - warm] += each.end - each.start
-                kinds.setdefault(each.what, []).append(each.end - each.start)
-        passes = {
-            kind: (round(len(times) / batches), statistics.median(times)) for kind, times in sorted(kinds.items())
-        }
-        return statistics.median(busy), passes, pipeline.peak_bytes()[self._rank]
+        work = own_work(pipeline.timeline().intervals, self._rank, range(warm, warm + batches))
+        return work, pipeline.peak_bytes()[self._rank]
 
     def _pair(self) -> tuple[Any, Any]:
         """Return a microbatch in memory of its own."""

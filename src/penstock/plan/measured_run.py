@@ -86,6 +86,16 @@ class RunComparison:
     idle: tuple[Mapping[str, float], Mapping[str, float]]
 
 
+def check_comparable(method: str) -> None:
+    """Make sure that plans know the method of a run.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if method not in METHODS:
+        raise ConfigError(f"runs of {in_words(METHODS)} can be compared with a profile, not {method!r}")
+
+
 def compare_with_run(profile: Profile, settings: RunSettings, timeline: Timeline) -> RunComparison:
     """Compare what a profile predicts with the timeline of a run.
 
@@ -146,8 +156,7 @@ def _trial(profile: Profile, settings: RunSettings) -> tuple[CandidateTrial, Kno
     Raises:
         ConfigError: as `compare_with_run`.
     """
-    if settings.method not in METHODS:
-        raise ConfigError(f"runs of {in_words(METHODS)} can be compared with a profile, not {settings.method!r}")
+    check_comparable(settings.method)
     size = settings.microbatch_size if profile.microbatch_sizes else None
     graph = layer_graph(profile, size)
     if sum(settings.balance) != len(graph.layers):

@@ -9,10 +9,10 @@ from rich.table import Table
 from penstock.plan.objectives import Chosen, PlannedTrial
 
 _VALUES = {
-    "throughput": "s per sample",
-    "time-to-target": "s to target",
+    "throughput": "s per\nsample",
+    "time-to-target": "s to\ntarget",
     "devices": "devices",
-    "cost": "price of 1,000,000 samples",
+    "cost": "price of\n1,000,000\nsamples",
 }
 
 
@@ -39,9 +39,9 @@ def trials_table(chosen: Chosen) -> Table:
     """Return the trials, the best one marked."""
     table = Table(title=f"objective: {chosen.objective}", title_justify="left", box=None)
     batches = chosen.objective == "time-to-target"
-    heads = ["", "devices", *(["batch"] if batches else []), "plan", "stages", "used", "s per sample"]
+    heads = ["", "devices", *(["batch"] if batches else []), "plan", "stages", "used", "s per\nsample"]
     heads += [_VALUES[chosen.objective]] if chosen.objective in ("cost", "time-to-target") else []
-    heads += ["without a pipeline"] if batches else []
+    heads += ["without\na pipeline"] if batches else []
     for heading in heads:
         table.add_column(heading, justify="left" if heading in ("", "plan") else "right", no_wrap=True)
     values = [trial.value for trial in chosen.trials if trial.value is not None]

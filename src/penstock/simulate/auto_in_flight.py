@@ -51,7 +51,16 @@ class InFlightChoice:
     def __str__(self) -> str:
         """Return the numbers with the reasons, for people."""
         plain = f"{write_in_flight(self.plain)} where messages take no time"
-        return f"{write_in_flight(self.taken)} ({'; '.join([*self.why, plain])})"
+        return f"{self.counted} ({'; '.join([*self.why, plain])})"
+
+    @property
+    def counted(self) -> str:
+        """What is taken, with what it counts and where: "3/1 microbatches on ranks 0 and 1"."""
+        ranks = len(self.taken)
+        if self.group is not None:
+            return f"{write_in_flight(self.taken)} passes of chunks on rank 0"
+        where = "rank 0" if ranks == 1 else f"ranks 0 {'and' if ranks == 2 else 'to'} {ranks - 1}"
+        return f"{write_in_flight(self.taken)} microbatches on {where}"
 
     @property
     def why(self) -> list[str]:
@@ -210,7 +219,8 @@ def _as_batches_allow(
         decides=request.decides,
         beyond=request.microbatches,
     )
-    need = "" if enough is None else f"; {enough} would do"
+    more = f", where {enough} would be enough (--microbatches {enough}, or microbatches={enough})"
+    need = "" if enough is None else more
     return at_most(limit), [f"a batch has {request.microbatches} microbatches{need}"]
 
 

@@ -26,6 +26,7 @@ from penstock.view.perfetto import write_trace
 from penstock.view.plurals import counted
 from penstock.view.resizable_live import ResizableLive
 from penstock.view.tables import bytes_table, human_bytes, time_table
+from penstock.view.train_summary import peak_bytes_table
 
 TRACE = "trace.json"
 _BAR = 30  # columns; a bar as wide as the terminal would be wrapped as soon as that becomes narrower
@@ -40,7 +41,7 @@ class TerminalObserver:
         self._live: ResizableLive | None = None
         self._bar: Bar | None = None
         self._printed = -_PLAIN_EVERY
-        self._evaluation = self._ending = ""
+        self._evaluation = ""
         self._latest: Progress | None = None
 
     def started(self, prepared: Prepared, parts: list[list[str]], batch: int) -> None:
@@ -104,7 +105,7 @@ class TerminalObserver:
     def _draw(self, *more: Spinner) -> None:
         """Refresh the live display, with something more at its end."""
         if self._live is not None and self._bar is not None and self._latest is not None:
-            said = [line for line in (self._evaluation, self._ending) if line]
+            said = [self._evaluation] if self._evaluation else []
             figures, held = _figures(self._latest), bytes_table(self._latest.live_bytes, width=self.console.width)
             self._live.update(Group(self._bar, figures, *said, held, *more))
 
@@ -134,14 +135,14 @@ class TerminalObserver:
         self.console.print(Text.assemble(("warning: ", "yellow"), trouble), soft_wrap=True)
 
     def ending(self) -> None:
-        """Show that a stop was requested."""
-        self._ending = "stopping after the batches in flight, with a checkpoint; repeat to stop at once"
-        self._draw()
-        if self._live is None:
-            self.console.print(self._ending, highlight=False)
+        """Print that a stop was requested, in a permanent line."""
+        said = "stopping after the batches in flight, with a checkpoint; repeat to stop at once"
+        self.console.print(said, highlight=False)
 
     def interrupted(self, folder: Path, batches: int, timeline: Timeline, troubles: Sequence[str]) -> None:
         """Print where the time went, what went wrong, and how to resume the run."""
+        if self._live is not None and self._bar is not None and self._latest is not None:
+            self._live.update(Group(self._bar, _figures(self._latest)))  # nothing is held any more
         self.close()
         print_ = partial(self.console.print, soft_wrap=True, highlight=False, markup=False)
         if timeline.makespan:
@@ -168,7 +169,7 @@ class TerminalObserver:
         if summary.time.makespan:
             self.console.print()
             self.console.print(time_table(summary.time))
-        print_(bytes_table(summary.peak_bytes, "peak bytes", self.console.width))
+        self.console.print(peak_bytes_table(summary.peak_bytes, self.console.width))
         now = "" if summary.tokens_now == summary.tokens else f"; {summary.tokens_now:,} of them now,"
         if summary.again is not None:
             print_(f"{summary.again} updates were undone and repeated")

@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import io
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.text import Text
 
 from penstock.comm.collective.gather import gather_json
 from penstock.idle_time import split_time
 from penstock.runtime.pipeline import Pipeline
 from penstock.view.tables import bytes_table, time_table
+
+_PEAKS = (
+    "Each purpose at its own most, which it may have had at another time than others; total: the most of all together, "
+    "so no sum of its column."
+)
+_IDLE = " Idle buffers: kept for the weights and gradients of later batches, and not in use at that time."
+
+
+def peak_bytes_table(by_rank: dict[int, dict[str, int]], width: int) -> Group:
+    """Return a table of the most bytes of each purpose, and below it what its figures are.
+
+    Args:
+        by_rank: rank -> purpose -> bytes.
+        width: of the terminal in characters.
+    """
+    idle = _IDLE if any(held.get("idle buffers") for held in by_rank.values()) else ""
+    note = Text(_PEAKS + idle, style="dim italic")  # as the captions of tables are
+    return Group(bytes_table(by_rank, "peak bytes", width), note)
 
 
 def summary(pipeline: Pipeline, width: int = 120) -> str:
@@ -29,6 +48,6 @@ def summary(pipeline: Pipeline, width: int = 120) -> str:
         gathered = gather_json(peaks, "gathering the peak bytes", pipeline.grid.control)
         peaks = [(rank, held) for part in gathered for rank, held in part]
     console = Console(file=io.StringIO(), width=width)
-    console.print(time_table(split), bytes_table(dict(peaks), "peak bytes", console.width))
+    console.print(time_table(split), peak_bytes_table(dict(peaks), console.width))
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())

@@ -103,9 +103,10 @@ def plan(
 
 def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
     """Print plans, what was asked for them, and what more of each resource would bring."""
+    from penstock.cli.plans.plan_tables import planning_tables
     from penstock.plan.objectives_report import trials_json, trials_table
     from penstock.plan.planned_timeline import what_would_help
-    from penstock.plan.report import planning_json, planning_tables
+    from penstock.plan.report import planning_json
     from penstock.view.tables import UNBOUNDED
 
     found = chosen.planning
@@ -117,7 +118,7 @@ def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
     console = console if console.is_terminal else Console(width=UNBOUNDED)  # programs get tables whole
     if chosen.objective != "throughput":
         console.print(trials_table(chosen))
-    console.print(planning_tables(found))
+    console.print(planning_tables(found, console.width))
     for change, seconds, gain in changes:
         said = "no plan fits" if seconds is None else f"{seconds:.5g} s per sample"
         console.print(Text(f"With {change}: {said}" + (f", {gain:.3g} times as fast." if gain else ".")))

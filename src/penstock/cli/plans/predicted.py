@@ -12,7 +12,7 @@ from rich.text import Text
 
 from penstock.cli.options import AsJson
 from penstock.cli.output import print_json
-from penstock.errors import ConfigError
+from penstock.errors import CheckpointError, ConfigError
 from penstock.files import write_whole
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def predicted(run: RunFolder, profile: RunProfile, out: Recalibrated = None, as_
     from penstock.runtime.rank.timeline_files import read_timeline
     from penstock.train.config.load import load_config
 
-    known, settings = read_profile(profile), _settings(load_config(run / "config.yaml", []))
+    known, settings = read_profile(profile), _settings(load_config(run / "config.yaml", []), run)
     found = compare_with_run(known, settings, read_timeline(run))
     if as_json:
         print_json(
@@ -55,16 +55,15 @@ def predicted(run: RunFolder, profile: RunProfile, out: Recalibrated = None, as_
             raise ConfigError(f"cannot write the profile {str(out)!r}: {error.strerror or error}") from None
 
 
-def _settings(config: TrainConfig) -> RunSettings:
+def _settings(config: TrainConfig, run: Path) -> RunSettings:
     """Return how a run was configured.
 
     Raises:
-        ConfigError: its stages are unknown.
+        PenstockError: its stages are unknown.
     """
-    from penstock.plan.measured_run import RunSettings
+    from penstock.plan.measured_run import RunSettings, check_comparable
 
-    if config.balance is None:
-        raise ConfigError("the run's configuration has no balance, as plans have; set it to the blocks of each stage")
+    check_comparable(config.row.name)
     return RunSettings(
         config.row.name,
         config.stages,
@@ -72,8 +71,34 @@ def _settings(config: TrainConfig) -> RunSettings:
         config.microbatches,
         config.microbatch_size,
         config.recompute != "none",
-        tuple(config.balance),
+        tuple(config.balance or _balance(config, run)),
     )
+
+
+def _balance(config: TrainConfig, run: Path) -> list[int]:
+    """Return the blocks of each stage of a run without a plan, divided as the run has divided them.
+
+    Raises:
+        ConfigError: the shape of its model is unknown.
+    """
+    from penstock.models.gpt import gpt_blocks
+    from penstock.models.gpt_shape import GPTConfig
+    from penstock.partition.blocks import cut_blocks
+    from penstock.train.export.weights_folder import load_index
+    from penstock.train.setup.enough_blocks import shape_of
+
+    if config.model.vocabulary is not None:
+        shape = shape_of(config)
+    else:  # that of the data
+        try:
+            shape = GPTConfig(**load_index(run)["model"])
+        except (CheckpointError, TypeError):
+            raise ConfigError(
+                f"the blocks of each stage of {str(run)!r} are not known: its configuration has neither balance, as "
+                "those of plans have, nor model.vocabulary, and it has no weights, which a run saves when it has "
+                f"finished; finish it with penstock train --resume {run}"
+            ) from None
+    return [len(part) for part in cut_blocks(gpt_blocks(shape, config.seed), config.stages)]
 
 
 def _print(found: RunComparison) -> None:

@@ -13,11 +13,11 @@ from rich.text import Text
 
 from penstock.cli.options import AsJson, TrainChanges
 from penstock.cli.output import print_json
+from penstock.view.plurals import counted
+from penstock.view.tables import human_bytes
 
 if TYPE_CHECKING:
     from penstock.measure.single_rank_rehearsal import Rehearsal
-
-_MIB = 2.0**20
 
 PlanOrConfig = Annotated[Path, typer.Argument(metavar="FILE", help="A plan, or any configuration of penstock train.")]
 RankNumber = Annotated[int, typer.Option("--rank", metavar="R", help="Which rank of the pipeline.", min=0)]
@@ -53,30 +53,33 @@ def rehearse(
     if as_json:
         print_json(asdict(found) | {"fits": None if limit is None else total <= limit})
     else:
-        _print(found, limit)
+        _print(found)
+        if limit is not None:
+            Console().print(Text(f"It {'fits' if total <= limit else 'does not fit'} into {memory}."))
     if limit is not None and total > limit:
         raise typer.Exit(1)
 
 
-def _print(found: Rehearsal, limit: float | None) -> None:
+def _print(found: Rehearsal) -> None:
     """Print what was found."""
     console = Console()
     blocks = found.blocks
     named = " ".join(blocks) if len(blocks) < 4 else f"{blocks[0]} .. {blocks[-1]} ({len(blocks)})"
     console.print(Text(f"Rank {found.rank} of {found.ranks}, {found.method}: {named}"))
-    table = Table(box=None, title="work of a batch", title_justify="left")
+    table = Table(box=None, title="work of a batch, medians", title_justify="left")
     for heading in ("", "times", "s each", "s"):
         table.add_column(heading, justify="left" if not heading else "right")
     for kind, (count, seconds) in found.passes.items():
         table.add_row(kind, str(count), f"{seconds:.4g}", f"{count * seconds:.4g}")
     console.print(table)
-    rate = found.samples / found.busy if found.busy else 0.0
-    console.print(Text(f"Busy for {found.busy:.4g} s a batch, so at most {rate:.4g} samples per second in a pipeline."))
-    kinds = ", ".join(f"{kind} {count / _MIB:.4g}" for kind, count in found.peak.items() if kind != "total" and count)
-    total = found.peak["total"]
-    console.print(Text(f"Held {total / _MIB:.4g} MiB at most (each kind at its own most: {kinds})."))
-    if limit is not None:
-        said = "fits into" if total <= limit else "does not fit into"
-        console.print(Text(f"It {said} {limit / _MIB:.4g} MiB."))
+    rate = found.samples / found.fastest if found.fastest else 0.0
+    console.print(
+        Text(
+            f"Its own work takes {found.busy:.4g} s a batch by these medians, {found.fastest:.4g} s by the fastest of "
+            f"each kind ({counted(found.threads, 'thread')}): at most {rate:.4g} samples per second in a pipeline."
+        )
+    )
+    kinds = ", ".join(f"{kind} {human_bytes(count)}" for kind, count in found.peak.items() if kind != "total" and count)
+    console.print(Text(f"Held {human_bytes(found.peak['total'])} at most (each kind at its own most: {kinds})."))
     if found.left_out:
         console.print(Text(f"Not rehearsed: {'; '.join(found.left_out)}."))

@@ -61,7 +61,7 @@ class AdaptedInFlight:
         choice, measured = self.choice, self.measured
         less = "as before" if choice.taken == choice.plain else f"instead of {write_in_flight(choice.plain)}"
         times = f"messages take {_milliseconds(measured.message)}, a forward and backward "
-        said = [f"{write_in_flight(choice.taken)} {less}: {times}{_milliseconds(measured.microbatch)}", *choice.why]
+        said = [f"{choice.counted} {less}: {times}{_milliseconds(measured.microbatch)}", *choice.why]
         return "; ".join(said)
 
     def state(self) -> dict[str, Any]:
