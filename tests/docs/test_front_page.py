@@ -84,6 +84,26 @@ def test_the_code_of_the_start_page_runs(tmp_path: Path, monkeypatch: pytest.Mon
     assert [path.name for path in (tmp_path / "runs/mine/checkpoints").iterdir()] == ["batch-00000060"]
 
 
+def run_distributed_start(group: dist.ProcessGroup) -> tuple[str, dict[str, torch.Tensor] | None]:
+    """The first lines of the start page on this rank, with a group; what they print, and on rank 0 the weights then."""
+    code = code_on("start.md")[0].replace("    loss=loss,\n", "    loss=loss,\n    group=group,\n")
+    assert code.count("group") == 2
+    names = readme_names()
+    names |= {"model": Model(), "loss": nn.functional.mse_loss, "validation_loader": names["loader"], "group": group}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, "start.md", "exec"), names)
+    return printed.getvalue(), None if dist.get_rank(group) else names["model"].state_dict()
+
+
+def test_the_first_code_of_the_start_page_runs_in_two_processes(pool: Pool) -> None:
+    (first, weights), (second, nothing) = pool.submit(run_distributed_start, ranks=2)
+    assert [line.split()[0] for line in second.splitlines()[:-1]] == ["0", "1", "2"]
+    assert first.splitlines()[-1] == second.splitlines()[-1]
+    assert weights is not None
+    assert list(weights) == list(Model().state_dict())
+    assert nothing is None
+
+
 def run_distributed_readme(group: dist.ProcessGroup, folder: str) -> str:
     """The README's script on this rank, after the parts of the first snippet that it builds on."""
     names = readme_names() | {"penstock": penstock, "group": group}

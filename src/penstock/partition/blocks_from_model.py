@@ -6,7 +6,7 @@ from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.partition.fx_subgraph_module import ModelBlocks, ModelPart
-from penstock.partition.fx_trace import CannotFollowError
+from penstock.partition.fx_trace import CannotFollowError, without_guards
 from penstock.partition.traced_blocks import blocks_of_forward, called_parts, changed_part
 from penstock.partition.transformers_models import blocks_of_known, is_of_transformers
 
@@ -65,7 +65,7 @@ def blocks_of_model(model: nn.Module) -> ModelBlocks:
             f"the model is compiled as a whole; {_PLAIN}, and compile each: for block in blocks: block.compile()"
         )
     try:
-        return ModelBlocks(model, _found(model))
+        return ModelBlocks(model, _found(model, compare=True))
     except CannotFollowError as error:
         what = f"{kind} has {own_part(model)}, so it is one" if isinstance(model, CONTAINERS) else f"{kind} is one"
         lines = _indented(f"{_OWN}\n{_PIPELINE}\n{_BACK}")
@@ -83,11 +83,11 @@ def check_same_model(blocks: ModelBlocks) -> None:
         ConfigError: a module was replaced, or the forward is another one, as after an attribute was changed.
     """
     try:
-        now = _found(blocks.model)
+        now = _found(blocks.model, compare=False)
     except CannotFollowError as error:
         said = f"the forward of the model has changed since the pipeline was made: {error}"
         raise ConfigError(f"{said}; {_AGAIN}") from None
-    path = changed_part(blocks)
+    path = changed_part(blocks) or blocks.replaced_forward()
     for name, block in blocks.items():
         other = now.get(name)
         if path is None and other is not block and not isinstance(block, ModelPart):
@@ -113,15 +113,16 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
 
 
-def _found(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks of a model.
+def _found(model: nn.Module, *, compare: bool) -> dict[str, nn.Module]:
+    """Return the blocks of a model, of which other processes may train some.
 
     Raises:
         CannotFollowError: there are none that are known to be right.
     """
-    if is_of_transformers(model):
-        return blocks_of_known(model)
-    if type(model).forward is nn.Module.forward:
-        raise CannotFollowError("it has none")
-    parts = called_parts("", model)  # of a TransformerEncoder
-    return blocks_of_forward(model) if "" in parts else parts
+    with without_guards(model):
+        if is_of_transformers(model):
+            return blocks_of_known(model, compare=compare)
+        if type(model).forward is nn.Module.forward:
+            raise CannotFollowError("it has none")
+        parts = called_parts("", model)  # of a TransformerEncoder
+        return blocks_of_forward(model) if "" in parts else parts

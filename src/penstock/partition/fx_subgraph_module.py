@@ -21,6 +21,20 @@ class ModelBlocks(dict[str, nn.Module]):
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         super().__init__(blocks)
         self.model = model
+        self._forwards = self._own_forwards()
+
+    def _own_forwards(self) -> dict[str, Any]:
+        """What stands in for the forwards of modules that are in no block, by its path."""
+        inner = {id(module) for block in self.values() for module in block.modules()}
+        outer = ((path, module) for path, module in self.model.named_modules() if id(module) not in inner)
+        key = "forward"
+        return {f"{path}.{key}".lstrip("."): vars(module)[key] for path, module in outer if key in vars(module)}
+
+    def replaced_forward(self) -> str | None:
+        """Return the path of a forward that was set on the model, or taken from it, since the blocks were made."""
+        now = self._own_forwards()
+        paths = self._forwards.keys() | now.keys()
+        return next((path for path in sorted(paths) if now.get(path) is not self._forwards.get(path)), None)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Give the model other values, and so all blocks."""

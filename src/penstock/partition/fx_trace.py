@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import inspect
 import random
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -25,6 +26,10 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 class CannotFollowError(Exception):
     """Why no blocks can be proposed."""
+
+
+class Guard:
+    """Has methods which, as hooks before the forward of a module, refuse its use, and otherwise change nothing."""
 
 
 def forward_graph(model: nn.Module) -> fx.Graph:
@@ -74,6 +79,25 @@ class _Function(nn.Module):
 def hooked(module: nn.Module) -> bool:
     """Return whether a module has hooks that run when it is called."""
     return any(getattr(module, kind) for kind in _HOOKS)
+
+
+@contextmanager
+def without_guards(model: nn.Module) -> Iterator[None]:
+    """Take the hooks of guards from all modules of a model meanwhile, so that its forward is like any other."""
+    before = []
+    try:
+        for module in model.modules():
+            hooks = module._forward_pre_hooks
+            guards = [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Guard)]
+            if guards:
+                before.append((hooks, dict(hooks)))
+            for key in guards:
+                del hooks[key]
+        yield
+    finally:
+        for hooks, held in before:
+            hooks.clear()
+            hooks.update(held)
 
 
 class _Value(fx.Proxy):
@@ -179,8 +203,13 @@ def _trace(model: nn.Module, training: bool) -> fx.Graph:
             raise
         except Exception as error:  # whatever a forward does with a stand-in
             failed = failed or error
-    reason = str(failed).strip().partition("\n")[0].partition(". ")[0]
-    raise CannotFollowError(f"it looks at its input ({type(failed).__name__}: {reason:.90})") from failed
+    raise CannotFollowError(f"it looks at its input ({type(failed).__name__}: {first_sentence(failed)})") from failed
+
+
+def first_sentence(error: Exception | None) -> str:
+    """Return the first sentence of what an error says, and a few words of it if that is long."""
+    sentence = str(error).strip().partition("\n")[0].partition(". ")[0]
+    return textwrap.shorten(sentence, 120, placeholder=" ...")
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 The forward is cut where one value is alive; within a row of layers that all take another value, too, such as a mask
 that is made once, also where few are, which then go on together in a tuple. What lies between two cuts is a module of
-the model, or some steps of the forward (`partition.fx_graph_blocks`). Where the forward cannot be followed, there
+the model, or some steps of the forward (`partition.fx_subgraph_module`). Where the forward cannot be followed, there
 are no blocks.
 """
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.partition.fx_trace import Guard
 
 _HOOKS = ("_state_dict_pre_hooks", "_forward_pre_hooks", "_load_state_dict_post_hooks")  # of an nn.Module
 _SAMPLE = 16  # values of a tensor by which somebody's writing is noticed, where torch does not count it
@@ -22,7 +23,7 @@ _LINES = (
 )
 
 
-class HeldModule:
+class HeldModule(Guard):
     """A module with weights from before a run in which another process trains it; torch's hooks on it refuse its use.
 
     The module has the hooks only as long as it is stale, so that before a run, and after fresh weights have been
