@@ -81,6 +81,8 @@ class Checkpoints:
     buffers, loss scale, and the number of batches trained on. Between processes, every rank makes this object and calls
     its methods together with the others. A folder belongs to the first object that writes to it, or to the last one of
     a process that has loaded from it, for as long as that lives; others write nothing there, and say so.
+    The end of Python waits for a checkpoint that is being written; a process of `torch.multiprocessing` ends without,
+    so call `wait` there.
 
     Args:
         pipeline: to save and load.

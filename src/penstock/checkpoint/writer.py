@@ -4,11 +4,15 @@ Every rank writes the files of its stages and announces them. When all have, the
 index and gives the checkpoint its name. If one of them fails (for example because the disk is full), the checkpoint is
 dropped, earlier ones stay, and training continues. A rank whose last snapshot is not written yet waits before it takes
 the next, but less long than the time-out of its peers; after that the next checkpoint is skipped on all ranks.
+
+The end of Python waits for what is being written, as it would stop the thread wherever it is, also amid code in C++,
+which aborts the process. Then the first rank waits less long for the files of others, of which one may have failed.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import time
 from collections import Counter
@@ -20,14 +24,16 @@ from typing import Any
 
 from penstock.checkpoint import format as disk
 from penstock.checkpoint.announcements import Posts
+from penstock.checkpoint.end_at_exit import end_at_exit
 from penstock.checkpoint.frozen_parameters import NOTHING, FrozenFile
 from penstock.checkpoint.index import INDEX
 from penstock.comm.core.background import Background
 from penstock.comm.core.ticket import Ticket
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, TransportError
 from penstock.files import check_own_folder
 from penstock.runtime.rank.snapshot import Snapshot
 
+_LOG = logging.getLogger(__name__)
 Part = tuple[int, int]
 _LOOK = 0.05  # seconds between two looks at the announcements
 
@@ -77,6 +83,7 @@ class Writer:
         self._pending: list[Ticket] = []
         self._rooms: dict[int, bool] = {}  # of the last two batches, as stages of one process may be one apart
         self._completed: int | None = None  # the last batch whose checkpoint this process has completed
+        self._registered = self._ending = False  # whether the end of Python will wait, and whether it does
         self.batch = -1
 
     def goes_on_from(self, checkpoint: disk.Checkpoint) -> int:
@@ -105,13 +112,32 @@ class Writer:
     def finish(self, batch: int) -> str | None:
         """Wait until the checkpoint of `batch` is complete on every rank; return None or why it was not written."""
         limit = 3 * self._timeout
-        found = self._await([_verdict(batch)], limit) if self._settles(limit) else None
+        found = self._await([_verdict(batch)], 3) if self._settles(limit) else None
         if found is None:
             return f"it was not completed within {limit:g} seconds"
         failure: str | None = json.loads(found[0])  # the first rank's verdict
         return failure
 
+    def end(self) -> None:
+        """Wait, at the end of Python, for what is being written; a disk that does not answer costs the checkpoint."""
+        limit = self._timeout + self._patience
+        self._ending, why = True, ""
+        try:
+            if not self._settles(limit):
+                why = f"it was not completed within {limit:g} seconds after the end of the script"
+        except TransportError as error:
+            why = str(error)
+        except KeyboardInterrupt:
+            why = "interrupted"
+            raise
+        finally:
+            if why:
+                _LOG.warning("the checkpoint after %d batches was not written: %s", self.batch, why)
+
     def _later(self, batch: int, work: Callable[[], None]) -> None:
+        if not self._registered:
+            self._registered = True
+            end_at_exit(self)
         ticket = Ticket(f"the checkpoint of batch {batch}")
         self._pending.append(ticket)
         self._thread.later([ticket], work)
@@ -166,9 +192,9 @@ class Writer:
         """Write the index once all stages have been written."""
         place = disk.checkpoint_folder(self._run, batch)
         keys = [_key(batch, index, place) for index, place in self._parts]
-        found = self._await(keys, self._timeout)
+        found = self._await(keys)
         if found is None:
-            failure: str | None = f"a stage was not written within {self._timeout:g} seconds"
+            failure: str | None = f"a stage was not written within {self._limit:g} seconds"
         else:
             parts = [json.loads(text) for text in found]
             failure = next((part["failure"] for part in parts if "failure" in part), None)
@@ -192,14 +218,19 @@ class Writer:
         finally:  # whoever has waited for the verdict may count on it that it was told
             self._posts.post(_verdict(batch), json.dumps(failure))
 
-    def _await(self, keys: Sequence[str], patience: float) -> list[str] | None:
-        """Return the texts of some keys once all are there; None if they are not within `patience` seconds."""
-        deadline = time.monotonic() + patience
+    @property
+    def _limit(self) -> float:
+        """Seconds to wait for the files of other ranks."""
+        return min(self._timeout, self._patience) if self._ending else self._timeout
+
+    def _await(self, keys: Sequence[str], times: int = 1) -> list[str] | None:
+        """Return the texts of some keys once all are there; None if they are not within so many times the limit."""
+        start = time.monotonic()
         while True:
             texts = self._posts.read(keys)
             if texts is not None:
                 return texts
-            if time.monotonic() > deadline:
+            if time.monotonic() - start > times * self._limit:
                 return None
             time.sleep(_LOOK)
 

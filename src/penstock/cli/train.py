@@ -202,7 +202,7 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
     folder = resume or make_run_folder(settings)
     start = 0 if restart else recorded(folder).size
     if resume is not None and not restart and saved_batches(folder) is None:
-        print_words(Console(), Text(f"There is no checkpoint in {folder} yet, so the run begins with batch 1."))
+        print_words(lasting_console(), Text(f"There is no checkpoint in {folder} yet, so the run begins with batch 1."))
     before = None if resume is None or restart else ConfigBefore(folder, settings)
     workers, console = settings.stages * settings.width, lasting_console()
     try:
