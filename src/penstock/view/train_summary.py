@@ -13,8 +13,8 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.view.tables import bytes_table, time_table
 
 _PEAKS = (
-    "Each purpose at its own most, which it may have had at another time than others; total: the most of all together, "
-    "so no sum of its column."
+    "Each purpose at its own most, which others may have had at another time; total: the most of all together at one "
+    "time, so it may be less than the sum of its column."
 )
 _IDLE = " Idle buffers: kept for the weights and gradients of later batches, and not in use at that time."
 
