@@ -19,9 +19,9 @@ from penstock.checkpoint.format import checkpoints
 pytestmark = pytest.mark.processes
 
 SCRIPT = """
-import os, sys, threading, time
+import atexit, os, sys, time
 from pathlib import Path
-import torch.distributed
+import torch
 from penstock.checkpoint import format as disk
 from penstock.checkpoint.announcements import LocalPosts
 from penstock.checkpoint.writer import Writer
@@ -46,6 +46,9 @@ def main():
     one.sink(snapshot(4, w=torch.ones(50)))
 
 main()  # its writer lives on in what it does
+atexit.register(print, "ended", flush=True)
+if how == "at once":
+    atexit.register(os._exit, 4)
 if how == "raise":
     raise RuntimeError("mine")
 if how == "exit":
@@ -92,12 +95,19 @@ def test_the_files_of_another_rank_are_waited_for_less_long(tmp_path: Path) -> N
 def test_another_interrupt_ends_it_at_once(tmp_path: Path) -> None:
     process = script(tmp_path, 1, 600.0, 300.0)
     assert process.stdout is not None
-    assert process.stdout.readline() == "writing\n"
-    time.sleep(0.5)  # until the script has ended
+    assert {process.stdout.readline() for _ in range(2)} == {"writing\n", "ended\n"}
+    time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGINT
     assert "the checkpoint after 4 batches was not written: interrupted" in err
+
+
+def test_who_ends_at_once_does_not_wait(tmp_path: Path) -> None:
+    """As workers do that have failed."""
+    process = script(tmp_path, 1, 600.0, 300.0, "at once")
+    process.communicate(timeout=60)
+    assert process.returncode == 4
 
 
 def test_nothing_keeps_an_object_until_the_end() -> None:
