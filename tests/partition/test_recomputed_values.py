@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.partition.blocks import named_blocks
+from penstock.errors import ConfigError
+from penstock.partition.blocks import cut_blocks, named_blocks
 from penstock.partition.recomputed_values import recomputed_among, sizes_among
 from support.pool import Pool
 
@@ -196,7 +197,14 @@ def test_layers_that_stay_together_are_warned_about_with_the_reason(
         make_pipeline(kind())
     (message,) = caplog.messages
     assert message.startswith("stage 0 has ")
-    assert f"block {block}, since {said}" in message
+    assert f"might have 51%, but block {block}, since {said}" in message
+
+
+def test_where_there_are_too_few_blocks_it_says_what_keeps_layers_together() -> None:
+    with pytest.raises(
+        ConfigError, match="the model has 3 blocks, .* use fewer stages; block 'layers.0..layers.7' holds"
+    ):
+        cut_blocks(named_blocks(InPlace()), 5)
 
 
 def test_a_partition_by_hand_is_not_warned_about(caplog: pytest.LogCaptureFixture) -> None:

@@ -197,6 +197,7 @@ def check_enough(blocks: Mapping[str, Any], num_stages: int) -> None:
         more = (
             "" if nested is None else f", or pass the {len(blocks[nested])} parts of {nested!r} as blocks of their own"
         )
+        more += "".join(f"; {_joined(n, b)}" for n, b in blocks.items() if isinstance(b, ModelPart) and b.joined)
         raise ConfigError(
             f"the model has {len(blocks)} blocks, which cannot be cut into {num_stages} stages; use fewer stages{more}"
         )
@@ -227,6 +228,10 @@ def cut_blocks(blocks: Mapping[str, Any], num_stages: int, balance: Sequence[int
     return [names[end - size : end] for size, end in zip(balance, ends, strict=True)]
 
 
+def _joined(name: str, block: ModelPart) -> str:
+    return f"block {name!r} holds {len(block.joined)} layers, since {block.why_joined}"
+
+
 def _warn_of_joined_layers(blocks: Mapping[str, Any], balance: Sequence[int]) -> None:
     """Say so where a stage is far larger than it would be if a block of a whole model were not several layers."""
     if not any(isinstance(block, ModelPart) and block.joined for block in blocks.values()):
@@ -245,9 +250,8 @@ def _warn_of_joined_layers(blocks: Mapping[str, Any], balance: Sequence[int]) ->
     if joined and sums[largest] > _UNEVEN * possible:
         name, block = max(joined, key=lambda pair: len(pair[1].joined))
         _LOG.warning(
-            f"stage {largest} has {sums[largest] / sum(costs):.0%} of the parameters, and with layers of their own it "
-            f"would have {possible / sum(costs):.0%}: block {name!r} holds {len(block.joined)} layers, since "
-            f"{block.why_joined}. Or pass the blocks of the model in its place"
+            f"stage {largest} has {sums[largest] / sum(costs):.0%} of the parameters, and the largest might have "
+            f"{possible / sum(costs):.0%}, but {_joined(name, block)}. Or pass the blocks of the model in its place"
         )
 
 
