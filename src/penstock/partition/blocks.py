@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,6 +18,9 @@ from penstock.partition.blocks_from_model import CONTAINERS, WRAPPERS, blocks_of
 from penstock.partition.fx_subgraph_module import ModelBlocks, ModelPart
 from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.ir.schedule import Stage
+
+_LOG = logging.getLogger(__name__)
+_UNEVEN = 1.25  # of the largest stage to what it might be, from which on people are told
 
 Blocks = nn.Module | Mapping[str, Any] | Sequence[Any]
 """A whole model; or modules, plain functions or `LazyBlock`s, by name or in sequence (with the names "0", "1", ...)."""
@@ -193,6 +197,7 @@ def check_enough(blocks: Mapping[str, Any], num_stages: int) -> None:
         more = (
             "" if nested is None else f", or pass the {len(blocks[nested])} parts of {nested!r} as blocks of their own"
         )
+        more += "".join(f"; {_joined(n, b)}" for n, b in blocks.items() if isinstance(b, ModelPart) and b.joined)
         raise ConfigError(
             f"the model has {len(blocks)} blocks, which cannot be cut into {num_stages} stages; use fewer stages{more}"
         )
@@ -213,6 +218,7 @@ def cut_blocks(blocks: Mapping[str, Any], num_stages: int, balance: Sequence[int
     names = list(blocks)
     if balance is None:
         balance = _best_balance([cost_of(block) for block in blocks.values()], num_stages)
+        _warn_of_joined_layers(blocks, balance)
     elif len(balance) != num_stages or min(balance) < 1 or sum(balance) != len(names):
         raise ConfigError(
             f"partition (penstock train: balance) must hold {num_stages} positive numbers that add up to the model's "
@@ -220,6 +226,33 @@ def cut_blocks(blocks: Mapping[str, Any], num_stages: int, balance: Sequence[int
         )
     ends = list(accumulate(balance))
     return [names[end - size : end] for size, end in zip(balance, ends, strict=True)]
+
+
+def _joined(name: str, block: ModelPart) -> str:
+    return f"block {name!r} holds {len(block.joined)} layers, since {block.why_joined}"
+
+
+def _warn_of_joined_layers(blocks: Mapping[str, Any], balance: Sequence[int]) -> None:
+    """Say so where a stage is far larger than it would be if a block of a whole model were not several layers."""
+    if not any(isinstance(block, ModelPart) and block.joined for block in blocks.values()):
+        return
+    costs, ends = [cost_of(block) for block in blocks.values()], list(accumulate(balance))
+    sums = [sum(costs[end - size : end]) for size, end in zip(balance, ends, strict=True)]
+    largest = sums.index(max(sums))
+    part = list(blocks.items())[ends[largest] - balance[largest] : ends[largest]]
+    joined = [(name, block) for name, block in part if isinstance(block, ModelPart) and block.joined]
+    apart: list[float] = []
+    for block in blocks.values():
+        layers = block.joined if isinstance(block, ModelPart) else ()
+        apart += [cost_of(block.get_submodule(path)) for path in layers] or [cost_of(block)]
+    sizes = _best_balance(apart, len(balance))
+    possible = max(sum(apart[end - size : end]) for size, end in zip(sizes, accumulate(sizes), strict=True))
+    if joined and sums[largest] > _UNEVEN * possible:
+        name, block = max(joined, key=lambda pair: len(pair[1].joined))
+        _LOG.warning(
+            f"stage {largest} has {sums[largest] / sum(costs):.0%} of the parameters, and the largest might have "
+            f"{possible / sum(costs):.0%}, but {_joined(name, block)}. Or pass the blocks of the model in its place"
+        )
 
 
 def deal(

@@ -60,7 +60,12 @@ class ModelPart(nn.Module):
     Attributes:
         text: the steps as Python.
         targets: of the modules and bare tensors that it uses, the path in the model by the one in here.
+        joined: of several layers that are not cut apart, the paths; () if there are few.
+        why_joined: why they are not, and what to change.
     """
+
+    joined: tuple[str, ...] = ()
+    why_joined = ""
 
     def __init__(self, model: nn.Module, graph: fx.Graph, aliases: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__()
@@ -92,3 +97,14 @@ def value_at(model: nn.Module, path: str) -> Any:
         return getattr(model.get_submodule(owner), key, None)
     except AttributeError:
         return None
+
+
+def changed_part(blocks: ModelBlocks) -> str | None:
+    """Return the path of something that a part has of a model, and the model no longer has, if there is one."""
+    for block in blocks.values():
+        for path, origin in block.targets.items() if isinstance(block, ModelPart) else ():
+            held, now = value_at(block, path), value_at(blocks.model, origin)
+            moved = isinstance(now, Tensor) and isinstance(held, Tensor) and now.device != held.device  # a buffer
+            if now is not held and not moved:
+                return origin
+    return None
