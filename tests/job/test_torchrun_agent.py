@@ -32,7 +32,9 @@ def test_an_agent_that_has_died_is_missed_and_nobody_in_its_place_is_signalled(
     found, signalled = Agent(PLACE | ON_ONE_OF_TWO), list[int]()
     assert not found.is_gone
     agent.kill()
+    patience = time.monotonic() + 10
     while module._begun(agent.pid) is not None:
+        assert time.monotonic() < patience
         time.sleep(0.01)
     monkeypatch.setattr(os, "kill", lambda process, number: signalled.append(process))
     assert found.is_gone  # a zombie
