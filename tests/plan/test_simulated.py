@@ -214,3 +214,13 @@ def test_what_does_not_fit_is_skipped_with_its_size():
     assert plans == []
     assert skipped
     assert all("does not fit" in each.bound for each in skipped)
+
+
+def test_updates_are_no_bubble():
+    """One device is never idle: what is not passes are updates, shared by the four microbatches of a batch."""
+    text = "format: penstock profile 1\nlayers:\n- {name: a, forward: 1, backward: 2, step: 2}\n"
+    graph = layer_graph(parse_profile(text, "one"))
+    plans, _ = simulated_plans({1: Sized(graph, 1, 4)}, Devices((DeviceLevel(1, 1e9),)))
+    (stage,) = plans[0].rating.stages
+    assert stage.parts == {"compute": 3.0, "updates": 0.5, "bubble": 0.0}
+    assert plans[0].rating.seconds == 3.5

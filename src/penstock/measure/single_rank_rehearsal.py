@@ -59,6 +59,7 @@ class Rehearsal:
         passes: for each kind of work in a batch, how many there are and the median seconds of one.
         threads: that it computed with.
         samples: of a batch in this pipeline.
+        width: how many pipelines the plan has.
         peak: the most bytes of each kind that it held, and together ("total").
         left_out: what was not rehearsed.
     """
@@ -74,6 +75,7 @@ class Rehearsal:
     passes: Mapping[str, tuple[int, float]]
     threads: int
     samples: int
+    width: int
     peak: Mapping[str, int]
     left_out: tuple[str, ...]
 
@@ -145,7 +147,7 @@ def rehearse(config: TrainConfig, rank: int, batches: int = 5) -> Rehearsal:
     samples = alone.microbatches * alone.microbatch_size
     return Rehearsal(
         rank, plan.schedule.ranks, rehearsed.own, rehearsed.blocks, alone.row.name, batches, work.busy, work.fastest,
-        work.passes, threads, samples, peak, left_out,
+        work.passes, threads, samples, config.width, peak, left_out,
     )  # fmt: skip
 
 

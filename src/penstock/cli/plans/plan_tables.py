@@ -17,7 +17,13 @@ from penstock.view.plurals import counted
 from penstock.view.tables import UNBOUNDED, human_bytes
 
 _MOST_SKIPPED = 8  # lines
-_PART_NAMES = {"compute": "compute", "links": "links", "sums": "gradient sums", "bubble": "bubble"}
+_PART_NAMES = {
+    "compute": "compute",
+    "links": "links",
+    "sums": "gradient sums",
+    "updates": "updates",
+    "bubble": "bubble",
+}
 _WORDS = ("method", "planner", "limited by", "layers", "recompute")  # columns that are aligned left
 _WRAPPED, _LONGEST_WORD = "layers", 30
 _LEAST_NEEDED = (

@@ -73,10 +73,12 @@ def _print(found: Rehearsal) -> None:
         table.add_row(kind, str(count), f"{seconds:.4g}", f"{count * seconds:.4g}")
     console.print(table)
     rate = found.samples / found.fastest if found.fastest else 0.0
+    in_all = f", {found.width * rate:.4g} in {found.width} pipelines" if found.width > 1 else ""
     console.print(
         Text(
             f"Its own work takes {found.busy:.4g} s a batch by these medians, {found.fastest:.4g} s by the fastest of "
-            f"each kind ({counted(found.threads, 'thread')}): at most {rate:.4g} samples per second in a pipeline."
+            f"each kind ({counted(found.threads, 'thread')}): at most {rate:.4g} samples per second in a pipeline"
+            f"{in_all}."
         )
     )
     kinds = ", ".join(f"{kind} {human_bytes(count)}" for kind, count in found.peak.items() if kind != "total" and count)

@@ -273,7 +273,8 @@ class CandidateTrial:
             layers = tuple(range(first, last))
             stages.append(PlannedStage(layers, of.width, 1, tuple(ways[n].name for n in layers) if ways else ()))
             busy = float(chain.seconds[last] - chain.seconds[first]) / of.width
-            parts = {"compute": busy, "bubble": max(seconds - busy, 0.0)}
+            update = float(chain.steps[last] - chain.steps[first]) / of.sized.microbatches
+            parts = {"compute": busy, "updates": update, "bubble": max(seconds - busy - update, 0.0)}
             ratings.append(StageRating(busy, parts, float(self._held[stage][first, last])))
         settings = {
             "method": of.method,

@@ -112,11 +112,19 @@ def _no_batch(batch: Any, count: int, number: int) -> str:
         keys = list(batch)
         target = next((key for key in _TARGETS if key in keys), keys[-1])
         rest = [key for key in keys if key != target]
-        inputs = f"batch[{rest[0]!r}]" if len(rest) == 1 else f"{{key: batch[key] for key in {rest!r}}}"
+        tokens = next((key for key in rest if key == "input_ids"), rest[0])
+        only = len(rest) == 1 or tokens == "input_ids"
+        inputs = f"batch[{tokens!r}]" if only else f"{{key: batch[key] for key in {rest!r}}}"
         takes += (
             f". Make pairs of its parts:\n    batches = (({inputs}, batch[{target!r}]) for batch in loader)\n"
             "    for report in pipeline.run(batches): ..."
         )
+        if only and len(rest) > 1:
+            left = ", ".join(repr(key) for key in rest if key != tokens)
+            takes += (
+                f"\nA whole model of transformers takes tokens alone. Blocks of your own may take {left}, too, as a "
+                "dict of inputs. Padding at the end needs no mask under causal attention, if its targets are -100."
+            )
     if isinstance(batch, Tensor):
         takes += ". For a single batch: pipeline.run([(inputs, targets)])"
     return f"batch {number} is a {type(batch).__name__}; {takes}"
