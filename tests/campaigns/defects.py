@@ -890,7 +890,7 @@ DEFECTS = (
         "runtime/update",
         "rest = [stage for stage in all_ if not stage.weights.gathered]",
         "rest = [stage for stage in all_ if False]",
-        ("tests/runtime/test_sharded_snapshots.py",),
+        ("tests/runtime/test_sharded_snapshots.py", "tests/runtime/test_fully_sharded.py"),
     ),
     Defect(
         "the average stands still where weights are rows",

@@ -117,7 +117,8 @@ def test_rows_that_are_missing_in_a_saved_state(lost: int, level: str, kind: str
 
 def test_averages_and_evaluations_of_a_sharded_run() -> None:
     """The average moves when a version is whole; hooks see whole weights; evaluations read them."""
-    for method, options in (("1f1b", ()), ("2bw", ()), ("interleaved", (("chunks", 2),))):
+    many = (("breadth-first", (("chunks", 3),)),)  # more stages than are whole at once
+    for method, options in (("1f1b", ()), ("2bw", ()), ("interleaved", (("chunks", 2),)), *many):
         case = Case(method, 2, 2, width=2, spans=(6,), clip=0.4, options=options)
         held = make_batches(case)[:1]
         seen = []
