@@ -97,7 +97,7 @@ DEFECTS = (
         "plan/planners",
         "HeldKind.BACKWARD: _most_of(inputs[1:] + stored, inputs)",
         "HeldKind.BACKWARD: _most_of(inputs[1:], inputs)",
-        ("tests/plan/test_simulated.py",),
+        ("tests/plan/test_planned_memory.py", "tests/plan/test_simulated.py"),
     ),
     Defect(
         "the first stage of a pipeline on servers sums its gradients as slowly as the others",
