@@ -127,6 +127,7 @@ class PenstockArm:
         ranks: int = STAGES,
         window: int | None = None,
         in_flight: str | None = None,
+        **options: Any,
     ) -> None:
         self.microbatches, self.data = microbatches, data
         schedule = make_schedule(method, ranks, microbatches, window=window)
@@ -138,7 +139,8 @@ class PenstockArm:
             optimizer=task.optimizer,
             max_grad_norm=clip,
             partition=[1] * stages,
-            group=dist.new_group(),  # of its own: a stream that is halted may have messages under way
+            # A group of its own: a stream that is halted may have messages under way.
+            **({"group": dist.new_group()} | options),
             **({"schedule": schedule} if in_flight is None else named),
         )
 
@@ -168,8 +170,9 @@ class PenstockStream(PenstockArm):
         task: Task = GPT,
         ranks: int = STAGES,
         in_flight: str | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(method, microbatches, data, clip, task, ranks, in_flight=in_flight)
+        super().__init__(method, microbatches, data, clip, task, ranks, in_flight=in_flight, **options)
         self._reports = self.pipeline.run(data.batches(sys.maxsize, microbatches))
 
     def run(self, batches: int) -> None:
@@ -206,14 +209,14 @@ TORCH: dict[str, tuple[Any, Callable[[int, int], list[int]]]] = {
 class TorchArm:
     """A schedule of `torch.distributed.pipelining`."""
 
-    def __init__(self, name: str, microbatches: int, data: Data, task: Task = GPT) -> None:
+    def __init__(self, name: str, microbatches: int, data: Data, task: Task = GPT, device: str = "cpu") -> None:
         self.microbatches, self.data, self.rank = microbatches, data, dist.get_rank()
         kind, place = TORCH[name]
         held = place(self.rank, dist.get_world_size())
         count = dist.get_world_size() * len(held)
         modules = task.stages(count)
         self.modules = [modules[index] for index in held]
-        stages = [PipelineStage(modules[index], index, count, torch.device("cpu")) for index in held]
+        stages = [PipelineStage(modules[index], index, count, torch.device(device)) for index in held]
         arguments: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": task.loss}
         single = kind in (ScheduleGPipe, Schedule1F1B)
         self.schedule: Any = kind(stages[0] if single else stages, **arguments)

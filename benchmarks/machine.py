@@ -21,6 +21,7 @@ def describe_machine() -> dict[str, object]:
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -44,11 +45,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def join(rank: int, port: int, ranks: int, address: str = "127.0.0.1") -> None:
+def join(rank: int, port: int, ranks: int, address: str = "127.0.0.1", backend: str = "gloo") -> None:
     """Join the process group as a rank with one thread."""
     torch.set_num_threads(1)
     penstock.keep_freed_memory()
-    dist.init_process_group("gloo", init_method=f"tcp://{address}:{port}", rank=rank, world_size=ranks)
+    dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=ranks)
 
 
 def leave() -> None:

@@ -42,6 +42,7 @@ def measure(
     make_data: Callable[[], Data] = Data,
     ranks: int = STAGES,
     part: str = "",
+    backend: str = "gloo",
 ) -> None:
     """One rank: every m, round and arm in turn; rank 0 writes the times.
 
@@ -54,8 +55,9 @@ def measure(
         make_data: what they train on.
         ranks: processes.
         part: of the benchmark, for its raw data; none if empty.
+        backend: of the process group.
     """
-    join(rank, port, ranks)
+    join(rank, port, ranks, backend=backend)
     data, tag = make_data(), {"part": part} if part else {}
     for m in arguments.microbatches:
         batches = max(arguments.count // m, 1)

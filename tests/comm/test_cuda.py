@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -13,12 +14,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock.comm.core.devices import BOTH
 from penstock.comm.transports import GlooTransports, NcclTransports
 from penstock.options.passes import Precision
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.text import parse_schedule
-from support.cases import Case, assert_equal_tensors, assert_same, expected, together, train
+from penstock.weights.corrections.registry import correction_of
+from support.cases import (
+    OPTIMIZERS,
+    Case,
+    Outcome,
+    Recording,
+    assert_equal_tensors,
+    assert_same,
+    expected,
+    finish,
+    make_pipeline,
+    run_spans,
+    together,
+    train,
+)
 from support.command_line import Command
 from support.pool import Pool
 
@@ -31,7 +47,7 @@ SHARED = [
     Case("zb-h1", 2, 4, device="cuda", recompute="block"),
     Case("bpipe", 4, 5, device="cuda"),
     Case("2bw", 2, 2, device="cuda", tied=True, width=2),
-    Case("pipemare", 4, 2, device="cuda"),
+    Case("pipemare", 4, 2, device="cuda", correction=correction_of("pipemare", reschedule=3)),
 ]
 
 
@@ -41,40 +57,38 @@ def test_ranks_share_a_gpu_over_gloo(pool: Pool, case: Case) -> None:
     assert_same(together(pool.submit(train, case, ranks=case.width * case.depth)), expected(case))
 
 
-def train_on_every_gpu(_: dist.ProcessGroup, method: str, batches: int) -> tuple[str, list[float | None]]:
-    """Train a small model over a group that has NCCL, from batches on the host."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.cuda.set_device(rank)
-    torch.manual_seed(0)
-    blocks = [layer for _ in range(ranks) for layer in (nn.Linear(16, 16), nn.Tanh())]
-    both = dist.new_group(backend="cpu:gloo,cuda:nccl")
-    pipeline = Pipeline(
-        blocks,
-        method=method,
-        microbatches=4,
-        loss=F.mse_loss,
-        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
-        max_grad_norm=1.0,
-        group=both,
-        device=f"cuda:{rank}",
-    )
-    assert {stage.module.device for stage in pipeline.stages.values()} == {torch.device("cuda", rank)}
-    data = [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(batches)]
-    losses = [report.loss for report in pipeline.run(data)]
-    assert isinstance(pipeline._transports, NcclTransports)
-    return type(pipeline._transports).__name__, losses
+OVER_NCCL = [
+    Case("1f1b", 4, 5, device="cuda"),
+    Case("gpipe", 4, 3, device="cuda", clip=0.5),
+    Case("2bw", 4, 4, device="cuda", precision="bf16"),
+    Case("interleaved", 4, 4, model="long", device="cuda", options=(("chunks", 2),)),
+    Case("zb-h1", 4, 4, device="cuda", recompute="block"),
+    Case("bpipe", 4, 5, device="cuda"),
+    Case("2bw", 2, 2, device="cuda", tied=True, width=2),
+]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes a GPU for each rank")
-@pytest.mark.parametrize("method", ["1f1b", "2bw", "interleaved", "zb-h1", "bpipe", "gpipe"])
-def test_ranks_with_a_gpu_each_talk_over_nccl(pool: Pool, method: str) -> None:
-    ranks = min(torch.cuda.device_count(), 4)
-    found = pool.submit(train_on_every_gpu, method, 6, ranks=ranks, fresh=True)
-    losses = [losses for _, losses in found if None not in losses]
-    assert len(losses) == 1
-    assert losses[0][-1] is not None
-    assert losses[0][0] is not None
-    assert losses[0][-1] < losses[0][0]
+def train_over_nccl(_: dist.ProcessGroup, case: Case) -> tuple[str, Outcome]:
+    """Run a case over a group of all ranks that has NCCL.
+
+    It does not let ranks share a GPU unless they say that they are on different hosts.
+    """
+    rank = dist.get_rank()
+    os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    recording = Recording(OPTIMIZERS[case.optimizer])
+    group = dist.new_group(backend=BOTH)
+    pipeline = make_pipeline(case, group, optimizer=recording, device=f"cuda:{torch.cuda.current_device()}")
+    found = run_spans(pipeline, case)
+    return type(pipeline._transports).__name__, finish(found, pipeline, recording)
+
+
+@pytest.mark.parametrize("case", OVER_NCCL, ids=lambda case: f"{case.method}-{case.depth}-{case.width}")
+def test_ranks_talk_over_nccl(pool: Pool, case: Case) -> None:
+    """To the bits of the reference on a GPU."""
+    found = pool.submit(train_over_nccl, case, ranks=4, timeout=120.0)
+    assert {kind for kind, _ in found} == {NcclTransports.__name__}
+    assert_same(together([outcome for _, outcome in found]), expected(case))
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -142,9 +156,9 @@ def pipeline_on(device: str, blocks: int = 4, size: int = 512, **options: Any) -
     )
 
 
-def wide(batches: int, size: int = 512) -> list[tuple[Tensor, Tensor]]:
+def wide(batches: int, size: int = 512, samples: int = 64) -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(1)
-    return [(torch.randn(64, size), torch.randn(64, size)) for _ in range(batches)]
+    return [(torch.randn(samples, size), torch.randn(samples, size)) for _ in range(batches)]
 
 
 def test_passes_have_the_times_of_the_gpu() -> None:
@@ -173,7 +187,8 @@ def test_snapshots_are_copied_beside_the_work(method: str) -> None:
         (streamed,) = [s for s in taken if (s.batch, s.stage) == (3, drained.stage)]
         assert all(tensor.is_cpu for tensor in streamed.tensors.values())
         assert any(tensor.is_pinned() for tensor in streamed.tensors.values())
-        assert_equal_tensors(streamed.on_cpu(), drained.on_cpu(), f"stage {drained.stage}")
+        beside, at_rest = streamed.on_cpu(streamed.tensors), drained.on_cpu(drained.tensors)
+        assert_equal_tensors(beside, at_rest, f"stage {drained.stage}")
 
 
 def test_parked_activations_come_back_to_the_same_bits() -> None:
@@ -191,9 +206,11 @@ def test_the_allocator_says_what_it_had() -> None:
 
 
 def test_tf32_rounds_products_and_is_taken_back() -> None:
+    """Of matrices with many rows: of fewer, cuBLAS has products that do not round."""
     before, found = torch.backends.cuda.matmul.fp32_precision, {}
     for tf32 in (False, True):
-        found[tf32] = [report.loss for report in pipeline_on("cuda", precision=Precision(tf32=tf32)).run(wide(2))]
+        pipeline = pipeline_on("cuda", precision=Precision(tf32=tf32))
+        found[tf32] = [report.loss for report in pipeline.run(wide(2, samples=512))]
         assert torch.backends.cuda.matmul.fp32_precision == before
     if torch.cuda.get_device_capability() >= (8, 0):
         assert found[False] != found[True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,14 @@ from penstock.comm import transports
 from penstock.comm.core.rank_grid import RankGrid, RankKey
 from penstock.comm.core.transfer_priority import TransferPriority
 from penstock.comm.p2p.local import LocalTransport
+from penstock.comm.p2p.nccl import lane_groups
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import GlooTransports, LocalTransports, NcclTransports, choose_transports
 from penstock.errors import CapabilityError
 from penstock.schedule.machine.lower import in_one_order, lower
 from support.schedules import make_schedule
 
+WARNS = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 
@@ -78,3 +81,22 @@ def test_groups_are_made_once_for_the_same_lanes(monkeypatch: pytest.MonkeyPatch
     assert made == [lowered[0].lanes, lowered[2].lanes]  # evaluations travel over gloo
     assert nccl.placed(lowered[2]) == in_one_order(lowered[2])
     assert nccl.placed(lowered[0]) is lowered[0]
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_groups_of_a_gpu_connect_at_once_without_a_warning(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    """NCCL reads the environment when a group is made; afterwards it is as the user left it."""
+    if before is None:
+        monkeypatch.delenv(WARNS, raising=False)
+    else:
+        monkeypatch.setenv(WARNS, before)
+    made: list[Any] = []
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda *_: 4)
+    monkeypatch.setattr("torch.distributed.get_global_rank", lambda _, rank: rank)
+    monkeypatch.setattr(
+        "torch.distributed.new_group", lambda ranks, **told: made.append((ranks, told["device_id"], os.environ[WARNS]))
+    )
+    groups = lane_groups(lower(make_schedule("1f1b", 2, 2)).lanes, grid().control, "nccl", 2, GPU)
+    assert made == [(ranks, GPU, "0") for ranks in ([0, 1], [1, 0], [2, 3], [3, 2])]
+    assert len(groups) == 2
+    assert os.environ.get(WARNS) == before

@@ -188,3 +188,14 @@ def test_unknown_method_and_uneven_batches() -> None:
         train_reference(stages, half_square, [batch], method="unheard-of", optimizer=sgd)
     with pytest.raises(DataError, match="batch 1 has 2 microbatches"):
         train_reference(stages, half_square, [batch, batch * 2], method="2bw", optimizer=sgd)
+
+
+def test_gradients_are_those_that_the_optimizer_was_given() -> None:
+    """Nesterov's momentum for many tensors at once, as torch computes it on a GPU, works in the gradient's memory."""
+
+    def nesterov(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(named, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+
+    batches = [[(of(1.0), of(0.0))]] * 2
+    result = train_reference([{"a": Times(1.0)}], half_square, batches, method="gpipe", optimizer=nesterov)
+    assert [float(given["a.w"]) for given in result.gradients] == pytest.approx([1.0, 1.0 - 0.1 * 1.9], rel=1e-12)

@@ -155,7 +155,8 @@ class NcclTransports:
             return
         present = self._groups.get(channel)
         if present is None or tuple(present[0]) != lowered.lanes:
-            self._groups[channel] = lane_groups(lowered.lanes, self._control, self._backend, self._grid.width)
+            device = self._device if self._device.type == "cuda" else None
+            self._groups[channel] = lane_groups(lowered.lanes, self._control, self._backend, self._grid.width, device)
         self._placed = lowered, self._in_one_order(lowered)
 
     def _in_one_order(self, lowered: Lowered) -> Lowered:

@@ -11,8 +11,10 @@ With gloo groups the same code runs on the CPU, which is how it is tested withou
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -35,13 +37,20 @@ from penstock.comm.p2p.transport import Channel
 from penstock.errors import CapabilityError
 from penstock.schedule.machine.instructions import LaneKey
 
+_WARNS = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"  # torch reads it when it makes a group
 _TAG = 1  # every lane's tensors have a group of their own, so one tag will do
 
 
 LaneGroups = Mapping[LaneKey, dist.ProcessGroup]
 
 
-def lane_groups(lanes: Sequence[LaneKey], control: dist.ProcessGroup, backend: str, width: int = 1) -> list[LaneGroups]:
+def lane_groups(
+    lanes: Sequence[LaneKey],
+    control: dist.ProcessGroup,
+    backend: str,
+    width: int = 1,
+    device: torch.device | None = None,
+) -> list[LaneGroups]:
     """Make a process group for each lane of each parallel pipeline; all ranks of the job must call this together.
 
     Args:
@@ -49,6 +58,7 @@ def lane_groups(lanes: Sequence[LaneKey], control: dist.ProcessGroup, backend: s
         control: a gloo group of the pipelines' ranks.
         backend: "nccl"; "gloo" in tests.
         width: the number of pipelines.
+        device: to connect at once; at the first message if None. NCCL warns of that, and makes a second communicator.
 
     Raises:
         CapabilityError: the pipelines do not span the whole job, so that some of its ranks would not take part.
@@ -57,14 +67,35 @@ def lane_groups(lanes: Sequence[LaneKey], control: dist.ProcessGroup, backend: s
     if here != everywhere:
         # torch's new_group(use_local_synchronization=True) names groups by how many a rank has: lanes of a chain hang.
         raise CapabilityError(f"over NCCL a pipeline must hold all {everywhere} ranks of the job; its group has {here}")
-    depth = here // width
+    with _one_lane_per_group():
+        return _new_groups(lanes, control, backend, range(0, here, here // width), device)
+
+
+def _new_groups(
+    lanes: Sequence[LaneKey], control: dist.ProcessGroup, backend: str, firsts: range, device: torch.device | None
+) -> list[LaneGroups]:
     return [
         {
-            lane: dist.new_group([dist.get_global_rank(control, first + r) for r in lane[:2]], backend=backend)
+            lane: dist.new_group(
+                [dist.get_global_rank(control, first + r) for r in lane[:2]], backend=backend, device_id=device
+            )
             for lane in lanes
         }
-        for first in range(0, here, depth)
+        for first in firsts
     ]
+
+
+@contextmanager
+def _one_lane_per_group() -> Iterator[None]:
+    """Let torch not warn that what travels on a group is serialized: each has one lane, whose messages are in order."""
+    before = os.environ.get(_WARNS)
+    os.environ[_WARNS] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(_WARNS)
+        if before is not None:
+            os.environ[_WARNS] = before
 
 
 class NcclTransport(LaneTransport):

@@ -77,6 +77,9 @@ class ReferenceStage:
                     self.names.setdefault(block, {})[own] = name
                     self.newest[name] = nn.Parameter(parameter.detach().clone())
         self.optimizer = factory(list(self.newest.items())) if self.newest else None
+        self._given: Weights = {}
+        if self.optimizer is not None:  # some optimizers work in the gradient's own memory
+            self.optimizer.register_step_pre_hook(self._note_gradients)
         self.rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
         self.versions = [self.copy_newest()]
         self.made, self.read = False, 0
@@ -144,7 +147,10 @@ class ReferenceStage:
             group["lr"] = self.rate(initial)
         with torch.no_grad():
             self.step(self)
-        return {name: p.grad.clone() for name, p in self.newest.items() if p.grad is not None}
+        return self._given
+
+    def _note_gradients(self, *_: object) -> None:
+        self._given = {name: p.grad.clone() for name, p in self.newest.items() if p.grad is not None}
 
     def add(self, change: Weights, share: float) -> None:
         """Add a share of a change to the newest version, before any pass has read it."""

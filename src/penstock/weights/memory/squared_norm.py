@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _FEW = 1 << 11  # numbers that Python adds in no time
+_LOWEST, _EXPONENTS = -1073, 1024 + 1073 + 1  # of float64, as frexp counts
 _COLUMNS = 1 << 14  # elements of a row whose norm is taken at once: torch divides longer ones among threads
 
 
@@ -27,29 +28,36 @@ def squared_norm(tensors: Iterable[Tensor]) -> tuple[float, float]:
     if not found:
         return 0.0, 0.0
     squares = torch.cat(found)
-    about = float(squares.sum())
+    numbers = squares.tolist() if squares.numel() <= _FEW else _fewer(squares)
+    about = sum(numbers)
     if not math.isfinite(about):
         return about, 0.0
-    numbers = squares.tolist() if squares.numel() <= _FEW else _fewer(squares)
     total = math.fsum(numbers)
     return total, math.fsum([*numbers, -total])
 
 
 def _fewer(values: Tensor) -> list[float]:
-    """Return a few numbers whose sum is exactly that of many, which are not negative.
+    """Return a few numbers whose sum is exactly that of many, which are not negative; that is not finite if one is not.
 
-    Upper and lower halves of the digits of all values with the same exponent add up without rounding.
+    Upper and lower halves of the digits of all values with the same exponent add up without rounding. There is a place
+    for every exponent, so that a GPU is waited for once.
     """
     digits, exponents = torch.frexp(values)  # from 1/2 to 1, of 53 bits
+    places = (exponents.long() - _LOWEST).clamp(0, _EXPONENTS - 1)  # those of numbers that are not finite are anything
     upper = (digits * 2**27).floor()
     lower = (digits * 2**27 - upper) * 2**26
-    lowest = int(exponents.min())
-    places = (exponents - lowest).long()
-    sums = torch.zeros(2, int(places.max()) + 1, dtype=torch.float64, device=values.device)
+    sums = torch.zeros(2, _EXPONENTS, dtype=torch.float64, device=values.device)
     for half, part in zip(sums, (upper, lower), strict=True):
         half.index_add_(0, places, part)
-    halves = zip(sums.tolist(), (27, 53), strict=True)
-    return [math.ldexp(s, lowest + place - bits) for half, bits in halves for place, s in enumerate(half) if s]
+    upper, lower, about = torch.split(
+        torch.cat([sums.flatten(), values.sum().reshape(1)]).cpu(), [_EXPONENTS, _EXPONENTS, 1]
+    )
+    if not math.isfinite(about):
+        return [float(about)]
+    used = [
+        (half, bits, place) for half, bits in zip((upper, lower), (27, 53), strict=True) for place in half.nonzero()
+    ]
+    return [math.ldexp(float(half[place]), int(place) + _LOWEST - bits) for half, bits, place in used]
 
 
 def _squares(tensor: Tensor) -> list[Tensor]:
