@@ -31,6 +31,7 @@ from benchmarks.arms import (
     mean_loss,
     stage_modules,
 )
+from benchmarks.network.sharded_arms import LoopedFsdpArm, ParallelPipelinesArm
 from penstock import GPTConfig
 
 
@@ -188,7 +189,15 @@ MAKERS: dict[str, Maker] = {
     "torch ddp": ReplicasArm,
     "torch fsdp2": ShardsArm,
 }
-"""All arms by name."""
+"""The arms of `benchmarks.links` by name."""
+
+PARALLEL = ("layered", "depth-first-full", "breadth-first")
+"""Methods of two parallel pipelines: fully sharded, the same depth-first, and replicated."""
+PARALLEL_MAKERS: dict[str, Maker] = {
+    **{f"penstock {name} x 2": partial(ParallelPipelinesArm, name) for name in PARALLEL},
+    "torch looped bfs, fsdp2 x 2": LoopedFsdpArm,
+}
+"""The arms of `benchmarks.sharded_links` by name."""
 
 DIVIDED = ("torch ddp", "torch fsdp2")
 """Arms whose batches all take the same time, so that a quarter of the microbatches is enough in a turn."""
@@ -225,13 +234,15 @@ CASES = (
     Case(2, "many", 8, (*_MAIN, "torch fsdp2"), _FAST_ENOUGH),
     Case(4, "few", 8, _MAIN, ("loopback", "1 Gbit/s", "100 Mbit/s")),
 )
+SHARDED = tuple(Case(4, "many", m, tuple(PARALLEL_MAKERS)) for m in (2, 4, 16))
+"""Of `benchmarks.sharded_links`: two pipelines of two ranks, m microbatches for each."""
 TINY = (Case(2, "tiny", 2),)
 """For tests."""
 
 
 def case_named(name: str) -> Case:
     """Find a case."""
-    return next(case for case in (*CASES, *TINY) if case.name == name)
+    return next(case for case in (*CASES, *SHARDED, *TINY) if case.name == name)
 
 
 def arms_of(case: Case, names: tuple[str, ...]) -> Iterator[tuple[str, Arm]]:
@@ -239,4 +250,4 @@ def arms_of(case: Case, names: tuple[str, ...]) -> Iterator[tuple[str, Arm]]:
     model = MODELS[case.model]
     data = model.data()
     for name in names:
-        yield name, MAKERS[name](case.m, data, model.task)
+        yield name, (MAKERS | PARALLEL_MAKERS)[name](case.m, data, model.task)

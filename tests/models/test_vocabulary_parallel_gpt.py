@@ -180,3 +180,8 @@ def test_more_stages_than_there_is_to_divide(layers: int, vocabulary: int) -> No
     shape = GPTConfig(layers, 8, 2, 4, vocabulary)
     with pytest.raises(ConfigError, match=f"{layers} layers and {vocabulary} tokens cannot be divided among 3 stages"):
         vocabulary_parallel_gpt(shape, 3, seed=0)
+
+
+def test_more_than_ten_parts_are_put_together_in_their_order() -> None:
+    state = {f"head.out.{place}.weight": torch.full((2, 3), float(place)) for place in range(11)}
+    assert whole_head(state)["head.out.weight"][:, 0].tolist() == [float(place) for place in range(11) for _ in "ab"]

@@ -57,7 +57,7 @@ def draw(number: int, seed: int, again: int = 0) -> Case:
     kind = kinds[number % len(kinds)]
     dice = random.Random(f"{seed}/{number}")
     large = kind.launcher == LOCAL and number % _LARGE == _LARGE // 2
-    drains = kind.damage is not None or (kind.end.codes == (0,) and kind.end.then == "resume")
+    drains = kind.damage is not None or (0 in kind.end.codes and kind.end.then == "resume")
     fitting = [
         s
         for s in (LARGE if large else SHAPES)
