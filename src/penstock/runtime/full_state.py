@@ -14,7 +14,7 @@ from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.errors import ConfigError
 from penstock.partition.block_names import block_of, tensors_in, tensors_of
-from penstock.partition.fx_subgraph_module import ModelPart
+from penstock.partition.whole_model.fx_subgraph_module import ModelPart
 from penstock.stage.stage_runtime import StageRuntime
 
 _WHAT = "gathering the weights"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.partition.fx_subgraph_module import ModelBlocks
+from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks
 from penstock.runtime.built_pipeline import BuiltPipeline
 from penstock.runtime.full_state import (
     check_fits_model,

@@ -39,7 +39,7 @@ from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.methods.choice import MethodChoice
-from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.proof import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.loss import LossFunction, check_loss
 from penstock.weights.corrections.base import Correction

@@ -14,7 +14,7 @@ from penstock.comm.message.trees import detached
 from penstock.partition.sequence_slices import NOTHING, Carry, with_carry
 from penstock.partition.tied import Tie
 from penstock.schedule.ir.schedule import Copy, Stage
-from penstock.schedule.proof.microbatch_state import Piece
+from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.autograd.forward_graph import Graph, run_backward
 from penstock.stage.autograd.recompute import RecomputeInput
 from penstock.stage.autograd.saved_bytes import storage_bytes

@@ -21,8 +21,8 @@ from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
-from penstock.schedule.proof.check import Proof
-from penstock.schedule.proof.stage_constants import stage_specs
+from penstock.schedule.proof.proof import Proof
+from penstock.schedule.stage_state.stage_constants import stage_specs
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import add_shares
 

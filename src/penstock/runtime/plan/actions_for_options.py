@@ -18,7 +18,7 @@ from penstock.schedule.ir.sharding import REPLICATED, Level, Sharding, read_shar
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.methods.find_method import find_method
-from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof_serialization import RankProof
 from penstock.schedule.transforms.batch_ops import check_together
 from penstock.schedule.transforms.unfuse import taken_apart

@@ -18,7 +18,7 @@ from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.ir.schedule import Stage
 from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.proof import Proof
 from penstock.stage.loss import LossFunction
 from penstock.weights.corrections.base import Correction
 from penstock.weights.optim.optimizer_factory import OptimizerFactory

@@ -10,7 +10,7 @@ from penstock.errors import CapabilityError
 from penstock.partition.tied import Tie
 from penstock.schedule.ir.schedule import Op, Stage
 from penstock.schedule.ir.sharding import Level
-from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof.unsharded_peaks import sums_wait
 from penstock.stage.module import StageModule
 from penstock.weights.fully_sharded_store import FullyShardedExactStore, FullyShardedMixedStore

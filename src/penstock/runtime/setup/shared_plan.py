@@ -17,7 +17,8 @@ from penstock.runtime.plan.schedule_from_other_rank import KnownSchedule
 from penstock.runtime.setup.same_plan import check_same_plans
 from penstock.schedule.add_options import evaluation_of
 from penstock.schedule.ir.schedule import Schedule
-from penstock.schedule.proof.check import Proof, check
+from penstock.schedule.proof.check import check
+from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof_serialization import common_part, part_of_rank, rank_proof
 from penstock.schedule.rank_schedule import Json, rank_schedule, schedule_facts
 

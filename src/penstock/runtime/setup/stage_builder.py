@@ -23,9 +23,9 @@ from penstock.runtime.setup.sharded_weights import average_of, divide_updates, f
 from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Source, Update, VersionRule
-from penstock.schedule.proof.check import Proof
-from penstock.schedule.proof.microbatch_state import Piece
+from penstock.schedule.proof.proof import Proof
 from penstock.schedule.split_backward_microbatches import halved_units
+from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.autograd.recompute import parts_to_recompute
 from penstock.stage.graphs import StageGraphs
 from penstock.stage.loss import LossFunction
