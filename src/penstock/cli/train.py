@@ -137,7 +137,7 @@ def _checked(
         PenstockError: something is wrong.
     """
     from penstock.train.config.load import load_config
-    from penstock.train.setup.enough_blocks import check_enough_blocks
+    from penstock.train.setup.model_shape import check_enough_blocks
 
     file = config if resume is None else _config_of(resume, config)
     settings = load_config(file, changes, proves=local)  # rank 0 of a job that runs already proves for all

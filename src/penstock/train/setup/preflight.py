@@ -30,8 +30,8 @@ from penstock.train.config.own_schedule import own_schedule
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import Corpus, Once, load_corpus
 from penstock.train.data.windows import Windows
-from penstock.train.setup.enough_blocks import check_enough_blocks, shape_of
 from penstock.train.setup.machine_memory import check_machine_memory, check_workers
+from penstock.train.setup.model_shape import check_enough_blocks, shape_of
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import FALLBACK, MAIN, SYNC
 from penstock.train.setup.pipeline_options import pipeline_options, tokens_per_batch
