@@ -437,8 +437,8 @@ DEFECTS = (
     Defect(
         "a message counts until its receiver has used it",
         "simulate/memory",
-        "while queue and queue[0][0].done:",
-        "while len(queue) > 1 and queue[0][0].done:",
+        "while queue and queue[0].received.done:",
+        "while len(queue) > 1 and queue[0].received.done:",
         ("tests/simulate/test_predicted_memory.py",),
     ),
     Defect(
