@@ -204,7 +204,7 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
     if resume is not None and not restart and saved_batches(folder) is None:
         print_words(lasting_console(), Text(f"There is no checkpoint in {folder} yet, so the run begins with batch 1."))
     before = None if resume is None or restart else ConfigBefore(folder, settings)
-    workers, console = settings.stages * settings.width, lasting_console()
+    workers, console = settings.processes, lasting_console()
     try:
         launch_local(
             workers, _work, settings.model_dump(), str(folder), restart,

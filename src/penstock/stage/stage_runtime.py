@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.comm.core.tensor_group import explain_lost_peer
 from penstock.comm.message.trees import detached
 from penstock.partition.sequence_slices import NOTHING, Carry, with_carry
 from penstock.partition.tied import Tie
@@ -217,6 +218,8 @@ class StageRuntime:
         try:
             return run_backward(graph, gradients)
         except RuntimeError as error:
+            if self.module.division.splits:
+                explain_lost_peer(error, self.module.where)
             explain_backward(error, self.module.where)
             raise
 

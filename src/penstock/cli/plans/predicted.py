@@ -64,6 +64,7 @@ def _settings(config: TrainConfig, run: Path) -> RunSettings:
     from penstock.plan.measured_run import RunSettings, check_comparable
 
     check_comparable(config.row.name)
+    config.check_undivided("comparisons of runs with profiles")
     return RunSettings(
         config.row.name,
         config.stages,

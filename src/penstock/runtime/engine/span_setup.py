@@ -113,7 +113,7 @@ class SpanSetup:
         if self.combine.apart or (entrance and announces_alone):
             return 0
         found = self.proof.reading()
-        return found.alone if self.grid.width == 1 else found.together
+        return found.alone if self.grid.width * self.grid.tensor.size == 1 else found.together
 
     def trainers(self) -> list[Executor]:
         """The executors of a span of training."""

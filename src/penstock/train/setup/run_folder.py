@@ -201,5 +201,6 @@ def is_of_a_run(out: Path, file: Path) -> bool:
 
 
 def _shape(config: TrainConfig) -> str:
-    """Write stages and microbatches, and how many pipelines if there are several."""
-    return "x".join(map(str, [*([config.width] if config.width > 1 else []), config.stages, config.microbatches]))
+    """Write stages and microbatches, and how many pipelines and tensor ranks if there are several."""
+    numbers = [*([config.width] if config.width > 1 else []), config.stages, config.microbatches]
+    return "x".join(map(str, numbers)) + (f"-tp{config.tensor_parallel}" if config.tensor_parallel > 1 else "")
