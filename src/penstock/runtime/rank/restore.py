@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.errors import CheckpointError
 from penstock.partition.block_names import block_of, prefix_of
 from penstock.runtime.rank.snapshot import suffix
-from penstock.runtime.rank.tensor_pieces import joined, pieces_in
+from penstock.runtime.rank.tensor_pieces import joined_pieces, pieces_in
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.stage.stage_runtime import StageRuntime
@@ -290,7 +290,7 @@ class _StageReader:
         whole = f"{prefix}/{known}"
         if whole in self._saved.names or whole in self._pieces:
             read, pieces = self._saved.tensor, self._pieces.get(whole)
-            tensor = read(whole) if pieces is None else joined(whole, pieces, read)
+            tensor = read(whole) if pieces is None else joined_pieces(whole, pieces, read)
             return tensor if not tensor.dim() or rows.end - rows.first == rows.all else rows.of(tensor)
         firsts = self._firsts.get(whole, [])
         if not firsts or firsts[0]:

@@ -36,7 +36,7 @@ from penstock.checks import check_whole
 from penstock.comm.core.devices import is_accelerator
 from penstock.comm.core.side_stream import Done, SideStream
 from penstock.errors import ConfigError
-from penstock.runtime.rank.tensor_pieces import pieces_of
+from penstock.runtime.rank.tensor_pieces import own_pieces
 from penstock.runtime.update.decisions import Decisions
 from penstock.stage.checks.tensor_sums import tensor_sums
 from penstock.stage.stage_runtime import StageRuntime
@@ -173,7 +173,7 @@ def take_snapshot(
         rows, values = _optimizer_state(weights, settled)
         tensors |= rows | _rows_of_weights(weights, settled)
     division = stage.module.division
-    names = pieces_of(division, tensors)
+    names = own_pieces(division, tensors)
     tensors = {names[name]: tensor for name, tensor in tensors.items() if name in names}
     frozen = {names[name]: number for name, number in frozen.items() if name in names}
     if side is None:

@@ -46,7 +46,7 @@ def pieces_in(names: Collection[str]) -> dict[str, list[Piece]]:
     return {whole: sorted(parts, key=lambda piece: piece.split.index) for whole, parts in found.items()}
 
 
-def joined(whole: str, pieces: Sequence[Piece], read: Callable[[str], Tensor]) -> Tensor:
+def joined_pieces(whole: str, pieces: Sequence[Piece], read: Callable[[str], Tensor]) -> Tensor:
     """Return the whole tensor of its saved parts.
 
     Args:
@@ -63,7 +63,7 @@ def joined(whole: str, pieces: Sequence[Piece], read: Callable[[str], Tensor]) -
     return split.whole([read(piece.name) for piece in pieces])
 
 
-def pieces_of(division: Division, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def own_pieces(division: Division, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return under what names this process saves tensors of its stage, by their names as of `rank.snapshot`.
 
     What is the same on all processes that share the stage is saved by the first of them.
