@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import penstock
-from penstock.errors import CapabilityError, ConfigError, PenstockError
+from penstock.errors import CapabilityError, CheckpointError, ConfigError, PenstockError
 from penstock.models.gpt import gpt_blocks
 from penstock.options.all_options import PipelineOptions
 from penstock.options.parallelism import DataParallel, Partition
 from penstock.options.run import Group
 from penstock.runtime.plan.plan import UnprovenPlan
 from penstock.runtime.plan.schedule_from_arguments import request_of
+from penstock.runtime.rank.restore import has_older
+from penstock.runtime.rank.tensor_pieces import joined_pieces, pieces_in
 from penstock.schedule.methods.data_parallel_sync import Combine
 from support.pool import Pool
 from support.tensor_parallel_cases import SHAPE, TensorCase, Trained, gpt_pipeline, tokens, train_gpt
@@ -255,12 +257,12 @@ def leave(group: dist.ProcessGroup, case: TensorCase, rank: int) -> int:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("rank", [1, 2])
-@pytest.mark.parametrize("clip", [0.7, None])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize(("method", "clip"), [("1f1b", None), ("2bw", 0.7), ("stash", 0.7)])
 def test_whoever_leaves_the_loop_ends_the_run_after_the_same_batch_for_all(
-    pool: Pool, rank: int, clip: float | None
+    pool: Pool, rank: int, method: str, clip: float | None
 ) -> None:
-    found = pool.submit(leave, TensorCase(clip=clip), rank, ranks=4)
+    found = pool.submit(leave, TensorCase(method, clip=clip), rank, ranks=4)
     assert len(set(found)) == 1
     assert 3 <= found[0] < 30
 
@@ -344,6 +346,28 @@ def test_another_number_of_processes_is_refused(pool: Pool) -> None:
         pool.submit(with_processes, TensorCase(stages=1), ranks=2)
 
 
+class OlderParts:
+    """A saved state of a model all of whose parameters are divided."""
+
+    facts: Mapping[str, Any] = {}
+    names = ("weights~0.1.0of2/a.weight", "weights~0.1.1of2/a.weight", "older~0.1.0of2/a.weight")
+
+    def tensor(self, name: str) -> Tensor:
+        raise KeyError(name)
+
+
+def test_older_weights_are_found_where_there_are_parts_only() -> None:
+    assert has_older(OlderParts(), "none")
+
+
+def test_a_part_that_is_missing_is_told() -> None:
+    pieces = pieces_in(OlderParts.names)
+    tensors = {name: torch.full((1, 2), float(place)) for place, name in enumerate(OlderParts.names)}
+    assert joined_pieces("a", pieces["weights/a.weight"], tensors.__getitem__).tolist() == [[0.0, 0.0], [1.0, 1.0]]
+    with pytest.raises(CheckpointError, match="the checkpoint lacks parts of older/a.weight: 1 of 2 are there"):
+        joined_pieces("older/a.weight", pieces["older/a.weight"], tensors.__getitem__)
+
+
 def skipped(group: dist.ProcessGroup | None, case: TensorCase) -> list[tuple[bool, float]]:
     """Train in float16 under a scale that overflows at first; returns what was decided of each batch."""
     scale = penstock.LossScale(initial=2.0**26, backoff=0.125)
@@ -369,3 +393,30 @@ def test_low_precision_is_off_by_its_own_roundings(pool: Pool, method: str) -> N
     assert losses == [pytest.approx(wanted.losses, rel=2e-3)] * case.tensor
     for name, tensor in wanted.whole.items():
         assert (found[0].whole[name] - tensor).norm() <= 0.05 * tensor.norm(), name
+
+
+def lose_data(group: dist.ProcessGroup, case: TensorCase, rank: int) -> tuple[int, str]:
+    """Train on data that one rank cannot read from some batch on."""
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for number, batch in enumerate(tokens(12)):
+            if number == 5 and dist.get_rank(group) == rank:
+                raise OSError("the disk is gone")
+            yield batch
+
+    pipeline, said = gpt_pipeline(group, case), ""
+    try:
+        list(pipeline.run(batches()))
+    except OSError as error:
+        said = str(error)
+    return pipeline.batches, said
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_data_that_one_process_cannot_read_end_the_run_for_all(pool: Pool, method: str, rank: int) -> None:
+    found = pool.submit(lose_data, TensorCase(method), rank, ranks=4)
+    assert len({batches for batches, _ in found}) == 1
+    assert 1 <= found[0][0] <= 5
+    assert [said for _, said in found] == ["the disk is gone" if other == rank else "" for other in range(4)]
