@@ -1026,4 +1026,33 @@ DEFECTS = (
         "(stages, microbatches) == USUAL",
         ("tests/simulate/test_method_facts.py",),
     ),
+    # --- tensor parallelism -------------------------------------------------------------------------------------------
+    Defect(
+        "every tensor rank counts what all have in the norm",
+        "runtime/setup",
+        "if module.division.index:  # the first",
+        "if False:  # the first",
+        ("tests/runtime/test_tensor_parallel.py",),
+    ),
+    Defect(
+        "every tensor rank counts the losses that all know",
+        "runtime/update",
+        "if not self._counts:\n            return share",
+        "if False:\n            return share",
+        ("tests/runtime/test_tensor_parallel.py",),
+    ),
+    Defect(
+        "a tensor rank has neighbouring rows of queries, keys and values as if they were one weight",
+        "models",
+        '"query_key_value.weight": 3}',
+        '"query_key_value.weight": 1}',
+        ("tests/runtime/test_tensor_parallel.py",),
+    ),
+    Defect(
+        "the first rank of each tensor rank ends a run by itself",
+        "runtime/engine",
+        "grid.width * grid.tensor.size * len(entrances)",
+        "grid.width * len(entrances)",
+        ("tests/runtime/test_tensor_parallel.py",),
+    ),
 )

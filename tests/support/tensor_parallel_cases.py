@@ -52,14 +52,14 @@ class Trained(NamedTuple):
 
     Attributes:
         losses: those of batches that are known here.
-        norms: of the decisions.
+        decided: the loss and the norm of each update.
         whole: the state of the whole model, on the first rank.
         own: what is here.
         saved: of the state that it would save, by name.
     """
 
     losses: list[float]
-    norms: list[float]
+    decided: list[tuple[float, float]]
     whole: dict[str, Tensor]
     own: dict[str, Tensor]
     saved: dict[str, Tensor]
@@ -110,4 +110,4 @@ def train_gpt(
     saved = {n: t.clone() for snapshot in pipeline.snapshots() for n, t in snapshot.tensors.items()}
     whole = dict(pipeline.full_state_dict())
     own = {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
-    return Trained(losses, [decision.norm for decision in decided], whole, own, saved)
+    return Trained(losses, [(decision.loss, decision.norm) for decision in decided], whole, own, saved)

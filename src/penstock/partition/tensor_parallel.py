@@ -92,7 +92,7 @@ def divide_blocks(blocks: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Tens
 
     Raises:
         ConfigError: a block cannot be divided evenly.
-        CapabilityError: it is divided in a way that is not offered.
+        CapabilityError: it is divided in a way that is not offered, is on a GPU, or has hooks on what is divided.
     """
     from torch.distributed.tensor import DTensor  # takes half a second, which only this needs
 
@@ -107,12 +107,24 @@ def divide_blocks(blocks: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Tens
             for key, parameter in before.items():
                 now: Any = module._parameters.get(key)
                 if parameter is not None and isinstance(now, DTensor):
+                    _check_own(f"{path}{key}", parameter)
                     split = _split_of(f"{path}{key}", now, parameter.shape, sections.get(f"{path}{key}", 1))
                     found |= {} if split is None else {f"{path}{key}": split}
                     part = parameter.detach() if split is None else split.own(parameter.detach())
                     module._parameters[key] = nn.Parameter(part, parameter.requires_grad)
                     _DTensorWhileComputing(key, now).attach(module)
     return found
+
+
+def _check_own(name: str, parameter: nn.Parameter) -> None:
+    """Make sure that a parameter may be replaced by a part of it."""
+    if not parameter.is_cpu:
+        raise CapabilityError(f"{name} is on {parameter.device}, but tensor parallelism is offered on CPUs so far")
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise CapabilityError(
+            f"{name} is divided by tensor parallelism, and has hooks, which would be lost; leave them out, or let the "
+            "block not divide it"
+        )
 
 
 def _split_of(name: str, divided: Any, shape: torch.Size, sections: int) -> TensorSplit | None:

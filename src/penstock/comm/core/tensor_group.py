@@ -87,7 +87,7 @@ def tensor_group(group: dist.ProcessGroup | None, size: int, ranks: int, limit: 
             f"tensor_parallel={size} makes process groups, in which all {job} processes of the job must take part, but "
             f"the pipelines have only {here}"
         )
-    if dist.get_backend_config(group).find("cpu:gloo") < 0:
+    if "cpu:gloo" not in dist.get_backend_config(group):
         raise CapabilityError(f"tensor_parallel={size} runs over gloo so far; init_process_group('gloo')")
     job_ranks = dist.get_process_group_ranks(group)
     own, index = divmod(dist.get_rank(group), size)
