@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.machine import command_line, describe_machine
 from penstock.schedule.build import call_order
 from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.machine.lower import lower
+from penstock.schedule.lowering.lower import lower
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import check

@@ -41,7 +41,7 @@ from .schedule.ir.order import Order as Order
 from .schedule.ir.schedule import Schedule as Schedule, Stage as Stage
 from .schedule.methods.choice import MethodChoice as MethodChoice, method as method
 from .schedule.methods.data_parallel_sync import Combine as Combine
-from .schedule.proof.check import Proof as Proof
+from .schedule.proof.proof import Proof as Proof
 from .schedule.text import parse_schedule as parse_schedule
 from .schedule.torch_csv import from_torch_csv as from_torch_csv, to_torch_csv as to_torch_csv
 from .simulate.costs import Costs as Costs, StageCost as StageCost

@@ -10,7 +10,7 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.add_options import extended
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.compiled.collective_events import NotCompiledError
-from penstock.schedule.machine.lower import lower
+from penstock.schedule.lowering.lower import lower
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.text import parse_schedule

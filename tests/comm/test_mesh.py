@@ -85,8 +85,8 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
         "ConfigError: the mesh has 2 dimensions named (); name them (",
     ),
     (
-        lambda: shaped(1, 2, 2),
-        "CapabilityError: the inner dimension of the mesh is 2, but tensor parallelism is not supported yet; make it 1",
+        lambda: shaped(1, 2, 2) | {"tensor_parallel": 4},
+        "ConfigError: tensor_parallel is 4, but the inner dimension of the mesh is 2; leave tensor_parallel out",
     ),
     (lambda: shaped(4, 1), "ConfigError: the schedule has 2 ranks, but the depth of the mesh is 1"),
     (

@@ -17,7 +17,7 @@ from penstock.comm.p2p.nccl import lane_groups
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import GlooTransports, LocalTransports, NcclTransports, choose_transports
 from penstock.errors import CapabilityError
-from penstock.schedule.machine.lower import in_one_order, lower
+from penstock.schedule.lowering.lower import in_one_order, lower
 from support.schedules import make_schedule
 
 WARNS = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"

@@ -156,7 +156,7 @@ def test_the_script_for_ray_has_the_whole_configuration() -> None:
 
 
 def test_what_cannot_be_spread_or_written_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"4 ranks .* evenly over 3 machines; take a number .* that divides 4"):
+    with pytest.raises(ConfigError, match=r"4 processes .* evenly over 3 machines; take a number .* that divides 4"):
         JobPlan("a", [], "/shared", 3, 4, {})
     with pytest.raises(ConfigError, match="'skypilot' and 'ray', not for 'pbs'"):
         job_file("pbs", PLAN)

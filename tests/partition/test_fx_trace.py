@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.partition.fx_trace import Guard, without_guards
+from penstock.partition.whole_model.fx_trace import Guard, without_guards
 from support.pool import Pool
 
 D = 4

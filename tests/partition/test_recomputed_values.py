@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import penstock
 from penstock.errors import ConfigError
 from penstock.partition.blocks import cut_blocks, named_blocks
-from penstock.partition.recomputed_values import recomputed_among, sizes_among
+from penstock.partition.whole_model.recomputed_values import recomputed_among, sizes_among
 from support.pool import Pool
 
 D, LAYERS, LONGEST = 8, 8, 6

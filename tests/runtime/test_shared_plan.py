@@ -47,7 +47,7 @@ def plain(method: Any, group: dist.ProcessGroup | None, m: int | None, **changes
 def count_proofs(group: dist.ProcessGroup, case: Case, second: str) -> tuple[int, int, int, list[bool]]:
     """Make a pipeline, train, and go on under another method; how often each rank has built or proven anything."""
     with (
-        mock.patch.object(proofs, "_prove_versions", wraps=proofs._prove_versions) as proven,
+        mock.patch.object(proofs, "prove_versions", wraps=proofs.prove_versions) as proven,
         mock.patch.object(build, "_build", wraps=build._build) as made,
     ):
         pipeline = plain(case.method, group, case.m, stages=case.depth, data_parallel=case.width)
@@ -92,7 +92,7 @@ def count_of_own(group: dist.ProcessGroup, kind: str) -> tuple[int, ...]:
     CALLS.clear()
     given = {"schedule": make_schedule("gpipe", 2, 4)} if kind == "a schedule" else {"method": own_order}
     with (
-        mock.patch.object(proofs, "_prove_versions", wraps=proofs._prove_versions) as proven,
+        mock.patch.object(proofs, "prove_versions", wraps=proofs.prove_versions) as proven,
         mock.patch.object(actions_for_options, "extended", wraps=actions_for_options.extended) as added,
     ):
         m = 4 if "method" in given else None
@@ -156,7 +156,7 @@ def test_all_ranks_hear_that_a_schedule_is_wrong(pool: Pool) -> None:
 
 def breaks_while_proving(group: dist.ProcessGroup) -> str:
     broken = mock.Mock(side_effect=MemoryError("no room"))
-    with mock.patch.object(proofs, "_prove_versions", broken), pytest.raises(Exception, match="no room") as caught:
+    with mock.patch.object(proofs, "prove_versions", broken), pytest.raises(Exception, match="no room") as caught:
         plain("2bw", group, 4)
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -200,13 +200,13 @@ def test_a_proof_of_one_rank_serves_elsewhere(pool: Pool) -> None:
 
 def proves_slowly(_: dist.ProcessGroup) -> int:
     """The proof takes longer than the group's time-out."""
-    group, check = dist.new_group(timeout=timedelta(seconds=LIMIT)), proofs._prove_versions
+    group, check = dist.new_group(timeout=timedelta(seconds=LIMIT)), proofs.prove_versions
 
     def slow(*args, **kwargs):
         time.sleep(2 * LIMIT)
         return check(*args, **kwargs)
 
-    with mock.patch.object(proofs, "_prove_versions", slow):
+    with mock.patch.object(proofs, "prove_versions", slow):
         pipeline = plain("2bw", group, 4, stages=4)
     return len(list(pipeline.run([(torch.ones(12, 3), torch.ones(12, 3))] * 2)))
 
@@ -227,7 +227,7 @@ def ends_while_proving(_: dist.ProcessGroup, deed: str) -> tuple[str, float]:
         os.kill(os.getpid(), signal.SIGSTOP if deed == "stops" else signal.SIGKILL)
 
     start = time.monotonic()
-    with mock.patch.object(proofs, "_prove_versions", end), pytest.raises(PenstockError) as caught:
+    with mock.patch.object(proofs, "prove_versions", end), pytest.raises(PenstockError) as caught:
         plain("2bw", group, 4, stages=4)
     return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - start
 

@@ -14,8 +14,8 @@ from penstock.schedule.ir.absolute_actions import since
 from penstock.schedule.ir.schedule import Action, Copy, Op, Schedule, split_fused
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.table import METHODS
-from penstock.schedule.proof.stage_constants import StageSpec, stage_specs
-from penstock.schedule.proof.stage_state import StageState
+from penstock.schedule.stage_state.stage_constants import StageSpec, stage_specs
+from penstock.schedule.stage_state.stage_state import StageState
 from penstock.schedule.text import parse_schedule
 from support.schedules import make_schedule
 

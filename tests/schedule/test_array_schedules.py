@@ -14,7 +14,7 @@ from penstock.schedule.compiled.instruction_arrays import coded
 from penstock.schedule.ir.arrays import OPERATIONS, STEP, ActionArrays, ArrayOrder, ArraySchedule, ProgramArrays
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.machine.lower import lower
+from penstock.schedule.lowering.lower import lower
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof import check as proofs
 from penstock.schedule.proof.check import check

@@ -7,7 +7,7 @@ import pytest
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Op
-from penstock.schedule.machine.lower import lower
+from penstock.schedule.lowering.lower import lower
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule

@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.schedule.ir.schedule import Op
-from penstock.schedule.proof.gradient_state import Gradients
-from penstock.schedule.proof.microbatch_state import BooksError
+from penstock.schedule.stage_state.gradient_state import Gradients
+from penstock.schedule.stage_state.microbatch_state import BooksError
 
 
 def test_a_gradient_accumulates_until_its_last_backward():

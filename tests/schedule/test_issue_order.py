@@ -9,12 +9,12 @@ import pytest
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op
+from penstock.schedule.lowering.lower import Lowering
+from penstock.schedule.lowering.send_window_search import settled
 from penstock.schedule.machine.default_durations import unit_time
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.issue_order import Event, Issued, buffers, issued, one_order
-from penstock.schedule.machine.lower import Lowering
 from penstock.schedule.machine.play import Machine
-from penstock.schedule.machine.send_window_search import settled
 from penstock.schedule.methods.table import METHODS
 
 

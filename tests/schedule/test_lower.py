@@ -8,7 +8,7 @@ import pytest
 from penstock.schedule.ir.absolute_actions import actions_of, existing
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.machine.lower import lower
+from penstock.schedule.lowering.lower import lower
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule

@@ -11,7 +11,7 @@ from penstock.runtime.plan.capabilities import check_offered
 from penstock.schedule.build import prove, smallest_microbatches
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Op, Schedule
-from penstock.schedule.machine.lower import lower
+from penstock.schedule.lowering.lower import lower
 from penstock.schedule.orders.nf1b import version_difference
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule

@@ -8,9 +8,9 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.schedule import Action, Op, Stage
+from penstock.schedule.lowering.lower import lower
 from penstock.schedule.machine.default_durations import unit_time
 from penstock.schedule.machine.instructions import Lowered
-from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
@@ -112,7 +112,7 @@ def test_spans_of_any_length(text: str, batches: int) -> None:
     for k in parked:
         assert starts[f"RETURN{k}@1"] >= starts[f"OFFLOAD{k}@0"] + latency
         assert starts[f"B{k}@0"] >= starts[f"RETURN{k}@1"] + latency
-    assert not any(machine._arrived)
+    assert not any(machine.messages.arrived)
 
 
 @pytest.mark.parametrize("text", [ENDLESS, FAR_AHEAD])

@@ -10,8 +10,8 @@ import pytest
 from penstock.errors import ScheduleError
 from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op, Program, Schedule
+from penstock.schedule.lowering.lower import lower
 from penstock.schedule.machine.instructions import Instruction
-from penstock.schedule.machine.lower import lower
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.schedule.transforms.post_validation import redone
@@ -128,7 +128,7 @@ def test_nothing_that_was_made_of_a_rejected_version_is_used(monkeypatch: pytest
         )
         return replace(whole, programs=programs), drafts
 
-    monkeypatch.setattr("penstock.schedule.proof.check.redone", forgetful)
+    monkeypatch.setattr("penstock.schedule.proof.versions.redone", forgetful)
     with pytest.raises(ScheduleError, match="rank 0, I1.*has read a rejected version and has not been repeated"):
         check(schedule)
 

@@ -14,10 +14,11 @@ from penstock.schedule.build import prove
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.table import METHODS
-from penstock.schedule.proof.check import Proof, check
-from penstock.schedule.proof.stage_constants import stage_specs
+from penstock.schedule.proof.check import check
+from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof_serialization import common_part, part_of_rank, rank_proof
 from penstock.schedule.rank_schedule import rank_schedule, schedule_facts
+from penstock.schedule.stage_state.stage_constants import stage_specs
 from penstock.schedule.text import parse_schedule
 from support.smallest_batch import least
 

@@ -14,12 +14,13 @@ from penstock.schedule.add_options import extend
 from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import WINDOW, Schedule
 from penstock.schedule.load import prove_file
+from penstock.schedule.lowering.lower import lower
+from penstock.schedule.lowering.send_window_search import lower_freely, settled, unlimited
 from penstock.schedule.machine.default_durations import unit_time
-from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
-from penstock.schedule.machine.send_window_search import lower_freely, settled, unlimited
 from penstock.schedule.orders import ORDERS
-from penstock.schedule.proof.check import Proof, check
+from penstock.schedule.proof.check import check
+from penstock.schedule.proof.proof import Proof
 from penstock.schedule.text import parse_schedule
 from penstock.schedule.torch_csv import to_torch_csv
 from penstock.simulate.costs import Costs

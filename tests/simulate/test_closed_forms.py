@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.schedule.build import prove
-from penstock.schedule.machine.lower import lower
+from penstock.schedule.lowering.lower import lower
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.long_run import steady_bubble
 from penstock.simulate.message_counts import count_messages

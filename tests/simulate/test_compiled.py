@@ -17,8 +17,8 @@ from penstock.schedule.compiled.evaluate import evaluate
 from penstock.schedule.compiled.event_graph_builder import graph_of
 from penstock.schedule.compiled.instruction_arrays import coded
 from penstock.schedule.ir.schedule import Op
+from penstock.schedule.lowering.lower import lower
 from penstock.schedule.machine.instructions import LoweredProgram
-from penstock.schedule.machine.lower import lower
 from penstock.schedule.text import parse_schedule
 from penstock.simulate import compiled_span as module
 from penstock.simulate.compiled_span import CompiledSpan

@@ -11,8 +11,8 @@ from penstock.errors import DeadlockError, ScheduleError
 from penstock.schedule.build import prove
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Kind, Op
-from penstock.schedule.machine.lower import lower
-from penstock.schedule.machine.send_window_search import unlimited
+from penstock.schedule.lowering.lower import lower
+from penstock.schedule.lowering.send_window_search import unlimited
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost

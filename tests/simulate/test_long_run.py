@@ -11,7 +11,8 @@ from penstock.schedule.build import prove
 from penstock.schedule.compiled.array_lowering import ArrayLowered
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.methods.table import METHODS
-from penstock.schedule.proof.check import Proof, check
+from penstock.schedule.proof.check import check
+from penstock.schedule.proof.proof import Proof
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_bubble

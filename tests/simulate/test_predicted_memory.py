@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from penstock.errors import CapabilityError
+from penstock.errors import CapabilityError, DeadlockError
 from penstock.schedule.build import prove
+from penstock.schedule.ir.schedule import Op
+from penstock.schedule.lowering.lower import lower
+from penstock.schedule.machine.instructions import Lowered, LoweredProgram
 from penstock.schedule.methods.table import METHODS
 from penstock.simulate.memory.held import Held, HeldKind, Holdings, most_bytes
 from penstock.simulate.memory.in_process_run import most_held
@@ -71,6 +76,46 @@ def test_what_two_ranks_hold_in_a_batch_of_two() -> None:
     both = {(Held(HeldKind.GRAPH, 0), 2), (Held(HeldKind.OUTPUT, 0, 1), 2)}
     assert any(both <= each for each in held[0, 0])
     assert all(count <= 1 for each in held[0, 1] for what, count in each if what.kind is HeldKind.GRAPH)
+
+
+def without(lowered: Lowered, rank: int, op: Op, microbatch: int) -> Lowered:
+    """A program that has lost a message of its period."""
+    period, epilogue, rejected = lowered.programs[rank]
+    left = tuple(i for i in period if (i.action.op, i.action.unit.first) != (op, microbatch))
+    assert len(left) == len(period) - 1
+    programs = list(lowered.programs)
+    programs[rank] = LoweredProgram(left, epilogue, rejected)
+    return replace(lowered, programs=tuple(programs))
+
+
+def without_uses(lowered: Lowered, rank: int) -> Lowered:
+    """A program whose passes take no messages."""
+    programs = list(lowered.programs)
+    programs[rank] = LoweredProgram(*(tuple(i._replace(needs=()) for i in part) for part in lowered.programs[rank]))
+    return replace(lowered, programs=tuple(programs))
+
+
+@pytest.mark.parametrize(("rank", "op"), [(0, Op.SEND), (1, Op.RECV)])
+def test_a_rank_that_never_gets_a_message_ends_with_its_name(rank: int, op: Op) -> None:
+    with pytest.raises(DeadlockError, match="rank 1 at F1@1 waits for the activation of microbatch 1 from rank 0"):
+        most_held(without(prove("1f1b", 2, 2).lowered, rank, op, 1), 1)
+
+
+def test_all_ranks_that_wait_are_named() -> None:
+    with pytest.raises(DeadlockError, match="2 ranks would wait for ever") as caught:
+        most_held(without(prove("1f1b", 2, 2).lowered, 0, Op.SEND, 1), 1)
+    assert "rank 0 at B1@0 waits for the gradient of microbatch 1 from rank 1" in str(caught.value)
+
+
+@pytest.mark.parametrize(("window", "batches", "posted"), [(2, 1, 1), (1, 2, 0)])
+def test_a_message_that_nobody_receives_ends_with_the_name_of_its_sender(
+    window: int, batches: int, posted: int
+) -> None:
+    """Of the last gradient at the end of the run, of an earlier one where the next one finds no room."""
+    lowered = without_uses(lower(prove("1f1b", 2, 1).schedule, window=window), 0)
+    text = r"deadlock: 1 rank .*\n  rank 1 at SEND.* waits for rank 0 to receive earlier gradient messages"
+    with pytest.raises(DeadlockError, match=text):
+        most_held(without(lowered, 0, Op.RECV, posted), batches)
 
 
 def test_what_is_always_there_is_counted_once() -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Update
-from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.proof import Proof
 
 _WHOLE = 4  # bytes of a number in float32: weights that are updated, gradients, optimizer states
 

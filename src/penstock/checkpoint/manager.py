@@ -118,7 +118,8 @@ class Checkpoints:
         if keep < 1:
             raise ConfigError(f"keep must be at least 1, got {keep}")
         grid = pipeline.grid
-        self._rank, self._ranks = (0, 1) if grid.group is None else (dist.get_rank(grid.group), grid.group.size())
+        everyone = grid.tensor.everyone
+        self._rank, self._ranks = (0, 1) if everyone is None else (dist.get_rank(everyone), everyone.size())
         self._store, self._limits = store, (timeout, _PATIENCE * min(timeout, pipeline.timeout))
         self._keep, self._extra, self._tell = keep, extra, tell
         self._owner = Owner(self._folder)
@@ -134,15 +135,17 @@ class Checkpoints:
         """Make a writer that ignores earlier announcements; all ranks make it together."""
         grid, schedule = self._grid, self._pipeline.schedule
 
-        def places(pipeline: int, stages: Iterable[Stage]) -> list[tuple[int, int]]:
+        def places(pipeline: int, stages: Iterable[Stage]) -> list[tuple[int, int]]:  # counted through tensor ranks
             return [(stage.index, pipeline * schedule.directions + stage.direction) for stage in sorted(stages)]
 
-        own = [place for pipeline in grid.pipelines for place in places(pipeline, self._pipeline.stages)]
+        here = [grid.width * grid.tensor.index + pipeline for pipeline in grid.pipelines]
+        own = [place for pipeline in here for place in places(pipeline, self._pipeline.stages)]
         posts: Posts = LocalPosts()
         if grid.group is not None:
             name = self._of_first(uuid.uuid4().hex, "preparing for checkpoints")
             posts = StorePosts(self._store or _get_default_store(), name)
-        parts = [place for pipeline in range(grid.width) for place in places(pipeline, schedule.stages)]
+        pipelines = range(grid.width * grid.tensor.size)
+        parts = [place for pipeline in pipelines for place in places(pipeline, schedule.stages)]
         return Writer(
             self._folder, parts, own, self._keep, self._extra, posts, *self._limits, self._tell, self._owner.claim
         )
@@ -277,4 +280,4 @@ class Checkpoints:
         return self._gather(None if self._rank else value, what)[0]
 
     def _gather(self, value: Any, what: str) -> list[Any]:
-        return [value] if self._grid.group is None else gather_json(value, what, self._grid.control)
+        return [value] if self._grid.group is None else gather_json(value, what, self._grid.everyone)

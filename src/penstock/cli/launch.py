@@ -66,7 +66,7 @@ def launch(
     for change in changes or ():
         given += [] if change.startswith("out=") else ["--set", change]
     name = re.sub(r"[^a-z0-9]+", "-", f"penstock-{settings.row.name}".lower())[:_LONGEST_NAME].strip("-")
-    ranks = settings.stages * settings.width
+    ranks = settings.processes
     gpus = int(settings.device.startswith("cuda"))  # `auto` takes what there is
     plan = JobPlan(name, given, settings.out, machines, ranks, settings.model_dump(), cpus, gpus, image)
     sys.stdout.write(job_file(launcher, plan))

@@ -45,7 +45,7 @@ def train_on_ray(
         train_loop_config={"values": config.model_dump(), "folder": str(place)},
         torch_config=TorchConfig(backend="gloo", timeout_s=int(config.timeout)),
         scaling_config=ray.train.ScalingConfig(
-            num_workers=config.stages * config.width,
+            num_workers=config.processes,
             use_gpu=gpus_per_rank > 0,
             resources_per_worker={"CPU": cpus_per_rank} | ({"GPU": gpus_per_rank} if gpus_per_rank else {}),
             placement_strategy="PACK",

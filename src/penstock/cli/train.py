@@ -137,7 +137,7 @@ def _checked(
         PenstockError: something is wrong.
     """
     from penstock.train.config.load import load_config
-    from penstock.train.setup.enough_blocks import check_enough_blocks
+    from penstock.train.setup.model_shape import check_enough_blocks
 
     file = config if resume is None else _config_of(resume, config)
     settings = load_config(file, changes, proves=local)  # rank 0 of a job that runs already proves for all
@@ -204,7 +204,7 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
     if resume is not None and not restart and saved_batches(folder) is None:
         print_words(lasting_console(), Text(f"There is no checkpoint in {folder} yet, so the run begins with batch 1."))
     before = None if resume is None or restart else ConfigBefore(folder, settings)
-    workers, console = settings.stages * settings.width, lasting_console()
+    workers, console = settings.processes, lasting_console()
     try:
         launch_local(
             workers, _work, settings.model_dump(), str(folder), restart,

@@ -6,11 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.comm.collective.all_reduce import GlooReducer, LocalReducer, Reducer
-from penstock.comm.collective.control_reduce import Add, ControlReduce, GlooControlReduce, LocalControlReduce
+from penstock.comm.collective.control_reduce import (
+    Add,
+    ControlReduce,
+    GlooControlReduce,
+    LocalControlReduce,
+    Scalars,
+)
 from penstock.comm.collective.shard_exchange import GlooShards, LocalShards, ShardExchange
 from penstock.comm.collective.wave_exchange import WAVE_TIMEOUT, Exchange, GlooExchange, LocalExchange
 from penstock.comm.core.rank_grid import Holder, RankGrid, RankKey
 from penstock.comm.core.tagged_group import Tag
+from penstock.comm.core.ticket import Ticket
 from penstock.comm.core.transfer_priority import TransferPriority
 from penstock.comm.device_mesh import Groups
 from penstock.comm.p2p.transport import Channel, Transport
@@ -91,7 +98,7 @@ def connect(
     # Separate, because these sums come in another order.
     ties = GlooReducer(grid.process, grid.control, {}, Tag.TIED_GRADIENTS, priority)
     if not combine.apart:
-        control = GlooControlReduce(deciding, grid.process, grid.control, add)
+        control = _control_of_all(grid, deciding, add)
         shards = GlooShards(grid.process, grid.control, priority) if sharded else None
         return {key: Communicators(transport, reducer, ties, control, shards=shards)}
     own = [holder for holder in deciding if holder.pipeline == key.pipeline]
@@ -102,6 +109,34 @@ def connect(
     averages = None if waves else GlooReducer(grid.process, grid.control, {}, Tag.AVERAGES, priority)
     exchange = GlooExchange(grid.process, grid.control) if waves else None
     return {key: Communicators(transport, reducer, ties, control, averages, everywhere, exchange)}
+
+
+def _control_of_all(grid: RankGrid, deciding: Sequence[Holder], add: Add) -> ControlReduce:
+    """Make the control reduction of all pipelines, over all tensor ranks, which have one norm and one end of a run."""
+    if grid.tensor.size == 1:
+        return GlooControlReduce(deciding, grid.process, grid.control, add)
+    everywhere = [grid.on_tensor_rank(holder, index) for index in range(grid.tensor.size) for holder in deciding]
+    return _TensorControlReduce(GlooControlReduce(everywhere, grid.process_of_all, grid.everyone, add), grid)
+
+
+class _TensorControlReduce:
+    """A control reduction over all tensor ranks, whose holders are counted within one.
+
+    Args:
+        whole: that of all.
+        grid: says which one this is.
+    """
+
+    def __init__(self, whole: ControlReduce, grid: RankGrid) -> None:
+        self._whole, self._grid = whole, grid
+
+    def contribute(self, holder: Holder, batch: int, scalars: Scalars, ticket: Ticket) -> None:
+        """Contribute the scalars of a stage."""
+        self._whole.contribute(self._grid.on_tensor_rank(holder), batch, scalars, ticket)
+
+    def close(self) -> None:
+        """Stop the background thread."""
+        self._whole.close()
 
 
 def _connect_locally(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,23 +18,37 @@ Groups = Mapping[frozenset[int], dist.ProcessGroup]
 """Ranks in the grid's group -> the process group of just these ranks."""
 
 
+class MeshSizes(NamedTuple):
+    """What a device mesh says of the processes of a pipeline.
+
+    Attributes:
+        width: the number of pipelines.
+        tensor: T, how many processes share each stage.
+        group: of all processes, in the order of the mesh.
+    """
+
+    width: int
+    tensor: int
+    group: dist.ProcessGroup | None
+
+
 def from_mesh(
-    mesh: DeviceMesh | None, width: int, depth: int, group: dist.ProcessGroup | None
-) -> tuple[int, dist.ProcessGroup | None]:
-    """Return the number of pipelines and the group of all ranks, for `RankGrid`.
+    mesh: DeviceMesh | None, width: int, depth: int, tensor: int, group: dist.ProcessGroup | None
+) -> MeshSizes:
+    """Return the numbers of pipelines and tensor ranks, and the group of all processes.
 
     Args:
         mesh: with dimensions (width, depth) or (width, depth, inner); None if there is none.
         width: the number of pipelines that the user gave; with a mesh 1 is that of the mesh.
         depth: the number of ranks of the schedule.
+        tensor: T that the user gave; with a mesh 1 is that of the mesh.
         group: the mesh's ranks, in its order; the whole job if None.
 
     Raises:
-        ConfigError: mesh, width, depth and group contradict each other.
-        CapabilityError: the inner dimension is not 1.
+        ConfigError: mesh, width, depth, tensor and group contradict each other.
     """
     if mesh is None:
-        return width, group
+        return MeshSizes(width, tensor, group)
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {mesh!r:.80}")
     names = mesh.mesh_dim_names or ()
@@ -42,10 +57,10 @@ def from_mesh(
             f"the mesh has {mesh.ndim} dimensions named {names}; name them {_DIMENSIONS[:2]} or {_DIMENSIONS}"
         )
     sizes = dict(zip(names, mesh.shape, strict=True))
-    if sizes.get("inner", 1) != 1:
-        raise CapabilityError(
-            f"the inner dimension of the mesh is {sizes['inner']}, but tensor parallelism is not supported yet; "
-            "make it 1"
+    inner = sizes.get("inner", 1)
+    if tensor not in (1, inner):
+        raise ConfigError(
+            f"tensor_parallel is {tensor}, but the inner dimension of the mesh is {inner}; leave tensor_parallel out"
         )
     if sizes["depth"] != depth:
         raise ConfigError(f"the schedule has {depth} ranks, but the depth of the mesh is {sizes['depth']}")
@@ -61,7 +76,7 @@ def from_mesh(
             f"the mesh has the ranks {ranks}, but {'the job' if group is None else 'group'} has {found}; pass a group "
             "of the mesh's ranks, in the mesh's order"
         )
-    return sizes["width"], whole
+    return MeshSizes(sizes["width"], inner, whole)
 
 
 def groups_of_holders(grid: RankGrid, holders: Iterable[Members], mesh: DeviceMesh | None) -> Groups:

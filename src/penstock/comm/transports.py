@@ -18,9 +18,9 @@ from penstock.comm.p2p.local import LocalTransport
 from penstock.comm.p2p.nccl import LaneGroups, NcclTransport, lane_groups
 from penstock.comm.p2p.transport import Channel, Transport
 from penstock.errors import CapabilityError
+from penstock.schedule.lowering.lower import in_one_order
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.issue_order import issued, one_order
-from penstock.schedule.machine.lower import in_one_order
 from penstock.schedule.proof_serialization import own_program, part_of_rank
 
 _BATCHES = 5  # of the span whose order is proven: filled, in its steady state, and drained

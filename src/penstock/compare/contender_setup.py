@@ -14,7 +14,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
-from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.proof import Proof
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline

@@ -52,8 +52,8 @@ class JobPlan:
         """
         if self.ranks % self.machines:
             raise ConfigError(
-                f"{self.ranks} ranks (stages times width) cannot be spread evenly over {self.machines} machines; take "
-                f"a number of machines that divides {self.ranks}"
+                f"{self.ranks} processes (stages x width x tensor_parallel) cannot be spread evenly over "
+                f"{self.machines} machines; take a number of machines that divides {self.ranks}"
             )
 
     @property

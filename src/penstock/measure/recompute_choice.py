@@ -29,9 +29,9 @@ from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.ir.schedule import Op, Program, Schedule, Stage, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Source
-from penstock.schedule.machine.lower import lower
+from penstock.schedule.lowering.lower import lower
 from penstock.schedule.methods.choice import MethodChoice
-from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.proof import Proof
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.predicted import MemoryOptions, StageBytes, peak_bytes
 from penstock.stage.autograd.recompute import RecomputeMode

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.comm.core.rank_grid import RankKey
+from penstock.comm.core.tensor_group import TensorGroup
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.comm.message.memory_order import copied
 from penstock.comm.message.trees import detached, leaves_of
@@ -123,7 +124,8 @@ class StageTrial:
         self._place, self.halved = place, halved
         self._recorder = Recorder(stage.rank, time.perf_counter())
         key = RankKey(pipeline, stage.rank)
-        self._runtime = StageBuilder(key, plan, *training[:2], self._recorder).build(stage, blocks)
+        builder = StageBuilder(key, plan, *training[:2], self._recorder, TensorGroup.alone(None))
+        self._runtime = builder.build(stage, blocks)
         self._k = self._batch = 0
         self._given: list[Tensor | None] = []  # gradients of the output
 

@@ -12,8 +12,10 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from penstock.errors import ConfigError
 from penstock.models.gpt_shape import GPTConfig
 from penstock.partition.blocks import LazyBlock
 
@@ -39,6 +41,8 @@ class Embedding(nn.Module):
 class Layer(nn.Module):
     """One transformer layer: (B, L, D) -> (B, L, D)."""
 
+    tensor_sections: Mapping[str, int] = MappingProxyType({"query_key_value.weight": 3})  # of each, heads are divided
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         d = config.width
@@ -57,6 +61,20 @@ class Layer(nn.Module):
         self.register_buffer("cos", cos_LK, persistent=False)
         self.register_buffer("sin", sin_LK, persistent=False)
 
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        """Divide the heads and the MLP among the processes of a mesh (Shoeybi et al., arXiv 1909.08053).
+
+        Raises:
+            ConfigError: they do not share the heads evenly.
+        """
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        if self.heads % mesh.size():
+            raise ConfigError(f"model.heads {self.heads} must be a multiple of tensor_parallel ({mesh.size()})")
+        columns, rows = ColwiseParallel(), RowwiseParallel()
+        plan = {"query_key_value": columns, "attention_out": rows, "mlp_in": columns, "mlp_out": rows}
+        parallelize_module(self, mesh, plan, src_data_rank=None)
+
     def forward(self, x_BLD: Tensor) -> Tensor:
         """Apply attention and MLP, each to a normalized copy and added to the residual stream."""
         return self.forward_slice(x_BLD, None)[0]
@@ -72,7 +90,7 @@ class Layer(nn.Module):
         """Apply causal self-attention with rotary positions, also over the carried tokens; P tokens came before."""
         b, length, d = x_BLD.shape
         before = 0 if carry is None else carry[0].shape[2]
-        qkv = self.query_key_value(x_BLD).view(b, length, 3, self.heads, d // self.heads)
+        qkv = self.query_key_value(x_BLD).view(b, length, 3, -1, d // self.heads)  # of the heads that are here
         q_BHLK, k_BHLK, v_BHLK = qkv.permute(2, 0, 3, 1, 4)
         cos, sin = (self.get_buffer(name)[before : before + length].to(x_BLD.dtype) for name in ("cos", "sin"))
         q_BHLK, k_BHLK = rotate(q_BHLK, cos, sin), rotate(k_BHLK, cos, sin)
@@ -82,7 +100,7 @@ class Layer(nn.Module):
             k_BHLK, v_BHLK = (torch.cat(pair, dim=2) for pair in zip(carry, (k_BHLK, v_BHLK), strict=True))  # P + L
             mask_LM = torch.ones(length, before + length, dtype=torch.bool, device=x_BLD.device).tril(before)
             y_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask=mask_LM)
-        out: Tensor = self.attention_out(y_BHLK.transpose(1, 2).reshape(b, length, d))
+        out: Tensor = self.attention_out(y_BHLK.transpose(1, 2).reshape(b, length, -1))
         return out, (k_BHLK, v_BHLK)
 
 

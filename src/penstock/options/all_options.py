@@ -97,4 +97,5 @@ class PipelineOptions:
             precision.loss_scale is None,
             parallel.width,
             parallel.combine.kind if parallel.combine.apart else None,
+            self.partition.tensor_parallel,
         )

@@ -36,10 +36,10 @@ class DataParallel(ShortRepr):
             other's updates some waves later, `stop` takes as many waves, and a run ends with a wave. Evaluations and
             `Pipeline.state_dict` are about the model that the pipelines have in common; with "average", evaluations are
             about the mean of their newest weights, and `state_dict` about those of the first pipeline in this process.
-        mesh: a device mesh with the dimensions ("width", "depth") or ("width", "depth", "inner"), of which inner must
-            be 1 so far; `width` is then taken from it. Its ranks must be those of the pipeline's group (of the whole
-            job, if there is none) in the same order, as `init_device_mesh` lays them out. With reduce="fast", its
-            groups along the width belong to a run while that is under way.
+        mesh: a device mesh with the dimensions ("width", "depth") or ("width", "depth", "inner"); `width` is then taken
+            from it, and `Partition.tensor_parallel`, which is the size of inner. Its ranks must be those of the
+            pipeline's group (of the whole job, if there is none) in the same order, as `init_device_mesh` lays them
+            out. With reduce="fast", its groups along the width belong to a run while that is under way.
         sharding: what of the state of each stage the pipelines divide among them, by rows of each parameter: "none";
             "optimizer", the optimizer's states (ZeRO-1); "gradients", also the sums of gradients, so that half as much
             travels for them (ZeRO-2). Each pipeline updates its rows, and a gather completes the weights. "full", also
@@ -87,6 +87,11 @@ class Partition(ShortRepr):
             blocks only: where two modules hold one parameter, that is noticed. Each stage that uses it has a copy; the
             copies stay equal, and count once in the norm. The optimizer must treat all of them alike.
         slicing: how sequences are divided where a method takes slices of them, such as "seq1f1b".
+        tensor_parallel: T, how many processes share each stage, next to each other in the group. A block with a method
+            ``parallelize(mesh)`` is divided by it among them, by torch's `parallelize_module` with `ColwiseParallel`
+            and `RowwiseParallel`; the others are the same on all. Passes add over these processes, and each steps the
+            part of a parameter that it has. A gradient norm counts parts once each, and what is the same on all once.
+            Weights are those of a run without it, up to roundings (docs/design.md).
 
     Raises:
         ConfigError: a value of another type.
@@ -95,9 +100,11 @@ class Partition(ShortRepr):
     balance: Sequence[int] | None = None
     tied: Mapping[str, str] | None = None
     slicing: Slicing = EQUAL_SLICES
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         """Check each by itself."""
+        check_whole("tensor_parallel", self.tensor_parallel)
         listed = self.balance is None or isinstance(self.balance, Sequence)
         if not listed or not all(isinstance(size, int) for size in self.balance or ()):
             raise ConfigError(

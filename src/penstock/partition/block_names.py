@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.partition.fx_subgraph_module import ModelPart
+from penstock.partition.whole_model.fx_subgraph_module import ModelPart
 
 
 def prefix_of(name: str, block: Any) -> str:

@@ -14,8 +14,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError
-from penstock.partition.blocks_from_model import CONTAINERS, WRAPPERS, blocks_of_model, check_same_model, own_part
-from penstock.partition.fx_subgraph_module import ModelBlocks, ModelPart
+from penstock.partition.whole_model.blocks_from_model import (
+    CONTAINERS,
+    WRAPPERS,
+    blocks_of_model,
+    check_same_model,
+    own_part,
+)
+from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks, ModelPart
 from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.ir.schedule import Stage
 

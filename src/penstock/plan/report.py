@@ -68,7 +68,10 @@ def _stage_json(stage: PlannedStage, rating: StageRating | None, graph: LayerGra
     if stage.sharded:
         found["sharded"] = True
     if rating is not None:
-        found |= {"seconds": rating.seconds, **{f"{part}_seconds": v for part, v in rating.parts.items()}}
+        found |= {
+            "seconds": rating.seconds,
+            **{f"{part.replace(' ', '_')}_seconds": v for part, v in rating.parts.items()},
+        }
         found |= {"memory": rating.memory}
     if stage.inner:
         found["inner"] = [_stage_json(each, None, graph) for each in stage.inner]

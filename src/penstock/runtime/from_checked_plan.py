@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from penstock.comm.core.rank_grid import RankGrid
+from penstock.comm.core.rank_grid import rank_grid
 from penstock.partition.blocks import Blocks, named_blocks
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
@@ -37,9 +37,10 @@ def pipeline_of(
     """
     check_loss(loss)
     options, pipeline = plan.options, Pipeline.__new__(Pipeline)
-    grid = RankGrid(options.data_parallel.width, plan.schedule.ranks, group, options.run.timeout)
-    if grid.control is not None:
-        check_same_plans({"": plan}, None, grid.control)
+    sizes, tensor = (options.data_parallel.width, plan.schedule.ranks), options.partition.tensor_parallel
+    grid = rank_grid(*sizes, group, options.run.timeout, tensor)
+    if grid.everyone is not None:
+        check_same_plans({"": plan}, None, grid.everyone)
     pipeline._build(plan, grid, blocks, named_blocks(blocks), loss, optimizer)
     return pipeline
 
@@ -57,6 +58,6 @@ def continue_under(pipeline: Pipeline, plan: PipelinePlan, evaluate: Evaluating 
         CapabilityError: the optimizer cannot step under it.
     """
     check_idle(pipeline)
-    if pipeline.grid.control is not None:
-        check_same_plans({"": plan}, None, pipeline.grid.control)
+    if pipeline.grid.everyone is not None:
+        check_same_plans({"": plan}, None, pipeline.grid.everyone)
     pipeline._continue(plan, evaluate)

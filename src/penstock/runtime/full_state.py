@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.checks import in_brief
@@ -14,7 +15,7 @@ from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.errors import ConfigError
 from penstock.partition.block_names import block_of, tensors_in, tensors_of
-from penstock.partition.fx_subgraph_module import ModelPart
+from penstock.partition.whole_model.fx_subgraph_module import ModelPart
 from penstock.stage.stage_runtime import StageRuntime
 
 _WHAT = "gathering the weights"
@@ -195,11 +196,37 @@ def _check_tensors(state: Any) -> None:
         )
 
 
+def with_whole_tensors(own: Mapping[str, Tensor], grid: RankGrid, stages: Iterable[StageRuntime]) -> dict[str, Tensor]:
+    """Return a state with the whole of what processes share by tensor parallelism; they call this together.
+
+    Raises:
+        TransportError: a peer is dead.
+    """
+    splits = {name: split for stage in stages for name, split in stage.module.division.splits.items()}
+    if grid.tensor.size == 1:
+        return dict(own)
+    with collective(_WHAT, grid.everyone):
+        return {n: splits[n].whole(grid.tensor.gather(t)) if n in splits else t for n, t in own.items()}
+
+
+def own_parts(state: Mapping[str, Tensor], stages: Iterable[StageRuntime]) -> dict[str, Tensor]:
+    """Return a state of the whole model with the parts of this process in place of what its stages share."""
+    splits = {name: split for stage in stages for name, split in stage.module.division.splits.items()}
+    now = {name: tensor.shape for stage in stages for name, tensor in stage.module.trained.items()}
+
+    def of(name: str, tensor: Tensor) -> Tensor:
+        split = splits.get(name)
+        fits = split is not None and isinstance(tensor, Tensor) and tensor.shape == split.whole_shape(now[name])
+        return split.own(tensor) if split is not None and fits else tensor
+
+    return {name: of(name, tensor) for name, tensor in state.items()}
+
+
 def gather_state(own: dict[str, Tensor], grid: RankGrid, fault: str | None = None) -> dict[str, Tensor]:
     """Gather tensors by name on rank 0 of the group, one at a time; all ranks call this together.
 
     Args:
-        own: of this rank, on the CPU; ranks of other pipelines than the first have nothing to add.
+        own: of this rank, on the CPU; ranks of other pipelines than the first, and other tensor ranks, add nothing.
         grid: all ranks.
         fault: why this rank has none.
 
@@ -215,15 +242,16 @@ def gather_state(own: dict[str, Tensor], grid: RankGrid, fault: str | None = Non
             raise ConfigError(fault)
         return own
     (key,) = grid.local
-    mine = {name: tensor.contiguous() for name, tensor in own.items()} if key.pipeline == 0 else {}
+    adds = key.pipeline == 0 and not grid.tensor.index
+    mine = {name: tensor.contiguous() for name, tensor in own.items()} if adds else {}
     listed = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in mine.items()]
-    everything = gather_json(fault or listed, _WHAT, grid.control)
+    everything = gather_json(fault or listed, _WHAT, grid.everyone)
     fault = next((one for one in everything if isinstance(one, str)), None)
     if fault is not None:
         raise ConfigError(fault)
-    messages = TaggedGroup(grid.control, Tag.STATE)
-    with collective(_WHAT, grid.control):
-        if grid.global_rank(key) != 0:
+    messages = TaggedGroup(grid.everyone, Tag.STATE)
+    with collective(_WHAT, grid.everyone):
+        if dist.get_rank(grid.everyone) != 0:
             for tensor in mine.values():
                 messages.finish([messages.send(_bytes_of(tensor), 0)])
             return HeldByRank0()

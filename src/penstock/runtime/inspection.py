@@ -113,7 +113,8 @@ class Inspection(ModelWeights):
     def timeline(self) -> Timeline:
         """Return the timeline of all ranks; between processes a collective call, which all ranks make together.
 
-        Every process receives all of it: with many ranks, write it instead.
+        Every process receives all of it: with many ranks, write it instead. With tensor parallelism it is that of the
+        processes of one tensor rank; what they add up within passes counts as work.
         """
         parts = [state.recorder.recording() for state in self._ranks]
         if self.grid.group is not None:
@@ -124,7 +125,8 @@ class Inspection(ModelWeights):
     def write_timeline(self, folder: Path | str) -> None:
         """Write the timeline of each rank of this process into a folder, from where `read_timeline` merges all.
 
-        No collective call: read only when all ranks have written.
+        No collective call: read only when all ranks have written. Of processes that share stages by tensor parallelism
+        the first writes.
 
         Args:
             folder: that all ranks can access, such as that of the run.
@@ -132,5 +134,5 @@ class Inspection(ModelWeights):
         Raises:
             OSError: it cannot be written.
         """
-        for state in self._ranks:
+        for state in () if self.grid.tensor.index else self._ranks:
             write_recording(Path(folder), state.recorder, self.grid.width * self.grid.depth)

@@ -7,16 +7,19 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
+from penstock.comm.collective.gather import gather_json
 from penstock.errors import ConfigError
-from penstock.partition.fx_subgraph_module import ModelBlocks
+from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks
 from penstock.runtime.built_pipeline import BuiltPipeline
 from penstock.runtime.full_state import (
     check_fits_model,
     gather_state,
     names_in,
+    own_parts,
     shares_of,
     with_all_names,
     with_the_rest,
+    with_whole_tensors,
 )
 from penstock.stage.stage_runtime import StageRuntime
 
@@ -66,8 +69,15 @@ class ModelWeights(BuiltPipeline):
         own, fault = {}, None
         try:  # the others must hear of a failure before it is raised here
             self._held.check()
-            own = with_all_names(self._state_of(stages, averaged), stages)
-            if model is not None:
+            own = self._state_of(stages, averaged)
+        except ConfigError as error:
+            fault = str(error)
+        if self.grid.tensor.size > 1:
+            fault = next(filter(None, gather_json(fault, "gathering the weights", self.grid.everyone)), None)
+            own = own if fault else with_whole_tensors(own, self.grid, stages)
+        try:
+            own = with_all_names(own, stages) if fault is None else {}
+            if model is not None and fault is None:
                 names = names_in(model, stages)
                 own = {new: tensor for name, tensor in own.items() for new in names.get(name, ())}
         except ConfigError as error:
@@ -81,6 +91,8 @@ class ModelWeights(BuiltPipeline):
         The tensors share the pipeline's memory, in which the next updates write other versions and gradients: clone
         what is to outlive the next batch. What is written into them between two runs is where the next one begins. In
         one process other copies of the same stage take it over; between processes write the same into all of them.
+
+        Where processes share stages by tensor parallelism, these are the parts of this one.
 
         Where parallel pipelines have a model in common beside their own weights (`Combine`), parameters are those of
         that model, which begins anew from what has been written into the weights of all pipelines between two runs. Of
@@ -129,6 +141,8 @@ class ModelWeights(BuiltPipeline):
             blocks.load(state)
             _LOG.warning(_NO_OPTIMIZERS)
             return
+        if self.grid.tensor.size > 1 and isinstance(state, Mapping):
+            state = own_parts(state, self._by_place())
         here = dict(pair for stage in self._by_place() for pair in stage.module.named_modules())
         own = here | {name: blocks[name] for name in here if isinstance(blocks[name], nn.Module)}
         shares = shares_of(state, blocks, own)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from penstock.comm.core.rank_grid import RankGrid, check_group, warn_if_alone
+from penstock.comm.core.rank_grid import check_group, rank_grid, warn_if_alone
 from penstock.comm.device_mesh import from_mesh
 from penstock.errors import CapabilityError, ConfigError
 from penstock.options.all_options import PipelineOptions
@@ -39,7 +39,7 @@ from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.methods.choice import MethodChoice
-from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.proof import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.loss import LossFunction, check_loss
 from penstock.weights.corrections.base import Correction
@@ -168,17 +168,18 @@ class Pipeline(SavedStates, UserAdvice):
         check_group(group)
         if isinstance(schedule, Schedule | Proof) and not (stages is None and split.microbatches is None):
             raise ConfigError("a schedule has its stages and microbatches; leave stages and microbatches out")
-        depth = partial(default_stages, width, group, mesh) if stages is None else stages
+        tensor = options.partition.tensor_parallel
+        depth = partial(default_stages, width * tensor, group, mesh) if stages is None else stages
         request, correction = request_for(schedule, method, correction, depth, split.microbatches)
         request = with_asked_in_flight(request, split.in_flight)
         ranks = ranks_of(request)
-        width, group = from_mesh(mesh, width, ranks, group)
+        width, tensor, group = from_mesh(mesh, width, ranks, tensor, group)
         if group is None:
             warn_if_alone()
         check_loss(loss)  # on all ranks alike, so that none waits for one that has refused it
-        options = options.changed(width=width, correction=correction)
-        grid = RankGrid(width, ranks, group, processes.timeout)
-        plan = shared_plan(lambda known: UnprovenPlan.of(named, request, options, known), grid.control)
+        options = options.changed(width=width, correction=correction, tensor_parallel=tensor)
+        grid = rank_grid(width, ranks, group, processes.timeout, tensor)
+        plan = shared_plan(lambda known: UnprovenPlan.of(named, request, options, known), grid.everyone, tensor)
         self._build(plan, grid, blocks, named, loss, optimizer)
 
     def __repr__(self) -> str:

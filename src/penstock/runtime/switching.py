@@ -20,7 +20,7 @@ from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.choice import MethodChoice
-from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.proof import Proof
 from penstock.schedule.rank_schedule import Json
 from penstock.weights.corrections.base import Correction
 

@@ -11,7 +11,8 @@ from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.ir.sharding import Level, Sharding, read_sharding
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.orders.forward_only import forward_through
-from penstock.schedule.proof.check import Proof, check
+from penstock.schedule.proof.check import check
+from penstock.schedule.proof.proof import Proof
 from penstock.schedule.transforms.apply_version_rule import apply_rule
 from penstock.schedule.transforms.batch_ops import (
     with_averages,

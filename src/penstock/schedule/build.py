@@ -19,7 +19,8 @@ from penstock.schedule.methods.compatibility import compatible, sharding_of
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.orders import ORDERS
-from penstock.schedule.proof.check import Proof, check, check_versions
+from penstock.schedule.proof.check import check, check_versions
+from penstock.schedule.proof.proof import Proof
 from penstock.schedule.transforms.apply_version_rule import apply_rule
 from penstock.schedule.transforms.batch_ops import (
     with_decisions,

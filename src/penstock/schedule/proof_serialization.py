@@ -12,10 +12,10 @@ from fractions import Fraction
 
 from penstock.schedule.ir.schedule import Op, Payload, Program, Schedule, format_action
 from penstock.schedule.machine.instructions import Instruction, Lowered, LoweredProgram, Message, Route
-from penstock.schedule.proof.check import Proof, StageFacts
 from penstock.schedule.proof.data_read_ahead import Reading
-from penstock.schedule.proof.stage_state import Delay
+from penstock.schedule.proof.proof import Proof, StageFacts
 from penstock.schedule.rank_schedule import Json, RankSchedule
+from penstock.schedule.stage_state.stage_state import Delay
 from penstock.schedule.text import parse_action
 
 _ADDED = (Op.SEND, Op.RECV, Op.REDO)

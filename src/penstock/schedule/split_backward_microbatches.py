@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
-from penstock.schedule.proof.microbatch_state import Piece
+from penstock.schedule.stage_state.microbatch_state import Piece
 
 
 def halved_units(schedule: Schedule, stage: Stage, sends: bool) -> frozenset[Piece]:

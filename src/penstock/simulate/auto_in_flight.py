@@ -15,7 +15,8 @@ from penstock.schedule.ir.version_rules import RULES, Source
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
 from penstock.schedule.orders.interleaved import groups_of
-from penstock.schedule.proof.check import Proof, check_versions
+from penstock.schedule.proof.check import check_versions
+from penstock.schedule.proof.proof import Proof
 from penstock.simulate.costs import Costs
 from penstock.simulate.least_in_flight import RankTimes, least_in_flight, least_interleaved, rank_times
 

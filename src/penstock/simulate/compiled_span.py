@@ -11,8 +11,8 @@ from penstock.schedule.compiled.evaluate import EventTimes, SpanTimes, evaluate
 from penstock.schedule.compiled.event_graph_builder import graph_of
 from penstock.schedule.compiled.graph import EventGraph
 from penstock.schedule.compiled.instruction_arrays import CodedSchedule, coded
+from penstock.schedule.lowering.send_window_search import SpanEnds
 from penstock.schedule.machine.instructions import Lowered
-from penstock.schedule.machine.send_window_search import SpanEnds
 from penstock.simulate.costs import Costs
 from penstock.timeline import Bubble
 

@@ -14,7 +14,7 @@ from penstock.schedule.ir.order import NO_OPTIONS, Options
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.method import Method
 from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
-from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.proof import Proof
 from penstock.simulate.auto_in_flight import choose_in_flight
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.long_run import steady_bubble

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.machine.instructions import Lowered
-from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof.unsharded_peaks import RankShards
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_batch

@@ -20,13 +20,14 @@ from penstock.schedule.compiled.collective_events import NotCompiledError
 from penstock.schedule.ir.arrays import ArraySchedule
 from penstock.schedule.ir.op_table import OPS
 from penstock.schedule.ir.schedule import WINDOW, Action, Kind, Op, Payload, Schedule, Unit, format_unit
+from penstock.schedule.lowering.lower import lower
+from penstock.schedule.lowering.send_window_search import lower_freely, unlimited
 from penstock.schedule.machine.default_durations import unit_time
 from penstock.schedule.machine.instructions import Lowered, Route
-from penstock.schedule.machine.lower import lower
 from penstock.schedule.machine.play import Machine
-from penstock.schedule.machine.send_window_search import lower_freely, unlimited
 from penstock.schedule.proof.activations import Activations, most_activations
-from penstock.schedule.proof.check import Proof, check, too_narrow
+from penstock.schedule.proof.check import check, too_narrow
+from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof_serialization import RankProof
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs

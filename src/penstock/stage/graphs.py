@@ -17,7 +17,7 @@ from penstock.comm.message.tree_classes import open_dataclasses
 from penstock.comm.message.trees import detached
 from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.sequence_slices import storages
-from penstock.schedule.proof.microbatch_state import Piece
+from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.autograd.activation_offload import ActivationOffload
 from penstock.stage.autograd.forward_graph import Graph, open_inputs
 from penstock.stage.autograd.graph_walk import edges_of, graph_nodes

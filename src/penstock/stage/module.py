@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.comm.core.devices import current_device, on_device
+from penstock.comm.core.tensor_group import explain_lost_peer
 from penstock.comm.message.tree_classes import open_dataclasses
 from penstock.comm.message.trees import detached
 from penstock.errors import CapabilityError, ConfigError
 from penstock.options.all_options import PipelineOptions
 from penstock.partition.block_names import prefix_of
+from penstock.partition.tensor_parallel import Division
 from penstock.stage.autograd.forward_graph import open_inputs
 from penstock.stage.checks.absent_weights import hide
 from penstock.stage.checks.changed_modules import check_changes, find_parameters, take_over_values
@@ -47,6 +49,7 @@ class StageModule:
         options: of the pipeline.
         precision: the dtype that passes compute in; None for that of the parameters.
         device: on which it computes.
+        division: what of its parameters other processes share.
         full: parameters that are not cast to the precision (`penstock.stage.precision_casts.kept_full`).
         bound: the tensors that the modules compute with; None where these are their own parameters.
     """
@@ -63,6 +66,7 @@ class StageModule:
     ) -> None:
         self.options, self.precision = options, options.precision.low
         self.blocks, self.shared_buffers = dict(blocks), shared_buffers or {}
+        self.division = Division()
         self.last = list(self.blocks)[-1]
         self.loss, self.hands_on = loss, hands_on
         self.where = where
@@ -231,6 +235,8 @@ class StageModule:
                 value = blocks[name](value)
             except Exception as error:
                 if isinstance(error, RuntimeError):
+                    if self.division.splits:
+                        explain_lost_peer(error, self.where)
                     check_formats(error, f"{self.where}, block {name!r}", value, self.precision)
                 if isinstance(error, TypeError) and not isinstance(value, Tensor):
                     error.add_note(

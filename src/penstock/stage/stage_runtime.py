@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.comm.core.tensor_group import explain_lost_peer
 from penstock.comm.message.trees import detached
 from penstock.partition.sequence_slices import NOTHING, Carry, with_carry
 from penstock.partition.tied import Tie
 from penstock.schedule.ir.schedule import Copy, Stage
-from penstock.schedule.proof.microbatch_state import Piece
+from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.autograd.forward_graph import Graph, run_backward
 from penstock.stage.autograd.recompute import RecomputeInput
 from penstock.stage.autograd.saved_bytes import storage_bytes
@@ -217,6 +218,8 @@ class StageRuntime:
         try:
             return run_backward(graph, gradients)
         except RuntimeError as error:
+            if self.module.division.splits:
+                explain_lost_peer(error, self.module.where)
             explain_backward(error, self.module.where)
             raise
 

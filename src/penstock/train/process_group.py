@@ -148,9 +148,10 @@ def _check_size(config: TrainConfig, size: int) -> None:
     Raises:
         ConfigError: how many there are, and how many there must be.
     """
-    wanted = config.stages * config.width
+    wanted = config.processes
     if size != wanted:
         pipelines = f" and width {config.width}" if config.width > 1 else ""
+        pipelines += f" and tensor_parallel {config.tensor_parallel}" if config.tensor_parallel > 1 else ""
         raise ConfigError(
             f"the job has {size} processes, but stages is {config.stages}{pipelines}; launch one process per stage, "
             f"for example with torchrun --no-python --nproc-per-node {wanted} penstock train ..."

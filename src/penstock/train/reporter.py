@@ -63,7 +63,7 @@ class Reporter:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         schedule = prepared.plan.schedule
         last = schedule.stage_at[schedule.num_stages - 1, 0]
-        self._reports = self._rank == last.rank  # in the first pipeline
+        self._reports = self._rank == last.rank * prepared.config.tensor_parallel  # in the first pipeline
         self._rate = rate_schedule(prepared.config.lr_schedule, prepared.config.batches)
         self._board, self._meter = Board(store, self._rank, self._ranks), BubbleMeter(self._ranks)
         self._posted = self._read_at = -math.inf
@@ -131,7 +131,7 @@ class Reporter:
                 {
                     "busy": sum(self._pipeline.busy_seconds().values()),
                     "time": now,
-                    "bytes": self._pipeline.live_bytes()[self._rank],
+                    "bytes": next(iter(self._pipeline.live_bytes().values())),
                 }
             )
 
@@ -233,7 +233,7 @@ class Reporter:
             unigram_entropy=summary.entropy,
             bubble=summary.bubble,
             time=summary.time.shares(),
-            time_by_rank={rank: summary.time.shares(rank) for rank in range(self._ranks)},
+            time_by_rank={rank: summary.time.shares(rank) for rank in range(timeline.ranks)},
             peak_bytes=peaks,
             seconds=round(seconds, 4),
         )

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from penstock.schedule.proof.check import StageFacts
+from penstock.schedule.proof.proof import StageFacts
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.store import GivenWeights, VersionStore
 from penstock.weights.updates.version_step import VersionStep

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.errors import VersionError
 from penstock.schedule.ir.sharding import Level
-from penstock.schedule.proof.check import StageFacts
+from penstock.schedule.proof.proof import StageFacts
 from penstock.weights.memory.buffers import Buffer, Handle, Layout
 from penstock.weights.memory.resized_buffer import ResizedBuffer
 from penstock.weights.memory.row_shards import OwnRows, RowShards, Steppable

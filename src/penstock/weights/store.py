@@ -1,7 +1,7 @@
 """The version store of one stage, which maps versions and gradients to buffers.
 
 The store has exactly as many buffers as the schedule's proof derived. After each action the state of the schedule
-(`penstock.schedule.proof.stage_state`) determines which versions are alive, and the store frees the rest. Gradients of
+(`penstock.schedule.stage_state`) determines which versions are alive, and the store frees the rest. Gradients of
 a batch accumulate in one buffer, in microbatch order; with rotating updates the new version is written over that
 gradient, parameter by parameter, so that three buffers hold two versions and a gradient.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import VersionError
-from penstock.schedule.proof.check import StageFacts
+from penstock.schedule.proof.proof import StageFacts
 from penstock.weights.memory.buffers import Buffer, Handle, Layout
 from penstock.weights.memory.derived_copies import DerivedCopies
 from penstock.weights.memory.row_shards import Steppable

@@ -17,17 +17,11 @@ from penstock.view.plurals import counted
 from penstock.view.tables import UNBOUNDED, human_bytes
 
 _MOST_SKIPPED = 8  # lines
-_PART_NAMES = {
-    "compute": "compute",
-    "links": "links",
-    "sums": "gradient sums",
-    "updates": "updates",
-    "bubble": "bubble",
-}
+_PARTS = ("compute", "links", "gradient sums", "updates", "bubble")  # of ratings, in this order
 _WORDS = ("method", "planner", "limited by", "layers", "recompute")  # columns that are aligned left
 _WRAPPED, _LONGEST_WORD = "layers", 30
 _LEAST_NEEDED = (
-    "s per batch", "replicas", "devices", "stages", "limited by", "recompute", *reversed(_PART_NAMES.values()),
+    "s per batch", "replicas", "devices", "stages", "limited by", "recompute", *reversed(_PARTS),
 )  # fmt: skip
 
 
@@ -78,7 +72,7 @@ def _said_of_limit(rating: Rating) -> str:
     """Return what limits a plan."""
     slowest = rating.stages[rating.slowest]
     total = sum(slowest.parts.values()) or 1.0
-    shares = ", ".join(f"{_PART_NAMES[part]} {value / total:.0%}" for part, value in slowest.parts.items() if value)
+    shares = ", ".join(f"{part} {value / total:.0%}" for part, value in slowest.parts.items() if value)
     return f"Stage {rating.slowest} limits: {shares or 'it takes no time'}."
 
 
@@ -149,7 +143,7 @@ def _ranked(planning: Planning) -> _Columns:
             "devices": [str(plan.devices) for plan in plans],
             "stages": [str(len(plan.stages)) for plan in plans],
             "replicas": [_range_of(sorted({stage.replicas for stage in plan.stages})) for plan in plans],
-            "limited by": [f"stage {r.slowest}, {_PART_NAMES[r.stages[r.slowest].limit]}" for r in ratings],
+            "limited by": [f"stage {r.slowest}, {r.stages[r.slowest].limit}" for r in ratings],
         },
     )
 
@@ -161,8 +155,8 @@ def _range_of(numbers: Sequence[int]) -> str:
 
 def _stages(plan: Plan, graph: LayerGraph) -> _Columns:
     """Return the stages of a plan; times are those of a microbatch."""
-    shown = {part: name for part, name in _PART_NAMES.items() if part in plan.rating.stages[0].parts}
-    heads = ("stage", "layers", "devices", "replicas", "recompute", "s", *shown.values(), "memory")
+    shown = [part for part in _PARTS if part in plan.rating.stages[0].parts]
+    heads = ("stage", "layers", "devices", "replicas", "recompute", "s", *shown, "memory")
     cells: dict[str, list[str]] = {heading: [] for heading in heads}
     for at, (stage, rating) in enumerate(zip(plan.stages, plan.rating.stages, strict=True)):
         again = sum("recomp" in way for way in stage.ways)

@@ -64,6 +64,7 @@ def _settings(config: TrainConfig, run: Path) -> RunSettings:
     from penstock.plan.measured_run import RunSettings, check_comparable
 
     check_comparable(config.row.name)
+    config.check_undivided("comparisons of runs with profiles")
     return RunSettings(
         config.row.name,
         config.stages,
@@ -85,7 +86,7 @@ def _balance(config: TrainConfig, run: Path) -> list[int]:
     from penstock.models.gpt_shape import GPTConfig
     from penstock.partition.blocks import cut_blocks
     from penstock.train.export.weights_folder import load_index
-    from penstock.train.setup.enough_blocks import shape_of
+    from penstock.train.setup.model_shape import shape_of
 
     if config.model.vocabulary is not None:
         shape = shape_of(config)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from penstock.comm.core.tensor_group import TensorGroup, tensor_group
 from penstock.errors import ConfigError
 from penstock.schedule.ir.schedule import Stage
 
@@ -33,27 +34,42 @@ class Holder(NamedTuple):
 Members = tuple[Holder, ...]
 
 
+def patience(timeout: float) -> timedelta:
+    """Return the time-out of torch for seconds that a rank waits for another one."""
+    return timedelta(seconds=min(timeout, _LONGEST))
+
+
 class RankGrid:
     """All ranks of all parallel pipelines, and the process group that connects them.
 
     Args:
         width: w, the number of pipelines.
         depth: d, the number of ranks per pipeline.
-        group: one process per rank, the ranks of a pipeline adjacent; None for one process with all ranks.
+        group: one process per rank, the ranks of a pipeline adjacent; None for one process with all ranks. With tensor
+            parallelism those of one tensor rank.
         timeout: seconds that a rank waits for another one; also of the control group, if it is made here.
+        tensor: the processes that share the stages of this one; it is alone if None.
 
     Attributes:
         local: the ranks of this process.
         patience: the `timeout`.
         control: a process group on the CPU for small messages; None in one process.
+        everyone: the same of all tensor ranks.
 
     Raises:
         ConfigError: `width` is not a positive integer, or the group's size is not w times d.
     """
 
-    def __init__(self, width: int, depth: int, group: dist.ProcessGroup | None, timeout: float) -> None:
+    def __init__(
+        self,
+        width: int,
+        depth: int,
+        group: dist.ProcessGroup | None,
+        timeout: float,
+        tensor: TensorGroup | None = None,
+    ) -> None:
         self.width, self.depth, self.group = width, depth, group
-        self.patience = timedelta(seconds=min(timeout, _LONGEST))
+        self.patience = patience(timeout)
         if group is None:
             self.local = [RankKey(pipeline, rank) for pipeline in range(width) for rank in range(depth)]
         else:
@@ -66,6 +82,8 @@ class RankGrid:
                 )
             self.local = [RankKey(*divmod(dist.get_rank(group), depth))]
         self.control = _control_group(group, self.patience)
+        self.tensor = tensor or TensorGroup.alone(group)
+        self.everyone = self.tensor.everyone if self.tensor.size > 1 else self.control
 
     def __repr__(self) -> str:
         """Return its size, and what part of it is here."""
@@ -75,6 +93,20 @@ class RankGrid:
     def global_rank(self, key: RankKey) -> int:
         """Return the global number of a rank; with several processes it is the rank in the process group."""
         return key.pipeline * self.depth + key.rank
+
+    def on_tensor_rank(self, holder: Holder, index: int | None = None) -> Holder:
+        """Return a holder with a number that tells it apart from those of other tensor ranks.
+
+        Args:
+            holder: of one tensor rank.
+            index: which; that of this process if None.
+        """
+        return holder._replace(pipeline=holder.pipeline + self.width * (self.tensor.index if index is None else index))
+
+    def process_of_all(self, holder: Holder) -> int:
+        """Return the rank in `everyone` of the process that holds a stage, of those of all tensor ranks."""
+        index, pipeline = divmod(holder.pipeline, self.width)
+        return self.process(holder._replace(pipeline=pipeline)) * self.tensor.size + index
 
     def process(self, holder: Holder) -> int:
         """Return the group rank of the process that holds a stage."""
@@ -89,6 +121,21 @@ class RankGrid:
     def pipelines(self) -> list[int]:
         """The pipelines that this process has a rank of."""
         return sorted({key.pipeline for key in self.local})
+
+
+def rank_grid(width: int, depth: int, group: dist.ProcessGroup | None, timeout: float, tensor: int = 1) -> RankGrid:
+    """Return the grid of a process group, whose processes may share stages by tensor parallelism.
+
+    Args:
+        width, depth, timeout: as of `RankGrid`.
+        group: of all processes: those that share a stage, the ranks of a pipeline and the pipelines adjacent.
+        tensor: T, how many processes share each stage.
+
+    Raises:
+        ConfigError, CapabilityError: as of `RankGrid` and `tensor_group`.
+    """
+    shared = tensor_group(group, tensor, width * depth, patience(timeout))
+    return RankGrid(width, depth, shared.pipelines, timeout, shared)
 
 
 def check_group(group: Any) -> None:

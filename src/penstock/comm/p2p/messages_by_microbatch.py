@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.comm.message.tensor_message import TensorMessage
-from penstock.schedule.proof.microbatch_state import Piece
+from penstock.schedule.stage_state.microbatch_state import Piece
 
 
 class MessageBuffer:

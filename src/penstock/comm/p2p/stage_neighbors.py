@@ -19,7 +19,7 @@ from penstock.comm.message.trees import detached
 from penstock.comm.p2p.inbox_and_outbox import Mailbox
 from penstock.errors import DataError
 from penstock.schedule.ir.schedule import Op, Payload, Schedule, Stage, passes
-from penstock.schedule.proof.microbatch_state import Piece
+from penstock.schedule.stage_state.microbatch_state import Piece
 
 Gradients = list[Tensor | None]
 

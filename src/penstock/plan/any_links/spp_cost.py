@@ -140,7 +140,9 @@ class SppCost:
             links = 2 * max(hops[max(at - 1, 0) : at + 1], default=0.0)
             compute, ring = forward[at] + backward[at], sums[at] / self.microbatches
             ratings.append(
-                StageRating(max(compute, links) + ring, {"compute": compute, "links": links, "sums": ring}, memory)
+                StageRating(
+                    max(compute, links) + ring, {"compute": compute, "links": links, "gradient sums": ring}, memory
+                )
             )
             if self.memory is not None and memory > self.memory * TOLERANCE:
                 fault = fault or f"stage {at} needs {memory:.4g} bytes of {self.memory:.4g}"

@@ -112,9 +112,9 @@ class MistCost:
             parts = {
                 "compute": (knobbed.steady - links) / width,
                 "links": links / width,
-                "sums": knobbed.extra / self.microbatches,
+                "gradient sums": knobbed.extra / self.microbatches,
             }
-            ratings.append(StageRating(knobbed.steady / width + parts["sums"], parts, knobbed.memory))
+            ratings.append(StageRating(knobbed.steady / width + parts["gradient sums"], parts, knobbed.memory))
             if limit is not None and knobbed.memory > limit * TOLERANCE:
                 faults.append(f"stage {at} needs {knobbed.memory:.4g} bytes of {limit:.4g}")
         seconds = math.inf if faults else batch_seconds(found, self.microbatches // width) / self.microbatches

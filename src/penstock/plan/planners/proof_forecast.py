@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from penstock.schedule.methods.find_method import find_method
-from penstock.schedule.proof.check import StageFacts
-from penstock.schedule.proof.stage_state import Delay
+from penstock.schedule.proof.proof import StageFacts
+from penstock.schedule.stage_state.stage_state import Delay
 
 
 class StageForecast(NamedTuple):

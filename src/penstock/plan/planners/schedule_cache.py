@@ -12,10 +12,10 @@ from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.compiled.collective_events import NotCompiledError
 from penstock.schedule.compiled.instruction_arrays import CodedSchedule, coded
 from penstock.schedule.ir.schedule import WINDOW, Schedule
+from penstock.schedule.lowering.lower import Lowering
+from penstock.schedule.lowering.send_window_search import lower_freely, settled
 from penstock.schedule.machine.instructions import Lowered
-from penstock.schedule.machine.lower import Lowering
-from penstock.schedule.machine.send_window_search import lower_freely, settled
-from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.proof import Proof
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.held import HeldKind

@@ -151,8 +151,8 @@ class DappleCost:
         parts = {
             "compute": own.forward + own.backward,
             "links": links,
-            "sums": own.reduction / self.microbatches,
+            "gradient sums": own.reduction / self.microbatches,
         }
         ways = [self.graph.layers[number].ways[0] for number in stage.layers]
         memory = sum(way.memory + flight * way.memory_per_microbatch for way in ways)
-        return StageRating(max(parts["compute"], links) + parts["sums"], parts, memory)
+        return StageRating(max(parts["compute"], links) + parts["gradient sums"], parts, memory)

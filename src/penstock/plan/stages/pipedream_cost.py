@@ -115,7 +115,7 @@ class PipeDreamCost:
             parameters = sum(self.graph.layers[number].parameters for number in layers)
             seconds = stage_seconds(compute, parameters, stage.replicas, bandwidth, 1 if at else below)
             alone = compute / stage.replicas
-            parts = {"compute": alone, "sums": seconds - alone}
+            parts = {"compute": alone, "gradient sums": seconds - alone}
             if self.compression is not None and at:
                 parts["links"] = self._transfer(before, after, bandwidth * stage.replicas, kept)
                 seconds = max(seconds, parts["links"])

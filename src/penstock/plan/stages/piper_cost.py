@@ -86,7 +86,7 @@ class PiperCost:
         parts = {
             "compute": compute / d,
             "links": edges / d / bandwidth,
-            "sums": 4 * (d - 1) * parameters / d / self.microbatches / bandwidth,
+            "gradient sums": 4 * (d - 1) * parameters / d / self.microbatches / bandwidth,
         }
         return StageRating(sum(parts.values()), parts, memory)
 

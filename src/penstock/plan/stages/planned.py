@@ -40,7 +40,7 @@ class StageRating:
 
     Attributes:
         seconds: per microbatch of the pipeline, as the cost function adds up or compares its parts.
-        parts: seconds by cause: compute, links, sums.
+        parts: seconds by cause: compute, links, gradient sums, updates, bubble.
         memory: bytes of a device; None where the cost function has no such notion.
     """
 

@@ -85,7 +85,7 @@ class TwoBwCost:
         parts = {
             "compute": sum(way.seconds for way in ways) / width,
             "links": 2 * edges / along / width,
-            "sums": 2 * (width - 1) / width * parameters / across / self.microbatches,
+            "gradient sums": 2 * (width - 1) / width * parameters / across / self.microbatches,
         }
         memory = sum(way.memory + depth * way.memory_per_microbatch for way in ways)
-        return StageRating(max(parts["compute"] + parts["links"], parts["sums"]), parts, memory)
+        return StageRating(max(parts["compute"] + parts["links"], parts["gradient sums"]), parts, memory)

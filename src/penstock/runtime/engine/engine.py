@@ -23,7 +23,7 @@ from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.snapshot import Saving, Snapshot, take_snapshot
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.proof import Proof
 from penstock.weights.corrections.base import Correction
 
 

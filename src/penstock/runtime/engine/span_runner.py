@@ -57,7 +57,7 @@ class Spans:
         alone = grid.group is None or (grid.width == 1 and not any(stage.ties for stage in stages))
         self._watch = ParameterWatch([stage.module for stage in stages], partial(_stepped, stages), alone=alone)
         entrances = {n.rank for n in setup.schedule.stages if not setup.schedule.predecessors[n.index]}
-        self._stop.alone = grid.group is None or grid.width * len(entrances) == 1
+        self._stop.alone = grid.group is None or grid.width * grid.tensor.size * len(entrances) == 1
         self.reporter = ranks[setup.last if grid.group is None else 0]
 
     @property

@@ -21,8 +21,8 @@ from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
-from penstock.schedule.proof.check import Proof
-from penstock.schedule.proof.stage_constants import stage_specs
+from penstock.schedule.proof.proof import Proof
+from penstock.schedule.stage_state.stage_constants import stage_specs
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import add_shares
 
@@ -113,7 +113,7 @@ class SpanSetup:
         if self.combine.apart or (entrance and announces_alone):
             return 0
         found = self.proof.reading()
-        return found.alone if self.grid.width == 1 else found.together
+        return found.alone if self.grid.width * self.grid.tensor.size == 1 else found.together
 
     def trainers(self) -> list[Executor]:
         """The executors of a span of training."""

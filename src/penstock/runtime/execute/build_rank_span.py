@@ -23,7 +23,7 @@ from penstock.schedule.ir.schedule import Op, Stage
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.methods.data_parallel_sync import Combine
-from penstock.schedule.proof.stage_constants import StageSpec
+from penstock.schedule.stage_state.stage_constants import StageSpec
 
 Holders = Mapping[int, tuple[Holder, ...]]
 

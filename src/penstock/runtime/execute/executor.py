@@ -2,7 +2,7 @@
 
 The executor is a generator. It yields a `Wait` when it needs a message that is not there, and a `Report` when the loss
 of a batch is known; `runtime.execute.drive_ranks` decides how to wait, for one rank or for all in one process. It
-plays the schedule's own books (`penstock.schedule.proof.stage_state`) along: they tell which versions are alive, and
+plays the schedule's own books (`penstock.schedule.stage_state`) along: they tell which versions are alive, and
 refuse at once whatever the proof would have refused.
 """
 
@@ -26,7 +26,7 @@ from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Stage
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
-from penstock.schedule.proof.stage_constants import StageSpec
+from penstock.schedule.stage_state.stage_constants import StageSpec
 
 
 class Executor:

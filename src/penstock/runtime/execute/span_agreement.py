@@ -87,6 +87,8 @@ class SpanBorders:
 
     def _parameters(self) -> tuple[int, int]:
         """How many parameters of the model are trained here, and how many are not; copies of stages do not count."""
+        if self._grid.tensor.index:
+            return 0, 0
         modules = [
             stage.module
             for state in self._ranks
@@ -142,7 +144,7 @@ class SpanBorders:
         self._say_unread([text for *_, text in told], batches)
         gone = [rank for rank, batch in enumerate(after) if batch is not None]
         if gone and left is None:
-            first = after.index(None) == dist.get_rank(self._grid.group)
+            first = after.index(None) == dist.get_rank(self._grid.everyone)
             _LOG.log(
                 logging.WARNING if first else logging.INFO,
                 "rank %d left the loop after the report of batch %d, so the run ends after batch %d on all ranks; if "
@@ -156,7 +158,7 @@ class SpanBorders:
     def _say_unread(self, texts: list[str | None], batches: int) -> None:
         """Log which rank could not read its data, where this one could; the first of those warns."""
         failed = [rank for rank, text in enumerate(texts) if text is not None]
-        here = dist.get_rank(self._grid.group)
+        here = dist.get_rank(self._grid.everyone)
         if failed and here not in failed:
             _LOG.log(
                 logging.WARNING if here == texts.index(None) else logging.INFO,
@@ -170,11 +172,12 @@ class SpanBorders:
         """Return what all ranks have found in an evaluation, and the first failure of another one."""
         if self._grid.group is None:
             return found, None
+        found = [] if self._grid.tensor.index else found
         told = self._gather([found, _text(failure)], "gathering the losses of an evaluation", self._grid.patience)
         return [pair for part, _ in told for pair in part], _failed_elsewhere([text for _, text in told])
 
     def _gather(self, mine: list[Any], what: str, timeout: timedelta | None = None) -> list[Any]:
-        return [mine] if self._grid.group is None else gather_json(mine, what, self._grid.control, timeout)
+        return [mine] if self._grid.group is None else gather_json(mine, what, self._grid.everyone, timeout)
 
 
 def _nothing_to_train(counts: Sequence[tuple[int, int]]) -> ConfigError | None:

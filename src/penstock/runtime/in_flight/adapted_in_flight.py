@@ -12,7 +12,7 @@ from penstock.runtime.in_flight.pass_and_message_times import Measured
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.in_flight import write_in_flight
-from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.proof import Proof
 from penstock.simulate.auto_in_flight import (
     InFlightChoice,
     as_allowed,

@@ -16,7 +16,7 @@ from penstock.runtime.rank.span import RankSpan
 from penstock.schedule.ir.op_table import ACCEPTING
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.machine.instructions import Instruction
-from penstock.schedule.proof.microbatch_state import Piece
+from penstock.schedule.stage_state.microbatch_state import Piece
 
 _ROLE = "parked activations"
 

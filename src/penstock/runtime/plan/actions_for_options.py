@@ -11,6 +11,7 @@ from penstock.errors import ConfigError
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.plan.capabilities import check_offered
 from penstock.runtime.plan.sharding_limits import check_sharding
+from penstock.runtime.plan.tensor_parallel_limits import check_tensor_parallel
 from penstock.schedule.add_options import extend, extended
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
@@ -18,10 +19,11 @@ from penstock.schedule.ir.sharding import REPLICATED, Level, Sharding, read_shar
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.methods.find_method import find_method
-from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof_serialization import RankProof
 from penstock.schedule.transforms.batch_ops import check_together
 from penstock.schedule.transforms.unfuse import taken_apart
+from penstock.simulate.auto_in_flight import asks_for_auto
 
 GivenSchedule = Schedule | Proof | ScheduleRequest
 """A schedule as a user may give it: proven or not, or by name."""
@@ -79,6 +81,7 @@ def with_all_actions(given: GivenSchedule, options: PipelineOptions, tied: Colle
     whole = extended(plain, **additions(plain, options, tied))
     check_offered(whole, options.data_parallel.combine)
     check_sharding(whole, options)
+    check_tensor_parallel(whole, options, adapts=isinstance(given, ScheduleRequest) and asks_for_auto(given))
     return whole
 
 

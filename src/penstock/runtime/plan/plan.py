@@ -36,7 +36,7 @@ from penstock.runtime.plan.options_equal_on_ranks import common_options
 from penstock.runtime.plan.schedule_from_other_rank import KnownSchedule, described, identity
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
-from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.proof import Proof
 from penstock.simulate.auto_in_flight import InFlightChoice, asks_for_auto
 from penstock.weights.corrections.base import Correction
 

@@ -1,6 +1,6 @@
 """The schedule's books of one stage in a run: played until a period repeats, and then replayed.
 
-Books (`penstock.schedule.proof.stage_state`) depend on nothing but their own state, relative to the batch. So once the
+Books (`penstock.schedule.stage_state`) depend on nothing but their own state, relative to the batch. So once the
 state before a period is that before the period before, every action has the effect that it had there. The effect is
 looked up from then on, as long as the actions are the same. The epilogue is played again, from that state.
 """
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.schedule import Action, Copy
-from penstock.schedule.proof.stage_constants import StageSpec
-from penstock.schedule.proof.stage_state import StageState
+from penstock.schedule.stage_state.stage_constants import StageSpec
+from penstock.schedule.stage_state.stage_state import StageState
 
 
 class Effect(NamedTuple):

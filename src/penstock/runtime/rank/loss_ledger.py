@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from penstock.schedule.proof.microbatch_state import Piece
+from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.loss import Loss, UnreadLoss, read_losses
 
 

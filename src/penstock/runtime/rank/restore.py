@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from penstock.errors import CheckpointError
 from penstock.partition.block_names import block_of, prefix_of
 from penstock.runtime.rank.snapshot import suffix
+from penstock.runtime.rank.tensor_pieces import joined_pieces, pieces_in
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.stage.stage_runtime import StageRuntime
@@ -89,7 +91,7 @@ def _belongs(saved: str, blocks: Mapping[str, Any]) -> bool:
 def has_older(saved: SavedState, correction: str) -> bool:
     """Return whether a saved state has what passes read before the newest version, under this correction."""
     ahead = correction in CORRECTIONS and CORRECTIONS[correction].reads_ahead
-    kinds = ("older/", "ahead.1/") if ahead else ("older/",)
+    kinds = ("older/", "older~", "ahead.1/") if ahead else ("older/", "older~")
     return any(name.startswith(kinds) for name in saved.names)
 
 
@@ -168,7 +170,8 @@ class _StageReader:
         for tie in stage.ties:
             for place, name in enumerate(tie.names_at(index)):
                 self._names[name] = [name, *(names[place] for names in tie.names)]
-        self._firsts = _first_rows(saved.names)
+        self._firsts, self._pieces = _first_rows(saved.names), pieces_in(saved.names)
+        self._splits = stage.module.division.splits
 
     def check(self, blocks: Mapping[str, Any]) -> None:
         """Make sure that the optimizer is of the saved kind, and that the blocks have all tensors saved for them.
@@ -190,7 +193,7 @@ class _StageReader:
             for name in saved.names:
                 kind, _, rest = name.partition("/")
                 if (
-                    kind.partition("@")[0].partition(".")[0] in ("weights", "fixed")
+                    kind.partition("@")[0].partition("~")[0].partition(".")[0] in ("weights", "fixed")
                     and rest not in known
                     and block_of(rest, blocks) == block
                 ):
@@ -202,7 +205,7 @@ class _StageReader:
 
     def _saved_as(self, kind: str, known: str) -> bool:
         """Return True if the checkpoint has a tensor by this name, or rows of it."""
-        return kind + known in self._saved.names or kind + known in self._firsts
+        return any(kind + known in names for names in (self._saved.names, self._firsts, self._pieces))
 
     def kind(self, what: str, name: str) -> str:
         """Return the prefix of a tensor: of the stage's own pipeline if saved, else of the first one."""
@@ -218,8 +221,12 @@ class _StageReader:
         known = next((known for known in self._known(name) if self._saved_as(kind, known)), None)
         if known is None:
             raise CheckpointError(f"the checkpoint has no {kind}{name}, which {self._stage.module.where} needs")
-        count = like.shape[0] if like.dim() else 1
+        split = self._splits.get(name)
+        shape = like.shape if split is None else split.whole_shape(like.shape)
+        count = shape[0] if shape else 1
         tensor = self._rows(kind[:-1], known, Rows(0, count, count))
+        if split is not None and tensor.shape == shape:
+            tensor = split.own(tensor)
         if tensor.shape != like.shape:
             raise CheckpointError(
                 f"{name} has shape {tuple(tensor.shape)} in the checkpoint and {tuple(like.shape)} in the model; give "
@@ -246,7 +253,7 @@ class _StageReader:
             known = next((k for k in self._known(name) if k in kinds), None)
             if name not in self._updater.own:
                 continue
-            for kind in dict.fromkeys(kind.partition("@")[0] for kind in kinds.get(known or "", ())):
+            for kind in dict.fromkeys(re.split("[@~]", kind)[0] for kind in kinds.get(known or "", ())):
                 key = f"{what}/{kind}/{known}"
                 value = values[key] if key in values else self._rows_of(name, f"{what}/{kind}", str(known))
                 state[kind, name] = value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
@@ -267,6 +274,10 @@ class _StageReader:
         assert store is not None
         shape = store.layout.slots[name].shape
         count = shape[0] if shape else 1
+        split = self._splits.get(name)
+        if split is not None:
+            whole = self._rows(prefix, known, Rows(0, *2 * (split.whole_shape(shape)[0],)))
+            return split.own(whole) if whole.dim() else whole
         rows = store.shards.rows(name) if isinstance(store, ShardedStore) else Rows(0, count, count)
         return self._rows(prefix, known, rows)
 
@@ -277,8 +288,9 @@ class _StageReader:
             CheckpointError: rows are missing.
         """
         whole = f"{prefix}/{known}"
-        if whole in self._saved.names:
-            tensor = self._saved.tensor(whole)
+        if whole in self._saved.names or whole in self._pieces:
+            read, pieces = self._saved.tensor, self._pieces.get(whole)
+            tensor = read(whole) if pieces is None else joined_pieces(whole, pieces, read)
             return tensor if not tensor.dim() or rows.end - rows.first == rows.all else rows.of(tensor)
         firsts = self._firsts.get(whole, [])
         if not firsts or firsts[0]:

@@ -13,7 +13,9 @@ Names in a snapshot: `weights/NAME` (newest, in full precision), `older/NAME` (t
 pipeline or in another direction of the same one, and so on) and
 `optimizer/KIND/NAME`, where NAME is that of a parameter, the same at every depth; where pipelines have divided it by
 rows, `optimizer/KIND@8/NAME` has those of one of them, from row 8 on, and so have `weights@8/NAME` and
-`average@8/NAME` where weights are divided, too. Of values that are not tensors,
+`average@8/NAME` where weights are divided, too. Where processes share stages by tensor parallelism, each has parts, as
+in `weights~0.3.1of2/NAME` and `optimizer/KIND~0.3.1of2/NAME`: of dimension 0, which consists of 3 sections, the second
+of 2 parts (`penstock.runtime.rank.tensor_pieces`). Of values that are not tensors,
 `setting/KEY/NAME` was set by hand in the parameter group of NAME between two runs. Where parallel pipelines have
 weights of their own, `weights.1/NAME`, `older.1/NAME` and `optimizer.1/KIND/NAME` are those of the second pipeline, and
 so on; weights are left out when pipelines have just met and agree. `common/NAME` and `momentum/NAME` are what they
@@ -34,6 +36,7 @@ from penstock.checks import check_whole
 from penstock.comm.core.devices import is_accelerator
 from penstock.comm.core.side_stream import Done, SideStream
 from penstock.errors import ConfigError
+from penstock.runtime.rank.tensor_pieces import own_pieces
 from penstock.runtime.update.decisions import Decisions
 from penstock.stage.checks.tensor_sums import tensor_sums
 from penstock.stage.stage_runtime import StageRuntime
@@ -169,13 +172,18 @@ def take_snapshot(
         settled = torch.clone if side is None else torch.Tensor.detach
         rows, values = _optimizer_state(weights, settled)
         tensors |= rows | _rows_of_weights(weights, settled)
+    division = stage.module.division
+    names = own_pieces(division, tensors)
+    tensors = {names[name]: tensor for name, tensor in tensors.items() if name in names}
+    frozen = {names[name]: number for name, number in frozen.items() if name in names}
     if side is None:
         copied = _copied(tensors)
     else:
         side.after_work()
         moved = {name: side.to_host(t) for name, t in tensors.items() if not (fixed.shared and name in frozen)}
         tensors, copied = tensors | moved, side.mark()
-    return Snapshot(batch, stage.place, stage.key.index, tensors, values, facts, copied, frozen, fixed.shared)
+    values, place = {} if division.index else values, stage.place + division.first_place
+    return Snapshot(batch, place, stage.key.index, tensors, values, facts, copied, frozen, fixed.shared)
 
 
 def suffix(number: int) -> str:

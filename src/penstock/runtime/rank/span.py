@@ -27,8 +27,8 @@ from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.runtime.update.update_step import Updates
 from penstock.schedule.ir.schedule import Schedule, Stage
-from penstock.schedule.proof.microbatch_state import Piece
-from penstock.schedule.proof.stage_constants import StageSpec
+from penstock.schedule.stage_state.microbatch_state import Piece
+from penstock.schedule.stage_state.stage_constants import StageSpec
 from penstock.stage.stage_runtime import StageRuntime
 
 AtBorder = Callable[[int], Iterator[Wait]]

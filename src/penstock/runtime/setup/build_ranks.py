@@ -12,7 +12,7 @@ from penstock.comm.core.trace_recorder import Recorder
 from penstock.partition.blocks import deal
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.rank_state import RankState
-from penstock.runtime.setup.stage_copies import check_equal
+from penstock.runtime.setup.stage_copies import check_equal, check_undivided
 from penstock.runtime.setup.tied_weights import equalise
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.stage.loss import LossFunction
@@ -44,11 +44,12 @@ def make_ranks(
     dealt = deal(named, plan.parts, here)
     stop = StopRequest()
     ranks = [
-        RankState(key, plan, dealt[key.pipeline], loss, optimizer, Recorder(row, origin), stop)
+        RankState(key, plan, dealt[key.pipeline], loss, optimizer, Recorder(row, origin), stop, grid.tensor)
         for key, row in zip(grid.local, grid.global_ranks, strict=True)
     ]
     equalise(plan.ties, plan.schedule, grid, ranks)
     check_equal(plan.schedule, grid, ranks)
+    check_undivided(grid, ranks)
     return ranks
 
 

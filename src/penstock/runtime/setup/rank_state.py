@@ -10,6 +10,7 @@ from weakref import ref
 from penstock.comm.core.device_clock import device_clock
 from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.side_stream import side_stream
+from penstock.comm.core.tensor_group import TensorGroup
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.rank.snapshot import Snapshot
@@ -18,7 +19,7 @@ from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.ir.schedule import Stage
 from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.proof import Proof
 from penstock.stage.loss import LossFunction
 from penstock.weights.corrections.base import Correction
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
@@ -34,6 +35,7 @@ class RankState:
         loss, optimizer: as of `penstock.runtime.pipeline.Pipeline`.
         recorder: takes down what happens.
         stop: the request to end a run, shared by all ranks of this process.
+        tensor: the processes that share the stages of this one.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class RankState:
         optimizer: OptimizerFactory,
         recorder: Recorder,
         stop: StopRequest,
+        tensor: TensorGroup,
     ) -> None:
         options = plan.options
         self.key, self.options, self.recorder, self.stop = key, options, recorder, stop
@@ -58,8 +61,9 @@ class RankState:
             options.data_parallel.combine,
             key.pipeline,
             stop,
+            counts=not tensor.index,
         )
-        self._builder = StageBuilder(key, plan, loss, optimizer, recorder)
+        self._builder = StageBuilder(key, plan, loss, optimizer, recorder, tensor)
         self.stages = {stage: self._builder.build(stage, blocks[stage]) for stage in plan.schedule.on_rank(key.rank)}
         devices = [stage.module.device for stage in self.stages.values()]
         recorder.use_clock(next(filter(None, map(device_clock, devices)), None))

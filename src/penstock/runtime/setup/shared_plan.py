@@ -17,7 +17,8 @@ from penstock.runtime.plan.schedule_from_other_rank import KnownSchedule
 from penstock.runtime.setup.same_plan import check_same_plans
 from penstock.schedule.add_options import evaluation_of
 from penstock.schedule.ir.schedule import Schedule
-from penstock.schedule.proof.check import Proof, check
+from penstock.schedule.proof.check import check
+from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof_serialization import common_part, part_of_rank, rank_proof
 from penstock.schedule.rank_schedule import Json, rank_schedule, schedule_facts
 
@@ -28,32 +29,34 @@ _ONE = ""
 
 
 def shared_plan(
-    make: Callable[[KnownSchedule | None], UnprovenPlan], control: dist.ProcessGroup | None
+    make: Callable[[KnownSchedule | None], UnprovenPlan], control: dist.ProcessGroup | None, tensor: int = 1
 ) -> PipelinePlan:
     """The proven plan of this rank; between processes all call this together.
 
     Args:
         make: makes it, but for its proof, of what is known of its schedule, which it builds if that is None.
         control: a process group on the CPU; None in a single process.
+        tensor: how many of its processes, next to each other, share each stage.
 
     Raises:
         ConfigError: ranks have different plans; or whatever else `make` raises.
         ScheduleError: the schedule is wrong; where only m is too small, the message names the smallest legal m.
         TransportError: a peer is dead.
     """
-    return shared_plans(lambda known: {_ONE: make(known.get(_ONE))}, control)[_ONE]
+    return shared_plans(lambda known: {_ONE: make(known.get(_ONE))}, control, tensor=tensor)[_ONE]
 
 
 def shared_plans(
     make: Callable[[Known], Mapping[str, UnprovenPlan]],
     control: dist.ProcessGroup | None,
     prove: Callable[[str, UnprovenPlan], PipelinePlan] = lambda _, draft: draft.prove(),
+    tensor: int = 1,
 ) -> dict[str, PipelinePlan]:
     """Several proven plans of this rank, by name.
 
     Args:
         make: makes all of them, but for their proofs.
-        control: as of `shared_plan`.
+        control, tensor: as of `shared_plan`.
         prove: proves one.
 
     Raises:
@@ -71,7 +74,7 @@ def shared_plans(
         made.update(proven())
         return HandedOut(
             {name: _common(plan) for name, plan in made.items()},
-            lambda other: {name: _own(plan.proof, other) for name, plan in made.items()},
+            lambda other: {name: _own(plan.proof, other // tensor) for name, plan in made.items()},
         )
 
     common, own = hand_out(hand, "planning the pipeline", control)
@@ -83,7 +86,7 @@ def shared_plans(
         except Exception as error:  # which rank 0 has not met; raised again when the others know of it
             failure = error
     check_same_plans(drafts, failure, control)
-    rank = dist.get_rank(control)
+    rank = dist.get_rank(control) // tensor
     return made or {
         name: draft.proven(_received(draft.schedule, rank, common[name]["proof"], own[name]))
         for name, draft in drafts.items()

@@ -10,22 +10,30 @@ from torch import nn
 
 from penstock.comm.core.devices import find_device
 from penstock.comm.core.rank_grid import RankKey
+from penstock.comm.core.tensor_group import TensorGroup
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.comm.p2p.stage_neighbors import neighbors_of
-from penstock.errors import ConfigError
+from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.aliased_parameters import check_shared_memory
 from penstock.partition.blocks import LazyBlock, check_shapes
 from penstock.partition.emulated_delays import BlockDelays
 from penstock.partition.sequence_slices import check_sliceable
+from penstock.partition.tensor_parallel import Division, divide_blocks
 from penstock.partition.tied import Tie, share_inside
 from penstock.runtime.plan.plan import PipelinePlan
-from penstock.runtime.setup.sharded_weights import average_of, divide_updates, fit_sums, make_sharded_store
+from penstock.runtime.setup.sharded_weights import (
+    average_of,
+    check_steps_parts,
+    divide_updates,
+    fit_sums,
+    make_sharded_store,
+)
 from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Source, Update, VersionRule
-from penstock.schedule.proof.check import Proof
-from penstock.schedule.proof.microbatch_state import Piece
+from penstock.schedule.proof.proof import Proof
 from penstock.schedule.split_backward_microbatches import halved_units
+from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.autograd.recompute import parts_to_recompute
 from penstock.stage.graphs import StageGraphs
 from penstock.stage.loss import LossFunction
@@ -58,6 +66,7 @@ class StageBuilder:
         loss: on the last stage, and on others to which no gradient comes back; a dict by the number of the stage.
         optimizer: makes the optimizer of a stage.
         recorder: is told of activations as they come and go.
+        tensor: the processes that share the stages of this one.
     """
 
     def __init__(
@@ -67,7 +76,9 @@ class StageBuilder:
         loss: LossFunction | Mapping[int, LossFunction],
         optimizer: OptimizerFactory,
         recorder: Recorder,
+        tensor: TensorGroup,
     ) -> None:
+        self._tensor = tensor
         self._key, self._plan, self._loss, self._optimizer = key, plan, loss, optimizer
         self._options, self._low = plan.options, plan.options.precision.low
         self._hold = partial(recorder.change, "activations")
@@ -144,6 +155,7 @@ class StageBuilder:
 
     def _make_module(self, stage: Stage, blocks: dict[str, Any]) -> StageModule:
         plan, schedule = self._plan, self._plan.schedule
+        division = self._divide(stage, blocks)
         share_inside(blocks, plan.inside, dict.fromkeys(name for part in plan.parts for name in part) | blocks)
         check_shared_memory(blocks)  # lazy ones have not been there to be looked into before
         where = f"stage {stage.name} on rank {stage.rank}"
@@ -156,6 +168,7 @@ class StageBuilder:
         loss = self._loss_of(stage) if ways.has_loss else None
         hands_on = bool(ways.outputs)
         module = StageModule(blocks, loss, where, self._options, hands_on, self._device, plan.shared_buffers)
+        module.division = division
         self._options.precision.kernels.check_device(module.device)
         if module.trained and stage.index in schedule.frozen:
             raise ConfigError(
@@ -163,6 +176,25 @@ class StageBuilder:
                 "requires_grad=False on its parameters"
             )
         return module
+
+    def _divide(self, stage: Stage, blocks: Mapping[str, Any]) -> Division:
+        """Divide the blocks of a stage among the processes that share it.
+
+        Raises:
+            CapabilityError: what is divided is shared with other blocks.
+        """
+        if self._tensor.mesh is None:
+            return Division()
+        splits = divide_blocks(blocks, self._tensor.mesh)
+        tied = {name for tie in self._plan.ties for names in tie.names for name in names}
+        shared = sorted(splits.keys() & (tied | {*self._plan.inside, *self._plan.inside.values()}))
+        if shared:
+            raise CapabilityError(
+                f"stage {stage.name}: {shared[0]} is divided by tensor_parallel={self._tensor.size}, and is one "
+                "parameter with another, which is not offered; untie them, or leave it undivided"
+            )
+        copies = self._options.data_parallel.width * self._plan.schedule.directions
+        return Division(self._tensor.index, splits, self._tensor.index * copies)
 
     def _loss_of(self, stage: Stage) -> LossFunction:
         given = self._loss
@@ -184,10 +216,14 @@ class StageBuilder:
         updater = Updater(self._optimizer, store.layout, store.master, rotates=False, scheduler=update.lr_scheduler)
         if isinstance(store, ShardedStore):
             divide_updates(store, updater, ties, stage)
+        if module.division.splits and updater.optimizer is not None:
+            check_steps_parts(updater.optimizer)
         average, average_rows = None, None
         if update.ema_decay is not None:
             average, average_rows = average_of(store, module.where)
         elsewhere = {name for tie in ties for name in tie.names_at(stage.index) if tie.stages[0] != stage.index}
+        if module.division.index:  # the first tensor rank counts what all have
+            elsewhere |= module.trained.keys() - module.division.splits.keys()
         return TrainedWeights(
             store,
             updater,

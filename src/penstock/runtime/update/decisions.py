@@ -27,6 +27,7 @@ class Decisions:
         combine: how parallel pipelines agree; where they have weights of their own, each decides for itself, and only
             where they meet it is told who wants the run to end, and what evaluations have found.
         pipeline: which of them this rank is of.
+        counts: what it knows of losses counts; not on further tensor ranks, which know the same.
 
     Attributes:
         stop: the request to end the run.
@@ -44,7 +45,9 @@ class Decisions:
         combine: Combine = REDUCE,
         pipeline: int = 0,
         stop: StopRequest | None = None,
+        counts: bool = True,
     ) -> None:
+        self._counts = counts
         self._clip, self._divisor, self.delay = policy.max_grad_norm, divisor, delay
         self._combine, self._pipeline, self._agreed = combine, pipeline, -1
         self.scaler = Scaler(policy.loss_scale)
@@ -75,12 +78,17 @@ class Decisions:
         share = Share() if self._combine.apart else self.common_share(batch, loss is not None)
         if loss is None:
             return share
-        return share._replace(loss=loss.total, weight=loss.weight, scale=self._scales.get(batch, 1.0))
+        scale = self._scales.get(batch, 1.0)
+        if not self._counts:
+            return share._replace(scale=scale)
+        return share._replace(loss=loss.total, weight=loss.weight, scale=scale)
 
     def common_share(self, batch: int, last: bool) -> Share:
         """Return what concerns all pipelines; `last` on a last stage, which knows evaluations up to this batch."""
         noted = [self._noted.pop(b) for b in sorted(self._noted) if b <= batch] if last else []
         found, count = (math.fsum(part) for part in zip(*((n.total, n.weight) for n in noted), (0.0, 0.0), strict=True))
+        if not self._counts:
+            found = count = 0.0
         return Share(stop=float(self.stop.asked), evaluated=found, evaluated_weight=count)
 
     def agree(self, batch: int, total: Share) -> bool:

@@ -1,4 +1,4 @@
-"""Lowering of a schedule that is arrays: what `penstock.schedule.machine.lower` makes of it, as arrays again.
+"""Lowering of a schedule that is arrays: what `penstock.schedule.lowering.lower` makes of it, as arrays again.
 
 The rules are those of `lower` and `receives`, for a chain of stages, each held once: a stage takes activations from the
 one before it and gradients from the one behind it. Whatever is not as it should be raises `NotCompiledError`, and
@@ -27,9 +27,9 @@ from penstock.schedule.compiled.instruction_arrays import (
 )
 from penstock.schedule.ir.arrays import OPERATIONS, STEP, ArraySchedule, B, F, I, W
 from penstock.schedule.ir.schedule import Action, Kind, Payload, Unit
+from penstock.schedule.lowering.lower import lower
+from penstock.schedule.lowering.receives import posts_out_of_order
 from penstock.schedule.machine.instructions import LaneKey, Lowered, LoweredProgram, Route
-from penstock.schedule.machine.lower import lower
-from penstock.schedule.machine.receives import posts_out_of_order
 
 
 class ArrayLowered(Lowered):
@@ -206,7 +206,7 @@ class ArrayLowering:
         return classes, numbers
 
     def at(self, window: int, lookahead: int | None = None) -> ArrayLowered:
-        """Place the RECVs; arguments as of `penstock.schedule.machine.lower.Lowering.at`.
+        """Place the RECVs; arguments as of `penstock.schedule.lowering.lower.Lowering.at`.
 
         Raises:
             NotCompiledError: messages on one lane are consumed in an order that needs more than `window` buffers.
@@ -259,7 +259,7 @@ class ArrayLowering:
     ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
         """Return the RECVs of a lane: position of the action behind each, route, microbatch, whether it is ahead.
 
-        As `penstock.schedule.machine.receives.LaneReceives.placed`; all actions count here.
+        As `penstock.schedule.lowering.receives.LaneReceives.placed`; all actions count here.
         """
         use = self._uses[lane, part]
         if part:

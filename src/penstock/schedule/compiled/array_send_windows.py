@@ -1,6 +1,6 @@
 """The window of a schedule of arrays, and whether nobody waits for ever with it.
 
-As `penstock.schedule.machine.send_window_search` and `penstock.schedule.proof.check` find them by playing actions.
+As `penstock.schedule.lowering.send_window_search` and `penstock.schedule.proof.check` find them by playing actions.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from penstock.schedule.compiled.event_graph_builder import graph_of
 from penstock.schedule.compiled.instruction_arrays import CodedSchedule
 from penstock.schedule.ir.arrays import STEP, ArraySchedule
 from penstock.schedule.ir.schedule import Action
+from penstock.schedule.lowering.send_window_search import SpanEnds, least_window, unlimited
 from penstock.schedule.machine.default_durations import unit_time
-from penstock.schedule.machine.send_window_search import SpanEnds, least_window, unlimited
 
 _LIMIT = 8
 """Batches beyond twice the transient by which the state must have repeated."""

@@ -1,6 +1,6 @@
 """A few microbatches of a schedule that stand for all of them in the proof of versions.
 
-The proof plays every pass of every microbatch (`penstock.schedule.proof.stage_state`). Where all passes of a batch on a
+The proof plays every pass of every microbatch (`penstock.schedule.stage_state`). Where all passes of a batch on a
 stage read the same version (by rules flush and double-buffer), it is enough to play, on each stage, the microbatches
 whose forward is the first or the last of the batch, and those whose backward, or half of one, is. For any other one, k:
 

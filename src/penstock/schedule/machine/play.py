@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from penstock.errors import DeadlockError, ScheduleError
 from penstock.schedule.ir.absolute_actions import existing
 from penstock.schedule.ir.op_table import ACCEPTING
-from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, format_unit, passes
+from penstock.schedule.ir.schedule import Action, Kind, Op, passes
 from penstock.schedule.machine.collective_state import ADDING, Collectives, is_collective
-from penstock.schedule.machine.instructions import Instruction, Lowered, LoweredProgram, Message, Route
-from penstock.schedule.machine.lane_state import HostCopies, LaneState, is_host_copy
+from penstock.schedule.machine.deadlock import Blocked, blocked_at, deadlock
+from penstock.schedule.machine.instructions import Instruction, Lowered, LoweredProgram, Message
+from penstock.schedule.machine.lane_state import HostCopies, is_host_copy
+from penstock.schedule.machine.message_lanes import MessageLanes, MessageObserver
 
 Observer = Callable[[int, Action, int, float, float], None]
 """Called as (rank, action with relative numbers, batch they are relative to, start, end)."""
-
-MessageObserver = Callable[[Route, int, float, float], None]
-"""Called as (route, first microbatch of the span, time at which the SEND is posted, time of arrival)."""
 
 
 @dataclass
@@ -36,14 +33,6 @@ class _Segment:
     instructions: Sequence[Instruction]
     t: int
     place: int = 0
-
-
-class Blocked(NamedTuple):
-    """What a rank waits for when nothing moves any more."""
-
-    rank: int
-    action: Action
-    reason: str
 
 
 def _instant(_action: Action) -> float:
@@ -64,6 +53,7 @@ class Machine:
 
     Attributes:
         copies_beside: whether activations are copied to the host's memory, beside the passes.
+        messages: those that are under way, or have come and are not consumed.
     """
 
     def __init__(
@@ -75,12 +65,9 @@ class Machine:
         on_message: MessageObserver | None = None,
         transfer: float = 0.0,
     ) -> None:
-        self.lowered, self.latency, self.observer, self._on_message = lowered, latency, observer, on_message
-        self._transfer = transfer
+        self.lowered, self.observer = lowered, observer
         self._proves = observer is None and duration is _instant
         self._m = lowered.schedule.microbatches
-        lane_index = {lane: i for i, lane in enumerate(lowered.lanes)}
-        self._lane_of_route = [lane_index[route.lane] for route in lowered.routes]
         # Per rank: what is posted before the first period, a period that another one follows, the last, the epilogue;
         # and the periods in which a version is rejected.
         self._codes = [self._variants(program) for program in lowered.programs]
@@ -91,10 +78,8 @@ class Machine:
         self._duration = duration
         ranks = lowered.schedule.ranks
         self.clock = [0.0] * ranks
-        self.held_up = False  # whether a SEND or RECV has waited for room, or a message on its way for its RECV
         self._queues: list[deque[_Segment]] = [deque() for _ in range(ranks)]
-        self._lanes = [LaneState(lowered.window, lane.payload is Payload.PARKED) for lane in lowered.lanes]
-        self._arrived: list[dict[Message, float]] = [{} for _ in range(ranks)]
+        self.messages = MessageLanes(lowered, self.clock, latency, transfer, on_message)
         self._collectives = Collectives(lowered.schedule, duration)
         self._host_copies = HostCopies(ranks)
 
@@ -150,9 +135,9 @@ class Machine:
             ScheduleError: some ranks wait for ever.
         """
         self._run([codes[3] for codes in self._codes], batches)
-        stuck = [self._why(rank, queue[0]) for rank, queue in enumerate(self._queues) if queue]
+        stuck = [self._blocked(rank, queue[0]) for rank, queue in enumerate(self._queues) if queue]
         if stuck:
-            raise DeadlockError(_waits(stuck))
+            raise deadlock(stuck)
 
     def _run(self, parts: list[Sequence[Instruction]], t: int) -> None:
         """Append a part to every rank's queue and advance the ranks as far as they go."""
@@ -174,7 +159,7 @@ class Machine:
 
     def _advance(self, rank: int, woken: set[int]) -> None:
         """Run one rank until it has to wait or its queue is empty."""
-        queue, arrived, clock = self._queues[rank], self._arrived[rank], self.clock
+        queue, clock, messages = self._queues[rank], self.clock, self.messages
         duration, observer, beside = self._duration, self.observer, self._collects or self.copies_beside
         while queue:
             segment = queue[0]
@@ -186,7 +171,7 @@ class Machine:
                 if route >= 0:
                     if first < 0:
                         continue
-                    if not (self._receive if op is Op.RECV else self._send)(rank, Message(route, first), woken):
+                    if not (messages.receive if op is Op.RECV else messages.send)(rank, Message(route, first), woken):
                         break
                     continue
                 parts = action[4]
@@ -211,12 +196,12 @@ class Machine:
                         break
                 start = clock[rank]
                 if needs and op in ACCEPTING:
-                    self._accept(rank, needs, offset)
+                    messages.accept(rank, needs, offset)
                     needs = ()
                 if awaits:
                     needs += awaits
                 if needs:
-                    ready = self._take(arrived, needs, offset)
+                    ready = messages.consume(rank, needs, offset)
                     if ready is None:
                         break
                     start = max(start, ready)
@@ -250,145 +235,39 @@ class Machine:
             self.observer(rank, action, t, start, end)
         return True
 
-    @staticmethod
-    def _take(arrived: dict[Message, float], needs: tuple[Message, ...], offset: int) -> float | None:
-        """Consume the messages an action needs: when the last of them arrived, or None if one has not."""
-        keys = [Message(route, first + offset) for route, first in needs] if offset else needs
-        if len(keys) == 1:
-            return arrived.pop(keys[0], None)
-        latest = 0.0
-        for key in keys:
-            time = arrived.get(key)
-            if time is None:
-                return None
-            latest = max(latest, time)
-        for key in keys:
-            del arrived[key]
-        return latest
-
-    def _send(self, rank: int, message: Message, woken: set[int]) -> bool:
-        """Post a SEND, or return False while the lane's window is full."""
-        lane = self._lanes[self._lane_of_route[message.route]]
-        room = lane.room_to_send()
-        if room is None:
-            return False
-        post = self.clock[rank]
-        if room > post:
-            post = self._wait_until(rank, room)
-        lane.sent += 1
-        if lane.recvs:
-            wanted, ready = lane.recvs.popleft()
-            self._match(lane, message, post, wanted, ready, woken)
-        else:
-            lane.sends.append((message, post))
-        return True
-
-    def _receive(self, rank: int, message: Message, woken: set[int]) -> bool:
-        """Post a RECV, or return False while all buffers of its lane wait for what has not come yet."""
-        lane = self._lanes[self._lane_of_route[message.route]]
-        if lane.parks:
-            room = lane.room_to_receive()
-            if room is None:
-                return False
-            self._wait_until(rank, room)
-            lane.posts_receive()
-        if lane.sends:
-            sent, posted = lane.sends.popleft()
-            self._match(lane, sent, posted, message, self.clock[rank], woken)
-        else:
-            lane.recvs.append((message, self.clock[rank]))
-        return True
-
-    def _accept(self, rank: int, needs: tuple[Message, ...], offset: int) -> None:
-        """Take messages now, or as soon as they come; meanwhile the rank goes on."""
-        for route, first in needs:
-            message = Message(route, first + offset)
-            self._lanes[self._lane_of_route[route]].take(message, self._arrived[rank].get(message))
-
-    def _wait_until(self, rank: int, room: float) -> float:
-        """Let a rank wait for room on a lane, which was or will be there at a time; return when it goes on."""
-        if room > self.clock[rank]:
-            self.clock[rank] = room
-            self.held_up = True
-        return self.clock[rank]
-
-    def _match(
-        self, lane: LaneState, sent: Message, posted: float, wanted: Message, ready: float, woken: set[int]
-    ) -> None:
-        """A SEND has met its RECV: the message arrives and the sender's buffer is free again."""
-        route = self.lowered.routes[wanted.route]
-        if sent != wanted:
-            raise ScheduleError(
-                f"on {route.lane}, microbatch {sent.first} is sent where microbatch {wanted.first} is expected: both "
-                "ends must use one order"
-            )
-        if ready > posted and (self.latency or self._transfer):  # else it is there when its consumer wants it
-            self.held_up = True
-        time = max(posted, ready)
-        if self._transfer:
-            time = lane.free = max(time, lane.free) + self._transfer
-        time += self.latency
-        lane.completes_send(time)
-        self._arrived[route.target.rank][wanted] = time
-        if lane.parks:
-            lane.arrive(wanted, time)
-        if self._on_message is not None:
-            self._on_message(route, wanted.first, posted, time)
-        woken.update((route.source.rank, route.target.rank))
-
     # --- looking at it ----------------------------------------------------------------------------------------------
+
+    @property
+    def held_up(self) -> bool:
+        """Whether a SEND or RECV has waited for room, or a message on its way for its RECV."""
+        return self.messages.held_up
 
     def copy(self) -> Machine:
         """An independent machine in the same state (programs are shared)."""
         twin = copy.copy(self)
         twin.clock = list(self.clock)
         twin._queues = [deque(_Segment(s.instructions, s.t, s.place) for s in queue) for queue in self._queues]
-        twin._lanes = [lane.copy() for lane in self._lanes]
-        twin._arrived = [dict(a) for a in self._arrived]
+        twin.messages = self.messages.copy(twin.clock)
         twin._collectives = self._collectives.copy()
         twin._host_copies = self._host_copies.copy()
         return twin
 
     def state(self, batches: int) -> object:
         """What is under way, with microbatches relative to batch `batches`: equal states have equal futures."""
-        offset = batches * self._m
-
-        def relative(messages: Iterable[Message]) -> tuple[Message, ...]:
-            return tuple(Message(route, first - offset) for route, first in messages)
-
-        lanes = tuple(lane.state(relative) for lane in self._lanes)
+        lanes, arrived = self.messages.state(batches * self._m)
         rest = tuple(tuple((s.t - batches, s.place) for s in queue) for queue in self._queues)
-        return lanes, tuple(relative(sorted(a)) for a in self._arrived), self._collectives.state(batches), rest
+        return lanes, arrived, self._collectives.state(batches), rest
 
     def times(self) -> list[float]:
         """When each rank is free, and the times of all that `state` tells, in one order: a play with equal states whose
         times are all later by the same amount goes on as the other one, later by that amount."""
-        found = list(self.clock)
-        for lane in self._lanes:
-            found += lane.times()
-        for arrived in self._arrived:
-            found += [arrived[message] for message in sorted(arrived)]
-        return found + self._collectives.times() + self._host_copies.times()
+        return [*self.clock, *self.messages.times(), *self._collectives.times(), *self._host_copies.times()]
 
-    def _why(self, rank: int, segment: _Segment) -> Blocked:
+    def _blocked(self, rank: int, segment: _Segment) -> Blocked:
         """Say why a rank cannot go on."""
-        action, route_index, needs, _, awaits = segment.instructions[segment.place]
-        t, offset = segment.t, segment.t * self._m
-        unit = action.unit._replace(first=action.unit.first + (t if action.unit.kind is Kind.BATCH else offset))
-        absolute = action._replace(unit=unit, reads=None)
-        if route_index >= 0:
-            route = self.lowered.routes[route_index]
-            peer, does = (route.target, "receive") if action.op is Op.SEND else (route.source, "send")
-            return Blocked(rank, absolute, f"rank {peer.rank} to {does} earlier {route.payload} messages")
-        wanted = [Message(k.route, k.first + offset) for k in needs + awaits]
-        missing = [k for k in wanted if k.first >= 0 and k not in self._arrived[rank]]
-        if missing:
-            route = self.lowered.routes[missing[0].route]
-            name = format_unit(unit._replace(first=missing[0].first, count=route.count, slice=route.slice))
-            return Blocked(rank, absolute, f"the {route.payload} of microbatch {name} from rank {route.source.rank}")
-        if not self._collectives.has_room(action, t):
-            return Blocked(rank, absolute, f"room for a full-size gradient, {self._collectives.why_no_room}")
-        return Blocked(rank, absolute, "a reduction or decision that other ranks have not joined")
+        instruction, t = segment.instructions[segment.place], segment.t
+        no_room = "" if self._collectives.has_room(instruction.action, t) else self._collectives.why_no_room
+        return blocked_at(self.lowered, rank, instruction, t, self.messages.arrived[rank].__contains__, no_room)
 
 
 def _last(period: Sequence[Instruction]) -> list[Instruction]:
@@ -403,9 +282,3 @@ def _interacts(instruction: Instruction) -> bool:
 
 def _adds(instruction: Instruction) -> bool:
     return any(p.op in ADDING for p in passes(instruction.action))
-
-
-def _waits(blocked: list[Blocked]) -> str:
-    lines = "\n".join(f"  rank {b.rank} at {b.action} waits for {b.reason}" for b in sorted(blocked))
-    what = f"deadlock: {len(blocked)} rank{'s' * (len(blocked) > 1)} would wait for ever"
-    return f"{what}\n{lines}"

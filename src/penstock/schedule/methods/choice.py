@@ -14,7 +14,7 @@ from penstock.schedule.methods.compatibility import correction_options
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.orders import ORDERS
-from penstock.schedule.proof.check import Proof
+from penstock.schedule.proof.proof import Proof
 
 
 @dataclass(frozen=True, repr=False)

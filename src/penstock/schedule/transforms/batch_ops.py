@@ -118,7 +118,9 @@ def with_decisions(schedule: Schedule) -> Schedule:
     return _with(schedule, Op.DECIDE, lambda _: True)
 
 
-def what_decides(clip: bool, loss_scale: bool, fp16: bool, width: int, apart: str | None) -> dict[str, str]:
+def what_decides(
+    clip: bool, loss_scale: bool, fp16: bool, width: int, apart: str | None, tensor: int = 1
+) -> dict[str, str]:
     """Name the features that need a decision of all stages, each with the setting that turns it off.
 
     Args:
@@ -127,6 +129,7 @@ def what_decides(clip: bool, loss_scale: bool, fp16: bool, width: int, apart: st
         fp16: losses are scaled because passes compute in float16.
         width: number of parallel pipelines.
         apart: how the pipelines are combined, if each has its own weights.
+        tensor: number of processes that share each stage.
     """
     found = {"max_grad_norm": "set max_grad_norm to null (None)"} if clip else {}
     if loss_scale:
@@ -136,6 +139,8 @@ def what_decides(clip: bool, loss_scale: bool, fp16: bool, width: int, apart: st
         found[f"data_parallel={width}" if apart is None else f"combine {apart!r}"] = (
             "set data_parallel (penstock train: width) to 1"
         )
+    if tensor > 1:
+        found[f"tensor_parallel={tensor}"] = "set tensor_parallel to 1"
     return found
 
 

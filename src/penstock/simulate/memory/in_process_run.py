@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.errors import CapabilityError
 from penstock.schedule.ir.absolute_actions import since
 from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, Schedule, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES
+from penstock.schedule.machine.deadlock import Blocked, blocked_at, deadlock
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Message
 from penstock.schedule.split_backward_microbatches import halved_units
 from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, Holdings, is_blockwise
@@ -71,7 +73,7 @@ def most_held(
 
     Raises:
         CapabilityError: the schedule does something that is not predicted.
-        DeadlockError: some ranks wait for ever.
+        DeadlockError: some ranks wait for ever; the message names their actions, and the messages that do not come.
     """
     schedule = lowered.schedule
     ops = {i.action.op for program in lowered.programs for part in program for i in part}
@@ -82,8 +84,20 @@ def most_held(
     shared = _Shared(lowered, width, blockwise, {}, Rendezvous())
     parts = [(pipeline, rank) for pipeline in range(width) for rank in range(schedule.ranks)]
     ranks = {part: _RankRun(shared, *part) for part in parts}
-    take_turns([rank.run(batches) for rank in ranks.values()])
+    stuck = take_turns({part: rank.run(batches) for part, rank in ranks.items()})
+    if stuck:
+        raise deadlock(ranks[part].blocked() for part in stuck)
     return {part: rank.holdings.largest() for part, rank in ranks.items()}
+
+
+class _HeldMessage(NamedTuple):
+    """A message that counts until its receiver has posted the RECV."""
+
+    received: Completion
+    what: Held
+    units: int
+    instruction: Instruction
+    t: int
 
 
 class _RankRun:
@@ -95,10 +109,12 @@ class _RankRun:
         self._m, self._program = schedule.microbatches, shared.lowered.programs[rank]
         self.holdings = Holdings()
         self._stages = {stage: _StageRun(self, stage) for stage in schedule.on_rank(rank)}
-        self._sent: dict[LaneKey, deque[tuple[Completion, Held, int]]] = {}
+        self._sent: dict[LaneKey, deque[_HeldMessage]] = {}
         self._posted: dict[Message, Completion] = {}
         self._lanes: dict[int, InProcessLane] = {}  # by route
         self._stepped: set[Stage] = set()
+        self._at = self._program.period[0], 0  # the instruction at which it stands, and the batch that it counts from
+        self._wanted: Message | None = None  # for which it has waited last
 
     def run(self, batches: int) -> Iterator[Completion]:
         """Run the span; yields what the rank waits for."""
@@ -107,10 +123,14 @@ class _RankRun:
         yield from self._play(self._program.epilogue, batches, more=False)
         for stage in self._stages.values():
             yield from stage.whole()
-        for lane, queue in self._sent.items():
-            while queue:
-                yield from _wait(queue[0][0])
-                self._make_room(lane)
+        for sent in (sent for queue in self._sent.values() for sent in queue):
+            self._at = sent.instruction, sent.t
+            yield from _wait(sent.received)
+
+    def blocked(self) -> Blocked:
+        """Say what the rank waits for."""
+        instruction, t = self._at
+        return blocked_at(self.shared.lowered, self.rank, instruction, t, lambda message: message != self._wanted)
 
     def _play(self, instructions: Sequence[Instruction], t: int, more: bool) -> Iterator[Completion]:
         for instruction in instructions:
@@ -121,14 +141,18 @@ class _RankRun:
             if unit.every > 1 and (unit.first + t + 1) % unit.every:
                 continue
             first = unit.first + (t if unit.kind is Kind.BATCH else t * self._m)
+            self._at = instruction, t
             if route >= 0:
                 if action.op is Op.RECV:
                     self._posted[Message(route, first)] = self._lane(route).receive()
                 else:
-                    yield from self._send(route)
+                    yield from self._send(instruction, t)
                 continue
             for need in needs:
-                came = self._posted.pop(Message(need.route, need.first + t * self._m))
+                self._wanted = Message(need.route, need.first + t * self._m)
+                came = self._posted.pop(self._wanted, None)
+                if came is None:  # there is no RECV for it
+                    raise deadlock([self.blocked()])
                 if not came.done:
                     yield came
             waits = self._stages[action.stage].act(action, first)
@@ -144,24 +168,24 @@ class _RankRun:
             found = self._lanes[route] = self.shared.lane(self.pipeline, self.shared.lowered.routes[route].lane)
         return found
 
-    def _send(self, route: int) -> Iterator[Completion]:
+    def _send(self, instruction: Instruction, t: int) -> Iterator[Completion]:
         """Post a SEND, as soon as there is room."""
-        there, lane = self.shared.lowered.routes[route], self._lane(route)
+        there, lane = self.shared.lowered.routes[instruction.route], self._lane(instruction.route)
         queue = self._sent.setdefault(there.lane, deque())
         self._make_room(there.lane)
-        while len(queue) >= self.shared.lowered.window:
-            yield from _wait(queue[0][0])
+        if len(queue) >= self.shared.lowered.window:
+            yield from _wait(queue[0].received)
             self._make_room(there.lane)
         what = message_of(there.payload, there.source.index, there.target.index)
         self.holdings.change(what, there.count)
-        queue.append((lane.send(), what, there.count))
+        queue.append(_HeldMessage(lane.send(), what, there.count, instruction, t))
 
     def _make_room(self, lane: LaneKey) -> None:
         """Forget SENDs that are complete."""
         queue = self._sent[lane]
-        while queue and queue[0][0].done:
-            _, what, count = queue.popleft()
-            self.holdings.change(what, -count)
+        while queue and queue[0].received.done:
+            sent = queue.popleft()
+            self.holdings.change(sent.what, -sent.units)
 
     def inside(self, payload: Payload, source: Stage, target: Stage, count: int) -> None:
         """Lay a message ready for a stage of the same rank, or (negative) take it."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-
-from penstock.errors import DeadlockError
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 Part = tuple[int, int]
 """A rank: the index of its pipeline, and its rank there."""
@@ -78,14 +76,15 @@ class Rendezvous:
         return mine
 
 
-def take_turns(runs: Sequence[Iterator[Completion]]) -> None:
+def take_turns(runs: Mapping[Part, Iterator[Completion]]) -> list[Part]:
     """Run generators that yield what they wait for, in turns, each until it has to wait.
 
-    Raises:
-        DeadlockError: all wait.
+    Returns:
+        those that wait for ever; none if all have ended.
     """
-    blocked: dict[int, Completion | None] = dict.fromkeys(range(len(runs)))
-    while blocked:
+    blocked: dict[Part, Completion | None] = dict.fromkeys(runs)
+    moved = True
+    while moved:
         moved = False
         for place in list(blocked):
             wait = blocked[place]
@@ -97,5 +96,4 @@ def take_turns(runs: Sequence[Iterator[Completion]]) -> None:
                 break
             else:
                 del blocked[place]
-        if not moved:
-            raise DeadlockError("no rank can go on")
+    return list(blocked)

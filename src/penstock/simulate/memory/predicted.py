@@ -15,7 +15,7 @@ from penstock.schedule.ir.schedule import Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Update
 from penstock.schedule.methods.corrections import CORRECTIONS
-from penstock.schedule.proof.check import Proof, StageFacts
+from penstock.schedule.proof.proof import Proof, StageFacts
 from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, is_blockwise, most_bytes
 from penstock.simulate.memory.in_process_run import most_held
 from penstock.simulate.memory.message_completion import Part

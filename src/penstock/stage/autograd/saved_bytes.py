@@ -106,6 +106,8 @@ def has_memory(tensor: Tensor) -> bool:
 
 def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """The dense tensors that a sparse or nested one consists of; a dense one itself."""
+    if hasattr(tensor, "_local_tensor"):  # a DTensor
+        return _dense_parts(tensor._local_tensor)
     layout = tensor.layout
     if layout is torch.strided:
         return (tensor,) if has_memory(tensor) else ()

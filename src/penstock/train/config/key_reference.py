@@ -69,6 +69,8 @@ _WORDS_OF_OTHERS: Mapping[str, str] = MappingProxyType(
         "batch_size": "microbatch_size",
         "gradient_accumulation_steps": "microbatches",
         "data_parallel": "width",
+        "tensor_parallel_size": "tensor_parallel",
+        "tensor_model_parallel_size": "tensor_parallel",
         "pipelines": "width",
         "replicas": "width",
         "pipeline_parallel": "stages",

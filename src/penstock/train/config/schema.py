@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from penstock.errors import CapabilityError
 from penstock.schedule.ir.limits import MOST_BATCHES, MOST_MICROBATCHES, MOST_STAGES
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.method import Method
@@ -68,6 +69,12 @@ class TrainConfig(Strict):
         default=None,
         description="what of each stage parallel pipelines divide among them: none, optimizer (ZeRO-1), gradients "
         "(ZeRO-2) or full (ZeRO-3); by default what the method has",
+    )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=MOST_STAGES,
+        description="processes that share each stage: they divide heads and MLPs of its layers (tensor parallelism)",
     )
     microbatches: int = Field(
         default=4, ge=1, le=MOST_MICROBATCHES, description="m, microbatches per batch (per update) and pipeline"
@@ -187,6 +194,20 @@ class TrainConfig(Strict):
     def row(self) -> Method:
         """The row of the method table; with a schedule of one's own, one with its name, rule and correction."""
         return find_method(self.method or "") if self.schedule is None else own_row(self.schedule, self.corrected_by)
+
+    @property
+    def processes(self) -> int:
+        """The number of processes of a run."""
+        return self.stages * self.width * self.tensor_parallel
+
+    def check_undivided(self, what: str) -> None:
+        """Refuse tensor parallelism where it is not offered.
+
+        Raises:
+            CapabilityError: it is wanted; `what` says for what it is not offered.
+        """
+        if self.tensor_parallel > 1:
+            raise CapabilityError(f"tensor_parallel={self.tensor_parallel} is not offered for {what} yet; set it to 1")
 
     @property
     def delayed(self) -> bool:

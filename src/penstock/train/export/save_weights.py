@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 
 from penstock.comm.collective.gather import gather_json
 from penstock.errors import CheckpointError
+from penstock.runtime.full_state import with_whole_tensors
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.export.weights_folder import save_index, save_stage
 from penstock.train.setup.preflight import Prepared, describe_model
@@ -29,28 +30,29 @@ def save_weights(pipeline: Pipeline, prepared: Prepared, folder: Path) -> None:
 
 
 def _save(pipeline: Pipeline, prepared: Prepared, run: Path, folder: Path, averaged: bool) -> None:
-    rank, stages = dist.get_rank(), prepared.config.stages
+    stages = prepared.config.stages
+    rank, tensor = divmod(dist.get_rank(), prepared.config.tensor_parallel)
     written: dict[str, Any] = {"files": {}, "tensors": {}}
     failure = None
     try:
         if rank < stages:  # the first pipeline writes; the others hold the same weights, or it represents them
-            state = pipeline.state_dict(averaged=averaged)
+            state = with_whole_tensors(pipeline.state_dict(averaged=averaged), pipeline.grid, pipeline.stages.values())
             blocks = [
                 f"{block}." for stage in pipeline.stages if not stage.direction for block in pipeline.parts[stage.index]
             ]
             own = {name: tensor for name, tensor in state.items() if name.startswith(tuple(blocks))}  # one direction
-            written = save_stage(folder, pipeline.batches, rank, stages, own)
+            written = written if tensor else save_stage(folder, pipeline.batches, rank, stages, own)
     except (OSError, SafetensorError) as error:
         failure = str(error)
     parts = gather_json([written, failure], "saving the weights", None)
     failures = [failure for _, failure in parts if failure is not None]
     try:
-        if rank == 0 and not failures:
+        if dist.get_rank() == 0 and not failures:
             stages_written = [part for part, _ in parts]
             save_index(folder, stages_written, describe_model(prepared.model), text=prepared.windows.corpus.text)
     except OSError as error:
         failures = [str(error)]
-    failures = gather_json(None if rank else failures, "saving the weights", None)[0]
+    failures = gather_json(None if dist.get_rank() else failures, "saving the weights", None)[0]
     if failures:
         raise CheckpointError(
             f"training has finished, but its weights could not be written into {str(folder)!r}: {failures[0]}. Free "

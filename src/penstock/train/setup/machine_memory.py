@@ -20,9 +20,10 @@ def check_workers(config: TrainConfig) -> None:
     Raises:
         ConfigError: how many there would be.
     """
-    workers = config.stages * config.width
+    workers = config.processes
     if workers > _MOST_WORKERS:
         pipelines = f" in each of {config.width} pipelines" if config.width > 1 else ""
+        pipelines += f", shared by {config.tensor_parallel} processes each," if config.tensor_parallel > 1 else ""
         raise ConfigError(
             f"{config.stages} stages{pipelines} are {workers} processes, but one machine starts {_MOST_WORKERS} at "
             "most; use fewer, or torchrun on several machines"
@@ -43,7 +44,7 @@ def check_machine_memory(config: TrainConfig, model: GPTConfig) -> None:
     needs = {
         "weights and gradients": _PER_PARAMETER * model.parameters * config.width,
         "the logits of a microbatch": 4 * config.microbatch_size * model.context * model.vocabulary,
-        "processes": _PER_WORKER * config.stages * config.width,
+        "processes": _PER_WORKER * config.processes,
     }
     total = sum(needs.values())
     if there is not None and total > there:

@@ -19,6 +19,7 @@ from penstock.models.gpt_shape import GPTConfig
 from penstock.options.all_options import PipelineOptions
 from penstock.partition.sequence_slices import Slicing, equal_time_lengths
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
+from penstock.runtime.setup.sharded_weights import check_steps_parts
 from penstock.runtime.setup.shared_plan import Known, shared_plans
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
@@ -30,8 +31,8 @@ from penstock.train.config.own_schedule import own_schedule
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import Corpus, Once, load_corpus
 from penstock.train.data.windows import Windows
-from penstock.train.setup.enough_blocks import check_enough_blocks, shape_of
 from penstock.train.setup.machine_memory import check_machine_memory, check_workers
+from penstock.train.setup.model_shape import check_enough_blocks, shape_of
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import FALLBACK, MAIN, SYNC
 from penstock.train.setup.pipeline_options import pipeline_options, tokens_per_batch
@@ -155,7 +156,7 @@ def prepare(
         make, what = partial(_chosen, choose, question), "choosing what to recompute"
         modes, said = make() if control is None else from_first(make, what, control)
         config, options = config.model_copy(update={"recompute": modes}), options.changed(recompute=tuple(modes))
-    plans = shared_plans(partial(drafts, options), control, _prove)
+    plans = shared_plans(partial(drafts, options), control, _prove, config.tensor_parallel)
     return Prepared(config, model, plans.pop(MAIN), windows, plans, said)
 
 
@@ -209,6 +210,8 @@ def _check_limit(config: TrainConfig, choose: ChooseRecompute | None) -> None:
         raise ConfigError(
             "recompute=auto needs memory_limit, the most bytes that a rank may hold, such as memory_limit=2e9"
         )
+    if config.recompute == "auto":
+        config.check_undivided("recompute=auto")
     if config.recompute == "auto" and choose is None:
         raise ConfigError("recompute=auto is chosen by penstock train and verify; give none, block, stage or a list")
     if config.memory_limit is not None and config.recompute in ("none", "block", "stage"):
@@ -322,21 +325,21 @@ def _check_optimizer(config: TrainConfig, draft: UnprovenPlan) -> None:
     if config.undo == "in-place":
         check_undoable(optimizer)
     check_averages(optimizer, config.combine.optimizer_state == "average")
+    if config.tensor_parallel > 1:
+        check_steps_parts(optimizer)
 
 
 def model_shape(config: TrainConfig, corpus: Corpus) -> GPTConfig:
     """The GPT's shape: the preset with what the configuration changes."""
     vocabulary = config.model.vocabulary or corpus.vocabulary
+    heads = shape_of(config, vocabulary).heads
+    if heads % config.tensor_parallel:
+        raise ConfigError(f"model.heads {heads} must be a multiple of tensor_parallel {config.tensor_parallel}")
     if vocabulary < corpus.vocabulary:
         raise ConfigError(
             f"model.vocabulary is {vocabulary}, but {corpus.name} holds tokens up to {corpus.vocabulary - 1}"
         )
     return shape_of(config, vocabulary)
-
-
-def _shape(config: TrainConfig) -> str:
-    """Stages and microbatches, and how many pipelines if there are several."""
-    return "x".join(map(str, [*([config.width] if config.width > 1 else []), config.stages, config.microbatches]))
 
 
 def describe_model(model: GPTConfig) -> dict[str, int]:

@@ -21,7 +21,7 @@ from penstock.errors import CheckpointError, ConfigError, UnsavedRunError
 from penstock.files import check_own_folder, check_regular
 from penstock.train.config.schema import TrainConfig
 from penstock.train.config.written_config import CONFIG, WRITTEN, write_config
-from penstock.train.setup.enough_blocks import shape_of
+from penstock.train.setup.model_shape import check_same_shape
 from penstock.train.setup.recorded_progress import METRICS, recorded
 
 _MOMENT = "%Y-%m-%d-%H%M%S"
@@ -188,26 +188,7 @@ def check_resume(config: TrainConfig, run: Path) -> None:
         raise ConfigError(
             f"the run in {str(run)!r} has {newest.batch} batches already; set batches above that, got {config.batches}"
         )
-    now = shape_of(config)
-    for name, there in _shape_in(newest).items():
-        if getattr(now, name) != there and (name != "vocabulary" or config.model.vocabulary is not None):
-            raise ConfigError(
-                f"model.{name} is {getattr(now, name)}, but the weights of the run in {str(run)!r} are of a model with "
-                f"{there}; leave the change out, or train another model in a run of its own (without --resume)"
-            )
-
-
-def _shape_in(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return what the weights in a checkpoint tell of the shape of a GPT; nothing if they cannot be read."""
-    layers = [name for name in checkpoint.names if re.fullmatch(r"weights/layers\.\d+\.mlp_norm\.weight", name)]
-    found = {"layers": len(layers)} if layers else {}
-    for name, tensor in (("width", "head.norm.weight"), ("vocabulary", "head.out.weight")):
-        if f"weights/{tensor}" in checkpoint.names:
-            try:
-                found[name] = len(checkpoint.tensor(f"weights/{tensor}"))
-            except CheckpointError:  # reported when it is loaded
-                return {}
-    return found
+    check_same_shape(config, run, newest)
 
 
 def is_of_a_run(out: Path, file: Path) -> bool:
@@ -220,5 +201,6 @@ def is_of_a_run(out: Path, file: Path) -> bool:
 
 
 def _shape(config: TrainConfig) -> str:
-    """Write stages and microbatches, and how many pipelines if there are several."""
-    return "x".join(map(str, [*([config.width] if config.width > 1 else []), config.stages, config.microbatches]))
+    """Write stages and microbatches, and how many pipelines and tensor ranks if there are several."""
+    numbers = [*([config.width] if config.width > 1 else []), config.stages, config.microbatches]
+    return "x".join(map(str, numbers)) + (f"-tp{config.tensor_parallel}" if config.tensor_parallel > 1 else "")

@@ -13,11 +13,11 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.schedule import Action, Copy, Op, Stage, Unit, format_action
 from penstock.schedule.ir.version_rules import Source, Update
-from penstock.schedule.proof.derived_weight_copies import Copies
-from penstock.schedule.proof.gradient_state import Gradients
-from penstock.schedule.proof.microbatch_state import BooksError, Flights, MicrobatchNumber, Piece, VersionNumber
-from penstock.schedule.proof.shard_state import ShardState
-from penstock.schedule.proof.stage_constants import StageSpec
+from penstock.schedule.stage_state.derived_weight_copies import Copies
+from penstock.schedule.stage_state.gradient_state import Gradients
+from penstock.schedule.stage_state.microbatch_state import BooksError, Flights, MicrobatchNumber, Piece, VersionNumber
+from penstock.schedule.stage_state.shard_state import ShardState
+from penstock.schedule.stage_state.stage_constants import StageSpec
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
 
 

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.schedule import Action, Op, Payload, Schedule, passes
+from penstock.schedule.lowering.receives import Use
 from penstock.schedule.machine.collective_state import Collectives, is_collective
 from penstock.schedule.machine.default_durations import unit_time
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Route
-from penstock.schedule.machine.receives import Use
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
 
 Uses = Mapping[tuple[LaneKey, int], Sequence[Use]]

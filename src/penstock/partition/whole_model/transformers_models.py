@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.partition.fx_trace import CannotFollowError, first_sentence, graph_of_function
-from penstock.partition.traced_blocks import blocks_of_graph
+from penstock.partition.whole_model.fx_trace import CannotFollowError, first_sentence, graph_of_function
+from penstock.partition.whole_model.traced_blocks import blocks_of_graph
 
 _SHAPE = (2, 5)  # of the tokens that both forwards are compared on
 

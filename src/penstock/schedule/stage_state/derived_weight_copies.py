@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from penstock.schedule.ir.schedule import Copy
-from penstock.schedule.proof.microbatch_state import BooksError, MicrobatchNumber
+from penstock.schedule.stage_state.microbatch_state import BooksError, MicrobatchNumber
 
 
 @dataclass

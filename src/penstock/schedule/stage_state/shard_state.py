@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from penstock.schedule.ir.sharding import Level
-from penstock.schedule.proof.microbatch_state import BooksError, VersionNumber
+from penstock.schedule.stage_state.microbatch_state import BooksError, VersionNumber
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 Who gives what a pass needs is asked of the registry (`penstock.schedule.ir.op_table`). Where giver and taker are on
 different ranks, a SEND is placed directly after the giver and a RECV before the taker, in the order in which the lane's
-messages are sent (`penstock.schedule.machine.receives`).
+messages are sent (`penstock.schedule.lowering.receives`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from penstock.errors import ScheduleError
 from penstock.gc_pause import no_collection
 from penstock.schedule.ir.op_table import MOVES, OPS, PASSES, PAYLOAD_OF_FACT, Fact, gives
 from penstock.schedule.ir.schedule import WINDOW, Action, Op, Payload, Schedule, Stage, Unit, format_place, passes
+from penstock.schedule.lowering.ordered_receives import OrderedReceives, Receives
+from penstock.schedule.lowering.parked_waits import awaited
+from penstock.schedule.lowering.receives import LaneReceives, Use
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, LoweredProgram, Message, Route
-from penstock.schedule.machine.ordered_receives import OrderedReceives, Receives
-from penstock.schedule.machine.parked_waits import awaited
-from penstock.schedule.machine.receives import LaneReceives, Use
 from penstock.schedule.transforms.post_validation import Draft, redone
 
 

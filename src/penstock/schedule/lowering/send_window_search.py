@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeVar
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.absolute_actions import since
 from penstock.schedule.ir.schedule import WINDOW, Action, Schedule
+from penstock.schedule.lowering.lower import Lowering
 from penstock.schedule.machine.default_durations import unit_time
 from penstock.schedule.machine.instructions import Lowered
-from penstock.schedule.machine.lower import Lowering
 from penstock.schedule.machine.play import Machine
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from penstock.schedule.ir.schedule import Op
-from penstock.schedule.proof.microbatch_state import BooksError, VersionNumber
+from penstock.schedule.stage_state.microbatch_state import BooksError, VersionNumber
 
 
 @dataclass

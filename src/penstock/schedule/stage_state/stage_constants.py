@@ -11,7 +11,7 @@ from penstock.schedule.ir.absolute_actions import since
 from penstock.schedule.ir.schedule import Action, Copy, Op, Schedule, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Source, VersionRule
-from penstock.schedule.proof.version_liveness import Forwards, forwards_of
+from penstock.schedule.stage_state.version_liveness import Forwards, forwards_of
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
 
 

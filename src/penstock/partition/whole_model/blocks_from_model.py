@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.partition.fx_subgraph_module import ModelBlocks, ModelPart, changed_part
-from penstock.partition.fx_trace import CannotFollowError, without_guards
-from penstock.partition.traced_blocks import blocks_of_forward, called_parts
-from penstock.partition.transformers_models import blocks_of_known, is_of_transformers
+from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks, ModelPart, changed_part
+from penstock.partition.whole_model.fx_trace import CannotFollowError, without_guards
+from penstock.partition.whole_model.traced_blocks import blocks_of_forward, called_parts
+from penstock.partition.whole_model.transformers_models import blocks_of_known, is_of_transformers
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _CALL = nn.Module.__call__

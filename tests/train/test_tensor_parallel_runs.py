@@ -1,0 +1,97 @@
+"""`penstock train` with tensor parallelism: what it reports and writes is that of a run without it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from penstock.train.export.weights_folder import load_weights
+from support.command_line import Command, only_folder, settings
+
+SHARED = ("tensor_parallel=2",)
+COMMON = ("evaluate.every=2", "checkpoint.every=2", "batches=4", "ema_decay=0.5")
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    return path
+
+
+def train(command: Command, out: Path, text: Path, *changes: str) -> Path:
+    """Run the command; returns the folder of the run."""
+    ran = command("train", "1f1b", *settings(*COMMON, *changes, f"out={out}"), "--data", text)
+    assert ran.returncode == 0, ran.stderr
+    return only_folder(out)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_weights(here: Path, there: Path) -> None:
+    for folder in ("", "averaged"):
+        found, wanted = (load_weights(run / folder) for run in (here, there))
+        assert list(found) == list(wanted)
+        assert all(close(found[name], tensor) for name, tensor in wanted.items())
+
+
+def close(found: Tensor, wanted: Tensor) -> bool:
+    return found.shape == wanted.shape and bool((found - wanted).norm() <= 2e-5 * wanted.norm())
+
+
+def test_reports_and_weights_are_those_of_a_run_without_it(tmp_path: Path, text: Path, command: Command) -> None:
+    shared, plain = train(command, tmp_path / "a", text, *SHARED), train(command, tmp_path / "b", text)
+    assert shared.name.endswith("-1f1b-2x2-tp2")
+    found, wanted = records(shared), records(plain)
+    for what in ("loss", "norm", "validation_loss", "averaged_loss", "evaluated"):
+        mine, others = ([each[what] for each in lines if what in each] for lines in (found, wanted))
+        assert len(mine) == len(others) > (what == "loss")
+        assert mine == pytest.approx(others, rel=2e-5)
+    assert_same_weights(shared, plain)
+    assert len(list((shared / "weights").glob("*.safetensors"))) == 2
+    assert len(list((shared / "timeline").iterdir())) == 2
+    assert len(list((shared / "checkpoints" / "batch-00000004").glob("stage-*.safetensors"))) == 4
+    sampled = command("sample", shared, "--prompt", "the ", "--length", "4")
+    assert sampled.returncode == 0, sampled.stderr
+
+
+@pytest.mark.parametrize(("before", "after"), [((), SHARED), (SHARED, ()), (SHARED, SHARED)])
+def test_a_run_goes_on_with_as_many_tensor_ranks_as_wanted(
+    tmp_path: Path, text: Path, command: Command, before: tuple[str, ...], after: tuple[str, ...]
+) -> None:
+    folder, plain = train(command, tmp_path / "a", text, *before), train(command, tmp_path / "b", text)
+    for run, changes in ((folder, after or ("tensor_parallel=1",)), (plain, ())):
+        more = [part for change in ("batches=8", *changes) for part in ("--set", change)]
+        ran = command("train", "--resume", run, *more)
+        assert ran.returncode == 0, ran.stderr
+    assert_same_weights(folder, plain)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("train", "1f1b", "--set", "tensor_parallel=3"), "model.heads 4 must be a multiple of tensor_parallel 3"),
+        (("train", "zb-h1", "--set", "tensor_parallel=2"), "tensor_parallel=2 is not offered with backwards in two"),
+        (("train", "1f1b", "--set", "tensor_parallel=2", "--set", "optimizer.name=muon"), "looks at parameters as a"),
+        (("verify", "1f1b", "--set", "tensor_parallel=2"), "tensor_parallel=2: 2 processes share each stage, and this"),
+        (("rehearse", "FILE", "--rank", "0"), "tensor_parallel=2 is not offered for rehearsals of one rank"),
+        (("profile", "--set", "tensor_parallel=2"), "tensor_parallel=2 is not offered for profiles"),
+    ],
+)
+def test_what_is_not_offered_is_refused_before_any_process_starts(
+    tmp_path: Path, command: Command, text: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(f"method: 1f1b\ntensor_parallel: 2\ndata: {text}\n")
+    given = [str(file) if argument == "FILE" else argument for argument in arguments]
+    ran = command(*given, *([] if "FILE" in arguments else ["--set", f"data={text}"]))
+    assert ran.returncode == 2
+    assert said in " ".join(ran.stderr.split())
