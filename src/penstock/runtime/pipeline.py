@@ -224,8 +224,8 @@ class Pipeline(SavedStates, UserAdvice):
                 have been trained on and reported by then, and the pipeline is as good as after any run. The same holds
                 of the data of an evaluation, after the batches under way, on all ranks if one cannot read it. Or the
                 loader has written into a batch under way; then the pipeline is broken.
-            ConfigError: `lr_scheduler` has no rate for the update of a batch; as with a batch that cannot be split. Or,
-                when the run begins, no parameter of the model is trained, or parameters or blocks have come, gone, or
+            ConfigError: `lr_scheduler` has no rate for the update of a batch; as with a batch that cannot be split, but
+                raised by all ranks. Or, when the run begins, no parameter of the model is trained, or parameters or blocks have come, gone, or
                 begun or ceased to be trained since the pipeline was made, or a process is to go on from weights that
                 another one has trained further, for another pipeline of the model; on the other ranks a DataError. (New
                 values are taken over: by `load_state_dict`, also with assign=True, or ``p.data = ...``. All passes of

@@ -18,6 +18,7 @@ from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.setup.stage_copies import check_written, follow_first, follow_hooks, follow_settings
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.stage.checks.remotely_trained_modules import HeldElsewhere
+from penstock.weights.updates.lr_schedulers import NoRateError
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class SpanBorders:
 
         Raises:
             ConfigError, DataError: what cannot be, here or on another rank.
+            NoRateError: the learning-rate scheduler has no rate for the first batch, on any rank.
             TransportError: a peer is dead.
         """
         failure = self._take_over() or source.failure
@@ -65,10 +67,10 @@ class SpanBorders:
         ends = None if failure is not None or lacks else source.read_ahead()
         mine: list[Any] = [begins, _text(failure), lacks, ends, self._parameters(), settings_by_hand(self._ranks)]
         told = self._gather(mine, "agreeing to start")  # the others must hear of a failure before it is raised here
-        failed = _failed_elsewhere([text for _, text, *_ in told], "begin")
+        texts = [text for _, text, *_ in told]
         for reason in (
             failure,
-            failed,
+            _no_rate(texts) or _failed_elsewhere(texts, "begin"),
             _nothing_to_train([counts for *_, counts, _ in told]) if trains else None,
             _missing(first, [begin for begin, *_ in told], [lack for _, _, lack, *_ in told]),
         ):
@@ -121,7 +123,7 @@ class SpanBorders:
     def end(
         self, left: int | None, batches: int, failure: Exception | None, unread: Exception | None
     ) -> tuple[bool, Exception | None]:
-        """Tell all ranks after a span of training whether the caller has left here, and what an evaluation failed of.
+        """Tell all ranks after a span of training whether the caller has left here, and what could not be read.
 
         The first rank whose caller has not left warns of the others that have; the rest of them log it as information.
 
@@ -129,10 +131,10 @@ class SpanBorders:
             left: the batch after whose report the caller has left; None where it has not.
             batches: that have been trained on.
             failure: of an evaluation.
-            unread: why no further batch could be read here; the others log it.
+            unread: why no further batch could be read here; the others log it, or raise it if no rate is left.
 
         Returns:
-            Whether the caller has left on any rank, and the first failure of another one.
+            Whether the caller has left on any rank, and the first failure of another one that this one raises, too.
 
         Raises:
             TransportError: a peer is dead, or has not come this far in time.
@@ -141,7 +143,9 @@ class SpanBorders:
             return left is not None, None
         told = self._gather([left, _text(failure), _text(unread)], "ending a run", self._grid.patience)
         after = [batch for batch, *_ in told]
-        self._say_unread([text for *_, text in told], batches)
+        rates = _no_rate([text for *_, text in told])
+        if rates is None:
+            self._say_unread([text for *_, text in told], batches)
         gone = [rank for rank, batch in enumerate(after) if batch is not None]
         if gone and left is None:
             first = after.index(None) == dist.get_rank(self._grid.everyone)
@@ -153,7 +157,7 @@ class SpanBorders:
                 after[gone[0]],
                 batches - 1,
             )
-        return bool(gone), _failed_elsewhere([text for _, text, _ in told])
+        return bool(gone), _failed_elsewhere([text for _, text, _ in told]) or rates
 
     def _say_unread(self, texts: list[str | None], batches: int) -> None:
         """Log which rank could not read its data, where this one could; the first of those warns."""
@@ -204,6 +208,15 @@ def _missing(first: int, begins: Sequence[bool], lacks: Sequence[bool]) -> DataE
 
 def _text(failure: Exception | None) -> str | None:
     return None if failure is None else f"{type(failure).__name__}: {failure}"
+
+
+def _no_rate(texts: Sequence[str | None]) -> NoRateError | None:
+    """What all ranks raise where the scheduler of one of them has no rate for the next update.
+
+    All have made the same scheduler, so every rank is as much to blame, and reads what the first one has to say.
+    """
+    mark = f"{NoRateError.__name__}: "
+    return next((NoRateError(text.removeprefix(mark)) for text in texts if text and text.startswith(mark)), None)
 
 
 def _failed_elsewhere(texts: Sequence[str | None], what: str = "read the data of the evaluation") -> DataError | None:

@@ -26,6 +26,10 @@ _HOW = "lr_scheduler=lambda optimizer: OneCycleLR(optimizer, max_lr=1e-3, total_
 _KEPT = 1024  # updates whose settings are remembered; for older ones the scheduler runs anew
 
 
+class NoRateError(ConfigError):
+    """A scheduler has no learning rate for an update; where one rank notices, all ranks raise it."""
+
+
 def check_factory(factory: Any) -> None:
     """Refuse what makes no schedulers.
 
@@ -75,12 +79,12 @@ class ScheduledSettings:
         """Return what `at` does.
 
         Raises:
-            ConfigError: the scheduler ends before that update.
+            NoRateError: the scheduler ends before that update.
         """
         try:
             return self.at(update)
         except ValueError as error:
-            raise ConfigError(
+            raise NoRateError(
                 f"lr_scheduler has no rate for update {update + 1}: {error}. Give it as many steps as there are "
                 "updates in all runs together, such as total_steps=epochs * len(loader)"
             ) from error
