@@ -8,6 +8,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -145,6 +146,21 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+@contextmanager
+def new_file_mode(path: Path) -> Iterator[None]:
+    """Give what a library writes there the permissions that the umask leaves any new file.
+
+    A library that renames a temporary file would leave those of temporary files: only its owner could read it.
+
+    Raises:
+        OSError: the file exists already, or cannot be written.
+    """
+    with open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    yield
+    path.chmod(mode)
 
 
 def append_line(path: Path, line: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock.checkpoint.announcements import LocalPosts
 from penstock.checkpoint.format import Checkpoint, checkpoint_folder, checkpoints, open_newest
 from penstock.checkpoint.writer import Writer
 from penstock.errors import CheckpointError
+from penstock.train.export.weights_folder import save_index, save_stage
 from support.written_checkpoints import Told, snapshot, write
 
 
@@ -33,6 +35,19 @@ def test_what_was_written_comes_back(tmp_path: Path) -> None:
         "index.json", "stage-0.safetensors", "stage-1.1.safetensors", "stage-1.safetensors"
     ]  # fmt: skip
     assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_files_are_as_readable_as_the_umask_says(tmp_path: Path) -> None:
+    """safetensors renames a temporary file, which only its owner can read; a group that shares runs needs all files."""
+    before = os.umask(0o027)
+    try:
+        write(tmp_path, 5)
+        save_index(tmp_path, [save_stage(tmp_path, 5, 0, 1, {"0.w": torch.zeros(3)})], {}, text=True)
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= {"stage-0.safetensors", "index.json", "batch-5-stage-0-of-1.safetensors"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
 
 
 def test_older_ones_go(tmp_path: Path) -> None:

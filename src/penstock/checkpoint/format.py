@@ -29,7 +29,7 @@ from torch import Tensor
 from penstock.checkpoint import index as indexes
 from penstock.checks import is_whole
 from penstock.errors import CheckpointError
-from penstock.files import check_own_folder, fingerprint, sync_file, sync_folder
+from penstock.files import check_own_folder, fingerprint, new_file_mode, sync_file, sync_folder
 
 SCHEMA = 1
 FOLDER = "checkpoints"
@@ -154,7 +154,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         OSError: it cannot be written.
     """
     path.unlink(missing_ok=True)
-    save_file(dict(tensors), path, metadata={"schema": str(SCHEMA)})
+    with new_file_mode(path):
+        save_file(dict(tensors), path, metadata={"schema": str(SCHEMA)})
     sync_file(path)
     return fingerprint(path)
 

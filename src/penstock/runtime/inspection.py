@@ -52,11 +52,14 @@ class Inspection(ModelWeights):
         }
 
     def decided(self) -> tuple[Decision, ...]:
-        """Return the updates made or skipped since the last report; after a run, those of its last batches."""
+        """Take the updates made or skipped since the last report; after a run, those of its last batches.
+
+        Each is given out once, with a report or here, so that nothing is counted twice: a second call returns ().
+        """
         return self._spans.reporter.decisions.events.take_decided()
 
     def evaluated(self) -> tuple[Evaluated, ...]:
-        """Return what evaluations have found since the last report."""
+        """Take what evaluations have found since the last report; each is given out once, as by `decided`."""
         return self._spans.reporter.decisions.events.take_evaluated()
 
     @property

@@ -225,11 +225,11 @@ class Pipeline(SavedStates, UserAdvice):
                 of the data of an evaluation, after the batches under way, on all ranks if one cannot read it. Or the
                 loader has written into a batch under way; then the pipeline is broken.
             ConfigError: `lr_scheduler` has no rate for the update of a batch; as with a batch that cannot be split, but
-                raised by all ranks. Or, when the run begins, no parameter of the model is trained, or parameters or blocks have come, gone, or
-                begun or ceased to be trained since the pipeline was made, or a process is to go on from weights that
-                another one has trained further, for another pipeline of the model; on the other ranks a DataError. (New
-                values are taken over: by `load_state_dict`, also with assign=True, or ``p.data = ...``. All passes of
-                the next batch read them.)
+                all ranks raise it. Or, when the run begins, no parameter of the model is trained, or parameters or
+                blocks have come, gone, or begun or ceased to be trained since the pipeline was made, or a process is to
+                go on from weights that another one has trained further, for another pipeline of the model; on the other
+                ranks a DataError. (New values are taken over: by `load_state_dict`, also with assign=True, or ``p.data
+                = ...``. All passes of the next batch read them.)
             PenstockError: a message did not arrive, the data differ between ranks, or weights were rewritten under a
                 reader; then, and after whatever the model itself raises, the pipeline is broken.
         """

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.checkpoint.index import INDEX, TensorFiles, check_file, read_index, write_index
 from penstock.errors import CheckpointError
-from penstock.files import check_own_folder, fingerprint, sync_file
+from penstock.files import check_own_folder, fingerprint, new_file_mode, sync_file
 
 SCHEMA = 3
 FOLDER = "weights"
@@ -52,7 +52,8 @@ def save_stage(folder: Path, batch: int, stage: int, stages: int, state: Mapping
     tensors = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in state.items()}
     temporary = place / f".{name}.part"
     temporary.unlink(missing_ok=True)
-    save_file(tensors, temporary, metadata={"schema": str(SCHEMA), "stage": str(stage)})
+    with new_file_mode(temporary):
+        save_file(tensors, temporary, metadata={"schema": str(SCHEMA), "stage": str(stage)})
     sync_file(temporary)
     written = fingerprint(temporary)
     os.replace(temporary, place / name)
