@@ -90,7 +90,10 @@ def test_methods_as_a_table_names_what_is_illegal(monkeypatch, capsys):
 
 
 def test_methods_shortens_nothing_for_who_reads_on(monkeypatch, capsys):
+    """Unless COLUMNS says how wide lines may be; 0 is none that it could say."""
     _, out, _ = run(monkeypatch, capsys, "methods", columns=80)
+    assert max(map(len, out.splitlines())) <= 80
+    _, out, _ = run(monkeypatch, capsys, "methods", columns=0)
     row = next(line.split() for line in out.splitlines() if "spike-lwp-weights" in line)
     assert row[:5] == ["spike-lwp-weights", "endless-1f1b", "predicted-forward", "spike-lwp-weights", "2"]
     assert row[5:7] == ["+", "1"]

@@ -12,7 +12,7 @@ from penstock.plan.planners.pipedream import Choices
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.schema import Profile, ProfiledLayer
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
-from penstock.view.tables import UNBOUNDED
+from penstock.view.tables import UNBOUNDED, table_console, width_to_fit
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_columns_are_whole_or_left_out(planning, width):
             if heading in columns:
                 assert [row[n] for row in shown[1:] if len(row) > n] == columns[heading]
     named = {heading for title in ("tower on 2", "stages of plan 1") for heading in rows(lines, title)[0]}
-    assert {"plan", "method", "s per sample", "stage", "layers", "s", "memory"} <= named
+    assert {"plan", "method", "s per sample", "stage", "layers", "compute", "memory"} <= named
     said = " ".join(lines)
     missing = {heading for title in ("tower on 2", "stages of plan 1") for heading in rows(whole, title)[0]} - named
     assert all(re.search(f"Left out at this width: [^()]*{heading}", said) for heading in missing)
@@ -67,8 +67,50 @@ def test_columns_are_whole_or_left_out(planning, width):
 
 def test_sizes_have_the_unit_that_fits(planning):
     text = "\n".join(lines_at(planning, UNBOUNDED))
-    assert re.search(r"\d\.\d MB\n", text)
+    assert re.search(r"\d\.\d MiB\n", text)
     assert "GiB" not in text
+
+
+def test_times_have_their_unit(planning):
+    """Only a rating that is more than the compute of a stage has a column of its own, which the title explains."""
+    title = next(line for line in lines_at(planning, UNBOUNDED) if line.startswith("stages of plan 1"))
+    assert title == "stages of plan 1, in s for each microbatch of 1 sample"
+    other = make_plan(replace(planning.request, planner="2bw-paper", cost=None))
+    lines = lines_at(other, UNBOUNDED)
+    title = next(line for line in lines if line.startswith("stages of plan 1"))
+    assert title.endswith("; rating: what the cost function compares") == ("rating" in rows(lines, "stages of")[0])
+
+
+def test_what_does_not_fit_is_said_in_the_units_of_devices(planning):
+    tight = replace(planning.request, devices=replace(planning.request.devices, memory=2.0**20))
+    found = make_plan(tight)
+    assert not found.plans
+    bounds = [each.bound for each in found.skipped]
+    assert bounds
+    assert all(
+        re.fullmatch(r"does not fit: at least \S+ MiB per device on average, but it has 1.00 MiB", b) for b in bounds
+    )
+
+
+def test_every_method_is_tried_on_one_stage(planning):
+    """Of equally fast ones, as without messages all that flush are, the first in the list of methods stands first."""
+    one = make_plan(replace(planning.request, devices=Devices((DeviceLevel(1, 1e6),))))
+    assert [plan.planner for plan in one.plans] == ["1f1b", "eager", "gpipe", "2bw", "2bw-eager"]
+    assert {len(plan.stages) for plan in one.plans} == {1}
+
+
+@pytest.mark.parametrize("columns", [80, None])
+def test_tables_for_programs_have_the_width_that_columns_says(monkeypatch, columns):
+    if columns is None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    else:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    console = Console(file=StringIO())
+    assert width_to_fit(console) == columns
+    assert table_console().width == (columns or UNBOUNDED)
+    for nonsense in ("", "0", "-80", "wide"):
+        monkeypatch.setenv("COLUMNS", nonsense)
+        assert width_to_fit(console) is None
 
 
 @pytest.mark.parametrize(("count", "said"), [(1, "Skipped, 1 class of"), (2, "Skipped, 2 classes of")])

@@ -226,6 +226,8 @@ def test_measured_planned_and_trained(command, tmp_path):
     changes = [part for change in model for part in ("--set", change)]
     run = command("profile", *changes, "--data", text, "--seconds", "0", "--microbatch-sizes", "1,2", "--out", profile)
     assert run.returncode == 0, run.stderr
+    assert f"Wrote the profile {profile}.\nNext: penstock plan --profile {profile} --devices N\n" in run.stdout
+    assert "layers.0 .. layers.1 (2, each)" in run.stdout
     found = yaml.safe_load(profile.read_text())
     assert found["settings"]["model"] == {"layers": 2, "width": 16, "heads": 2, "context": 8}
     assert found["links"][0]["bandwidth"] > 0

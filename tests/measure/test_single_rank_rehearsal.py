@@ -77,6 +77,7 @@ def test_the_command_says_whether_a_rank_fits(command, text, tmp_path):
     assert (run.returncode, run.stderr) == (0, "")
     assert "Rank 1 of 2, 2bw: layers.1 .. head (4)" in run.stdout
     assert "It fits into 1GiB." in run.stdout
+    assert re.search(r"work +times +s each +s per batch *\n forward +4 +\S+ +\S+ *\n backward +4 ", run.stdout)
     said = " ".join(run.stdout.split())
     assert "s by the fastest of each kind (1 thread): at most" in said
     one, both = re.search(r"at most (\S+) samples per second in a pipeline, (\S+) in 2 pipelines\.", said).groups()

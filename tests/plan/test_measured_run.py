@@ -1,6 +1,7 @@
 """Predicted against measured: factors that a simulated run was made with are found again, stage by stage."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -109,6 +110,14 @@ def test_the_command_compares_a_run(command, tmp_path):
     answer = command(*given, "--out", str(tmp_path / "better.yaml"))
     assert (answer.returncode, answer.stderr) == (0, "")
     assert "A batch: predicted" in answer.stdout
+    assert re.search(r"stage +work +predicted s +measured s +error", answer.stdout)
+    assert re.search(r"1 +forward +[\d.e-]+ +[\d.e-]+ +[+-][\d.]+%", answer.stdout)
+    said = " ".join(answer.stdout.split())
+    assert "forward, backward: of one microbatch; update: of one batch. error: predicted / measured - 1" in said
+    assert said.endswith(
+        f"Wrote the profile {tmp_path / 'better.yaml'}. Next: penstock plan --profile {tmp_path / 'better.yaml'} "
+        "--devices 2"
+    )
     found = json.loads(command(*given, "--json").stdout)
     better = read_profile(tmp_path / "better.yaml")
     assert better.layers[2].forward[1] == pytest.approx(found["stages"][1]["measured"]["F"])

@@ -101,12 +101,13 @@ def test_the_plan_command_takes_objectives_and_smaller_worlds(command, tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
     assert re.search(r"sample +target +a pipeline", run.stdout)
     out = tmp_path / "plan.yaml"
-    run = command(
-        "plan", *common, "--global-batch", "16", "--cost", "simulated", "--worlds", "2,1", "--out", str(out), "--json",
-        "--objective", "cost",
-    )  # fmt: skip
+    simulated = [*common, "--global-batch", "16", "--cost", "simulated", "--out", str(out), "--objective", "cost"]
+    run = command("plan", *simulated, "--worlds", "1", "--json")
     assert (run.returncode, run.stderr) == (0, "")
     assert json.loads(run.stdout)["optimized"] == "cost"
+    run = command("plan", *simulated, "--worlds", "2")
+    assert run.returncode == 2
+    assert "--worlds: 2 devices are more than the 1 of the best plan" in run.stderr
 
 
 def test_the_table_of_trials_fits_80_columns():

@@ -148,10 +148,12 @@ def test_profiles_are_converted(command, tmp_path):
         "{} -- Linear -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=4.0, parameter_size=8.0\n"
     )
     (tmp_path / "two.graph.txt").write_text(line.format("a") + line.format("b") + "\ta -- b\n")
-    run = command("profile", "--from", "pipedream", tmp_path / "two.graph.txt")
-    (tmp_path / "two.yaml").write_text(run.stdout)
-    assert command("profile", tmp_path / "two.yaml").stdout == run.stdout
-    assert "name: two\n" in run.stdout
+    run = command("profile", "--from", "pipedream", tmp_path / "two.graph.txt", "--out", tmp_path / "two.yaml")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "name: two\n" in (tmp_path / "two.yaml").read_text()
+    again = command("profile", tmp_path / "two.yaml", "--json")
+    (tmp_path / "again.yaml").write_text(again.stdout)  # JSON is a profile, too
+    assert command("profile", tmp_path / "again.yaml", "--json").stdout == again.stdout
     again = command("plan", "--profile", tmp_path / "two.yaml", "--devices", "1", "--json")
     assert json.loads(again.stdout)["objective"] == pytest.approx(0.006)
     refused = command("profile", "--from", "alpa", tmp_path / "two.graph.txt")

@@ -88,7 +88,7 @@ def test_simulated_plans_are_the_best_of_all(limit):
         for method in METHODS:
             best = math.inf
             for depth, width, again in itertools.product((1, 2, 3), (1, 2), (False, True)):
-                if depth * width > 3 or (method != "1f1b" and depth == 1):
+                if depth * width > 3:
                     continue
                 for inner in itertools.combinations(range(1, 4), depth - 1):
                     cuts = (0, *inner, 4)
@@ -104,13 +104,15 @@ def test_simulated_plans_are_the_best_of_all(limit):
                 fits += 1
                 assert found.seconds_per_sample == pytest.approx(best, rel=1e-9)
                 assert max(stage.memory for stage in found.rating.stages) <= limit
-        assert [p.seconds_per_sample for p in plans] == sorted(p.seconds_per_sample for p in plans)
+        seconds = [float(f"{p.seconds_per_sample:.9g}") for p in plans]
+        assert seconds == sorted(seconds)
     assert fits > 4
 
 
-def test_a_plan_is_trained(command, tmp_path):
-    """Four blocks: an embedding, two layers and a head."""
-    rows = [(1, 2, 8, 64, 32)] * 4
+@pytest.mark.parametrize(("parameters", "balance"), [(40000, [2, 2]), (32, [4])], ids=["pipeline", "one stage"])
+def test_a_plan_is_trained(command, tmp_path, parameters, balance):
+    """Four blocks: an embedding, two layers and a head; two copies of all where their sums of gradients are cheap."""
+    rows = [(1, 2, 8, 64, parameters)] * 4
     (tmp_path / "p.yaml").write_text(HEAD + "".join(BLOCK.format(n, *row) for n, row in enumerate(rows)))
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 50)
     out = tmp_path / "plan.yaml"
@@ -118,7 +120,8 @@ def test_a_plan_is_trained(command, tmp_path):
     run = command("plan", "--profile", tmp_path / "p.yaml", *arguments, "--json")
     best = json.loads(run.stdout)["plans"][0]
     assert best["settings"] == yaml.safe_load(out.read_text())
-    assert best["settings"]["balance"] == [2, 2]
+    assert best["settings"]["method"].startswith("2bw")
+    assert best["settings"]["balance"] == balance
     tiny = [
         "batches=2", "model.layers=2", "model.width=16", "model.heads=2", "model.context=8", "threads=1",
         "validation_samples=2", "sample_length=4", f"data={tmp_path / 'text.txt'}", f"out={tmp_path / 'runs'}",

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from penstock.byte_sizes import human_bytes
 from penstock.idle_time import split_time
 from penstock.runtime.in_flight.adapted_in_flight import AdaptedInFlight
 from penstock.runtime.in_flight.pass_and_message_times import Measured
@@ -17,7 +18,7 @@ from penstock.timeline import Timeline
 from penstock.train.config.load import load_config
 from penstock.train.observer import Progress, RunSummary, Switched
 from penstock.train.setup.preflight import prepare
-from penstock.view.progress import TerminalObserver, human_bytes
+from penstock.view.progress import TerminalObserver
 from penstock.view.tables import bytes_table, time_table
 from penstock.view.train_summary import peak_bytes_table
 from support.simulated import simulated
@@ -49,9 +50,10 @@ def test_a_table_of_the_end_of_a_long_run_says_so():
 
 
 def test_bytes_for_people():
-    assert [human_bytes(n) for n in (0, 999, 1500, 2_340_000, 10**9, 5 * 10**12)] == [
-        "0 B", "999 B", "1.5 kB", "2.3 MB", "1.0 GB", "5.0 TB",
+    assert [human_bytes(n) for n in (0, 1023, 1024, 1536, 2_340_000, 2**30 - 1, 2**30, 5 * 2**40)] == [
+        "0 B", "1023 B", "1.0 KiB", "1.5 KiB", "2.2 MiB", "1.0 GiB", "1.0 GiB", "5.0 TiB",
     ]  # fmt: skip
+    assert human_bytes(16.01 * 2**30, 2) == "16.01 GiB"
 
 
 def test_the_live_display_shows_every_figure(tmp_path):
@@ -61,13 +63,13 @@ def test_the_live_display_shows_every_figure(tmp_path):
     console = Console(file=StringIO(), force_terminal=True, width=100)
     observer = TerminalObserver(console)
     observer.started(prepared, [["a", "b"], ["c"]], 0)
-    live = {0: {"weights": 1500, "activations": 20}, 1: {"weights": 2_000_000}}
+    live = {0: {"weights": 1536, "activations": 20}, 1: {"weights": 2 << 20}}
     observer.progress(Progress(250, 1000, 2.5, 10.0, 4000, 1234.0, 0.003, 0.125, live, 250))
     observer.close()
     shown = Text.from_ansi(console.file.getvalue()).plain
     for figure in (
         "stage 0: a .. b (2 blocks)", "stage 1: c (1 block)", "batch 250 of 1000", "ETA 0:00:30", "loss 2.5000",
-        "1,234 tokens/s", "bubble 12.5%", "lr 3.00e-03", "activations", "1.5 kB", "2.0 MB",
+        "1,234 tokens/s", "bubble 12.5%", "lr 3.00e-03", "activations", "1.5 KiB", "2.0 MiB",
     ):  # fmt: skip
         assert figure in shown, figure
 
@@ -171,7 +173,7 @@ def test_tokens_are_those_of_the_whole_run(tmp_path, now):
 @pytest.mark.parametrize(("ranks", "width", "whole"), [(2, 80, True), (6, 80, False), (6, 120, True), (32, 120, False)])
 def test_bytes_of_many_ranks_fit_the_terminal(ranks, width, whole):
     held = {
-        rank: {"frozen parameters and buffers": 1000 * rank, "weights": 5 * 10**8, "none": 0} for rank in range(ranks)
+        rank: {"frozen parameters and buffers": 1024 * rank, "weights": 5 * 10**8, "none": 0} for rank in range(ranks)
     }
     console = Console(file=StringIO(), width=width)
     console.print(bytes_table(held, width=width))
@@ -181,8 +183,8 @@ def test_bytes_of_many_ranks_fit_the_terminal(ranks, width, whole):
     assert ("rank 0" in headings) == whole
     if not whole:
         assert headings.split() == ["least", "most", str(ranks), "ranks"]
-        assert rows[0].split()[4:] == ["0", "B", "(rank", "0)", f"{ranks - 1}.0", "kB", "(rank", f"{ranks - 1})", *(
-            f"{sum(range(ranks))}.0 kB".split()
+        assert rows[0].split()[4:] == ["0", "B", "(rank", "0)", f"{ranks - 1}.0", "KiB", "(rank", f"{ranks - 1})", *(
+            f"{sum(range(ranks))}.0 KiB".split()
         )]  # fmt: skip
 
 
@@ -250,13 +252,24 @@ def test_peak_bytes_are_explained():
     assert "Idle buffers" not in console.file.getvalue()
 
 
+def test_without_a_terminal_lines_fit_the_width_that_columns_says(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    console = Console(file=StringIO())
+    live = {0: {"weights": 1536, "activations": 512}, 1: {"weights": 2 << 20}}
+    TerminalObserver(console).progress(Progress(250, 1000, 2.5, 10.0, 4000, 1234.0, 0.003, 0.5, live, 250))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 2
+    assert max(map(len, lines)) <= 80
+    assert " ".join(lines).split()[-6:] == ["rank", "2.0", "KiB", "+", "2.0", "MiB"]
+
+
 def test_without_a_terminal_a_line_holds_every_figure():
     console = Console(file=StringIO(), width=400)
-    live = {0: {"weights": 1500, "activations": 500}, 1: {"weights": 2_000_000}}
+    live = {0: {"weights": 1536, "activations": 512}, 1: {"weights": 2 << 20}}
     TerminalObserver(console).progress(Progress(250, 1000, None, 10.0, 4000, 1234.0, 0.003, None, live, 250))
     assert console.file.getvalue().split("  ") == [
         "batch 250 of 1000", "loss -", "1,234 tokens/s", "bubble -", "lr 3.00e-03", "ETA 0:00:30",
-        "live bytes by rank 2.0 kB + 2.0 MB\n",
+        "live bytes by rank 2.0 KiB + 2.0 MiB\n",
     ]  # fmt: skip
 
 

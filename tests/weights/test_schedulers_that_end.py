@@ -48,7 +48,7 @@ def run_to_the_end(group: dist.ProcessGroup, method: str) -> tuple[list[int], st
 @pytest.mark.processes
 @pytest.mark.parametrize("method", ["1f1b", "2bw"])
 def test_a_scheduler_that_ends_ends_the_run_on_all_ranks(method: str, pool: Pool) -> None:
-    """The rank that reads furthest ahead notices; all raise the same, or the others would go on to calls of their own."""
+    """The rank that reads furthest ahead notices; all raise it, or the others would go on to calls of their own."""
     found = pool.submit(run_to_the_end, method, ranks=STAGES)
     said = found[0][1]
     assert said.startswith("lr_scheduler has no rate for update 6: Tried to step 5 times.")

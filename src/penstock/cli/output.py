@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +15,20 @@ from rich.text import Text
 def print_words(console: Console, text: Text) -> None:
     """Print a text, which a terminal shows with no word divided; who reads the output gets it on one line."""
     console.print(text, soft_wrap=not console.is_terminal)
+
+
+def say_written(what: str, path: Path, following: str = "") -> None:
+    """Print that a file was written and what to do next, each on a line that can be copied whole.
+
+    Args:
+        what: was written, such as "plan".
+        path: where.
+        following: the next command, with {} in place of the path.
+    """
+    console = Console()
+    console.print(Text(f"Wrote the {what} {path}."), soft_wrap=True)
+    if following:
+        console.print(Text(f"Next: {following.format(shlex.quote(str(path)))}"), soft_wrap=True)
 
 
 def print_json(value: Any) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+from penstock.byte_sizes import human_bytes
 from penstock.errors import CapabilityError, ConfigError, PenstockError
 from penstock.measure.stage_bytes import measure_stages
 from penstock.measure.stage_trial import Training
@@ -66,8 +67,8 @@ class RecomputeChoice:
 
     def __str__(self) -> str:
         """Return it in words."""
-        said = f"{_in_words(max(self.peaks))} on the fullest rank, of {_in_words(self.limit)}"
-        more = f"; without recompute {_in_words(max(self.without))}" if self.without != self.peaks else ""
+        said = f"{human_bytes(max(self.peaks))} on the fullest rank, of {human_bytes(self.limit)}"
+        more = f"; without recompute {human_bytes(max(self.without))}" if self.without != self.peaks else ""
         return f"{', '.join(self.recompute)} ({said}{more})"
 
 
@@ -313,10 +314,6 @@ def _without_ties(proof: Proof) -> Proof:
 def _too_little(rank: int, least: int, limit: float, refused: Sequence[str]) -> ConfigError:
     more = f" (not possible here: {'; '.join(refused)})" if refused else ""
     return ConfigError(
-        f"recompute=auto: rank {rank} takes at least {_in_words(least)}, but memory_limit is {_in_words(limit)}; "
-        f"raise it, or take more stages, smaller microbatches or another method{more}"
+        f"recompute=auto: rank {rank} takes at least {human_bytes(least, 2)}, but memory_limit is "
+        f"{human_bytes(limit, 2)}; raise it, or take more stages, smaller microbatches or another method{more}"
     )
-
-
-def _in_words(number: float) -> str:
-    return f"{number / 1e6:,.1f} MB" if number >= 1e5 else f"{number / 1e3:.1f} kB"

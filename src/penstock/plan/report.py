@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from penstock.byte_sizes import human_bytes
 from penstock.checks import finite_or_none
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
@@ -83,10 +84,10 @@ def plan_file(planning: Planning) -> str:
     assert planning.plans, "there is no plan"
     assert planning.plans[0].settings, "other costs than the simulated one find none that can be run"
     plan, request = planning.plans[0], planning.request
-    memory = ", ".join(f"{stage.memory or 0:.4g}" for stage in plan.rating.stages)
+    memory = ", ".join(human_bytes(stage.memory or 0) for stage in plan.rating.stages)
     said = [
         f"a plan of {request.profile.name} for {request.devices} devices: penstock train --plan FILE",
-        f"predicted: {plan.seconds_per_sample:.6g} s per sample; bytes per device, stage by stage: {memory}",
+        f"predicted: {plan.seconds_per_sample:.6g} s per sample; held by a device, stage by stage: {memory}",
         "model, data and optimizer are yours to set; the model must have as many blocks as balance adds up to",
     ]
     if request.profile.settings:

@@ -14,6 +14,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from penstock.byte_sizes import human_bytes
 from penstock.idle_time import split_time
 from penstock.runtime.in_flight.adapted_in_flight import AdaptedInFlight
 from penstock.runtime.update.events import Evaluated
@@ -25,7 +26,7 @@ from penstock.train.setup.preflight import Prepared
 from penstock.view.perfetto import write_trace
 from penstock.view.plurals import counted
 from penstock.view.resizable_live import ResizableLive
-from penstock.view.tables import bytes_table, human_bytes, time_table
+from penstock.view.tables import bytes_table, time_table, width_to_fit
 from penstock.view.train_summary import peak_bytes_table
 
 TRACE = "trace.json"
@@ -99,7 +100,7 @@ class TerminalObserver:
             self.console.print(
                 f"batch {progress.batch} of {progress.batches}  {_line(progress)}",
                 highlight=False,
-                soft_wrap=True,
+                soft_wrap=width_to_fit(self.console) is None,
             )
 
     def _draw(self, *more: Spinner) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from penstock.byte_sizes import human_bytes
 from penstock.idle_time import TimeSplit
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.methods.data_parallel_sync import COMBINES
@@ -110,6 +112,18 @@ DELAY = (
 RANGES = "a .. b: from the first to the last, a to b: from the minimum to the maximum"
 UNBOUNDED = 10_000  # characters, more than any table needs
 _BRIEF = 10  # characters of figures per rank, beyond which they are summarized
+
+
+def width_to_fit(console: Console) -> int | None:
+    """Return the width that lines must fit: of a terminal, or of COLUMNS; None for programs, which get lines whole."""
+    asked = os.environ.get("COLUMNS", "")
+    return console.width if console.is_terminal or (asked.isdecimal() and int(asked)) else None
+
+
+def table_console() -> Console:
+    """Return a console on standard output for tables."""
+    console = Console()
+    return console if width_to_fit(console) is not None else Console(width=UNBOUNDED)
 
 
 def briefly(values: list[float] | None) -> str:
@@ -220,7 +234,7 @@ def sharding_table(simulation: Simulation) -> Table | None:
     table.add_column(style="dim")
     for name, said in _SHARDED.items():
         values = list(figures[name])
-        large = "bytes" in name and max(values, default=0) >= _KILO
+        large = "bytes" in name and max(values, default=0) >= _LARGE
         text = _each_once([human_bytes(round(value)) for value in values]) if large else _per_rank(values)
         table.add_row(name.replace("_", " "), text, said)
     ratios = [sent / least for sent, least in zip(figures["bytes_sent"], shards.layered, strict=True) if least]
@@ -232,7 +246,7 @@ def sharding_table(simulation: Simulation) -> Table | None:
     return table
 
 
-_KILO = 1000
+_LARGE = 1024  # bytes; fewer are numbers of a model without sizes
 _SHARDED = {
     "gathers": "of stages, per rank and batch",
     "reductions": "of gradients, per rank and batch",
@@ -320,13 +334,3 @@ def _bytes(title: str, kinds: Sequence[str], columns: dict[str, list[str]]) -> T
     for row, kind in enumerate(kinds):
         table.add_row(kind, *(cells[row] for cells in columns.values()))
     return table
-
-
-def human_bytes(number: int) -> str:
-    """Format a number of bytes in powers of ten, as in `1.5 MB`."""
-    value = float(number)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"

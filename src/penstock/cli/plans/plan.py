@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.cli.options import AsJson
-from penstock.cli.output import print_json
+from penstock.cli.output import print_json, say_written
 from penstock.cli.plans.plan_devices import devices_of, known_profile, link_matrix_of
 from penstock.cli.plans.plan_options import (
     Bandwidths,
@@ -98,7 +98,9 @@ def plan(
     if timeline is not None:
         _draw_timeline(timeline, chosen.planning, as_json)
     if out is not None:
-        _write_plans(out, chosen.planning, whole_numbers("--worlds", worlds) if worlds else [])
+        written = _write_plans(out, chosen.planning, whole_numbers("--worlds", worlds) if worlds else [])
+        for path in [] if as_json else written:
+            say_written("plan", path, "penstock train --plan {}" if path == written[-1] else "")
 
 
 def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
@@ -107,15 +109,14 @@ def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
     from penstock.plan.objectives_report import trials_json, trials_table
     from penstock.plan.planned_timeline import what_would_help
     from penstock.plan.report import planning_json
-    from penstock.view.tables import UNBOUNDED
+    from penstock.view.tables import table_console
 
     found = chosen.planning
     changes = list(what_would_help(found)) if what_if else []
     if as_json:
         print_json(planning_json(found) | trials_json(chosen) | {"what_if": [each._asdict() for each in changes]})
         return
-    console = Console()
-    console = console if console.is_terminal else Console(width=UNBOUNDED)  # programs get tables whole
+    console = table_console()
     if chosen.objective != "throughput":
         console.print(trials_table(chosen))
     console.print(planning_tables(found, console.width))
@@ -124,17 +125,19 @@ def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
         console.print(Text(f"With {change}: {said}" + (f", {gain:.3g} times as fast." if gain else ".")))
 
 
-def _write_plans(out: Path, found: Any, sizes: Sequence[int]) -> None:
-    """Write the best plan, and beside it plans for fewer devices.
+def _write_plans(out: Path, found: Any, sizes: Sequence[int]) -> list[Path]:
+    """Write the best plan, and beside it plans for fewer devices; return their paths, that of the best one last.
 
     Raises:
         ConfigError: one cannot be written, or nothing fits fewer devices.
     """
     from penstock.plan.report import plan_file
 
+    paths = [out.with_stem(f"{out.stem}-{size}") for size in sizes]
     _write_plan(out, plan_file(found))
-    for size in sizes:
-        _write_plan(out.with_stem(f"{out.stem}-{size}"), _smaller_world(found, size))
+    for path, size in zip(paths, sizes, strict=True):
+        _write_plan(path, _smaller_world(found, size))
+    return [*paths, out]
 
 
 def _write_plan(path: Path, text: str) -> None:
@@ -164,6 +167,7 @@ def _draw_timeline(path: Path, found: Any, quiet: bool) -> None:
     if not quiet:
         shares = ", ".join(f"{cause} {share:.1%}" for cause, share in idle_shares(played).items())
         Console().print(Text(f"Ranks are idle for: {shares or 'nothing'} (docs/design.md has the causes)."))
+        say_written("drawing", path)
 
 
 def _smaller_world(found: Any, size: int) -> str:
@@ -179,6 +183,10 @@ def _smaller_world(found: Any, size: int) -> str:
     from penstock.plan.report import plan_file
 
     best, request = found.plans[0], found.request
+    if size > request.devices.count:
+        raise ConfigError(
+            f"--worlds: {size} devices are more than the {request.devices.count} of the best plan; leave them out"
+        )
     samples = found.sizes[best.samples].microbatches * best.samples
     request = replace(request, devices=fewer_devices(request.devices, size), samples=samples, microbatches=None)
     smaller = make_plan(request)

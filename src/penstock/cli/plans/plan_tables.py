@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
+from penstock.byte_sizes import human_bytes
+from penstock.cli.plans.fitted_table import FittedTable
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.stages.planned import Plan, Rating
+from penstock.plan.stages.planned import Plan, Rating, StageRating
 from penstock.schedule.methods.find_method import find_method
 from penstock.view.plurals import counted
-from penstock.view.tables import UNBOUNDED, human_bytes
+from penstock.view.tables import UNBOUNDED
 
 _MOST_SKIPPED = 8  # lines
 _PARTS = ("compute", "links", "gradient sums", "updates", "bubble")  # of ratings, in this order
-_WORDS = ("method", "planner", "limited by", "layers", "recompute")  # columns that are aligned left
-_WRAPPED, _LONGEST_WORD = "layers", 30
 _LEAST_NEEDED = (
     "s per batch", "replicas", "devices", "stages", "limited by", "recompute", *reversed(_PARTS),
 )  # fmt: skip
@@ -68,73 +66,29 @@ def _flushes(plan: Plan) -> bool:
     return method is None or find_method(str(method)).rule == "flush"
 
 
+def _part(rating: StageRating, part: str) -> float:
+    """Return the seconds of a part of a stage, without what rounding has left of nothing."""
+    seconds = rating.parts.get(part, 0.0)
+    return 0.0 if seconds < 1e-9 * rating.seconds else seconds
+
+
 def _said_of_limit(rating: Rating) -> str:
     """Return what limits a plan."""
     slowest = rating.stages[rating.slowest]
     total = sum(slowest.parts.values()) or 1.0
-    shares = ", ".join(f"{part} {value / total:.0%}" for part, value in slowest.parts.items() if value)
+    parts = {part: _part(slowest, part) for part in slowest.parts}
+    shares = ", ".join(f"{part} {value / total:.0%}" for part, value in parts.items() if value)
     return f"Stage {rating.slowest} limits: {shares or 'it takes no time'}."
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """A table that is made as wide as a terminal has room for.
-
-    Attributes:
-        title: above it.
-        cells: by heading, from the top.
-    """
-
-    title: str
-    cells: Mapping[str, Sequence[str]]
-
-    def fitted(self, width: int) -> Iterator[RenderableType]:
-        """Yield the table with the columns that fit, and what was left out; no number is ever cut."""
-        shown, left_out = list(self.cells), list[str]()
-        for heading in _LEAST_NEEDED:
-            if _least_width(self._table(shown)) <= width:
-                break
-            if heading in shown:
-                shown.remove(heading)
-                left_out.append(heading)
-        yield self._table(shown)
-        if left_out:
-            yield Text(f"Left out at this width: {', '.join(left_out)} (--json has all).")
-
-    def _least(self, heading: str) -> int:
-        """Return the least width of a column: of the one that may be wrapped its longest word, up to a limit."""
-        cells = [heading, *self.cells[heading]]
-        if heading != _WRAPPED:
-            return max(map(len, cells))
-        return min(max(len(word) for cell in cells for word in cell.split()), _LONGEST_WORD)
-
-    def _table(self, headings: Sequence[str]) -> Table:
-        """Return the table with some columns; all but those of words are aligned right."""
-        table = Table(title=self.title, title_justify="left", box=None)
-        for heading in headings:
-            table.add_column(
-                heading,
-                justify="left" if heading in _WORDS else "right",
-                no_wrap=heading != _WRAPPED,
-                min_width=self._least(heading),
-            )
-        for row in zip(*(self.cells[heading] for heading in headings), strict=True):
-            table.add_row(*map(Text, row))
-        return table
-
-
-def _least_width(table: Table) -> int:
-    """Return the width that a table needs if the column that may be wrapped is."""
-    return Console(width=UNBOUNDED).measure(table).minimum
-
-
-def _ranked(planning: Planning) -> _Columns:
+def _ranked(planning: Planning) -> FittedTable:
     """Return the plans, the best one first."""
     request, plans = planning.request, planning.plans
+    many = "" if request.devices.count == 1 else "s"
     ratings = [plan.rating for plan in plans]
     batches = [plan.rating.seconds * planning.sizes[plan.samples].microbatches for plan in plans]
-    return _Columns(
-        f"{request.profile.name} on {request.devices} devices, by the cost function {request.cost}",
+    return FittedTable(
+        f"{request.profile.name} on {request.devices} device{many}, by the cost function {request.cost}",
         {
             "plan": [str(place) for place in range(1, len(plans) + 1)],
             "method" if plans[0].settings else "planner": [plan.planner for plan in plans],
@@ -145,6 +99,7 @@ def _ranked(planning: Planning) -> _Columns:
             "replicas": [_range_of(sorted({stage.replicas for stage in plan.stages})) for plan in plans],
             "limited by": [f"stage {r.slowest}, {r.stages[r.slowest].limit}" for r in ratings],
         },
+        least_needed=_LEAST_NEEDED,
     )
 
 
@@ -153,10 +108,10 @@ def _range_of(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
-def _stages(plan: Plan, graph: LayerGraph) -> _Columns:
-    """Return the stages of a plan; times are those of a microbatch."""
+def _stages(plan: Plan, graph: LayerGraph) -> FittedTable:
+    """Return the stages of a plan; times are those of a microbatch. A rating that is compute alone is left out."""
     shown = [part for part in _PARTS if part in plan.rating.stages[0].parts]
-    heads = ("stage", "layers", "devices", "replicas", "recompute", "s", *shown, "memory")
+    heads = ("stage", "layers", "devices", "replicas", "recompute", "rating", *shown, "memory")
     cells: dict[str, list[str]] = {heading: [] for heading in heads}
     for at, (stage, rating) in enumerate(zip(plan.stages, plan.rating.stages, strict=True)):
         again = sum("recomp" in way for way in stage.ways)
@@ -167,7 +122,7 @@ def _stages(plan: Plan, graph: LayerGraph) -> _Columns:
             f"{stage.replicas}" + (f" x {stage.tensor}" if stage.tensor > 1 else ""),
             f"{again} of {len(stage.layers)}" if again else "",
             f"{rating.seconds:.5g}",
-            *(f"{rating.parts.get(part, 0.0):.4g}" for part in shown),
+            *(f"{_part(rating, part):.4g}" for part in shown),
             "" if rating.memory is None else human_bytes(round(rating.memory)),
         )
         inner = [
@@ -178,9 +133,11 @@ def _stages(plan: Plan, graph: LayerGraph) -> _Columns:
         for values in (row, *inner):
             for number, heading in enumerate(heads):
                 cells[heading].append(values[number] if number < len(values) else "")
-    kept = {head: column for head, column in cells.items() if any(column)}
-    samples = f", microbatches of {plan.samples} samples" if plan.samples > 1 else ""
-    return _Columns(f"stages of plan 1{samples}", kept)
+    rated = any(rating.seconds != rating.parts.get("compute") for rating in plan.rating.stages)
+    kept = {head: column for head, column in cells.items() if any(column) and (rated or head != "rating")}
+    title = f"stages of plan 1, in s for each microbatch of {counted(plan.samples, 'sample')}"
+    title += "; rating: what the cost function compares" * rated
+    return FittedTable(title, kept, least_needed=_LEAST_NEEDED)
 
 
 def _layer_names(layers: tuple[int, ...], graph: LayerGraph) -> str:

@@ -11,13 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.options import AsJson
-from penstock.cli.output import print_json
+from penstock.cli.output import print_json, say_written
 from penstock.errors import CheckpointError, ConfigError
 from penstock.files import write_whole
 
 if TYPE_CHECKING:
     from penstock.plan.measured_run import RunComparison, RunSettings
     from penstock.train.config.schema import TrainConfig
+
+_ERROR = (
+    "forward, backward: of one microbatch; update: of one batch. error: predicted / measured - 1, so -5% means that "
+    "the run took longer than predicted."
+)
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that has ended.")]
 RunProfile = Annotated[Path, typer.Option("--profile", metavar="FILE", help="The profile that it was planned with.")]
@@ -53,6 +58,8 @@ def predicted(run: RunFolder, profile: RunProfile, out: Recalibrated = None, as_
             write_whole(out, profile_text(recalibrated(known, settings, found, run.name)))
         except OSError as error:
             raise ConfigError(f"cannot write the profile {str(out)!r}: {error.strerror or error}") from None
+        if not as_json:
+            say_written("profile", out, f"penstock plan --profile {{}} --devices {settings.stages * settings.width}")
 
 
 def _settings(config: TrainConfig, run: Path) -> RunSettings:
@@ -104,18 +111,23 @@ def _balance(config: TrainConfig, run: Path) -> list[int]:
 
 def _print(found: RunComparison) -> None:
     """Print what was found."""
+    from penstock.view.drawing.timeline_labels import WORK
+
     console = Console()
-    table = Table(box=None, title="seconds of a pass, median", title_justify="left")
-    for heading in ("stage", "", "predicted", "measured", "error"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    table = Table(box=None, title="predicted and measured seconds of one pass or update (median)", title_justify="left")
+    for heading in ("stage", "work", "predicted s", "measured s", "error"):
+        table.add_column(heading, justify="left" if heading == "work" else "right")
     for at, stage in enumerate(found.stages):
         for kind, measured in stage.measured.items():
             error = stage.error(kind)
             said = "" if error is None else f"{error:+.1%}"
-            table.add_row(str(at), kind, f"{stage.predicted.get(kind, 0.0):.4g}", f"{measured:.4g}", said)
+            table.add_row(
+                str(at), WORK.get(kind, kind), f"{stage.predicted.get(kind, 0.0):.4g}", f"{measured:.4g}", said
+            )
+    table.caption, table.caption_justify = _ERROR, "left"
     console.print(table)
     before, after = found.batch
     console.print(Text(f"A batch: predicted {before:.4g} s, measured {after:.4g} s ({before / after - 1:+.1%})."))
     causes = sorted({*found.idle[0], *found.idle[1]})
     said = ", ".join(f"{c} {found.idle[0].get(c, 0.0):.1%} / {found.idle[1].get(c, 0.0):.1%}" for c in causes)
-    console.print(Text(f"Idle, predicted / measured: {said or 'never'}."))
+    console.print(Text(f"Idle share of the time of all ranks, predicted / measured: {said or 'never'}."))

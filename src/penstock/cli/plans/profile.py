@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 from rich.console import Console
 
 from penstock.cli.options import FLAG, AsJson, ConfigFile, DataPath, TrainChanges
-from penstock.cli.output import print_json
+from penstock.cli.output import print_json, say_written
 from penstock.cli.plans.sizes import whole_numbers
 from penstock.cli.train import changes_of
 from penstock.errors import ConfigError
@@ -27,7 +26,7 @@ MeasuredSeconds = Annotated[
     typer.Option("--seconds", metavar="S", help="For each block, size and kind of pass.", min=0.0, max=3600.0),
 ]
 ProfileOut = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Write the profile there instead of printing it.")
+    Path | None, typer.Option("--out", metavar="FILE", help="Write the profile there, as penstock plan reads it.")
 ]
 
 
@@ -73,7 +72,7 @@ def profile(
     out: ProfileOut = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what the blocks of a model cost on this machine; or convert a published profile; or check one of ours.
+    """Measure what the blocks of a model cost on this machine; or check a profile, ours or a published one.
 
     Without FILE every distinct block of the GPT that [bold]penstock train[/bold] would train with the same options is
     measured once, as a stage of its own, and messages between two processes. For example: penstock profile --set
@@ -167,19 +166,24 @@ def _read(file: Path, source: str | None, name: str | None) -> Any:
 
 
 def _write_profile(found: Any, out: Path | None, as_json: bool) -> None:
-    """Print a profile, or write it to a file.
+    """Print a profile, and write it to a file where one is given.
 
     Raises:
         ConfigError: the file cannot be written.
     """
+    from penstock.cli.plans.profile_table import profile_tables
     from penstock.plan.profile.files import profile_text
+    from penstock.view.tables import table_console
 
     if out is not None:
         try:
             write_whole(out, profile_text(found))
         except OSError as error:
             raise ConfigError(f"cannot write the profile {str(out)!r}: {error.strerror or error}") from None
-    elif as_json:
+    if as_json:
         print_json(found.model_dump(exclude_unset=True, exclude_none=True))
-    else:
-        sys.stdout.write(profile_text(found))
+        return
+    console = table_console()
+    console.print(profile_tables(found, console.width))
+    if out is not None:
+        say_written("profile", out, "penstock plan --profile {} --devices N")

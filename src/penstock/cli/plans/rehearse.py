@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.byte_sizes import human_bytes
 from penstock.cli.options import AsJson, TrainChanges
 from penstock.cli.output import print_json
 from penstock.view.plurals import counted
-from penstock.view.tables import human_bytes
 
 if TYPE_CHECKING:
     from penstock.measure.single_rank_rehearsal import Rehearsal
@@ -62,15 +62,18 @@ def rehearse(
 
 def _print(found: Rehearsal) -> None:
     """Print what was found."""
+    from penstock.view.drawing.timeline_labels import WORK
+
     console = Console()
     blocks = found.blocks
     named = " ".join(blocks) if len(blocks) < 4 else f"{blocks[0]} .. {blocks[-1]} ({len(blocks)})"
     console.print(Text(f"Rank {found.rank} of {found.ranks}, {found.method}: {named}"))
-    table = Table(box=None, title="work of a batch, medians", title_justify="left")
-    for heading in ("", "times", "s each", "s"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for kind, (count, seconds) in found.passes.items():
-        table.add_row(kind, str(count), f"{seconds:.4g}", f"{count * seconds:.4g}")
+    table = Table(box=None, title="work of a batch, medians; passes are those of a microbatch", title_justify="left")
+    for heading in ("work", "times", "s each", "s per batch"):
+        table.add_column(heading, justify="left" if heading == "work" else "right")
+    for kind in sorted(found.passes, key=[*WORK, *found.passes].index):
+        count, seconds = found.passes[kind]
+        table.add_row(WORK.get(kind, kind), str(count), f"{seconds:.4g}", f"{count * seconds:.4g}")
     console.print(table)
     rate = found.samples / found.fastest if found.fastest else 0.0
     in_all = f", {found.width * rate:.4g} in {found.width} pipelines" if found.width > 1 else ""

@@ -93,8 +93,10 @@ def scale(
     if as_json:
         print_json(scaling_json(found))
     else:
+        from penstock.view.tables import width_to_fit
+
         console = Console()
-        if not console.is_terminal:
+        if width_to_fit(console) is None:
             console = Console(width=_WIDTH)
         console.print(scaling_tables(found))
     if not any(row.fits for row in found.rows):

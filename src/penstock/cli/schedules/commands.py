@@ -54,18 +54,15 @@ def methods(
     """List every method with what its schedule costs: weight copies, delay, activations, bubble."""
     from penstock.schedule.ir.in_flight import read_in_flight
     from penstock.simulate.method_facts import Links
-    from penstock.view.tables import UNBOUNDED, combines_table, methods_json, methods_table
+    from penstock.view.tables import combines_table, methods_json, methods_table, table_console, width_to_fit
 
     stages, microbatches = stages or 4, microbatches or 8
     links = Links(latency, None if in_flight is None else read_in_flight(in_flight))
     if as_json:
         print_json(methods_json(stages, microbatches, links))
     else:
-        console = Console()
-        width = console.width if console.is_terminal else None
-        if width is None:  # do not cut or wrap for programs that read the output
-            console = Console(width=UNBOUNDED)
-        console.print(methods_table(stages, microbatches, width, links))
+        console = table_console()
+        console.print(methods_table(stages, microbatches, width_to_fit(console), links))
         console.print(combines_table())
 
 

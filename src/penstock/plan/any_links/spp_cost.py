@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.byte_sizes import human_bytes
 from penstock.plan.any_links.device_order import Floats
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.dapple_cost import check_halves
@@ -145,6 +146,6 @@ class SppCost:
                 )
             )
             if self.memory is not None and memory > self.memory * TOLERANCE:
-                fault = fault or f"stage {at} needs {memory:.4g} bytes of {self.memory:.4g}"
+                fault = fault or f"stage {at} needs {human_bytes(memory, 2)} of {human_bytes(self.memory, 2)}"
         seconds = math.inf if fault else batch / self.microbatches
         return Rating(NAME, seconds, tuple(ratings), fault)

@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.byte_sizes import human_bytes
 from penstock.plan.profile.layer_graph import GraphLayer, LayerGraph, Way
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.piper_cost import TOLERANCE, way_named
@@ -116,6 +117,6 @@ class MistCost:
             }
             ratings.append(StageRating(knobbed.steady / width + parts["gradient sums"], parts, knobbed.memory))
             if limit is not None and knobbed.memory > limit * TOLERANCE:
-                faults.append(f"stage {at} needs {knobbed.memory:.4g} bytes of {limit:.4g}")
+                faults.append(f"stage {at} needs {human_bytes(knobbed.memory, 2)} of {human_bytes(limit, 2)}")
         seconds = math.inf if faults else batch_seconds(found, self.microbatches // width) / self.microbatches
         return Rating(NAME, seconds, tuple(ratings), faults[0] if faults else "")

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from penstock.byte_sizes import human_bytes
 from penstock.errors import ScheduleError
 from penstock.plan.planners.block_chain import BlockChain, Floats
 from penstock.plan.planners.proof_forecast import StageForecast, least_microbatches, stage_forecast
@@ -179,8 +180,9 @@ class CandidateTrial:
 
     def _too_large(self) -> Skipped:
         least = sum(float(memory[0, -1]) for memory in self._held) / len(self._held) / self._of.depth
+        limit = human_bytes(self._limit, 2)
         return Skipped(
-            str(self._of), f"does not fit: at least {least:.4g} bytes per device on average, {self._limit:.4g} there"
+            str(self._of), f"does not fit: at least {human_bytes(least, 2)} per device on average, but it has {limit}"
         )
 
     def _cuts(self) -> Cuts | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from penstock.byte_sizes import human_bytes
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
@@ -181,7 +182,7 @@ class _LevelPrograms:
         if self._devices.memory is not None:
             return (
                 f"no plan fits: with {units} units every plan has a stage that stashes more than "
-                f"{self._devices.memory:.4g} bytes ({states} prefixes searched)"
+                f"{human_bytes(self._devices.memory, 2)} ({states} prefixes searched)"
             )
         return f"there is no plan on {self._devices} devices that uses all of them"
 

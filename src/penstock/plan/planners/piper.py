@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.byte_sizes import human_bytes
 from penstock.errors import ConfigError
 from penstock.plan.planners.piper_tables import EndTable, Floats, StageTables
 from penstock.plan.profile.layer_graph import LayerGraph
@@ -283,13 +284,13 @@ class _SuffixProgram:
             worst = int(np.argmax(least))
             if least[worst] > memory:
                 return (
-                    f"no plan fits: layer {layers[worst].name!r} alone needs {least[worst]:.4g} bytes with one "
-                    f"microbatch in flight, more than {memory:.4g}"
+                    f"no plan fits: layer {layers[worst].name!r} alone needs {human_bytes(least[worst], 2)} with one "
+                    f"microbatch in flight, more than {human_bytes(memory, 2)}"
                 )
             total = sum(least)
             return (
-                f"no plan fits: all layers need at least {total:.4g} bytes with one microbatch in flight each, and "
-                f"more with several; {self._devices} devices hold {memory:.4g} each"
+                f"no plan fits: all layers need at least {human_bytes(total, 2)} with one microbatch in flight each, "
+                f"and more with several; {self._devices} devices hold {human_bytes(memory, 2)} each"
             )
         return (
             f"no plan: no stage has a tensor degree of {self._devices.count} or fewer devices that all its layers have"

@@ -104,8 +104,11 @@ class _Search:
             self._best[best[0].method] = best
 
     def plans(self) -> tuple[list[Plan], list[Skipped]]:
-        """Return the best plan of every method, the fastest of which has been proven, and what was skipped."""
-        ranked = sorted(self._best.values(), key=lambda found: found[1].seconds_per_sample)
+        """Return the best plan of every method, the fastest of which has been proven, and what was skipped.
+
+        Where methods are equally fast, as all that flush are on a single stage, they stand in the order of `METHODS`.
+        """
+        ranked = sorted(self._best.values(), key=lambda found: float(f"{found[1].seconds_per_sample:.9g}"))
         while ranked:
             try:
                 self._schedules.proof(ranked[0][0].schedule)
@@ -135,7 +138,7 @@ def _candidates(sizes: Mapping[int, Sized], devices: Devices, methods: Sequence[
     for sized in sizes.values():
         for depth in range(1, min(devices.count, len(sized.graph.layers)) + 1):
             for width in widths(devices.count // depth, 1, sized.microbatches):
-                for method in methods if depth > 1 else methods[:1]:
+                for method in methods:
                     yield Candidate(sized, method, depth, width, False)
                     if devices.memory is not None:
                         yield Candidate(sized, method, depth, width, True)

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.byte_sizes import human_bytes
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import Devices
@@ -122,7 +123,7 @@ class DappleCost:
             rating = self._rating(blocks, stage, min(len(stages) - at, self.microbatches))
             limit = self.devices.memory
             if limit is not None and rating.memory is not None and rating.memory > limit * TOLERANCE:
-                faults.append(f"stage {at} needs {rating.memory:.4g} bytes of {limit:.4g}")
+                faults.append(f"stage {at} needs {human_bytes(rating.memory, 2)} of {human_bytes(limit, 2)}")
             ratings.append(rating)
         if first > self.devices.count:
             faults.append(f"it needs {first} of {self.devices.count} devices")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from penstock.byte_sizes import human_bytes
 from penstock.plan.profile.layer_graph import LayerEdge, LayerGraph
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.layer_ideals import bits
@@ -122,7 +123,7 @@ class PipeDreamCost:
             kept_bytes = parameters + sum(self.graph.layers[number].output for number in layers)
             memory = math.ceil((units - used) / stage.replicas) * kept_bytes
             if self.devices.memory is not None and memory > self.devices.memory:
-                faults.append(f"stage {at} stashes {memory:.4g} bytes of {self.devices.memory:.4g}")
+                faults.append(f"stage {at} stashes {human_bytes(memory, 2)} of {human_bytes(self.devices.memory, 2)}")
             found.append(StageRating(seconds, parts, memory))
             before = after
         return found, faults

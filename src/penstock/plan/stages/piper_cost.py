@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from penstock.byte_sizes import human_bytes
 from penstock.checks import check_whole, did_you_mean
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import LayerGraph, Way
@@ -63,7 +64,7 @@ class PiperCost:
             ratings.append(rating)
             limit = self.devices.memory
             if limit is not None and rating.memory is not None and rating.memory > limit * TOLERANCE:
-                faults.append(f"stage {at} needs {rating.memory:.4g} bytes of {limit:.4g}")
+                faults.append(f"stage {at} needs {human_bytes(rating.memory, 2)} of {human_bytes(limit, 2)}")
         seconds = math.inf if faults else max(rating.seconds for rating in ratings)
         return Rating(NAME, seconds, tuple(ratings), faults[0] if faults else "")
 

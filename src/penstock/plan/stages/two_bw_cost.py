@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from penstock.byte_sizes import human_bytes
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.piper_cost import TOLERANCE, way_named
@@ -62,7 +63,7 @@ class TwoBwCost:
         limit = self.devices.memory
         for at, rating in enumerate(found):
             if limit is not None and rating.memory is not None and rating.memory > limit * TOLERANCE:
-                faults.append(f"stage {at} needs {rating.memory:.4g} bytes of {limit:.4g}")
+                faults.append(f"stage {at} needs {human_bytes(rating.memory, 2)} of {human_bytes(limit, 2)}")
         seconds = math.inf if faults else max(rating.seconds for rating in found)
         return Rating(NAME, seconds, tuple(found), faults[0] if faults else "")
 

@@ -32,6 +32,19 @@ NETWORK = {"GATHER": "G", "REDUCE": "S"}
 SENT = {"GATHER": "weights gathered", "REDUCE": "gradients summed"}
 """Words for it, in the order of legends."""
 
+_ONCE_PER_BATCH = {
+    "REDUCE": SENT["REDUCE"],
+    "TIE": "gradients of shared parameters summed",
+    "DECIDE": "decision of all stages on the update",
+    "STEP": "update",
+    "AVERAGE": "weights averaged",
+    "GATHER": SENT["GATHER"],
+    "RELEASE": "gathered weights freed",
+}
+
+WORK = OPERATIONS | _ONCE_PER_BATCH
+"""Words for all that a rank may do, as tables for people list it."""
+
 COPIES = {"OFFLOAD": "↑", "FETCH": "↓"}
 """Signs of what a lane of copies to the host's memory, and back, shows."""
 
