@@ -40,9 +40,8 @@ def run(
 def start(*command: object, **changes: Any) -> CompletedProcess[str]:
     """Run Python with arguments in a process of its own, such as ("-m", "penstock", "train")."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "RANK"))}
-    return subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=120, env=environment, **changes
-    )
+    changes = {"env": environment} | changes
+    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=120, **changes)
 
 
 def only_folder(out: Path) -> Path:

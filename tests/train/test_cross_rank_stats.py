@@ -2,7 +2,7 @@
 
 from torch.distributed import HashStore
 
-from penstock.train.cross_rank_stats import Board, BubbleMeter
+from penstock.train.cross_rank_stats import Board, BubbleMeter, bytes_of_all
 
 
 def test_every_rank_s_last_figures_are_read():
@@ -13,6 +13,14 @@ def test_every_rank_s_last_figures_are_read():
     boards[2].post({"busy": 2.0})
     boards[0].post({"busy": 3.0})
     assert boards[1].read() == {0: {"busy": 3.0}, 2: {"busy": 2.0}}
+
+
+def test_bytes_are_those_of_all_ranks_or_of_none():
+    """The first line of a run would else have those of the rank that reports, as if there were no other."""
+    figures = {1: {"bytes": {"weights": 3}}}
+    assert bytes_of_all(figures, 2) == {}
+    figures[0] = {"bytes": {"weights": 4}}
+    assert bytes_of_all(figures, 2) == {0: {"weights": 4}, 1: {"weights": 3}}
 
 
 def test_the_bubble_is_idle_time_since_all_ranks_spoke():

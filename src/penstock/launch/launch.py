@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.errors import InterruptedRunError, WorkerError
+from penstock.launch.fork_server_end import why_not_started
 from penstock.launch.local_rendezvous import BACKEND
 from penstock.launch.signals import LauncherSignals
 from penstock.launch.worker_exit import WorkerExits, work
@@ -89,8 +90,8 @@ def launch_local(
             if signals.second is not None:
                 raise InterruptedRunError(signals.second) from None
             raise exits.explain(error) from None
-        except (EOFError, OSError) as error:  # the fork server has died
-            raise WorkerError(f"workers could not be started: {error!r}", "") from None
+        except (EOFError, OSError) as error:
+            raise WorkerError(why_not_started(error), "") from None
 
 
 @contextmanager

@@ -40,6 +40,11 @@ class Board:
         return {rank: json.loads(text) for rank, text in zip(self._seen, texts, strict=True)}
 
 
+def bytes_of_all(figures: dict[int, dict[str, Any]], ranks: int) -> dict[int, dict[str, int]]:
+    """Return the bytes that each rank has posted; nothing until all have, as a part would look like the whole."""
+    return {rank: posted["bytes"] for rank, posted in figures.items()} if len(figures) == ranks else {}
+
+
 class BubbleMeter:
     """Computes the idle share of all ranks between two moments at which each of them has posted new figures.
 

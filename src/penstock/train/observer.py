@@ -36,7 +36,7 @@ class Progress:
 
     Attributes:
         bubble: idle share of all ranks since the last report that had figures; None before the first.
-        live_bytes: per rank, bytes by kind.
+        live_bytes: per rank, bytes by kind; empty until all ranks have told theirs, at the first batch or two.
         trained: batches since the run was started, or restarted.
     """
 

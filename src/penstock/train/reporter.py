@@ -24,7 +24,7 @@ from penstock.runtime.update.events import Evaluated
 from penstock.schedule.ir.version_rules import RULES
 from penstock.timeline import Timeline
 from penstock.train.checkpoint_troubles import Troubles
-from penstock.train.cross_rank_stats import Board, BubbleMeter
+from penstock.train.cross_rank_stats import Board, BubbleMeter, bytes_of_all
 from penstock.train.data.corpus import unigram_entropy
 from penstock.train.export.sample import sample_if_possible
 from penstock.train.metrics_file import Metrics
@@ -158,7 +158,7 @@ class Reporter:
             rate=config.optimizer.lr * self._rate(report.batch),
             trained=self._trained,
             bubble=self._meter.bubble,
-            live_bytes={rank: f["bytes"] for rank, f in figures.items()},
+            live_bytes=bytes_of_all(figures, self._ranks),
         )
         self._metrics.add_updates(report.decided)
         self._metrics.add(
