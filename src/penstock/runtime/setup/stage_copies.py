@@ -82,8 +82,9 @@ def check_equal(schedule: Schedule, grid: RankGrid, ranks: Sequence[RankState]) 
                 )
             if value != wanted:
                 raise ConfigError(
-                    f"stage {index} does not begin with the same weights on ranks {other} and {rank}; seed torch alike "
-                    "on all ranks before the blocks are made, or let them be made lazily"
+                    f"stage {index} does not begin with the same weights on ranks {other} and {rank}: call "
+                    "torch.manual_seed with one number on all ranks before the model is made, or load the same weights "
+                    "on all of them"
                 )
 
 
