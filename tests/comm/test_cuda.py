@@ -195,7 +195,7 @@ def test_parked_activations_come_back_to_the_same_bits() -> None:
     """From pinned memory, beside the work."""
     text = (Path(__file__).parents[1] / "golden" / "offload.txt").read_text()
     case = Case("gpipe", 2, 4, spans=(3,), device="cuda")
-    assert_same(train(None, case, schedule=parse_schedule(text)), expected(case))
+    assert_same(train(None, case, method=parse_schedule(text)), expected(case))
 
 
 def test_the_allocator_says_what_it_had() -> None:

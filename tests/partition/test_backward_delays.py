@@ -263,7 +263,7 @@ class Cast(nn.Linear):
 
 def test_casts_and_complex_weights_are_refused() -> None:
     arguments: dict[str, Any] = {
-        "schedule": make_schedule("1f1b", 1, 1),
+        "method": make_schedule("1f1b", 1, 1),
         "loss": lambda y, _: y.abs().sum(),
         "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
         "staleness": Staleness(backward_delays=1),
@@ -300,7 +300,7 @@ def test_blocks_that_run_their_forward_again_are_refused(reentrant: bool, captur
     """In the first batch; where both delays are the same, nothing is lost and nothing refused."""
     blocks = [Map(), Checkpointed(reentrant, captured)]
     arguments: dict[str, Any] = {
-        "schedule": make_schedule("1f1b", 1, 1),
+        "method": make_schedule("1f1b", 1, 1),
         "loss": lambda y, _: (y**2).sum(),
         "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
     }

@@ -389,7 +389,7 @@ def test_a_shared_parameter_has_one_delay(depth: int) -> None:
 def test_a_block_that_is_made_late_is_looked_at_then() -> None:
     blocks = {"a": LazyBlock(lambda: nn.Linear(2, 2), seed=1), "b": LazyBlock(nn.Tanh, seed=2, cost=0.0)}
     arguments: dict[str, Any] = {
-        "schedule": make_schedule("1f1b", 1, 1),
+        "method": make_schedule("1f1b", 1, 1),
         "loss": lambda output, _: output.sum(),
         "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
     }

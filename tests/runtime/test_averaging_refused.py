@@ -88,11 +88,11 @@ rank 0: F0^t B0^t F1^t B1^t STEP[t] AVERAGE[t]%4
 def test_a_schedule_that_says_itself_when_it_averages() -> None:
     case = Case("1f1b", 1, 2, width=2)
     schedule = parse_schedule(WRITTEN)
-    assert make_pipeline(case, schedule=schedule, combine=Combine("average", every=4)).schedule.name == "mine"
+    assert make_pipeline(case, method=schedule, combine=Combine("average", every=4)).schedule.name == "mine"
     with pytest.raises(ConfigError, match="the schedule has AVERAGEs of its own, but pipelines that meet every 2"):
-        make_pipeline(case, schedule=schedule, combine=AVERAGE)
+        make_pipeline(case, method=schedule, combine=AVERAGE)
     with pytest.raises(CapabilityError, match="the runtime averages parallel pipelines where it is told how"):
-        make_pipeline(case, schedule=schedule)
+        make_pipeline(case, method=schedule)
 
 
 APART = [

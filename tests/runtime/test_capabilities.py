@@ -43,7 +43,7 @@ def test_a_divisor_that_is_not_positive(divisor: float) -> None:
 def test_schedules_that_the_runtime_does_not_offer(path: Path) -> None:
     schedule = parse_schedule(path.read_text())
     with pytest.raises(CapabilityError, match=f"{schedule.name}: the runtime"):
-        make_pipeline(Case("1f1b", 4, 1), schedule=schedule, balance=None)
+        make_pipeline(Case("1f1b", 4, 1), method=schedule, balance=None)
 
 
 @pytest.mark.parametrize("path", [path for path in GOLDEN if path.stem in OFFERED], ids=lambda path: path.stem)
@@ -55,13 +55,13 @@ def test_schedules_that_it_offers(path: Path) -> None:
 def test_units_of_several_microbatches_are_not_run_in_part(passes: str) -> None:
     text = f"schedule several\nrule flush\nmicrobatches 2\nnodes 0@0\nrank 0: {passes} STEP[t]\n"
     with pytest.raises(CapabilityError, match="several: the runtime"):
-        make_pipeline(Case("1f1b", 1, 2), schedule=parse_schedule(text))
+        make_pipeline(Case("1f1b", 1, 2), method=parse_schedule(text))
 
 
 def test_fused_pairs_are_run_one_after_the_other() -> None:
     case = Case("1f1b", 1, 2)
     text = "schedule 1f1b\nrule flush\nmicrobatches 2\nnodes 0@0\nrank 0: F0^t [B0^t+F1^t] B1^t STEP[t]\n"
-    assert_same(train(None, case, schedule=parse_schedule(text)), expected(case))
+    assert_same(train(None, case, method=parse_schedule(text)), expected(case))
 
 
 def test_a_drain_of_several_microbatches_is_not_run_in_part() -> None:
@@ -75,7 +75,7 @@ def test_a_drain_of_several_microbatches_is_not_run_in_part() -> None:
         drain 0: B-2..-1^t-2 STEP[t-1]
     """
     late = Case("stash", 1, 2)
-    assert_same(train(None, late, schedule=parse_schedule(text)), expected(Case("2bw", 1, 2)))  # a delay of one
+    assert_same(train(None, late, method=parse_schedule(text)), expected(Case("2bw", 1, 2)))  # a delay of one
 
 
 def test_periods_of_the_batch_before_are_not_run() -> None:
@@ -83,13 +83,13 @@ def test_periods_of_the_batch_before_are_not_run() -> None:
     row = "F-1^t-1 B-1^t-1 STEP[t-1]"
     text = f"rule stash\nmicrobatches 1\nnodes 0@0\nrank 0: {row}\ndrain 0: {row}\n"
     with pytest.raises(CapabilityError, match="periods that begin the forwards of their own batch"):
-        make_pipeline(Case("1f1b", 1, 1), schedule=parse_schedule(text))
+        make_pipeline(Case("1f1b", 1, 1), method=parse_schedule(text))
 
 
 @pytest.mark.parametrize("schedule", [["F0 B0"], 3])
 def test_what_is_no_schedule(schedule: Any) -> None:
-    with pytest.raises(ConfigError, match="schedule must come from make_schedule, check or load_schedule"):
-        make_pipeline(Case("1f1b", 1, 2), schedule=schedule)
+    with pytest.raises(ConfigError, match="method must be .* make_schedule, check or load_schedule returned"):
+        make_pipeline(Case("1f1b", 1, 2), method=schedule)
 
 
 def test_a_schedule_that_is_wrong_is_not_run() -> None:
@@ -97,4 +97,4 @@ def test_a_schedule_that_is_wrong_is_not_run() -> None:
     text = str(make_schedule("1f1b", 2, 2))
     assert "B1^t" in text
     with pytest.raises(ScheduleError, match="microbatch 0"):
-        make_pipeline(Case("1f1b", 2, 2), schedule=parse_schedule(text.replace("B1^t", "B0^t")))
+        make_pipeline(Case("1f1b", 2, 2), method=parse_schedule(text.replace("B1^t", "B0^t")))

@@ -110,7 +110,7 @@ def test_where_nothing_is_decided_together_no_norm_is_known() -> None:
 def test_a_schedule_that_decides_already_is_taken_as_it_is() -> None:
     case = clipped("2bw", 2, 3)
     schedule = make_schedule("2bw", 2, 3, decides=True)
-    pipeline = make_pipeline(case, schedule=schedule)
+    pipeline = make_pipeline(case, method=schedule)
     assert pipeline.schedule == schedule
     with_clip, without = make_pipeline(case), make_pipeline(case, max_grad_norm=None)
     assert with_clip.schedule == schedule != without.schedule

@@ -50,7 +50,7 @@ class Ran(NamedTuple):
 
 
 def pipeline_of(group: dist.ProcessGroup | None, case: Case, recording: Recording, **more: Any) -> Pipeline:
-    asked = {"schedule": case.method, "stages": case.depth, "microbatches": case.m, "in_flight": "auto"}
+    asked = {"method": case.method, "stages": case.depth, "microbatches": case.m, "in_flight": "auto"}
     return make_pipeline(case, group, optimizer=recording, blocks=slow_blocks(), **asked | more)
 
 

@@ -90,13 +90,13 @@ def test_endless_breadth_first_has_the_numbers_of_2bw(p: int, m: int, chunks: in
     """2bw-layered on whole state: batches overlap, and backwards through a rank's first chunk are put off."""
     case = Case("2bw-layered", p, m, spans=(3, 2), skips=(3,), clip=0.6, options=(("chunks", chunks),))
     whole = make_schedule(case.method, p, m, options={"chunks": chunks}, sharding="none")
-    assert_same(train(None, case, schedule=whole), expected(case))
+    assert_same(train(None, case, method=whole), expected(case))
 
 
 @pytest.mark.parametrize("level", ["optimizer", "gradients"])
 def test_endless_breadth_first_divides_its_state(level: str) -> None:
     case = Case("2bw-layered", 2, 3, spans=(3, 2), skips=(3,), clip=0.6, width=2)
-    outcome, parts, _ = train_sharded(None, case, level, schedule=make_schedule(case.method, 2, 3, sharding="none"))
+    outcome, parts, _ = train_sharded(None, case, level, method=make_schedule(case.method, 2, 3, sharding="none"))
     assert_as_whole(outcome, [parts], expected(case))
 
 

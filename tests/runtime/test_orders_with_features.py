@@ -66,7 +66,7 @@ def test_double_buffers_on_several_nodes_are_drained_for_an_evaluation() -> None
     proof = prove("interleaved", 2, 4, rule="double-buffer", order="interleaved")
     assert "updated only after another" in str(border_fault(proof.lowered))
     case = Case("interleaved", 2, 4, spans=(4,))
-    pipeline = make_pipeline(case, schedule=proof)
+    pipeline = make_pipeline(case, method=proof)
     batches, found = make_batches(case), []
     for report in pipeline.run(batches, evaluate=Evaluating(2, lambda: batches[:1])):
         found += report.evaluated

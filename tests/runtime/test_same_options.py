@@ -81,7 +81,7 @@ def as_it_is(optimizer: torch.optim.Optimizer) -> LambdaLR:
 
 
 BMUF = Combine("bmuf", momentum=0.25)
-ORDERED = {"method": None, "microbatches": None, "schedule": make_schedule("stash", 2, 4)}
+ORDERED = {"method": make_schedule("stash", 2, 4), "microbatches": None}
 
 Given = dict[str, Any] | Callable[[], dict[str, Any]]
 

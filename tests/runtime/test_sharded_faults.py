@@ -360,9 +360,9 @@ def test_a_schedule_that_has_another_sharding_than_the_options() -> None:
 )
 def test_a_switch_to_another_sharding(before: str, after: str) -> None:
     """Stages hold what they were built for."""
-    pipeline = make_pipeline(Case("1f1b", 2, 2, width=2), schedule=prove("1f1b", 2, 2, sharding=before))
+    pipeline = make_pipeline(Case("1f1b", 2, 2, width=2), method=prove("1f1b", 2, 2, sharding=before))
     with pytest.raises(ConfigError, match=rf"they differ in sharding \({before} and {after}\)"):
-        pipeline.switch(schedule=prove("2bw", 2, 2, sharding=after))
+        pipeline.switch(prove("2bw", 2, 2, sharding=after))
 
 
 def test_step_hooks_would_see_rows() -> None:

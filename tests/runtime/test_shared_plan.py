@@ -90,17 +90,16 @@ def own_order(stages: int, microbatches: int) -> list[str]:
 def count_of_own(group: dist.ProcessGroup, kind: str) -> tuple[int, ...]:
     """Make and switch a pipeline of an order of one's own; how often it is called, proven, and given more actions."""
     CALLS.clear()
-    given = {"schedule": make_schedule("gpipe", 2, 4)} if kind == "a schedule" else {"method": own_order}
+    given: Any = make_schedule("gpipe", 2, 4) if kind == "a schedule" else own_order
     with (
         mock.patch.object(proofs, "prove_versions", wraps=proofs.prove_versions) as proven,
         mock.patch.object(actions_for_options, "extended", wraps=actions_for_options.extended) as added,
     ):
-        m = 4 if "method" in given else None
-        pipeline = plain(given.get("method"), group, m, schedule=given.get("schedule"), max_grad_norm=1.0)
+        pipeline = plain(given, group, None if kind == "a schedule" else 4, max_grad_norm=1.0)
         found = proven.call_count, added.call_count
         batch = torch.ones(12, 3), torch.ones(12, 3)
         list(pipeline.run([batch] * 2))
-        pipeline.switch(given.get("schedule") or own_order)
+        pipeline.switch(given)
         list(pipeline.run([batch] * 2))
     return len(CALLS), *found, proven.call_count, added.call_count
 
@@ -170,7 +169,7 @@ def different_orders(group: dist.ProcessGroup) -> str:
     """Both call their method 1f1b, with as many stages and microbatches."""
     window = 3 + dist.get_rank(group)
     with pytest.raises(ConfigError) as caught:
-        plain(None, group, None, schedule=make_schedule("1f1b", 2, 4, window=window))
+        plain(make_schedule("1f1b", 2, 4, window=window), group, None)
     return str(caught.value)
 
 
@@ -183,7 +182,7 @@ def test_ranks_with_different_schedules_are_told_so(pool: Pool) -> None:
 def proof_elsewhere(group: dist.ProcessGroup, case: Case) -> tuple[list[float | None], float]:
     """Take the proof of a pipeline to a pipeline in this process, and to the simulator."""
     proof = make_pipeline(case, group).proof
-    here = plain(None, None, None, schedule=proof)
+    here = plain(proof, None, None)
     batch = torch.ones(12, 3), torch.ones(12, 3)
     simulated = simulate_schedule(proof, Costs.uniform(proof.schedule))
     return [report.loss for report in here.run([batch] * 2)], simulated.bubble.bubble

@@ -169,14 +169,14 @@ def test_a_written_schedule_with_waves() -> None:
     """tests/golden has it with a distance of one; only so it goes."""
     text = (Path(__file__).parents[1] / "golden" / "wave_synchronous.txt").read_text()
     case, schedule = case_of("stash", 2, 1, 2, "adamw", spans=(9,)), parse_schedule(text)
-    written, made = (make_pipeline(case, schedule=s, combine=WAVES) for s in (schedule, case.schedule))
+    written, made = (make_pipeline(case, method=s, combine=WAVES) for s in (schedule, case.schedule))
     averages = [[a for a in program.period if a.op is Op.AVERAGE] for program in schedule.programs]
     assert averages == [[a for a in program.period if a.op is Op.AVERAGE] for program in made.schedule.programs]
     for pipeline in (written, made):
         list(pipeline.run(make_batches(case)))
     assert_close(states_of(written), states_of(made), 0.0)
     with pytest.raises(ConfigError, match="have them directly after the STEPs of these batches, of 4 batches before"):
-        make_pipeline(case, schedule=schedule, combine=Combine("wsp", every=2, distance=2))
+        make_pipeline(case, method=schedule, combine=Combine("wsp", every=2, distance=2))
 
 
 def test_who_has_claimed_weights_notices_that_others_have_added_to_them() -> None:

@@ -65,7 +65,7 @@ def test_the_backward_reads_what_was_moved(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(activation_offload, "_copied", copied)
     case = Case("gpipe", 2, 4, spans=(3,))
-    assert_same(train(None, case, schedule=parse_schedule(OFFLOAD)), expected(case))
+    assert_same(train(None, case, method=parse_schedule(OFFLOAD)), expected(case))
     assert moved > 50
 
 
@@ -85,7 +85,7 @@ def test_a_device_moves_them_beside_its_work(monkeypatch: pytest.MonkeyPatch, re
     """To the bits of the reference, though copies are made as late as can be; the host waits for none."""
     streams = stand_in(monkeypatch)
     case = Case("gpipe", 2, 4, spans=(3,), recompute=recompute)
-    assert_same(train(None, case, schedule=parse_schedule(OFFLOAD)), expected(case))
+    assert_same(train(None, case, method=parse_schedule(OFFLOAD)), expected(case))
     (stream,) = streams  # the other stage moves nothing
     assert (stream.made[0] > 20) == (recompute == "none")
     assert stream.made[0] == stream.made[1]
@@ -124,7 +124,7 @@ def test_weights_and_inputs_stay(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(activation_offload, "_copied", noted)
     case = Case("gpipe", 2, 4, spans=(2,), skips=())
-    pipeline = make_pipeline(case, schedule=parse_schedule(OFFLOAD))
+    pipeline = make_pipeline(case, method=parse_schedule(OFFLOAD))
     weights = {each for stage in pipeline.stages.values() for each in stage.weights.store.storages}
     for _ in pipeline.run(make_batches(case)):
         pass
@@ -152,7 +152,7 @@ def test_the_account(recompute: Any, parks: bool) -> None:
 
 def test_the_hosts_memory_has_an_account_of_its_own() -> None:
     case = Case("gpipe", 2, 4, spans=(2,))
-    pipeline = make_pipeline(case, schedule=parse_schedule(OFFLOAD))
+    pipeline = make_pipeline(case, method=parse_schedule(OFFLOAD))
     for _ in pipeline.run(make_batches(case)):
         pass
     peaks, live = pipeline.peak_bytes(), pipeline.live_bytes()
@@ -256,7 +256,7 @@ def test_whoever_takes_activations_in_computes_meanwhile() -> None:
         rank 1: HOLD1@1<0/parked F0^t B0^t F1^t F2^t RETURN1@1>0/parked B1^t B2^t STEP[t]
     """
     case = Case("gpipe", 2, 3, spans=(3,))
-    assert_same(train(None, case, schedule=parse_schedule(text)), expected(case))
+    assert_same(train(None, case, method=parse_schedule(text)), expected(case))
 
 
 def test_parked_activations_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +269,7 @@ def test_parked_activations_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(LocalLane, "send", losing)
     case = Case("gpipe", 2, 3, spans=(2,))
     with pytest.raises(TransportError, match="rank 1, stage 1, RETURN1 on the parked lane from rank 0 to rank 1"):
-        train(None, case, schedule=parse_schedule(PARKED))
+        train(None, case, method=parse_schedule(PARKED))
 
 
 def test_parked_activations_of_changing_size(pool: Pool) -> None:
@@ -289,7 +289,7 @@ def test_what_a_half_of_a_backward_needs_is_moved_as_well() -> None:
     text = PARKED.replace("B0^t FETCH", "I0^t W0^t FETCH").replace("B1^t", "I1^t W1^t").replace("B2^t", "I2^t W2^t")
     text = text.replace("B0^t F1^t RETURN", "I0^t W0^t F1^t RETURN")
     case = Case("gpipe", 2, 3, spans=(2,))
-    assert_same(train(None, case, schedule=parse_schedule(text)), expected(case))
+    assert_same(train(None, case, method=parse_schedule(text)), expected(case))
 
 
 def test_activations_are_not_moved_to_a_stage_of_the_same_rank() -> None:

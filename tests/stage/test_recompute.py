@@ -201,13 +201,13 @@ def test_choices_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="recompute must be one of none, block, stage, or a list"):
         make_pipeline(Case("1f1b", 2, 2), recompute="all")
     with pytest.raises(ConfigError, match="recomputes whole stages"):
-        make_pipeline(Case("1f1b", 2, 2), schedule=with_recompute(make_schedule("1f1b", 2, 2)), recompute="block")
+        make_pipeline(Case("1f1b", 2, 2), method=with_recompute(make_schedule("1f1b", 2, 2)), recompute="block")
 
 
 def test_a_schedule_that_recomputes_is_run_as_it_is() -> None:
     case = Case("1f1b", 2, 2, model="restless", spans=(3,))
     schedule = with_recompute(make_schedule("1f1b", 2, 2))
-    pipeline = make_pipeline(case, schedule=schedule)
+    pipeline = make_pipeline(case, method=schedule)
     assert pipeline.schedule == schedule
     list(pipeline.run(make_batches(case)))
     wanted = expected(case).weights

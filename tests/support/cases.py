@@ -374,7 +374,7 @@ def make_batches(case: Case) -> list[list[tuple[Tensor, Tensor]]]:
 def make_pipeline(case: Case, group: dist.ProcessGroup | None = None, **changes: Any) -> Pipeline:
     arguments: dict[str, Any] = {
         "blocks": None if "blocks" in changes else make_blocks(case.model, device=case.device),
-        "schedule": case.schedule,
+        "method": case.schedule,
         "loss": LOSSES[case.loss],
         "optimizer": OPTIMIZERS[case.optimizer],
         "lr_scheduler": by_factor(warm_up) if case.rate else None,

@@ -89,7 +89,7 @@ def fallen(case: Case) -> Pipeline:
 
 def synchronous_first(case: Case) -> Pipeline:
     first = make_schedule("1f1b", case.depth, case.m)
-    pipeline = make_pipeline(replace(case, correction=None), schedule=first, balance=BALANCE[first.num_stages])
+    pipeline = make_pipeline(replace(case, correction=None), method=first, balance=BALANCE[first.num_stages])
     pipeline.switch(case.schedule, correction=case.correction)
     return pipeline
 

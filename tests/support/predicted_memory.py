@@ -91,7 +91,7 @@ def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
     optimizer = optimizer_for(run.method)
     arguments = {
         "blocks": blocks,
-        "schedule": schedule,
+        "method": schedule,
         "loss": squared,
         "optimizer": optimizer,
         "max_grad_norm": run.clip,

@@ -107,7 +107,7 @@ def test_a_schedule_that_places_its_own_recomputes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Stage, "events", events)
     for length in case.spans:
         player.span(batches[player.done : player.done + length])
-    changes = changes_of(case, "elementary") | {"schedule": schedule}
+    changes = changes_of(case, "elementary") | {"method": schedule}
     assert_same(train(None, case, **changes), player.finish())
 
 

@@ -165,7 +165,7 @@ def test_the_reference_with_the_delays_of_the_order(
         options=options,
         order=ReferenceOrder([[-((k - w) // n) for k in range(n)] for w in late]),
     )
-    assert_same(train(None, case, schedule=prove(method, p, n, order=order)), as_outcome(result))
+    assert_same(train(None, case, method=prove(method, p, n, order=order)), as_outcome(result))
 
 
 def test_with_adam_corrections_cost_a_quarter_more() -> None:

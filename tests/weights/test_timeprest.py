@@ -177,7 +177,7 @@ def run(
     correction = Blending(beta) if method == "i-timeprest" else None
     arguments = {"blocks": blocks_of(depth), "correction": correction, "balance": (1,) * depth} | changes
     proof = prove(method, depth, m, order=order)
-    pipeline = Pipeline(schedule=proof, loss=loss, optimizer=recording, **grouped(arguments))
+    pipeline = Pipeline(method=proof, loss=loss, optimizer=recording, **grouped(arguments))
     first = 0
     for length in SPANS:
         assert len(list(pipeline.run(data_of(m)[first : first + length]))) == length
@@ -300,7 +300,7 @@ def test_units_of_any_size(name: str) -> None:
     """A message for each unit of the giver; whoever takes it needs another one or none."""
     schedule = parse_schedule("schedule gpipe\nrule flush\nmicrobatches 3" + WIDE[name])
     case = Case("gpipe", 2, 3, clip=0.6)
-    assert_same(train(None, case, schedule=schedule), expected(case))
+    assert_same(train(None, case, method=schedule), expected(case))
 
 
 @pytest.mark.parametrize(("method", "m"), [("timeprest", 4), ("i-timeprest", 3)])

@@ -104,7 +104,7 @@ def choose_recompute(
         CapabilityError: the memory of the method is not predicted.
     """
     named = named_blocks(blocks)
-    request, correction = request_for(None, method, None, stages, microbatches)
+    request, correction = request_for(method, None, stages, microbatches)
     given = (options or PipelineOptions()).changed(correction=correction)
 
     def plans(recompute: RecomputeMode | tuple[RecomputeMode, ...]) -> list[PipelinePlan]:

@@ -59,6 +59,7 @@ ARGUMENTS = {
     **dict.fromkeys(("process_group", "pg", "pp_group"), "group"),
     **dict.fromkeys(("ema", "ema_beta"), "ema_decay"),
     **dict.fromkeys(("devices", "device_ids", "device_map"), "device"),
+    **dict.fromkeys(("schedule", "pipeline_schedule", "schedule_class", "order"), "method"),
     "random_seed": "seed",
 }
 """What other libraries call an argument -> what it is called here."""
@@ -97,7 +98,7 @@ ADVICE = {
 def positional(given: int) -> str:
     """Return the message for more arguments without a name than `Pipeline(...)` takes."""
     return (
-        "Pipeline takes the blocks and a schedule by position; give the others by name: Pipeline(blocks, "
+        "Pipeline takes the blocks and the method by position; give the others by name: Pipeline(blocks, "
         f"method='1f1b', stages=2, microbatches=4, loss=..., optimizer=...); got {given} by position"
     )
 

@@ -28,17 +28,15 @@ from penstock.runtime.attribute_hints import UserAdvice, names_checked
 from penstock.runtime.data.batch_source import Batches
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
 from penstock.runtime.plan.plan import UnprovenPlan
-from penstock.runtime.plan.schedule_from_arguments import default_stages, request_for, with_asked_in_flight
+from penstock.runtime.plan.schedule_from_arguments import Chosen, default_stages, request_for, with_asked_in_flight
 from penstock.runtime.plan.schedule_from_other_rank import ranks_of
 from penstock.runtime.rank.snapshot import Saving, check_saving
 from penstock.runtime.saved_states import SavedStates
 from penstock.runtime.setup.model_and_optimizer_check import blocks_of
 from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.runtime.training_run import TrainingRun
-from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Level
-from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.proof import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.loss import LossFunction, check_loss
@@ -64,9 +62,9 @@ class Pipeline(SavedStates, UserAdvice):
             in the process that holds it. The names of a dict are those of `full_state_dict`. Hooks on parameters run
             for each microbatch, as in plain torch where gradients accumulate; those of `register_hook` get the gradient
             of its loss sum divided by `Precision.divisor`.
-        schedule: what `make_schedule`, `check` or `load_schedule` returned; or name a method, here or below.
-        method: its name, such as "2bw" (`penstock methods` lists them), or what `penstock.method` returned; or an order
-            of your own, a function as of `make_schedule`, which rank 0 alone calls and proves.
+        method: what ranks run: the name of a method, such as "2bw" (`penstock methods` lists them), or what
+            `penstock.method` returned; an order of your own, a function as of `make_schedule`, which rank 0 alone calls
+            and proves; or a schedule as `make_schedule`, `check` or `load_schedule` return it.
         stages: d, the number of stages (of ranks, if the method places several stages on one). By default, one for each
             rank that the group has for a pipeline.
         microbatches: m, the number of microbatches that a batch is split into, for each of the parallel pipelines; or a
@@ -128,9 +126,8 @@ class Pipeline(SavedStates, UserAdvice):
     def __init__(
         self,
         blocks: Blocks,
-        schedule: Schedule | Proof | str | MethodChoice | OrderFunction | None = None,
+        method: Chosen,
         *,
-        method: str | MethodChoice | OrderFunction | None = None,
         stages: int | None = None,
         microbatches: int | Microbatches | None = None,
         loss: LossFunction | Mapping[int, LossFunction],
@@ -166,11 +163,11 @@ class Pipeline(SavedStates, UserAdvice):
         correction, width = options.staleness.correction, options.data_parallel.width
         group = processes.group
         check_group(group)
-        if isinstance(schedule, Schedule | Proof) and not (stages is None and split.microbatches is None):
+        if isinstance(method, Schedule | Proof) and not (stages is None and split.microbatches is None):
             raise ConfigError("a schedule has its stages and microbatches; leave stages and microbatches out")
         tensor = options.partition.tensor_parallel
         depth = partial(default_stages, width * tensor, group, mesh) if stages is None else stages
-        request, correction = request_for(schedule, method, correction, depth, split.microbatches)
+        request, correction = request_for(method, correction, depth, split.microbatches)
         request = with_asked_in_flight(request, split.in_flight)
         ranks = ranks_of(request)
         width, tensor, group = from_mesh(mesh, width, ranks, tensor, group)

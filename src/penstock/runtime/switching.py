@@ -15,12 +15,8 @@ from penstock.runtime.in_flight.adapted_in_flight import MEASURED, AdaptedInFlig
 from penstock.runtime.in_flight.pass_and_message_times import measured_by_all
 from penstock.runtime.inspection import Inspection
 from penstock.runtime.plan.plan import PipelinePlan
-from penstock.runtime.plan.schedule_from_arguments import request_for
+from penstock.runtime.plan.schedule_from_arguments import Chosen, request_for
 from penstock.runtime.setup.shared_plan import shared_plan
-from penstock.schedule.ir.order import OrderFunction
-from penstock.schedule.ir.schedule import Schedule
-from penstock.schedule.methods.choice import MethodChoice
-from penstock.schedule.proof.proof import Proof
 from penstock.schedule.rank_schedule import Json
 from penstock.weights.corrections.base import Correction
 
@@ -32,9 +28,8 @@ class Switching(Inspection):
 
     def switch(
         self,
-        schedule: Schedule | Proof | str | MethodChoice | OrderFunction | None = None,
+        method: Chosen,
         *,
-        method: str | MethodChoice | OrderFunction | None = None,
         correction: Correction | None = None,
         evaluate: Evaluating | None = None,
     ) -> None:
@@ -46,10 +41,8 @@ class Switching(Inspection):
         it needs besides are made (`live_bytes` shows both once a run has begun).
 
         Args:
-            schedule: what `make_schedule`, `check` or `load_schedule` returned, or a method.
-            method: a method by its name, what `penstock.method` returned, or an order of your own, for as many ranks
-                and microbatches as before.
-            correction: what is done about stale weights, where the method does not bring it. The one before is over;
+            method: as of `Pipeline`, for as many ranks and microbatches as before.
+            correction: what is done about stale weights, where a schedule does not bring it. The one before is over;
                 one that comes back begins anew.
             evaluate: the evaluations of the runs before and after. Version rules evaluate a version at different
                 places, and one that would fall between the two is evaluated now.
@@ -63,7 +56,7 @@ class Switching(Inspection):
         if evaluate is not None:
             check_evaluating(evaluate)
         depth, microbatches = self.schedule.ranks, self.schedule.microbatches
-        request, correction = request_for(schedule, method, correction, depth, microbatches)
+        request, correction = request_for(method, correction, depth, microbatches)
         present = self._plan
         plan = shared_plan(lambda known: present.followed_by(request, correction, known), self.grid.control)
         self._continue(plan, evaluate)

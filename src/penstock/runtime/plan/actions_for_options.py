@@ -17,7 +17,6 @@ from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import REPLICATED, Level, Sharding, read_sharding
 from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof_serialization import RankProof
@@ -35,14 +34,11 @@ def schedule_of(given: GivenSchedule) -> Schedule:
     Raises:
         ConfigError: it is something else.
     """
-    if isinstance(given, str | MethodChoice):
-        name = given if isinstance(given, str) else given.name
-        raise ConfigError(
-            f"{name!r} is a method, not a schedule; write method={name!r}, stages=4, microbatches=8, or "
-            f"schedule=penstock.make_schedule({name!r}, 4, 8)"
-        )
     if not isinstance(given, GivenSchedule):
-        raise ConfigError(f"schedule must come from make_schedule, check or load_schedule, not {given!r:.80}")
+        raise ConfigError(
+            "method must be a name, what penstock.method returned, a function (stages, microbatches) -> order, or what "
+            f"make_schedule, check or load_schedule returned, not {given!r:.80}"
+        )
     return given if isinstance(given, Schedule) else given.schedule
 
 
@@ -59,7 +55,7 @@ def check_ranks(given: GivenSchedule, plain: Schedule) -> None:
     if isinstance(given, ScheduleRequest) and plain.ranks != given.stages:
         raise ConfigError(
             f"{plain.name}: asked for {given.stages} stages, the order has {plain.ranks} ranks; return as many, or "
-            "give what make_schedule returns of it as schedule="
+            "give what make_schedule returns of it as method="
         )
 
 

@@ -15,8 +15,10 @@ from penstock.errors import ConfigError
 from penstock.runtime.plan.actions_for_options import GivenSchedule, schedule_of
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.order import OrderFunction
+from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice
 from penstock.schedule.methods.method_parsing import written_method
+from penstock.schedule.proof.proof import Proof
 from penstock.weights.corrections.base import Correction
 from penstock.weights.corrections.registry import correction_of
 
@@ -31,34 +33,26 @@ def correction_with(schedule: GivenSchedule) -> Correction | None:
     return None if chosen is None else correction_of(chosen.name, **chosen.correction)
 
 
+Chosen = Schedule | Proof | str | MethodChoice | OrderFunction
+"""What ranks run, as users say it: a method by name or as `penstock.method` returns it, an order, or a schedule."""
+
+
 def request_for(
-    schedule: GivenSchedule | str | MethodChoice | OrderFunction | None,
-    method: str | MethodChoice | OrderFunction | None,
-    correction: Correction | None,
-    stages: int | Callable[[], int],
-    microbatches: int | None,
+    method: Chosen, correction: Correction | None, stages: int | Callable[[], int], microbatches: int | None
 ) -> tuple[GivenSchedule, Correction | None]:
     """Return the schedule that a pipeline is to have, and its correction.
 
     Args:
-        schedule: a schedule, or a method in place of one.
-        method: a method, if there is no schedule.
+        method: or an order, or a schedule.
         correction: given beside a schedule.
         stages: of a method; a function is called where there is one.
         microbatches: of a method.
 
     Raises:
-        ConfigError: both or neither are given, there is no such method, or a number is missing.
+        ConfigError: it is none of these, there is no such method, or a number is missing.
     """
-    if isinstance(schedule, str | MethodChoice) or _is_order(schedule):
-        if method is not None:
-            raise ConfigError(f"two methods are given, {schedule!r} and {method!r}; leave one of them out")
-        schedule, method = None, schedule
-    if (method is None) == (schedule is None):
-        raise ConfigError("give a schedule or a method, such as method='2bw', stages=4, microbatches=8; not both")
-    if method is None:
-        assert schedule is not None
-        given = cast(GivenSchedule, schedule)
+    if not isinstance(method, str | MethodChoice) and not _is_order(method):
+        given = cast(GivenSchedule, method)
         schedule_of(given)  # refuses what is none
         return given, correction or correction_with(given)
     if correction is not None:
@@ -80,11 +74,6 @@ def request_of(
     """
     if isinstance(chosen, str):
         chosen = written_method(chosen)
-    elif not isinstance(chosen, MethodChoice) and not _is_order(chosen):
-        raise ConfigError(
-            f"method must be a name, what penstock.method returned, or a function (stages, microbatches) -> order, not "
-            f"{chosen!r:.80}; a schedule goes to schedule="
-        )
     if microbatches is None:
         raise ConfigError("how many microbatches is a batch split into? Give microbatches=, such as microbatches=8")
     check_whole("stages", stages)
