@@ -5,14 +5,16 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
+import penstock
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.layer_graph import layer_graph
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 TYPED = [
     line.partition(" #")[0].partition(" > ")[0].strip()
-    for line in re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)[1].splitlines()
+    for line in re.findall(r"```text\n([^`]*--from.*?)```", PAGE, re.DOTALL)[0].splitlines()
 ]  # the first ones measure, and are run on a smaller model by tests/measure/test_model_profile.py
 
 
@@ -33,6 +35,25 @@ def test_the_commands_of_the_page(line, command, tmp_path, monkeypatch):
     (tmp_path / "vgg16.graph.txt").write_text(f"a -- Linear -- {costs}\n")
     run = command(*shlex.split(line)[1:])
     assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_blocks_of_ones_own_are_measured_and_planned(command, tmp_path, monkeypatch):
+    """The plan says how to call `Pipeline`, and a pipeline so made trains."""
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    blocks = {f"b{n}": torch.nn.Linear(8, 8) for n in range(4)}
+    names = {"inputs": torch.randn(4, 8), "targets": torch.randn(4, 8), "loss": torch.nn.functional.mse_loss}
+    names |= {"blocks": blocks, "optimizer": lambda named: torch.optim.SGD(named, lr=0.1), "penstock": penstock}
+    exec(code.replace("PipelineOptions())", "PipelineOptions(), seconds=0.0)"), names)
+    (line,) = re.findall(r"^# penstock (plan .*)", code, re.MULTILINE)
+    run = command(*shlex.split(line))
+    assert (run.returncode, run.stderr) == (0, "")
+    said = " ".join(run.stdout.split())
+    (call,) = re.findall(r"For blocks of your own: Pipeline\((.*), \.\.\.\), with batches of 32 samples\.", said)
+    pipeline = eval(f"penstock.Pipeline({call}, loss=loss, optimizer=optimizer)", names)
+    assert sum(map(len, pipeline.parts)) == 4
+    data = [(torch.randn(32, 8), torch.randn(32, 8))] * 2
+    assert len(list(pipeline.run(data))) == 2
 
 
 def test_the_tables_have_every_row():

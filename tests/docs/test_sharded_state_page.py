@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from penstock.schedule.build import prove
 from penstock.schedule.methods.table import METHODS
@@ -15,6 +22,35 @@ from penstock.simulate.simulate import simulate_schedule
 from support.drawings import SHARDED, sharded_anew
 
 TEXT = SHARDED.read_text()
+
+
+def run_script(sharding: str) -> dict[str, Any]:
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert code.count('sharding="gradients"') == 1
+    names: dict[str, Any] = {}
+    exec(compile(code.replace('"gradients"', repr(sharding)), "sharded-state.md", "exec"), names)
+    return names
+
+
+def test_the_script_of_the_page_has_the_numbers_of_a_run_without_sharding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = ModuleType("my_project")
+    inputs = torch.randn(40, 4)
+    project.loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)  # type: ignore[attr-defined]
+    project.make_model = lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_project", project)
+    found = {}
+    for sharding in ("gradients", "none", "optimizer"):
+        (tmp_path / sharding).mkdir()
+        monkeypatch.chdir(tmp_path / sharding)
+        found[sharding] = run_script(sharding)
+        assert "peak bytes" in capsys.readouterr().out
+    plain = found.pop("none")
+    assert len(plain["losses"]) == 5
+    for names in found.values():
+        assert names["losses"] == plain["losses"]
+        assert all(torch.equal(tensor, plain["weights"][name]) for name, tensor in names["weights"].items())
 
 
 def test_the_table_is_that_of_the_simulator() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import re
 from pathlib import Path
 
@@ -19,15 +19,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "start.md"
 
 def train(folder: Path, epochs: int, leave_after: int | None) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Run the lines of the page, as a script does that is started again; leave after some batches, as if killed."""
-    (code,) = re.findall(r"```python\n(generator = torch.Generator\(\).*?)```", PAGE.read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(import itertools\n\ngenerator = .*?)```", PAGE.read_text(), re.DOTALL)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     pipeline = penstock.Pipeline(
         model, "2bw", stages=2, microbatches=2, loss=F.mse_loss, optimizer=lambda named: torch.optim.Adam(named, 1e-2)
     )
-    checkpoints = penstock.Checkpoints(pipeline, folder)
-    checkpoints.load()
-    inputs = torch.randn(20, 4, generator=torch.Generator().manual_seed(2))
+    inputs = torch.randn(80, 4, generator=torch.Generator().manual_seed(2))
     losses: list[float] = []
 
     def note(loss: float) -> None:
@@ -36,14 +34,16 @@ def train(folder: Path, epochs: int, leave_after: int | None) -> tuple[list[floa
             raise InterruptedError
 
     names = {
-        "torch": torch, "itertools": itertools, "DataLoader": DataLoader, "pipeline": pipeline, "epochs": epochs,
-        "dataset": TensorDataset(inputs, inputs.sum(1, keepdim=True)), "checkpoints": checkpoints, "print": note,
+        "penstock": penstock, "torch": torch, "DataLoader": DataLoader, "pipeline": pipeline, "EPOCHS": epochs,
+        "dataset": TensorDataset(inputs, inputs.sum(1, keepdim=True)), "print": note,
     }  # fmt: skip
-    try:
-        exec(code, names)
-    except InterruptedError:  # and the run is closed, as nothing holds it
-        assert len(losses) == leave_after
-    checkpoints.save()
+    folder.mkdir(exist_ok=True)
+    with contextlib.chdir(folder):
+        try:
+            exec(code, names)
+        except InterruptedError:  # and the run is closed, as nothing holds it
+            assert len(losses) == leave_after
+            names["checkpoints"].save()
     return losses, pipeline.full_state_dict()
 
 

@@ -147,9 +147,9 @@ class _Walk:
 def profile_of(
     name: str,
     measured: Sequence[MeasuredBlock],
-    links: Sequence[ProfiledLink],
-    source: str,
-    settings: Mapping[str, Any],
+    links: Sequence[ProfiledLink] = (),
+    source: str = "measured",
+    settings: Mapping[str, Any] | None = None,
 ) -> Profile:
     """Return measured blocks as a profile.
 

@@ -101,6 +101,8 @@ def plan(
         written = _write_plans(out, chosen.planning, whole_numbers("--worlds", worlds) if worlds else [])
         for path in [] if as_json else written:
             say_written("plan", path, "penstock train --plan {}" if path == written[-1] else "")
+        if not as_json and not known.settings:
+            Console().print(Text(_in_python(chosen.planning.plans[0])), soft_wrap=True)
 
 
 def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
@@ -123,6 +125,19 @@ def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
     for change, seconds, gain in changes:
         said = "no plan fits" if seconds is None else f"{seconds:.5g} s per sample"
         console.print(Text(f"With {change}: {said}" + (f", {gain:.3g} times as fast." if gain else ".")))
+
+
+def _in_python(plan: Any) -> str:
+    """Return the best plan as a call, for a model that `penstock train` does not have."""
+    of = plan.settings
+    more = f", data_parallel={of['width']}" * (of["width"] > 1) + f", recompute={of['recompute']!r}" * (
+        of["recompute"] != "none"
+    )
+    return (
+        f"For blocks of your own: Pipeline(blocks, method={of['method']!r}, stages={of['stages']}, "
+        f"microbatches={of['microbatches']}, partition={of['balance']}{more}, ...), with batches of "
+        f"{of['width'] * of['microbatches'] * of['microbatch_size']} samples."
+    )
 
 
 def _write_plans(out: Path, found: Any, sizes: Sequence[int]) -> list[Path]:
