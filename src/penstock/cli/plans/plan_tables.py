@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.text import Text
 
 from penstock.byte_sizes import human_bytes
@@ -46,7 +47,8 @@ def planning_tables(planning: Planning, width: int = UNBOUNDED) -> Group:
     parts += [Text(f"{name}: {why}.") for name, why in planning.left_out.items()]
     if planning.skipped:
         parts.append(Text(f"Skipped, {counted(len(planning.skipped), 'class')} of configurations:"))
-        parts += [Text(f"  {each.what}: {each.bound}") for each in planning.skipped[:_MOST_SKIPPED]]
+        for each in planning.skipped[:_MOST_SKIPPED]:
+            parts.append(Padding(Text(f"{each.what}: {each.bound}"), (0, 0, 0, 2), expand=False))
         if len(planning.skipped) > _MOST_SKIPPED:
             parts.append(Text(f"  ... and {len(planning.skipped) - _MOST_SKIPPED} more, which --json lists"))
     return Group(*parts)

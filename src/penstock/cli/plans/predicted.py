@@ -114,7 +114,8 @@ def _print(found: RunComparison) -> None:
     from penstock.view.drawing.timeline_labels import WORK
 
     console = Console()
-    table = Table(box=None, title="predicted and measured seconds of one pass or update (median)", title_justify="left")
+    console.print(Text("predicted and measured seconds of one pass or update (median)", "italic"))
+    table = Table(box=None)
     for heading in ("stage", "work", "predicted s", "measured s", "error"):
         table.add_column(heading, justify="left" if heading == "work" else "right")
     for at, stage in enumerate(found.stages):
@@ -124,8 +125,8 @@ def _print(found: RunComparison) -> None:
             table.add_row(
                 str(at), WORK.get(kind, kind), f"{stage.predicted.get(kind, 0.0):.4g}", f"{measured:.4g}", said
             )
-    table.caption, table.caption_justify = _ERROR, "left"
     console.print(table)
+    console.print(Text(_ERROR, "dim"))
     before, after = found.batch
     console.print(Text(f"A batch: predicted {before:.4g} s, measured {after:.4g} s ({before / after - 1:+.1%})."))
     causes = sorted({*found.idle[0], *found.idle[1]})

@@ -68,7 +68,8 @@ def _print(found: Rehearsal) -> None:
     blocks = found.blocks
     named = " ".join(blocks) if len(blocks) < 4 else f"{blocks[0]} .. {blocks[-1]} ({len(blocks)})"
     console.print(Text(f"Rank {found.rank} of {found.ranks}, {found.method}: {named}"))
-    table = Table(box=None, title="work of a batch, medians; passes are those of a microbatch", title_justify="left")
+    console.print(Text("work of a batch, medians; a pass is that of one microbatch", "italic"))
+    table = Table(box=None)
     for heading in ("work", "times", "s each", "s per batch"):
         table.add_column(heading, justify="left" if heading == "work" else "right")
     for kind in sorted(found.passes, key=[*WORK, *found.passes].index):
