@@ -108,7 +108,7 @@ class Pipeline(SavedStates, UserAdvice):
             with the seconds after which a missing message is an error (300), and how a process waits for messages.
         device: where the blocks are moved to and compute: "auto" (a GPU if there is one), "cpu", "cuda" (processes of a
             machine take its GPUs in turns, by LOCAL_RANK), or one such as "cuda:1". By default they stay where they
-            are. Batches may be anywhere; they are moved there. No GPU has run this yet.
+            are. Batches may be anywhere; they are moved there. It has run on one GPU so far.
 
     Raises:
         ConfigError: model, schedule, options and group do not fit.
