@@ -99,10 +99,8 @@ def plan(
         _draw_timeline(timeline, chosen.planning, as_json)
     if out is not None:
         written = _write_plans(out, chosen.planning, whole_numbers("--worlds", worlds) if worlds else [])
-        for path in [] if as_json else written:
-            say_written("plan", path, "penstock train --plan {}" if path == written[-1] else "")
-        if not as_json and not known.settings:
-            Console().print(Text(_in_python(chosen.planning.plans[0])), soft_wrap=True)
+        if not as_json:
+            _say_plans(written, chosen.planning)
 
 
 def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
@@ -125,6 +123,14 @@ def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
     for change, seconds, gain in changes:
         said = "no plan fits" if seconds is None else f"{seconds:.5g} s per sample"
         console.print(Text(f"With {change}: {said}" + (f", {gain:.3g} times as fast." if gain else ".")))
+
+
+def _say_plans(paths: Sequence[Path], found: Any) -> None:
+    """Print which plans were written, the best one last, and what to do with it."""
+    for path in paths:
+        say_written("plan", path, "penstock train --plan {}" if path == paths[-1] else "")
+    if not found.request.profile.settings:
+        Console().print(Text(_in_python(found.plans[0])), soft_wrap=True)
 
 
 def _in_python(plan: Any) -> str:
