@@ -179,6 +179,31 @@ def test_the_other_code_of_the_start_page_runs(tmp_path: Path, monkeypatch: pyte
     assert [path.name for path in (tmp_path / "runs/mine/checkpoints").iterdir()] == ["batch-00000060"]
 
 
+def run_divided_block(group: dist.ProcessGroup | None, tensor_parallel: int) -> dict[str, torch.Tensor]:
+    """Train blocks of the start page that divide themselves; returns the whole weights, on the first rank."""
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile(code_on("start.md")[6], "start.md", "exec"), names)
+    torch.manual_seed(0)
+    pipeline = penstock.Pipeline(
+        [names["Mlp"](8) for _ in range(4)],
+        method="1f1b",
+        stages=2,
+        microbatches=2,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1.0),
+        partition=penstock.Partition(tensor_parallel=tensor_parallel),
+        group=group,
+    )
+    list(pipeline.run([(torch.randn(4, 8), torch.randn(4, 8))]))
+    return dict(pipeline.full_state_dict())
+
+
+def test_the_block_of_the_start_page_is_divided(pool: Pool) -> None:
+    wanted, (found, *_) = run_divided_block(None, 1), pool.submit(run_divided_block, 2, ranks=4)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor)
+
+
 def run_distributed_readme(group: dist.ProcessGroup, folder: str) -> str:
     """The README's script on this rank, after the parts of the first snippet that it builds on."""
     names = readme_names() | {"penstock": penstock, "group": group}
