@@ -2,17 +2,20 @@
 
     python -m benchmarks.simulator --stages 64 --microbatches 1024
 
-Times are seconds of processor time (user and system), the least of `--repeats`. `--play` also plays the span on the
-object machine and compares the figures. Raw data go to `benchmarks/results/`.
+Times are seconds of processor time (user and system), the median of `--repeats`, each in a process of its own. `--play`
+also plays the span on the object machine and compares the figures. Raw data go to `benchmarks/results/`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import resource
+import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +49,18 @@ def measure(method: str, stages: int, microbatches: int, count: int, plays: bool
     costs = Costs.uniform(proof.schedule)
     simulation = timed("simulate", lambda: simulate_schedule(proof, costs))
     span = timed("compile", lambda: CompiledSpan(simulation.lowered))
-    timed(f"{count} costs", lambda: span.bubbles(list(varied_costs(costs, count))))
+    timed("where the time goes", lambda: simulation.time_split)
     gigabytes = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2)
+    if count:
+        timed(f"{count} costs", lambda: span.bubbles(list(varied_costs(costs, count))))
     found = {
         "method": method,
         "stages": stages,
         "microbatches": microbatches,
         "window": simulation.window,
         "events": span.events,
-        "steps": span.steps,
         "seconds": seconds,
-        "peak_gb_before_play": gigabytes,
+        "peak_gb_for_one_cost": gigabytes,
     }
     if plays:
         timeline = timed("play", lambda: simulation.timeline)
@@ -64,11 +68,11 @@ def measure(method: str, stages: int, microbatches: int, count: int, plays: bool
     return found
 
 
-def least(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the last of several measurements, with the least seconds of every step, and all of them."""
+def median(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the last of several measurements, with the median of the seconds of every step, and all of them."""
     steps = found[-1]["seconds"]
-    fewest = {what: min(each["seconds"][what] for each in found) for what in steps}
-    return {**found[-1], "seconds": fewest, "repeats": [each["seconds"] for each in found]}
+    middle = {what: statistics.median(each["seconds"][what] for each in found) for what in steps}
+    return {**found[-1], "seconds": middle, "repeats": [each["seconds"] for each in found]}
 
 
 def main() -> None:
@@ -86,8 +90,11 @@ def main() -> None:
         file.write(json.dumps({"command": command_line("simulator"), **describe_machine()}) + "\n")
         for method in arguments.methods:
             size = arguments.stages, arguments.microbatches
-            runs = [measure(method, *size, arguments.costs, arguments.play) for _ in range(arguments.repeats)]
-            found = least(runs)
+            runs = []
+            for _ in range(arguments.repeats):
+                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                    runs.append(pool.submit(measure, method, *size, arguments.costs, arguments.play).result())
+            found = median(runs)
             file.write(json.dumps(found) + "\n")
             file.flush()
             print(json.dumps(found), flush=True)

@@ -128,9 +128,10 @@ def test_the_first_rooms_name_torch_nowhere():
         *(f"penstock.schedule.orders.{name}" for name in of_arrays),
         "penstock.schedule.ir.arrays",
         "penstock.schedule.transforms.array_rule",
+        "penstock.schedule.array_schedules",
         "penstock.schedule.compiled",
         "penstock.simulate.compiled_span",
-        "penstock.simulate.message_counts",
+        "penstock.simulate.unplayed",
         "penstock.plan",
     )
     named = [

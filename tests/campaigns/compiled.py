@@ -1,16 +1,26 @@
-"""The compiled simulator against the object machine, to the last bit: random schedules, costs, spans and windows."""
+"""The compiled simulator against the object machine, to the last bit: random schedules, costs, spans and windows.
+
+Every other case is a schedule of arrays, which is played without a graph of events: there the window that costs no
+time, the table of idle time and the counts of messages are compared, too, with those of the same actions one by one.
+"""
 
 import argparse
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 from penstock.errors import ConfigError, ScheduleError
+from penstock.idle_time import split_time
 from penstock.schedule.add_options import extended
+from penstock.schedule.array_schedules.array_lowering import ArrayLowered, ArrayLowering
+from penstock.schedule.array_schedules.array_send_windows import lower_arrays_freely
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.compiled.collective_events import NotCompiledError
+from penstock.schedule.ir.arrays import ArraySchedule
 from penstock.schedule.lowering.lower import lower
+from penstock.schedule.lowering.send_window_search import lower_freely
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.text import parse_schedule
@@ -18,6 +28,7 @@ from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.sharding_traffic import Network
 from penstock.simulate.simulate import play
+from penstock.simulate.unplayed.message_counts import count_messages, receive_buffers
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
 SEARCHED = ("zb-auto", "zb-exact", "v-auto")
@@ -109,12 +120,91 @@ def compare(random):
     return "equal"
 
 
+def random_arrays(random):
+    """A schedule of arrays of random size."""
+    name = random.choice(["1f1b", "eager", "2bw", "2bw-eager", "interleaved", "breadth-first", "zb-v"])
+    stages, m, options = random.randint(1, 6), random.randint(1, 14), {}
+    if name in ("1f1b", "2bw") and random.random() < 0.5:
+        options["in_flight"] = random.randint(stages, 2 * stages + 2)
+    if name in ("interleaved", "breadth-first"):
+        options["chunks"] = random.randint(1, 3)
+        if random.random() < 0.3:
+            options["group"] = random.randint(stages, stages + 4)
+    schedule = ScheduleRequest(name, stages, m, options=options).schedule
+    assert isinstance(schedule, ArraySchedule)
+    return schedule
+
+
+def searched(schedule, plain, costs, batches):
+    """The schedule lowered with the window that costs no time, and the same by playing actions; None if neither is."""
+    found = []
+    hop = costs.duration, costs.latency, (batches,)
+    for search, refused in (
+        (lambda: lower_arrays_freely(ArrayLowering(schedule), *hop, costs.transfer), NotCompiledError),
+        (lambda: lower_freely(plain, *hop, transfer=costs.transfer), ScheduleError),
+    ):
+        try:
+            found.append(search())
+        except refused:
+            found.append(None)
+    return found
+
+
+def waits_for_ever(lowered, batches):
+    """Whether the object machine says so."""
+    try:
+        Machine(lowered).play(batches)
+    except ScheduleError:
+        return True
+    return False
+
+
+def compare_arrays(random):
+    """Compare one schedule of arrays with the same actions; returns and raises as `compare`."""
+    schedule = random_arrays(random)
+    plain, batches = replace(schedule), random.randint(1, 4)
+    costs = [random_costs(random, schedule.num_stages) for _ in range(random.randint(1, 3))]
+    if random.random() < 0.3:
+        lowered, slow = searched(schedule, plain, costs[0], batches)
+        assert (lowered and lowered.window) == (slow and slow.window), f"{costs[0]!r}, {batches}:\n{schedule}"
+    else:
+        window, lookahead = random.choice([1, 2, 3, 4, 8, 100]), random.choice([None, None, 0, 2])
+        try:
+            lowered, slow = ArrayLowering(schedule).at(window, lookahead), lower(plain, lookahead, window)
+        except NotCompiledError:
+            lowered = None
+    if lowered is None:
+        return "both refuse"
+    assert isinstance(lowered, ArrayLowered)
+    assert not isinstance(slow, ArrayLowered)
+    where = f"{schedule.name}, window {lowered.window}, {batches} batches, {costs!r}:\n{schedule}"
+    assert count_messages(lowered, batches) == count_messages(slow, batches), where
+    assert receive_buffers(lowered, batches) == receive_buffers(slow, batches), where
+    costs = [replace(each, transfer=0.0) for each in costs]
+    span = CompiledSpan(lowered, batches)
+    try:
+        bubbles, times = span.bubbles(costs), span.times(costs)
+    except NotCompiledError:
+        assert waits_for_ever(slow, batches), where
+        return "both refuse"
+    for i, each in enumerate(costs):
+        machine = Machine(slow, each.duration, each.latency, transfer=each.transfer)
+        machine.play(batches)
+        assert machine.clock == times.clocks[:, i].tolist(), where
+        assert machine.held_up == times.held_up[i] == span.ends(each).held_up, where
+        timeline = play(slow, each, batches)[0]
+        assert vars(timeline.bubble()) == vars(bubbles[i]), where
+        assert split_time(timeline) == span.time_split(each), where
+    return "equal"
+
+
 def run(count, seed):
     """Compare until `count` cases were equal; returns how often each outcome was seen, and the methods that were."""
     random, found = Random(seed), Counter()
     while found["equal"] < count:
         try:
-            found[compare(random)] += 1
+            case = random.choice([compare, compare_arrays])
+            found[case(random)] += 1
         except (ScheduleError, ConfigError):
             found["no schedule"] += 1
         assert sum(found.values()) < 20 * count, found

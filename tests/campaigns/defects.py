@@ -202,14 +202,14 @@ DEFECTS = (
     ),
     Defect(
         "arrays post a RECV for the next batch before it is known that there is one",
-        "schedule/compiled",
+        "schedule/array_schedules",
         "early = np.maximum(relative + length, (own[0] if len(own) else length) + 1)",
         "early = relative + length",
         ("tests/schedule/test_array_schedules.py",),
     ),
     Defect(
         "activations between the halves of a backward are freed by the first",
-        "schedule/compiled",
+        "schedule/array_schedules",
         "whole, -whole, late - whole, -late",
         "whole, -whole, -late, late - whole",
         ("tests/schedule/test_array_schedules.py",),

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.array_schedules.array_lowering import ArrayLowered, ArrayLowering
 from penstock.schedule.build import ScheduleRequest
-from penstock.schedule.compiled.array_lowering import ArrayLowered, ArrayLowering
 from penstock.schedule.compiled.instruction_arrays import coded
 from penstock.schedule.ir.arrays import OPERATIONS, STEP, ActionArrays, ArrayOrder, ArraySchedule, ProgramArrays
 from penstock.schedule.ir.schedule import Schedule

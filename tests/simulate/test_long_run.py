@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.schedule.array_schedules.array_lowering import ArrayLowered
 from penstock.schedule.build import prove
-from penstock.schedule.compiled.array_lowering import ArrayLowered
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import check

@@ -21,7 +21,7 @@ from penstock.schedule.ir.order import (
     order_options,
 )
 from penstock.schedule.ir.schedule import Action, Op, format_action, passes, split_fused, straight
-from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
+from penstock.schedule.orders import ASK_LINKS, CHAINS, IN_ARRAYS, ORDERS
 from penstock.schedule.text import parse_action
 
 
@@ -53,7 +53,7 @@ def call_order(
             continue
         least = 0 if what in options and (not ours or defaults[what] == 0) else 1
         check_whole(f"{name}: {what}", value, least)
-    check_sizes(name, stages, microbatches, {**defaults, **options})
+    check_sizes(name, stages, microbatches, {**defaults, **options}, in_arrays=function in IN_ARRAYS)
     result: Any = function(stages, microbatches, **options)
     if isinstance(result, Order):
         return result

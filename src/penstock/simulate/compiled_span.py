@@ -6,14 +6,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.idle_time import TimeSplit
+from penstock.schedule.array_schedules.array_lowering import ArrayLowered
+from penstock.schedule.array_schedules.array_play import ArrayPlay, whole_span
+from penstock.schedule.array_schedules.array_span import ArraySpan
 from penstock.schedule.compiled.collective_events import NotCompiledError
-from penstock.schedule.compiled.evaluate import EventTimes, SpanTimes, evaluate
+from penstock.schedule.compiled.evaluate import EventTimes, RankEnds, SpanTimes, Times, evaluate
 from penstock.schedule.compiled.event_graph_builder import graph_of
 from penstock.schedule.compiled.graph import EventGraph
 from penstock.schedule.compiled.instruction_arrays import CodedSchedule, coded
 from penstock.schedule.lowering.send_window_search import SpanEnds
 from penstock.schedule.machine.instructions import Lowered
 from penstock.simulate.costs import Costs
+from penstock.simulate.unplayed.array_time_split import split_array_time
 from penstock.timeline import Bubble
 
 _EVENTS = 1 << 23
@@ -29,47 +34,49 @@ class CompiledSpan:
         transfers: whether messages occupy their lane for some time.
 
     Raises:
-        NotCompiledError: the object machine has to play it; it does, and says why where ranks wait for ever.
+        NotCompiledError: the object machine has to play it; it does, and says why where ranks wait for ever. Where the
+            schedule is arrays, that is found out when times are asked for.
     """
 
     def __init__(self, lowered: Lowered | CodedSchedule, batches: int = 1, transfers: bool = False) -> None:
-        self._transfers = transfers
-        code = lowered if isinstance(lowered, CodedSchedule) else coded(lowered)
-        self._graph: EventGraph = graph_of(code, batches, transfers=transfers)
-        if self._graph.steps.stuck:
-            raise NotCompiledError("some ranks wait for ever")
+        self._transfers, self._batches = transfers, batches
+        self._lowered = lowered if isinstance(lowered, ArrayLowered) and not transfers else None
+        self._spans: dict[bool, ArraySpan] = {}
+        self._last: tuple[tuple[Costs, ...], ArrayPlay] | None = None
+        if self._lowered is None:
+            self._graph: EventGraph = graph_of(
+                lowered if isinstance(lowered, CodedSchedule) else coded(lowered), batches, transfers=transfers
+            )
+            if self._graph.steps.stuck:
+                raise NotCompiledError("some ranks wait for ever")
+            self._classes = self._graph.classes
+        else:
+            self._classes = self._lowered.lowering.classes
 
     @property
     def events(self) -> int:
-        """The number of events of the graph."""
-        return len(self._graph.cls)
-
-    @property
-    def steps(self) -> int:
-        """The number of steps in which they are computed."""
-        return len(self._graph.steps.ends)
+        """The number of events whose times are computed."""
+        return len(self._graph.cls) if self._lowered is None else int(self._span(travels=False).starts[-1])
 
     def times(self, costs: Sequence[Costs]) -> SpanTimes:
         """Return the times of the span, a column for each of the costs; messages take their time in all or in none."""
         assert self._transfers or not any(each.transfer for each in costs)
-        durations = [[each.duration(action) for each in costs] for action in self._graph.classes.examples]
-        return evaluate(
-            self._graph,
-            np.array(durations, dtype=np.float64).reshape(-1, len(costs)),
-            np.array([each.latency for each in costs], dtype=np.float64),
-            np.array([each.transfer for each in costs], dtype=np.float64),
-        )
+        if self._lowered is not None:
+            return self._played(costs).times()
+        return evaluate(self._graph, *self._taken(costs), np.array([each.transfer for each in costs], dtype=np.float64))
 
     def ends(self, costs: Costs) -> SpanEnds:
         """Return when the last rank is done, and whether anything has waited for room or for a RECV."""
-        durations = np.array([[costs.duration(action)] for action in self._graph.classes.examples])
-        hop = np.array([costs.latency]), np.array([costs.transfer])
-        found = EventTimes(self._graph, durations, *hop).ends()
+        found: RankEnds
+        if self._lowered is not None:
+            found = self._played([costs]).ends()
+        else:
+            found = EventTimes(self._graph, *self._taken([costs]), np.array([costs.transfer])).ends()
         return SpanEnds((float(found.clocks.max()),), bool(found.held_up[0]))
 
     def bubbles(self, costs: Sequence[Costs]) -> list[Bubble]:
         """Return makespan and idle times for each of the costs."""
-        found, group = list[Bubble](), max(_EVENTS // len(self._graph.cls), 1)
+        found, group = list[Bubble](), max(_EVENTS // self.events, 1)
         for start in range(0, len(costs), group):
             times = self.times(costs[start : start + group])
             first = times.first.min(axis=0)
@@ -80,3 +87,40 @@ class CompiledSpan:
                 for makespan, span, busy in zip(makespans, spans, times.busy.T.tolist(), strict=True)
             ]
         return found
+
+    def time_split(self, costs: Costs) -> TimeSplit:
+        """Return where the time of all ranks goes.
+
+        Raises:
+            NotCompiledError: the schedule is not arrays, or its messages occupy their lanes.
+        """
+        if self._lowered is None:
+            raise NotCompiledError("only spans of arrays are split")
+        return split_array_time(self._played([costs]), self.bubbles([costs])[0])
+
+    def _taken(self, costs: Sequence[Costs]) -> tuple[Times, Times]:
+        """Return what actions and messages take, a column for each of the costs."""
+        durations = [[each.duration(action) for each in costs] for action in self._classes.examples]
+        latency = np.array([each.latency for each in costs], dtype=np.float64)
+        return np.array(durations, dtype=np.float64).reshape(-1, len(costs)), latency
+
+    def _span(self, travels: bool) -> ArraySpan:
+        assert self._lowered is not None
+        if travels not in self._spans:
+            self._spans[travels] = whole_span(self._lowered, self._batches, travels)
+        return self._spans[travels]
+
+    def _played(self, costs: Sequence[Costs]) -> ArrayPlay:
+        """Play a span of arrays; the last play for one cost is kept, as both its ends and its times are asked for.
+
+        Raises:
+            NotCompiledError: some ranks wait for ever.
+        """
+        if self._last is not None and self._last[0] == tuple(costs):
+            return self._last[1]
+        play = ArrayPlay(self._span(any(each.latency for each in costs)), *self._taken(costs))
+        play.run()
+        if play.stuck:
+            raise NotCompiledError("some ranks wait for ever")
+        self._last = (tuple(costs), play) if len(costs) == 1 else None
+        return play

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from penstock.gc_pause import no_collection
-from penstock.schedule.compiled.array_lowering import ArrayLowered
+from penstock.schedule.array_schedules.array_lowering import ArrayLowered
 from penstock.schedule.ir.absolute_actions import since
 from penstock.schedule.ir.op_table import OPS, Lane
 from penstock.schedule.ir.schedule import Action, passes

@@ -13,9 +13,10 @@ from typing import Literal
 from penstock.checks import in_short
 from penstock.errors import ConfigError, ScheduleError
 from penstock.gc_pause import no_collection
-from penstock.schedule.compiled.array_lowering import ArrayLowered, ArrayLowering
-from penstock.schedule.compiled.array_peak_activations import most_held_in_arrays
-from penstock.schedule.compiled.array_send_windows import lower_arrays_freely
+from penstock.idle_time import TimeSplit, split_time
+from penstock.schedule.array_schedules.array_lowering import ArrayLowered
+from penstock.schedule.array_schedules.array_peak_activations import most_held_in_arrays
+from penstock.schedule.array_schedules.array_send_windows import lower_arrays_freely
 from penstock.schedule.compiled.collective_events import NotCompiledError
 from penstock.schedule.ir.arrays import ArraySchedule
 from penstock.schedule.ir.op_table import OPS
@@ -31,8 +32,8 @@ from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof_serialization import RankProof
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs
-from penstock.simulate.message_counts import count_messages, receive_buffers
 from penstock.simulate.shard_figures import ShardFigures, shard_figures
+from penstock.simulate.unplayed.message_counts import count_messages, receive_buffers
 from penstock.timeline import Bubble, Interval, Timeline
 
 Window = int | Literal["unlimited"]
@@ -53,6 +54,7 @@ class Simulation:
         receive_buffers: per rank, the most messages that it has posted a RECV for and not used yet, in outputs of a
             stage for one microbatch; a sender keeps up to `window` more on each connection until they are on their way.
         make_timeline: plays the span for `timeline`.
+        make_split: finds `time_split` without a timeline; None where only that can tell.
         parked: sends of parked activations, there and back, of all batches.
         shards: of a sharded schedule on a network, what it gathers and reduces, and what that costs.
         activations: per rank, the most microbatches in flight in a span of any length, in units of its whole share.
@@ -74,11 +76,17 @@ class Simulation:
     make_timeline: Callable[[], Timeline] = field(repr=False, compare=False)
     parked: int = 0
     shards: ShardFigures | None = None
+    make_split: Callable[[], TimeSplit] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def timeline(self) -> Timeline:
         """Every interval, and activations over time; played at the first look, as the figures do not take it."""
         return self.make_timeline()
+
+    @cached_property
+    def time_split(self) -> TimeSplit:
+        """How long every rank works, and why it stands idle the rest of the time."""
+        return split_time(self.timeline) if self.make_split is None else self.make_split()
 
     def __repr__(self) -> str:
         """Return the schedule, and the figures that matter most."""
@@ -132,14 +140,7 @@ def simulate_schedule(
     if isinstance(schedule, RankProof):  # the messages of the other ranks are needed as well
         schedule = schedule.schedule
     proof = schedule if isinstance(schedule, Proof) else check(schedule)
-    if batches < 1:
-        raise ConfigError(f"batches must be at least 1, got {batches}")
-    if not isinstance(costs, Costs):
-        raise ConfigError(f"costs must be a Costs, such as Costs.uniform(plan.schedule); got {in_short(costs)}")
-    if len(costs.stages) != proof.schedule.num_stages:
-        raise ConfigError(
-            f"the costs describe {len(costs.stages)} stages, the schedule has {proof.schedule.num_stages}"
-        )
+    _check_asked(proof.schedule, costs, batches)
     asked = proof.schedule.window if window is None else window
     span = None if asked is not None else _as_proven(proof, costs, batches)
     lowered = _lower(proof, costs, batches, asked) if span is None else proof.lowered
@@ -153,6 +154,7 @@ def simulate_schedule(
             raise too_narrow(proof.schedule.name, lowered.window, proof.lowered.window, error) from None
         activations, bubble = tuple(map(max, held, activations)), timeline.bubble()
     drawn, parked = timeline, (Payload.PARKED,)
+    splits = isinstance(lowered, ArrayLowered) and not costs.transfer and timeline is None
     return Simulation(
         lowered,
         bubble,
@@ -165,7 +167,17 @@ def simulate_schedule(
         lambda: play(lowered, costs, batches, rejected)[0] if drawn is None else drawn,
         count_messages(lowered, batches, parked)[0],
         None if timeline is None else shard_figures(proof, lowered, costs, batches, timeline, lambda *s: play(*s)[0]),
+        (lambda: CompiledSpan(lowered, batches).time_split(costs)) if splits else None,
     )
+
+
+def _check_asked(schedule: Schedule, costs: Costs, batches: int) -> None:
+    if batches < 1:
+        raise ConfigError(f"batches must be at least 1, got {batches}")
+    if not isinstance(costs, Costs):
+        raise ConfigError(f"costs must be a Costs, such as Costs.uniform(plan.schedule); got {in_short(costs)}")
+    if len(costs.stages) != schedule.num_stages:
+        raise ConfigError(f"the costs describe {len(costs.stages)} stages, the schedule has {schedule.num_stages}")
 
 
 def _compiled(span: CompiledSpan | None, lowered: Lowered, costs: Costs, batches: int) -> Bubble | None:
@@ -183,9 +195,9 @@ def _as_proven(proof: Proof, costs: Costs, batches: int) -> CompiledSpan | None:
     take time, lead to the same window, but that this span must not take longer with it, either.
     """
     schedule, lowered = proof.schedule, proof.lowered
-    if not isinstance(lowered, ArrayLowered) or not isinstance(schedule, ArraySchedule):
+    if not isinstance(lowered, ArrayLowered):
         return None
-    examples = lowered.code.classes.examples
+    examples = lowered.lowering.classes.examples
     factors = {costs.duration(a) / unit_time(a) for a in examples if unit_time(a)}
     others = any(costs.duration(a) for a in examples if not unit_time(a))
     if costs.latency or costs.transfer or others or len(factors) != 1 or math.frexp(min(factors))[0] != 0.5:
@@ -195,7 +207,7 @@ def _as_proven(proof: Proof, costs: Costs, batches: int) -> CompiledSpan | None:
         ends = span.ends(costs)
         if not ends.held_up:
             return span
-        free = CompiledSpan(ArrayLowering(schedule).at(unlimited(schedule, batches)), batches).ends(costs)
+        free = CompiledSpan(lowered.lowering.at(unlimited(schedule, batches)), batches).ends(costs)
     except NotCompiledError:
         return None
     return span if ends.as_early_as(free) else None
@@ -210,13 +222,13 @@ def _lower(proof: Proof, costs: Costs, batches: int, window: Window | None) -> L
     """
     if window not in (None, "unlimited") and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ConfigError(f"window must be a whole number of messages, at least 1, or 'unlimited'; got {window!r}")
-    if isinstance(proof.lowered, ArrayLowered) and isinstance(proof.schedule, ArraySchedule):
+    if isinstance(proof.lowered, ArrayLowered):
         try:
             if window is None:
                 hop = costs.latency, (batches,), costs.transfer
-                return lower_arrays_freely(proof.schedule, costs.duration, *hop)
+                return lower_arrays_freely(proof.lowered.lowering, costs.duration, *hop)
             if not isinstance(window, str):
-                return ArrayLowering(proof.schedule).at(window)
+                return proof.lowered.lowering.at(window)
         except NotCompiledError:
             pass  # the actions say why
     if window is None:

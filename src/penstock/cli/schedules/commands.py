@@ -164,7 +164,6 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Predict makespan, bubble, activations, versions and messages of a span of batches."""
-    from penstock.idle_time import split_time
     from penstock.simulate.costs import Costs, StageCost, read_stage_costs
     from penstock.simulate.long_run import steady_bubble
     from penstock.simulate.simulate import simulate_schedule
@@ -192,5 +191,5 @@ def simulate(
     else:
         table = simulation_table(simulation, batches, in_a_long_run)
         sharded = sharding_table(simulation)
-        Console().print(table, *([] if sharded is None else [sharded]), time_table(split_time(simulation.timeline), ""))
+        Console().print(table, *([] if sharded is None else [sharded]), time_table(simulation.time_split, ""))
         _say(Console(), choice)

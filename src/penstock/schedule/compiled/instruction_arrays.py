@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from penstock.schedule.ir.sharding import REPLICATED
 from penstock.schedule.machine.collective_state import ADDING, is_collective
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Route
 
-Numbers = NDArray[np.int64]
+Numbers = NDArray[np.signedinteger[Any]]
 Flags = NDArray[np.bool_]
 
 ACT, SEND, RECEIVE, JOIN = range(4)

@@ -15,16 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.gc_pause import no_collection
+from penstock.schedule.ir.limits import check_actions
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.schedule import Action, Kind, Op, Program, Schedule, Stage, Unit, WeightRef, chain
 
-Numbers = NDArray[np.int64]
+Numbers = NDArray[np.signedinteger[Any]]
 
 OPERATIONS = (Op.F, Op.B, Op.I, Op.W, Op.STEP)
 """The operations that arrays hold; their places here are their numbers."""
 F, B, I, W, STEP = range(len(OPERATIONS))  # noqa: E741
 BACKWARDS = (B, I, W)
-NO_VERSION = np.iinfo(np.int64).min
+NO_VERSION = int(np.iinfo(np.int32).min)
 """In place of the version that an action reads, where it reads none."""
 
 
@@ -51,7 +52,7 @@ class ActionArrays:
     def of(cls, op: Any, stage: Any, first: Any, version: Any = NO_VERSION) -> ActionArrays:
         """Return actions of which each is given by an array, or by one number for all."""
         shape = np.broadcast(op, stage, first, version).shape
-        columns = (np.broadcast_to(np.asarray(each, dtype=np.int64), shape) for each in (op, stage, first, version))
+        columns = (np.broadcast_to(np.asarray(each, dtype=np.int32), shape) for each in (op, stage, first, version))
         return cls(*(column.ravel() for column in columns))
 
     @classmethod
@@ -80,7 +81,7 @@ class ActionArrays:
         )
 
 
-NOTHING = ActionArrays.of(*(np.empty(0, dtype=np.int64),) * 4)
+NOTHING = ActionArrays.of(*(np.empty(0, dtype=np.int32),) * 4)
 """No action."""
 
 
@@ -144,7 +145,12 @@ class ArraySchedule(Schedule):
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
-        """What each rank runs; made at the first look."""
+        """What each rank runs; made at the first look.
+
+        Raises:
+            ConfigError: there are too many actions for that.
+        """
+        check_actions(self.name, self.ranks, self.microbatches)
         return _programs(self.arrays, self.stages)
 
     @property

@@ -73,6 +73,7 @@ def least_window(
     ends: Callable[[_Found], SpanEnds | None],
     unhindered: Callable[[int], SpanEnds],
     enough: int,
+    near: Callable[[], int] | None = None,
 ) -> _Found:
     """Find the least window, of at least `WINDOW`, that costs no time; return what is lowered with it.
 
@@ -81,6 +82,7 @@ def least_window(
         ends: when spans end with it; None if some ranks wait for ever.
         unhindered: when they end with the window that it is given.
         enough: a window with which nobody waits for room.
+        near: after `unhindered`, a guess; the search begins there.
 
     Raises:
         ScheduleError: as `unhindered`.
@@ -98,13 +100,26 @@ def least_window(
         found = None if lowered is None else ends(lowered)
         return found is not None and found.as_early_as(free)
 
-    below = WINDOW  # it is seldom much more, so look there first
-    while 2 * below < enough and not is_enough(2 * below):
-        below *= 2
-    least = bisect_left(range(enough), True, lo=below + 1, hi=min(2 * below, enough), key=is_enough)
+    least = least_number(is_enough, enough, 2 * WINDOW if near is None else min(max(near(), WINDOW + 1), enough))
     found = at(least)
     assert found is not None
     return found
+
+
+def least_number(is_enough: Callable[[int], bool], enough: int, guess: int) -> int:
+    """Find the least number that is enough, of which `WINDOW` is not and `enough` is, in steps that double."""
+    below, above, step = WINDOW, enough, 1
+    if is_enough(guess):
+        above = guess
+        while above - step > below and is_enough(above - step):
+            above, step = above - step, 2 * step
+        below = max(above - step, below)
+    else:
+        below = guess
+        while below + step < above and not is_enough(below + step):
+            below, step = below + step, 2 * step
+        above = min(below + step, above)
+    return bisect_left(range(above), True, lo=below + 1, hi=above, key=is_enough)
 
 
 def settled(schedule: Schedule) -> int:

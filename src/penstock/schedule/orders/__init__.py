@@ -72,3 +72,15 @@ CHAINS = (one_f_one_b, endless_1f1b, zb_h1)
 
 ASK_LINKS = (*CHAINS, interleaved)
 """Orders whose option in_flight may be "auto"."""
+
+IN_ARRAYS = (
+    one_f_one_b,
+    eager_1f1b,
+    endless_1f1b,
+    endless_eager_1f1b,
+    fine_grained,
+    interleaved,
+    breadth_first,
+    zb_v,
+)
+"""Orders that are made as arrays."""

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from penstock.errors import DeadlockError, ScheduleError
 from penstock.gc_pause import no_collection
-from penstock.schedule.compiled.array_coverage import is_complete
-from penstock.schedule.compiled.array_lowering import ArrayLowering
-from penstock.schedule.compiled.array_peak_activations import most_held_in_arrays
-from penstock.schedule.compiled.array_send_windows import lower_arrays_freely, nobody_waits_for_ever
+from penstock.schedule.array_schedules.array_coverage import is_complete
+from penstock.schedule.array_schedules.array_lowering import ArrayLowering
+from penstock.schedule.array_schedules.array_peak_activations import most_held_in_arrays
+from penstock.schedule.array_schedules.array_send_windows import lower_arrays_freely, nobody_waits_for_ever
+from penstock.schedule.array_schedules.representative_microbatches import representatives
 from penstock.schedule.compiled.collective_events import NotCompiledError
-from penstock.schedule.compiled.representative_microbatches import representatives
 from penstock.schedule.ir.arrays import ArraySchedule
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Level
@@ -81,9 +81,10 @@ def _check_arrays(schedule: ArraySchedule, lookahead: int | None, window: int | 
     chosen = schedule.window if window is None else window
     try:
         versions = prove_versions(few)
-        lowered = lower_arrays_freely(schedule) if chosen is None else ArrayLowering(schedule).at(chosen, lookahead)
+        lowering = ArrayLowering(schedule)
+        lowered = lower_arrays_freely(lowering) if chosen is None else lowering.at(chosen, lookahead)
         if lookahead is not None and chosen is None:
-            lowered = ArrayLowering(schedule).at(lowered.window, lookahead)
+            lowered = lowering.at(lowered.window, lookahead)
         played = (
             chosen is None and lookahead is None and not any(p.epilogue for p in few.programs)
         )  # two batches, in search of the window

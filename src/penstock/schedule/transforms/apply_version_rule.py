@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.errors import ScheduleError
 from penstock.gc_pause import no_collection
 from penstock.schedule.ir.arrays import ArrayOrder
+from penstock.schedule.ir.limits import check_actions
 from penstock.schedule.ir.op_table import PASSES
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.schedule import Action, Op, Program, Schedule, Stage, WeightRef, format_action, passes
@@ -26,6 +27,7 @@ def apply_rule(order: Order, rule: VersionRule, microbatches: int, name: str) ->
         in_arrays = apply_rule_to_arrays(order, rule, microbatches, name)
         if in_arrays is not None:
             return in_arrays
+        check_actions(name, len(order.arrays), microbatches)
     with_steps = tuple(
         _insert_steps(program, [n for n in order.stages if n.rank == rank], rule, microbatches, name)
         for rank, program in enumerate(order.programs)

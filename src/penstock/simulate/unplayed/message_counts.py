@@ -7,9 +7,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from penstock.schedule.compiled.array_lowering import ArrayLowered
-from penstock.schedule.compiled.event_graph_builder import unrolled
-from penstock.schedule.compiled.instruction_arrays import RECEIVE, SEND, Code, Flags, Unrolled
+from penstock.schedule.array_schedules.array_lowering import ArrayLowered
+from penstock.schedule.array_schedules.array_messages import messages_sent, most_received
 from penstock.schedule.ir.absolute_actions import since
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.machine.instructions import Lowered
@@ -30,7 +29,7 @@ def count_messages(lowered: Lowered, batches: int, payloads: Collection[Payload]
     m, count, volume = lowered.schedule.microbatches, 0, Fraction(0)
     if isinstance(lowered, ArrayLowered):
         counted = np.array([route.payload in payloads for route in lowered.routes], dtype=bool)
-        count = sum(_sends(each, counted, batches, m) for each in lowered.code.programs)
+        count = messages_sent(lowered, counted, batches)
         return count, float(count)  # of whole microbatches
     for program in lowered.programs:
         for part, instructions in enumerate(program[:2]):
@@ -51,8 +50,7 @@ def receive_buffers(lowered: Lowered, batches: int) -> tuple[float, ...]:
     RECVs and passes follow each other in the order of the program, so no times are needed.
     """
     if isinstance(lowered, ArrayLowered):
-        spans = (unrolled(lowered.code, rank, batches) for rank in range(lowered.schedule.ranks))
-        return tuple(map(_most_received, spans))
+        return tuple(map(float, most_received(lowered, batches)))
     sizes = [route.count / (route.slice[1] if route.slice else 1) for route in lowered.routes]
     m, peaks = lowered.schedule.microbatches, []
     for program in lowered.programs:
@@ -70,18 +68,3 @@ def receive_buffers(lowered: Lowered, batches: int) -> tuple[float, ...]:
             held -= sum(sizes[need.route] for need in needs if need.first + t * m >= 0)
         peaks.append(peak)
     return tuple(peaks)
-
-
-def _sends(program: tuple[Code, Code, Code | None], counted: Flags, batches: int, m: int) -> int:
-    count = 0
-    for part, code in enumerate(program[:2]):
-        assert code is not None
-        sends = code.kind == SEND
-        begun = -(code.first[sends] // m)[counted[code.what[sends]]]
-        count += int((batches >= begun).sum() if part else np.maximum(batches - np.maximum(begun, 0), 0).sum())
-    return count
-
-
-def _most_received(span: Unrolled) -> float:
-    used = np.bincount(span.needs[:, 0], minlength=len(span.kind))
-    return float(np.cumsum((span.kind == RECEIVE) - used).max(initial=0))

@@ -51,4 +51,4 @@ def _drains(program: ProgramArrays, m: int) -> bool:
 
 def _keys(op: Numbers, stage: Numbers, first: Numbers) -> Numbers:
     """Return a number for each action; no two have the same."""
-    return ((stage * len(OPERATIONS) + op) << 40) + first  # microbatches are below 2^40
+    return ((stage.astype(np.int64) * len(OPERATIONS) + op) << 40) + first  # microbatches are below 2^40

@@ -38,7 +38,7 @@ def representatives(schedule: ArraySchedule) -> Schedule | None:
     """Return the schedule with a few microbatches of each stage.
 
     Args:
-        schedule: that is complete (`penstock.schedule.compiled.array_coverage`).
+        schedule: that is complete (`penstock.schedule.array_schedules.array_coverage`).
 
     Returns:
         None where these do not stand for all: the whole schedule has to be played, which may show what is wrong.

@@ -1,0 +1,1 @@
+"""What is found of a span without playing its actions: messages, buffers, idle time."""
