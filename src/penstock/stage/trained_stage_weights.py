@@ -151,7 +151,7 @@ class TrainedWeights(StageWeights):
         if self.older is not None:
             self.older.keep(batch, self.store.versions[batch].views)
         stepped = self.corrector.stepped if self.corrector is not None and self.corrector.watches else None
-        if self.corrector is not None and factor:
+        if self.corrector is not None and self.corrector.compares and factor:
             self.corrector.before_step(self.store.gradient(batch), self.store.master, factor)
         ahead = self.corrector.ahead if self.corrector is not None and self.corrector.reads_ahead else None
         self.store.update(batch, VersionStep(self.updater, factor, stepped, ahead), keeps_old)
@@ -177,14 +177,21 @@ class TrainedWeights(StageWeights):
     # --- weights as shards ------------------------------------------------------------------------------------------
 
     def release(self, version: int) -> None:
-        """Give the memory of a gathered version back."""
-        assert isinstance(self.store, FullyShardedStore)
+        """Give the memory of a gathered version back, or of what an evaluation has read."""
+        assert isinstance(self.store, ShardedStore)
         self.store.release(version)
 
     @property
     def gathered(self) -> bool:
-        """Whether the newest version is whole, or is being gathered."""
-        return not isinstance(self.store, FullyShardedStore) or self.store.gathered.allocated
+        """Whether what evaluations read is whole, or is being gathered."""
+        if isinstance(self.store, FullyShardedStore):
+            return self.store.gathered.allocated
+        return not (self.store.reads_ahead and isinstance(self.store, ShardedStore) and self.store.divided)
+
+    def evaluation_shards(self, version: int) -> list[list[Tensor]]:
+        """Allocate what evaluations read, where it is not `gathered`; returns its memory, by owner of the rows."""
+        assert isinstance(self.store, ShardedStore)
+        return self.store.evaluation_shards(version)
 
     @property
     def keeps_average(self) -> bool:
@@ -225,6 +232,16 @@ class TrainedWeights(StageWeights):
         self._updated(pending)
         if self.average_rows is not None:
             self.average = self.average_rows.whole
+
+    def fit_average(self) -> None:
+        """Keep rows of the average where weights are rows while a span trains, and all of it elsewhere."""
+        rows = self.store.rows if isinstance(self.store, ShardedStore) else None
+        if (rows is None) is (self.average_rows is None):
+            return
+        if rows is None:
+            self.average_rows = None
+        elif self.average is not None and isinstance(self.store, ShardedStore):
+            self.average_rows = DividedRows(self.average, self.store.layout, self.store.shards)
 
     # --- updates that may be taken back -----------------------------------------------------------------------------
 

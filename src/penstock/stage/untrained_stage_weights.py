@@ -110,8 +110,12 @@ class StageWeights:
 
     @property
     def gathered(self) -> bool:
-        """Whether the newest version is whole, or is being gathered."""
+        """Whether what evaluations read is whole, or is being gathered."""
         return True
+
+    def evaluation_shards(self, version: int) -> list[list[Tensor]]:
+        """Allocate what evaluations read, where it is not `gathered`; returns its memory, by owner of the rows."""
+        return []
 
     @property
     def keeps_average(self) -> bool:

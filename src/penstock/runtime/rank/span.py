@@ -183,7 +183,7 @@ class RankSpan:
 
     def gather_rest(self, version: int, what: str) -> Generator[Wait, None, list[StageRuntime]]:
         """Make the newest weights whole for an evaluation, where they are shards; returns what to `release` then."""
-        if self.updates.gathers is None or not self.updates.gathers.full:
+        if self.updates.gathers is None:
             return []
         rest = yield from self.updates.gathers.gather_rest(self._trained, version, what)
         self.memory.record(optimizers=False)

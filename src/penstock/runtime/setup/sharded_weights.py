@@ -16,7 +16,6 @@ from penstock.schedule.proof.unsharded_peaks import sums_wait
 from penstock.stage.module import StageModule
 from penstock.weights.fully_sharded_store import FullyShardedExactStore, FullyShardedMixedStore
 from penstock.weights.memory.buffers import Buffer
-from penstock.weights.memory.sharded_buffer import DividedRows
 from penstock.weights.optim.optimizer_adapters import is_separable, name_of, takes_rows
 from penstock.weights.optim.step_hooks import hooks_take_rows
 from penstock.weights.sharded_mixed_store import ShardedMixedStore
@@ -98,10 +97,8 @@ def fit_sums(store: VersionStore, proof: Proof, stage: Stage, low_precision: boo
         store.keep_sums_apart(sums_wait(proof.schedule, stage.rank, low_precision), max(parts, 1))
 
 
-def average_of(store: VersionStore, where: str) -> tuple[Buffer, DividedRows | None]:
-    """Return room for an average of the weights, which begins with them, and where these are rows in a run its rows."""
+def average_of(store: VersionStore, where: str) -> Buffer:
+    """Return room for an average of the weights, which begins with them."""
     average = Buffer(store.layout, f"average of {where}")
     average.load(store.master.views)
-    if not isinstance(store, ShardedStore) or store.rows is None:
-        return average, None
-    return average, DividedRows(average, store.layout, store.shards)
+    return average

@@ -169,10 +169,10 @@ class Gathers:
             version: the newest.
             what: comes next, for messages.
         """
-        all_ = list(stages) if self.full else []
+        all_ = list(stages)
         rest = [stage for stage in all_ if not stage.weights.gathered]
         for stage in rest:
-            self.begin(stage, version)
+            self._join(stage, version, stage.weights.evaluation_shards(version))
         for stage in all_:
             yield from self.wait(stage.key, what)
         return rest
