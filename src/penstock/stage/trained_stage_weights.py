@@ -14,7 +14,6 @@ from penstock.schedule.ir.schedule import Copy
 from penstock.stage.untrained_stage_weights import StageWeights
 from penstock.weights.corrections.base import Corrector
 from penstock.weights.decision import Decision
-from penstock.weights.fully_sharded_store import FullyShardedStore
 from penstock.weights.memory.buffers import Buffer, Handle
 from penstock.weights.memory.emulated_delay_buffers import OlderVersions
 from penstock.weights.memory.sharded_buffer import DividedRows
@@ -162,8 +161,8 @@ class TrainedWeights(StageWeights):
         if factor and self.average_rows is not None and self.store.rows is not None:
             self.average_rows.own.approach(self.store.rows.own, self._towards)
 
-    def version_shards(self, version: int) -> list[list[Tensor]]:
-        """Return the memory of a version of which only the own shard has been written, by owner."""
+    def version_shards(self, version: int) -> list[list[Tensor]] | None:
+        """Return the memory of a version of which only the own shard is there, by owner; None if it is whole."""
         assert isinstance(self.store, ShardedStore)
         return self.store.version_shards(version)
 
@@ -181,15 +180,12 @@ class TrainedWeights(StageWeights):
         assert isinstance(self.store, ShardedStore)
         self.store.release(version)
 
-    @property
-    def gathered(self) -> bool:
-        """Whether what evaluations read is whole, or is being gathered."""
-        if isinstance(self.store, FullyShardedStore):
-            return self.store.gathered.allocated
-        return not (self.store.reads_ahead and isinstance(self.store, ShardedStore) and self.store.divided)
+    def is_whole(self, version: int) -> bool:
+        """Return whether the version that an evaluation reads is whole, or is being gathered."""
+        return not isinstance(self.store, ShardedStore) or self.store.is_whole(version)
 
-    def evaluation_shards(self, version: int) -> list[list[Tensor]]:
-        """Allocate what evaluations read, where it is not `gathered`; returns its memory, by owner of the rows."""
+    def evaluation_shards(self, version: int) -> list[list[Tensor]] | None:
+        """Allocate what evaluations read, where it is not whole; returns its memory, by owner of the rows."""
         assert isinstance(self.store, ShardedStore)
         return self.store.evaluation_shards(version)
 

@@ -41,7 +41,7 @@ class FullyShardedStore(ShardedStore):
         """Allocate the newest version with the own rows in it; returns its memory, by owner of the rows."""
         raise NotImplementedError
 
-    def version_shards(self, version: int) -> list[list[Tensor]]:
+    def version_shards(self, version: int) -> list[list[Tensor]] | None:
         """Allocate a version that is to be gathered; returns its memory, by owner of what is in it.
 
         Raises:
@@ -56,7 +56,11 @@ class FullyShardedStore(ShardedStore):
             )
         return self._begin_gather()
 
-    def evaluation_shards(self, version: int) -> list[list[Tensor]]:
+    def is_whole(self, version: int) -> bool:  # noqa: ARG002  # there is one
+        """Return whether the newest version is whole, or is being gathered."""
+        return self.gathered.allocated
+
+    def evaluation_shards(self, version: int) -> list[list[Tensor]] | None:
         """Allocate a version for an evaluation in a run, as for passes."""
         return self.version_shards(version)
 

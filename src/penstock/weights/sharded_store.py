@@ -119,7 +119,11 @@ class ShardedStore(VersionStore):
     def completed(self) -> None:
         """Show whole weights until the next span."""
 
-    def evaluation_shards(self, version: int) -> list[list[Tensor]]:  # noqa: ARG002  # it is the newest
+    def is_whole(self, version: int) -> bool:  # noqa: ARG002  # it is the newest
+        """Return whether the version that an evaluation in a run reads is whole, or is being gathered."""
+        return not (self.reads_ahead and self.divided)
+
+    def evaluation_shards(self, version: int) -> list[list[Tensor]] | None:  # noqa: ARG002  # as above
         """Allocate the newest weights for an evaluation in a run; returns their memory, by owner of the rows."""
         return self.end_run()
 
@@ -239,8 +243,13 @@ class ShardedStore(VersionStore):
 
     # --- versions ---------------------------------------------------------------------------------------------------
 
-    def version_shards(self, version: int) -> list[list[Tensor]]:
-        """Return the memory of a version that is to be completed, by owner of what is in it."""
+    @property
+    def older_rows(self) -> Mapping[int, Mapping[str, Tensor]]:
+        """The own rows of versions before the newest, by version and name, where these are rows; else nothing."""
+        return {}
+
+    def version_shards(self, version: int) -> list[list[Tensor]] | None:
+        """Return the memory of a version that is to be completed, by owner of what is in it; None if it is whole."""
         return self.shards.flat(self.versions[version].views)
 
     def update(self, batch: int, step: VersionStep, keeps_old: bool) -> None:

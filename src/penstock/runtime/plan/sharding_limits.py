@@ -6,7 +6,9 @@ from penstock.errors import CapabilityError, ConfigError
 from penstock.options.all_options import PipelineOptions
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Level
+from penstock.schedule.ir.version_rules import RULES, Update
 from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.methods.table import METHODS
 from penstock.schedule.transforms.sharding import sharding_fault
 
 
@@ -18,12 +20,17 @@ def check_sharding(schedule: Schedule, options: PipelineOptions) -> None:
         options: of the pipeline.
 
     Raises:
-        ConfigError: there is nobody to divide it among, or another option speaks against it.
+        ConfigError: the method does not go with it, there is nobody to divide it among, or another option speaks
+            against it.
         CapabilityError: the runtime does not offer it.
     """
     level, parallel = schedule.sharding.level, options.data_parallel
     if level is Level.NONE:
         return
+    method = METHODS.get(schedule.name)
+    fault = sharding_fault(schedule.rule, level, in_turns=method is not None and method.in_turns)
+    if fault is not None:  # an own order, or a schedule from a file, has been looked at itself
+        raise ConfigError(f"{schedule.name}: {fault}")
     who = f"{schedule.name}: sharding {level}"
     if parallel.width == 1:
         raise ConfigError(
@@ -48,12 +55,14 @@ def check_shown(schedule: Schedule, options: PipelineOptions) -> None:
     Raises:
         CapabilityError: no pipeline has them after an update.
     """
+    level = schedule.sharding.level
     ahead = CORRECTIONS[options.staleness.correction_name].reads_ahead
-    if schedule.sharding.level is not Level.NONE and (options.precision.low is not None or ahead):
+    ahead |= level is Level.FULL and RULES[schedule.rule].update is Update.ROTATE  # of the version that is whole
+    if level is not Level.NONE and (options.precision.low is not None or ahead):
         raise CapabilityError(
-            "on_update: with sharding in low precision, or where passes read ahead of the weights, no pipeline has the "
-            "weights in float32 after an update, but its rows of them; set sharding to none, or read the weights "
-            "between two runs"
+            "on_update: with sharding in low precision, or where passes read other weights than the newest, no "
+            "pipeline has the weights in float32 after an update, but its rows of them; set sharding to none, or read "
+            "the weights between two runs"
         )
 
 

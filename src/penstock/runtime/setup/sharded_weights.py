@@ -11,6 +11,7 @@ from penstock.errors import CapabilityError
 from penstock.partition.tied import Tie
 from penstock.schedule.ir.schedule import Op, Stage
 from penstock.schedule.ir.sharding import Level
+from penstock.schedule.ir.version_rules import RULES, Update
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof.unsharded_peaks import sums_wait
 from penstock.stage.module import StageModule
@@ -20,6 +21,7 @@ from penstock.weights.optim.optimizer_adapters import is_separable, name_of, tak
 from penstock.weights.optim.step_hooks import hooks_take_rows
 from penstock.weights.sharded_mixed_store import ShardedMixedStore
 from penstock.weights.sharded_store import ShardedStore
+from penstock.weights.shards_of_versions import ExactShardsOfVersions, MixedShardsOfVersions
 from penstock.weights.store import VersionStore
 from penstock.weights.updates.updater import Updater
 
@@ -37,6 +39,11 @@ def make_sharded_store(
         low: the precision of passes, if not that of the weights.
     """
     level, facts, where = proof.schedule.sharding.level, proof.stages[stage], module.where
+    overlapping = RULES[proof.schedule.rule].update is Update.ROTATE
+    if level is Level.FULL and overlapping:
+        if low is None:
+            return ExactShardsOfVersions(module.trained, facts.buffers, where, holders, place)
+        return MixedShardsOfVersions(module.trained, facts, where, holders, place, low, module.full)
     if level is Level.FULL:
         if low is None:
             return FullyShardedExactStore(module.trained, where, holders, place)
