@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import ConfigError
 from penstock.options.updates import UpdateOptions
 from penstock.schedule.ir.schedule import Copy
 from penstock.stage.untrained_stage_weights import StageWeights
@@ -19,6 +20,7 @@ from penstock.weights.memory.emulated_delay_buffers import OlderVersions
 from penstock.weights.memory.sharded_buffer import DividedRows
 from penstock.weights.memory.squared_norm import squared_norm
 from penstock.weights.memory.user_parameter_hooks import ParameterHooks
+from penstock.weights.optim.step_hooks import HOOKS_ON_ROWS, hooks_take_rows
 from penstock.weights.provisional_update import Provisional
 from penstock.weights.replica_averaging import Agreement
 from penstock.weights.sharded_store import ShardedStore
@@ -277,7 +279,14 @@ class TrainedWeights(StageWeights):
     # --- between spans ----------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Adopt what was written into the newest version, and what was set in the optimizer, between two runs."""
+        """Adopt what was written into the newest version, and what was set in the optimizer, between two runs.
+
+        Raises:
+            ConfigError: the optimizer steps rows, and has got step hooks since it was made.
+        """
+        optimizer = self.updater.optimizer
+        if isinstance(self.store, ShardedStore) and optimizer is not None and not hooks_take_rows(optimizer):
+            raise ConfigError(f"{self.store.where}: {self.updater.name} {HOOKS_ON_ROWS}")
         self.updater.rates.take_over(self.updater.updates)
         self.store.refresh()
         if self.watch is not None and self.watch.written:

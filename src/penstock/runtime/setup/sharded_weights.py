@@ -18,7 +18,7 @@ from penstock.stage.module import StageModule
 from penstock.weights.fully_sharded_store import FullyShardedExactStore, FullyShardedMixedStore
 from penstock.weights.memory.buffers import Buffer
 from penstock.weights.optim.optimizer_adapters import is_separable, name_of, takes_rows
-from penstock.weights.optim.step_hooks import hooks_take_rows
+from penstock.weights.optim.step_hooks import HOOKS_ON_ROWS, hooks_take_rows
 from penstock.weights.sharded_mixed_store import ShardedMixedStore
 from penstock.weights.sharded_store import ShardedStore
 from penstock.weights.shards_of_versions import ExactShardsOfVersions, MixedShardsOfVersions
@@ -68,10 +68,7 @@ def divide_updates(store: ShardedStore, updater: Updater, ties: Sequence[Tie], s
     if updater.optimizer is None:
         return
     if not hooks_take_rows(updater.optimizer):
-        raise CapabilityError(
-            f"{store.where}: {updater.name} has step hooks, which would see rows of parameters only; leave them out, "
-            "or set sharding to none"
-        )
+        raise CapabilityError(f"{store.where}: {updater.name} {HOOKS_ON_ROWS}")
     whole = not takes_rows(updater.optimizer)
     store.divide(whole=whole)
     if ties and whole and store.splits_gradients:  # else every holder has the sums of all parameters
