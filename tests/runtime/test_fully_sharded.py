@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.comm.collective.shard_exchange import LocalShards
 from penstock.errors import VersionError
@@ -24,7 +24,7 @@ from penstock.verify.reference import Scaling
 from support.cases import Case, Outcome, assert_equal_tensors, expected, make_batches, make_pipeline
 from support.pool import Pool
 from support.schedules import make_schedule
-from support.sharded import assert_as_whole, train_sharded, with_late_sums
+from support.sharded import assert_as_whole, storages_of, train_sharded, with_late_sums
 from support.state_bytes import state_bytes
 
 CLIP = 0.4  # of most batches
@@ -244,16 +244,6 @@ def test_layered_by_name(recompute: RecomputeMode) -> None:
     (losses, weights), (others, sharded) = found
     assert losses == others
     assert_equal_tensors(sharded, weights, "weights")
-
-
-def storages_of(nbytes: int) -> int:
-    """Count the storages of this size among all tensors that Python knows of."""
-    found: dict[int, int] = {}
-    for each in gc.get_objects():
-        if type(each) is Tensor or type(each) is nn.Parameter:
-            storage = each.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
-    return sum(size == nbytes for size in found.values())
 
 
 @pytest.mark.long

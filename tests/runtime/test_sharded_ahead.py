@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from penstock import method
 from penstock.errors import CapabilityError, ConfigError, VersionError
 from penstock.options.parallelism import DataParallel
 from penstock.runtime.execute.evaluation import Evaluating
@@ -32,7 +34,7 @@ from support.cases import (
 from support.correction_cases import KINDS, case_of
 from support.pool import Pool
 from support.schedules import prove
-from support.sharded import assert_as_whole, joined, parts_of_state, train_sharded
+from support.sharded import assert_as_whole, joined, parts_of_state, storages_of, train_sharded
 from support.snapshots import Kept
 from support.state_bytes import state_bytes
 
@@ -315,6 +317,25 @@ def test_it_takes_no_more_than_rows_of_the_weights(precision: Any, level: str, w
         assert live.get("weights between runs", 0) == live.get("correction", 0) == 0
     for live in pipeline.live_bytes().values():
         assert live["weights between runs"] == 4 * parameters
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("motion", [0, 1])
+def test_nothing_else_is_of_the_size_of_a_stage(motion: int) -> None:
+    """In a run two predictions and a gradient of each stage, and between two the weights; nothing per microbatch."""
+    size = 52 * 52 * 4
+    gc.collect()  # what tests before this one have left
+    model = nn.Sequential(*(nn.Linear(52, 52, bias=False) for _ in range(4)))
+    before = storages_of(size) - len(model)
+    pipeline = Pipeline(
+        model, method("2bw-ahead", motion=motion), stages=4, microbatches=8, loss=nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.01), data_parallel=DataParallel(2, sharding="gradients"),
+    )  # fmt: skip
+    batch = torch.randn(32, 52), torch.randn(32, 52)
+    for _ in range(2):
+        for _ in pipeline.run([batch] * 4):
+            assert storages_of(size) - before == 2 * 4 * 3
+        assert storages_of(size) - before == 2 * 4 * 4
 
 
 # --- refused by name --------------------------------------------------------------------------------------------------

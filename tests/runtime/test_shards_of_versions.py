@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
@@ -40,7 +41,7 @@ from support.cases import (
 )
 from support.pool import Pool
 from support.schedules import make_schedule
-from support.sharded import assert_as_whole, parts_of_state, train_sharded, with_late_sums
+from support.sharded import assert_as_whole, parts_of_state, storages_of, train_sharded, with_late_sums
 from support.snapshots import Kept
 from support.state_bytes import state_bytes
 
@@ -116,10 +117,16 @@ def on_rank(group: dist.ProcessGroup, case: Case) -> Any:
 
 
 @pytest.mark.parametrize(
-    "case", [layered(4, 2), layered(3, 2, TWO, precision="bf16", recompute="stage")], ids=lambda c: c.precision
+    "case",
+    [
+        layered(4, 2),
+        layered(3, 2, TWO, precision="bf16", recompute="stage"),
+        replace(layered(2, 3, optimizer="momentum"), depth=1),
+    ],
+    ids=lambda c: f"{c.depth}-{c.width}-{c.precision}",
 )
 def test_processes_with_versions_as_shards_have_the_same_numbers(pool: Pool, case: Case) -> None:
-    outcomes, parts, _ = zip(*pool.submit(on_rank, case, ranks=4), strict=True)
+    outcomes, parts, _ = zip(*pool.submit(on_rank, case, ranks=case.depth * case.width), strict=True)
     whole = Outcome(decided=outcomes[0].decided)
     for place, outcome in enumerate(outcomes):
         assert repr(outcome.decided) == repr(whole.decided)
@@ -223,6 +230,31 @@ def test_the_memory_of_shards_of_versions_is_what_is_derived(
         assert peak["summed gradients"] == 4 * facts.waiting_share * Fraction(share, width)
         assert together[number] == (derived.sums + derived.master) * share
         assert peak["optimizer"] - counters - scratch == derived.optimizer * share
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_whole_versions_are_those_of_the_ledger(precision: PrecisionName) -> None:
+    """What is alive in the size of a stage, in a run and between two: nothing for each microbatch."""
+    size = 44 * 44 * 4
+    gc.collect()  # what tests before this one have left
+    model = nn.Sequential(*(nn.Linear(44, 44, bias=False) for _ in range(6)))
+    before = storages_of(size) - len(model)
+    pipeline = Pipeline(
+        model,
+        make_schedule("2bw-layered", 2, 4, options={"chunks": 3}, sharding="full"),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.01),
+        data_parallel=DataParallel(2),
+        precision=precision,
+    )
+    kinds = {"gradients", "weights between runs", *(["gathered weights"] if precision == "fp32" else [])}
+    batch = torch.randn(16, 44), torch.randn(16, 44)
+    for _ in range(2):
+        for _ in pipeline.run([batch] * 4):
+            held = sum(live.get(kind, 0) for live in pipeline.live_bytes().values() for kind in kinds) // size
+            assert storages_of(size) - before == held <= 16  # two places of each kind on each of four ranks
+        assert storages_of(size) - before == 12
 
 
 # --- saved states, evaluations, what is written -----------------------------------------------------------------------

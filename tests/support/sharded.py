@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.comm.collective.shard_exchange import LocalShards
 from penstock.comm.core.ticket import Ticket
@@ -111,3 +112,13 @@ def with_late_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(LocalShards, "scatter", joins_later)
     monkeypatch.setattr(Updates, "wait", waits)
+
+
+def storages_of(nbytes: int) -> int:
+    """Count the storages of this size among all tensors that Python knows of."""
+    found: dict[int, int] = {}
+    for each in gc.get_objects():
+        if type(each) is Tensor or type(each) is nn.Parameter:
+            storage = each.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return sum(size == nbytes for size in found.values())
