@@ -27,6 +27,7 @@ from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.update.gathers import Gathers
 from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Schedule
+from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.verify.reference import Scaling
 from penstock.weights.corrections.registry import correction_of
 from support.cases import (
@@ -472,3 +473,28 @@ def test_what_else_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"differ in sharding \(full under rule flush and full under rule double-buf"):
         flushing.switch(method="2bw-layered")
     list(pipeline.run(make_batches(case)[:2]))
+
+
+@pytest.mark.parametrize("recompute", ["none", "block", "stage"])
+def test_2bw_layered_by_name(recompute: RecomputeMode) -> None:
+    """It is sharded by itself, behind recomputes."""
+    found = []
+    for sharding in ("none", None):
+        torch.manual_seed(3)
+        pipeline = Pipeline(
+            [nn.Linear(16, 16) for _ in range(4)],
+            "2bw-layered",
+            stages=2,
+            microbatches=4,
+            loss=nn.functional.mse_loss,
+            optimizer=lambda named: torch.optim.Adam(named, lr=0.01),
+            recompute=recompute,
+            data_parallel=DataParallel(2, sharding=sharding),
+        )
+        batches = [(torch.randn(16, 16), torch.randn(16, 16)) for _ in range(5)]
+        losses = [report.loss for report in pipeline.run(batches)]
+        assert str(pipeline.schedule.sharding) == (sharding or "full:weights=2:gradients=2")
+        found.append((losses, pipeline.full_state_dict()))
+    (losses, weights), (others_, sharded) = found
+    assert losses == others_
+    assert_equal_tensors(sharded, weights, "weights")
