@@ -26,7 +26,7 @@ from penstock.schedule.ir.schedule import Op, WeightRef
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.schedule.proof.check import check
 from penstock.stage.trained_stage_weights import TrainedWeights
-from penstock.weights.fully_sharded_store import FullyShardedExactStore
+from penstock.weights.fully_sharded.one_version import FullyShardedExactStore
 from penstock.weights.memory.row_shards import Rows, RowShards
 from support.cases import Case, expected, make_batches, make_pipeline
 from support.pool import Pool

@@ -15,13 +15,14 @@ from penstock.schedule.ir.version_rules import RULES, Update
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof.unsharded_peaks import sums_wait
 from penstock.stage.module import StageModule
-from penstock.weights.fully_sharded_store import FullyShardedExactStore, FullyShardedMixedStore
+from penstock.weights.fully_sharded.exact_versions import ExactShardsOfVersions
+from penstock.weights.fully_sharded.mixed_versions import MixedShardsOfVersions
+from penstock.weights.fully_sharded.one_version import FullyShardedExactStore, FullyShardedMixedStore
 from penstock.weights.memory.buffers import Buffer
 from penstock.weights.optim.optimizer_adapters import is_separable, name_of, takes_rows
 from penstock.weights.optim.step_hooks import HOOKS_ON_ROWS, hooks_take_rows
 from penstock.weights.sharded_mixed_store import ShardedMixedStore
 from penstock.weights.sharded_store import ShardedStore
-from penstock.weights.shards_of_versions import ExactShardsOfVersions, MixedShardsOfVersions
 from penstock.weights.store import VersionStore
 from penstock.weights.updates.updater import Updater
 
