@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from penstock.schedule.ir.sharding import Level
-from penstock.schedule.proof.check import StageFacts
+from penstock.schedule.proof.proof import StageFacts
 from penstock.weights.fully_sharded.versions import ShardsOfVersions
 from penstock.weights.memory.buffers import Buffer
 from penstock.weights.memory.sharded_buffer import DividedRows

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.schedule.ir.sharding import Level
-from penstock.schedule.proof.check import StageFacts
+from penstock.schedule.proof.proof import StageFacts
 from penstock.weights.fully_sharded.versions import ShardsOfVersions
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.memory.resized_buffer import ResizedBuffer
