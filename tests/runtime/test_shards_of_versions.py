@@ -79,7 +79,7 @@ def run_sharded(
     case: Case, group: dist.ProcessGroup | None = None, level: str = "full"
 ) -> tuple[Outcome, Any, dict[int, dict[str, int]]]:
     """A run whose schedule is sharded behind its recomputes."""
-    return train_sharded(group, case, level, schedule=plain(case))
+    return train_sharded(group, case, level, method=plain(case))
 
 
 @cache
