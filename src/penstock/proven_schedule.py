@@ -126,8 +126,7 @@ def make_schedule(
             need. A `Pipeline` adds that by itself.
         window: the number of messages that may be outstanding on a connection; the least that costs no time if None.
         sharding: what parallel pipelines split of the state of each stage: "none", "optimizer", "gradients" or "full",
-            also with options, as in "full:weights=3"; that of the method if None. Level full is proven and simulated,
-            not yet run.
+            also with options, as in "full:weights=3"; that of the method if None.
 
     Raises:
         ConfigError: unknown method, order or rule, or choices that cannot go together.

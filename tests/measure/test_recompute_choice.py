@@ -148,6 +148,10 @@ def test_methods_whose_numbers_depend_on_it_are_refused():
         choose(1e9, "pipemare:reschedule=4")
     with pytest.raises(CapabilityError, match="sharding=full"):
         choose(1e9, "layered:chunks=2", 2, width=2)
+    with pytest.raises(
+        CapabilityError, match="2bw-layered: recompute=auto needs .*sharding=full; set recompute to none"
+    ):
+        choose(1e9, "2bw-layered:chunks=2", 2, width=2)
 
 
 def test_it_is_public():

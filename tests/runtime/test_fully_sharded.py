@@ -10,23 +10,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.comm.collective.shard_exchange import LocalShards
-from penstock.comm.core.ticket import Ticket
 from penstock.errors import VersionError
 from penstock.options.number_formats import PrecisionName
 from penstock.options.parallelism import DataParallel
 from penstock.options.passes import Precision
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.update.update_step import Updates
-from penstock.schedule.ir.schedule import Op, Stage
+from penstock.schedule.ir.schedule import Op
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.verify.reference import Scaling
 from support.cases import Case, Outcome, assert_equal_tensors, expected, make_batches, make_pipeline
 from support.pool import Pool
 from support.schedules import make_schedule
-from support.sharded import assert_as_whole, train_sharded
+from support.sharded import assert_as_whole, storages_of, train_sharded, with_late_sums
 from support.state_bytes import state_bytes
 
 CLIP = 0.4  # of most batches
@@ -96,33 +94,6 @@ def pipeline_of_layers(schedule: Any, width: int) -> Pipeline:
         optimizer=lambda named: torch.optim.Adam(named, lr=0.01),
         data_parallel=DataParallel(width),
     )
-
-
-def with_late_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank joins a sum when it comes to the next one, or to the updates, so that sums go on while passes run."""
-    scatter, wait = LocalShards.scatter, Updates.wait
-    late: dict[tuple[int, int], Any] = {}
-
-    def join(pipeline: int, rank: int) -> None:
-        late.pop((pipeline, rank), lambda: None)()
-
-    def joins_later(self: LocalShards, members: Any, me: Any, batch: int, shards: Any) -> Ticket:
-        join(me.pipeline, me.stage.rank)
-        ticket = Ticket("a sum")
-
-        def later() -> None:
-            real = scatter(self, members, me, batch, shards)
-            real.then(lambda: ticket.complete(error=real.error))
-
-        late[me.pipeline, me.stage.rank] = later
-        return ticket
-
-    def waits(self: Updates, stage: Stage, *rest: Any) -> Any:
-        join(self._pipeline, stage.rank)
-        return wait(self, stage, *rest)
-
-    monkeypatch.setattr(LocalShards, "scatter", joins_later)
-    monkeypatch.setattr(Updates, "wait", waits)
 
 
 @pytest.mark.parametrize(
@@ -273,16 +244,6 @@ def test_layered_by_name(recompute: RecomputeMode) -> None:
     (losses, weights), (others, sharded) = found
     assert losses == others
     assert_equal_tensors(sharded, weights, "weights")
-
-
-def storages_of(nbytes: int) -> int:
-    """Count the storages of this size among all tensors that Python knows of."""
-    found: dict[int, int] = {}
-    for each in gc.get_objects():
-        if type(each) is Tensor or type(each) is nn.Parameter:
-            storage = each.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
-    return sum(size == nbytes for size in found.values())
 
 
 @pytest.mark.long

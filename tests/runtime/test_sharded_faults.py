@@ -26,7 +26,7 @@ from penstock.schedule.ir.schedule import Op, WeightRef
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.schedule.proof.check import check
 from penstock.stage.trained_stage_weights import TrainedWeights
-from penstock.weights.fully_sharded_store import FullyShardedExactStore
+from penstock.weights.fully_sharded.one_version import FullyShardedExactStore
 from penstock.weights.memory.row_shards import Rows, RowShards
 from support.cases import Case, expected, make_batches, make_pipeline
 from support.pool import Pool
@@ -373,3 +373,34 @@ def test_step_hooks_would_see_rows() -> None:
 
     with pytest.raises(CapabilityError, match="SGD has step hooks, which would see rows .* set sharding to none"):
         make_pipeline(Case("1f1b", 2, 2, width=2), sharding="optimizer", optimizer=hooked)
+
+
+@pytest.mark.parametrize("level", ["optimizer", "full"])
+def test_step_hooks_that_come_between_two_runs_would_see_rows_too(level: str) -> None:
+    case = Case("1f1b", 2, 2, width=2, spans=(4,))
+    pipeline, batches = make_pipeline(case, sharding=level), make_batches(case)
+    list(pipeline.run(batches[:2]))
+    optimizer = next(iter(pipeline.optimizers().values()))
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="AdamW has step hooks, which would see rows .* set sharding to none"):
+        pipeline.run(batches[2:]).__next__()
+    handle.remove()
+    list(pipeline.run(batches[2:]))
+
+
+def hooks_on_one(group: dist.ProcessGroup, case: Case) -> tuple[str, str]:
+    pipeline = make_pipeline(case, group, sharding="gradients")
+    if dist.get_rank(group) == 1:
+        for optimizer in pipeline.optimizers().values():
+            optimizer.register_step_post_hook(lambda *_: None)
+    try:
+        list(pipeline.run(make_batches(case)))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_step_hooks_in_one_process_are_told_to_all(pool: Pool) -> None:
+    said = pool.submit(hooks_on_one, Case("2bw", 1, 2, width=2, spans=(2,)), ranks=2, fresh=True)
+    assert said[1][0] == "ConfigError"
+    assert all("AdamW has step hooks, which would see rows of parameters only" in text for _, text in said)

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from penstock.errors import CapabilityError, ConfigError, ScheduleError
+from penstock.errors import ConfigError, ScheduleError
 from penstock.runtime.plan.capabilities import check_offered
 from penstock.schedule.add_options import extend, extended
 from penstock.schedule.build import ScheduleRequest, prove
@@ -299,7 +299,6 @@ def test_faults_in_fully_sharded_2bw_are_found(there, instead, said):
         check(parse_schedule(text.replace(there, instead, 1)))
 
 
-def test_the_runtime_refuses_level_full_where_batches_overlap():
+def test_the_runtime_offers_level_full_also_where_batches_overlap():
     check_offered(prove("1f1b", 2, 2, sharding="full").schedule)
-    with pytest.raises(CapabilityError, match="2bw-layered: sharding full where batches overlap is computed and simul"):
-        check_offered(prove("2bw-layered", 2, 3).schedule)
+    check_offered(prove("2bw-layered", 2, 3).schedule)

@@ -47,6 +47,16 @@ PAIRS = (
     Run("error-feedback", 2, 3, precision="bf16", clip=1.0),
     Run("zb-h2-post", 2, 4, precision="bf16", clip=1.0),
     Run("sequential", 1, 2, recompute="block"),
+    Run("2bw", 2, 3, precision="bf16", width=2, sharding="gradients", clip=1.0),
+    Run("1f1b", 2, 2, precision="bf16", width=3, sharding="optimizer", recompute="block"),
+    Run("2bw-ahead", 2, 3, motion=True),
+    Run("2bw-ahead", 2, 3, precision="bf16", muon=True),
+    Run("2bw-ahead", 2, 3, width=2, sharding="optimizer", clip=1.0),
+    Run("2bw-ahead", 2, 3, width=3, sharding="gradients"),
+    Run("2bw-ahead", 3, 2, width=2, sharding="gradients", motion=True, recompute="stage"),
+    Run("2bw-ahead", 2, 2, width=2, sharding="gradients", muon=True),
+    Run("2bw-ahead", 2, 3, precision="bf16", width=2, sharding="gradients", clip=1.0),
+    Run("2bw-ahead", 2, 3, precision="bf16", width=3, sharding="optimizer", motion=True),
 )
 
 
@@ -130,3 +140,13 @@ def test_what_is_not_predicted_is_refused(method: str, said: str) -> None:
     lowered = prove(method, 4, 8).lowered
     with pytest.raises(CapabilityError, match=f"memory is not predicted for schedules with {said}"):
         most_held(lowered, 2)
+
+
+def test_sums_that_wait_elsewhere_are_not_predicted() -> None:
+    proof = prove("2bw", 2, 3, sharding="gradients:gradients=1")
+    sizes = {n: StageBytes(100, 200, (0, 0), scratch=(0, 0), rows=(100, 100)) for n in range(2)}
+    assert peak_bytes(proof, sizes, MemoryOptions(width=2))[0, 0] == 300
+    with pytest.raises(
+        CapabilityError, match="fewer places .*gradients=1.*, whose sums wait elsewhere; leave gradients"
+    ):
+        peak_bytes(proof, sizes, MemoryOptions(width=2, low_precision=True))

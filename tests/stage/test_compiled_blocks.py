@@ -44,10 +44,12 @@ def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 def losses(method: str, m: int, options: PipelineOptions, graphs: list[object]) -> tuple[list[float | None], list[int]]:
     """The losses of a run, and after each batch how many graphs have been compiled."""
-    plan = PipelinePlan.make(gpt_blocks(SHAPE, 0), make_schedule(method, 2, m), options)
+    sharding = options.data_parallel.sharding or "none"
+    plan = PipelinePlan.make(gpt_blocks(SHAPE, 0), make_schedule(method, 2, m, sharding=sharding), options)
     pipeline = pipeline_of(plan, gpt_blocks(SHAPE, 0), loss=language_loss, optimizer=adamw)
     torch.manual_seed(1)
-    data = [(torch.randint(32, (2 * m, 8)), torch.randint(32, (2 * m, 8))) for _ in range(BATCHES)]
+    size = 2 * m * options.data_parallel.width
+    data = [(torch.randint(32, (size, 8)), torch.randint(32, (size, 8))) for _ in range(BATCHES)]
     found: list[float | None] = []
     counts: list[int] = []
     for report in pipeline.run(data):
@@ -65,6 +67,10 @@ def losses(method: str, m: int, options: PipelineOptions, graphs: list[object]) 
         ("2bw", M, {"precision": "bf16"}),
         ("stash", 1, {}),
         ("2bw", M, {"recompute": "block"}),
+        ("1f1b", M, {"width": 2, "sharding": "full"}),
+        ("1f1b", M, {"width": 2, "sharding": "full", "precision": "bf16"}),
+        ("2bw", M, {"width": 2, "sharding": "gradients"}),
+        ("2bw-layered", M, {"width": 2, "sharding": "full"}),
     ],
 )
 def test_no_version_is_compiled_for(compiled: list[object], method: str, m: int, options: dict[str, Any]) -> None:

@@ -3,4 +3,4 @@
 from penstock.schedule.methods.table import METHODS
 
 OFFERED = {name: row for name, row in METHODS.items() if not row.needs_sharded_state}
-"""The others are in tests/runtime/test_fully_sharded.py; 2bw-layered is only simulated so far."""
+"""The others are in tests/runtime: test_fully_sharded.py, and test_shards_of_versions.py for 2bw-layered."""

@@ -15,6 +15,8 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.find_method import find_method
 from penstock.simulate.memory.predicted import MemoryOptions, peak_bytes
+from penstock.train.config.sections import OptimizerSection
+from penstock.train.setup.optimizers import optimizer_factory
 from penstock.weights.corrections.registry import correction_of
 from support.grouped import grouped
 from support.schedules import make_schedule
@@ -36,6 +38,8 @@ class Run:
     sharding: str | None = None
     clip: float | None = None
     offload: str = "none"
+    motion: bool = False  # of 2bw-ahead
+    muon: bool = False
 
 
 class Widening(nn.Module):
@@ -74,6 +78,11 @@ def optimizer_for(method: str) -> Any:
     return lambda named: torch.optim.AdamW(named, lr=0.01)
 
 
+def muon(named: Any) -> torch.optim.Optimizer:
+    """Muon for matrices, AdamW for the rest."""
+    return optimizer_factory(OptimizerSection(name="muon", lr=0.01))(named)
+
+
 def _options(correction: str) -> dict[str, Any]:
     """Options that have no default outside of `penstock train`."""
     return {"reschedule": 4} if "reschedule" in CORRECTIONS[correction].options else {}
@@ -85,10 +94,11 @@ def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
     m = int(row.settings.get("microbatches", run.m))
     options = {"precision": run.precision, "recompute": run.recompute, "width": run.width, "sharding": run.sharding}
     options |= {"offload": run.offload}
-    correction = None if row.correction == "none" else correction_of(row.correction, **_options(row.correction))
+    given = {"motion": 1} if run.motion else _options(row.correction)
+    correction = None if row.correction == "none" else correction_of(row.correction, **given)
     schedule = make_schedule(run.method, run.depth, m)
     blocks = blocks_for(schedule.num_stages)
-    optimizer = optimizer_for(run.method)
+    optimizer = muon if run.muon else optimizer_for(run.method)
     arguments = {
         "blocks": blocks,
         "method": schedule,
@@ -101,7 +111,7 @@ def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
     data = [[tuple(torch.randn(2, SAMPLES, WIDTH)) for _ in range(m * run.width)] for _ in range(BATCHES)]
     list(pipeline.run(data))
     found = {rank: kinds["total"] for rank, kinds in pipeline.peak_bytes().items()}
-    training = Training(squared, optimizer, PipelineOptions().changed(**options))
+    training = Training(squared, optimizer, PipelineOptions().changed(**options), correction)
     sizes = measure_stages(
         blocks_for(schedule.num_stages), pipeline.parts, data[0][0], training, run.recompute != "none"
     )

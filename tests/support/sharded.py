@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from penstock.comm.collective.shard_exchange import LocalShards
+from penstock.comm.core.ticket import Ticket
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.update.update_step import Updates
+from penstock.schedule.ir.schedule import Stage
 from penstock.stage.trained_stage_weights import TrainedWeights
 from support.cases import (
     OPTIMIZERS,
@@ -79,3 +85,40 @@ def assert_as_whole(outcome: Outcome, parts: Sequence[Parts], wanted: Outcome) -
     assert state.keys() == wanted.state.keys()
     for name, found in wanted.state.items():
         assert_equal_tensors(state[name], found, f"optimizer state of {name}")
+
+
+def with_late_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank joins a sum when it comes to the next one, or to the updates, so that sums go on while passes run."""
+    scatter, wait = LocalShards.scatter, Updates.wait
+    late: dict[tuple[int, int], Any] = {}
+
+    def join(pipeline: int, rank: int) -> None:
+        late.pop((pipeline, rank), lambda: None)()
+
+    def joins_later(self: LocalShards, members: Any, me: Any, batch: int, shards: Any) -> Ticket:
+        join(me.pipeline, me.stage.rank)
+        ticket = Ticket("a sum")
+
+        def later() -> None:
+            real = scatter(self, members, me, batch, shards)
+            real.then(lambda: ticket.complete(error=real.error))
+
+        late[me.pipeline, me.stage.rank] = later
+        return ticket
+
+    def waits(self: Updates, stage: Stage, *rest: Any) -> Any:
+        join(self._pipeline, stage.rank)
+        return wait(self, stage, *rest)
+
+    monkeypatch.setattr(LocalShards, "scatter", joins_later)
+    monkeypatch.setattr(Updates, "wait", waits)
+
+
+def storages_of(nbytes: int) -> int:
+    """Count the storages of this size among all tensors that Python knows of."""
+    found: dict[int, int] = {}
+    for each in gc.get_objects():
+        if type(each) is Tensor or type(each) is nn.Parameter:
+            storage = each.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return sum(size == nbytes for size in found.values())

@@ -55,7 +55,6 @@ def state_bytes(proof: Proof, rank: int, width: int, low_precision: bool = False
     master = part if low_precision or level is Level.FULL else Fraction(0)  # else updates are made of a version itself
     if level is Level.FULL and RULES[schedule.rule].update is Update.ROTATE:  # versions and sums, too, are shards
         full, sums, master = proof.shards[rank].gradients_share, rest * part, versions * part
-        if low_precision:  # two sums at one time; at another a sum, and an older version of 2 bytes
-            most = (max(1 + Fraction(f.versions - 1, 2), Fraction(f.gradients)) * share for f, share in held)
-            sums, master = part * sum(most, Fraction(0)), part
+        if low_precision:  # most sums wait directly before updates, when no older version is kept, in 2 bytes
+            sums, master = proof.shards[rank].waiting_share * part, part
     return StateBytes(size * weights, _WHOLE * full, _WHOLE * sums, _WHOLE * master, _WHOLE * states * part)

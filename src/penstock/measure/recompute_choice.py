@@ -193,7 +193,8 @@ def _measured(
         name: block if isinstance(block, LazyBlock) else LazyBlock(partial(copy.deepcopy, block), 0)
         for name, block in blocks.items()
     }
-    return measure_stages(copies, plan.parts, sample, Training(loss, optimizer, options), recompute=True)
+    training = Training(loss, optimizer, options, plan.options.staleness.correction)
+    return measure_stages(copies, plan.parts, sample, training, recompute=True)
 
 
 def _modes(plans: Plans, plain: PipelinePlan) -> tuple[dict[int, list[RecomputeMode]], list[str]]:

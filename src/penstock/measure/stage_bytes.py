@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training, Trial
@@ -14,6 +15,8 @@ from penstock.partition.blocks import LazyBlock, named_blocks
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.predicted import StageBytes
 from penstock.stage.trained_stage_weights import TrainedWeights
+from penstock.weights.corrections.base import StagePlace
+from penstock.weights.memory.buffers import Layout
 from penstock.weights.memory.scratch import Scratch
 from penstock.weights.optim.optimizer_adapters import is_separable
 
@@ -70,8 +73,8 @@ def _measure_stage(
     if recompute:
         kinds |= _recomputed(blocks, place, given, alone)
     stage = replace(stage, passes=kinds, output=passes.output, gradient=passes.gradient)
-    optimizers, scratches = zip(*_optimizers(blocks, place, given, training), strict=True)
-    return replace(stage, optimizer=optimizers, scratch=scratches), behind
+    optimizers, scratches, rows = zip(*_of_pipelines(blocks, place, given, training), strict=True)
+    return replace(stage, optimizer=optimizers, scratch=scratches, rows=rows), behind
 
 
 def _halved(blocks: Mapping[str, Any], place: BlockPlace, given: BlockInput, training: Training) -> dict[HeldKind, int]:
@@ -109,10 +112,10 @@ def _weights(trial: StageTrial) -> StageBytes:
     return StageBytes(trial.buffer, trial.whole, (0,), trial.frozen)
 
 
-def _optimizers(
+def _of_pipelines(
     blocks: Mapping[str, Any], place: BlockPlace, given: BlockInput, training: Training
-) -> list[tuple[int, int]]:
-    """Return what the optimizer remembers after an update, and the scratch that it may take, by pipeline."""
+) -> list[tuple[int, int, int]]:
+    """Return, by pipeline, what the optimizer remembers after an update, the scratch that it may take, and its rows."""
     training = training._replace(options=training.options.changed(recompute="none"))
     parallel = training.options.data_parallel
     if parallel.sharding in (None, "none"):
@@ -122,9 +125,18 @@ def _optimizers(
         with closing(StageTrial(blocks, place, training, pipeline=pipeline)) as trial:
             weights = trial.weights
             if not isinstance(weights, TrainedWeights) or weights.updater.optimizer is None:
-                found.append((0, 0))
+                found.append((0, 0, 0))
                 continue
             trial.update(given, clips=False)
-            scratch = Scratch(weights.store.own_layout, is_separable(weights.updater.optimizer)).nbytes
-            found.append((sum(tensor.nbytes for tensor in weights.updater.tensors), scratch))
+            layout, optimizer = weights.store.own_layout, weights.updater.optimizer
+            scratch = Scratch(layout, is_separable(optimizer)).nbytes if _takes_scratch(training, optimizer) else 0
+            found.append((sum(tensor.nbytes for tensor in weights.updater.tensors), scratch, layout.nbytes))
     return found
+
+
+def _takes_scratch(training: Training, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether updates may take a scratch; where passes read ahead, if the values before an update are asked for."""
+    if training.correction is None:
+        return True
+    corrector = training.correction.on(Layout({}), StagePlace(0, 1, 1, 1.0, ""))
+    return not corrector.reads_ahead or corrector.looks_back(optimizer)

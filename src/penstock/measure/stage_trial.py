@@ -24,6 +24,7 @@ from penstock.stage.loss import LossFunction
 from penstock.stage.rng import RngKey
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.stage.untrained_stage_weights import StageWeights
+from penstock.weights.corrections.base import Correction
 from penstock.weights.mixed_store import MixedStore
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.sharded_store import ShardedStore
@@ -64,11 +65,13 @@ class Training(NamedTuple):
     Attributes:
         loss, optimizer: as of `penstock.runtime.pipeline.Pipeline`.
         options: of passes and updates; those that divide the model or the batch must have their defaults.
+        correction: of staleness, which may ask for the values before an update.
     """
 
     loss: LossFunction
     optimizer: OptimizerFactory
     options: PipelineOptions
+    correction: Correction | None = None
 
 
 class Trial(NamedTuple):

@@ -43,12 +43,12 @@ class DataParallel(ShortRepr):
         sharding: what of the state of each stage the pipelines divide among them, by rows of each parameter: "none";
             "optimizer", the optimizer's states (ZeRO-1); "gradients", also the sums of gradients, so that half as much
             travels for them (ZeRO-2). Each pipeline updates its rows, and a gather completes the weights. "full", also
-            the weights (ZeRO-3), for methods that flush: a stage is whole only for the passes between a gather and a
-            release, and between two runs. All numbers are those of "none", bit for bit, but for torch's fused kernels
-            (fused=True), which may round an element otherwise in another place. Optimizers that look at whole
-            parameters, such as Muon, get these, dealt out by size, in place of rows; those of classes that are not
-            known here are refused. None: what the method has by itself ("none" for all but `layered` and its kin), or
-            the schedule that is given.
+            the weights (ZeRO-3), for methods that flush and 2bw-layered: a stage is whole only for the passes between a
+            gather and a release, and between two runs. All numbers are those of "none", bit for bit, but for torch's
+            fused kernels (fused=True), which may round an element otherwise in another place. Optimizers that look at
+            whole parameters, such as Muon, get these, dealt out by size, in place of rows; those of classes that are
+            not known here are refused. None: what the method has by itself ("none" for all but `layered` and its kin),
+            or the schedule that is given.
 
     Raises:
         ConfigError: a width below 1, or an unknown way to add gradients, to agree or to divide.

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.comm.core.rank_grid import check_group, rank_grid, warn_if_alone
 from penstock.comm.device_mesh import from_mesh
-from penstock.errors import CapabilityError, ConfigError
+from penstock.errors import ConfigError
 from penstock.options.all_options import PipelineOptions
 from penstock.options.divergence import Divergence
 from penstock.options.number_formats import PrecisionName
@@ -30,13 +30,13 @@ from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
 from penstock.runtime.plan.plan import UnprovenPlan
 from penstock.runtime.plan.schedule_from_arguments import Chosen, default_stages, request_for, with_asked_in_flight
 from penstock.runtime.plan.schedule_from_other_rank import ranks_of
+from penstock.runtime.plan.sharding_limits import check_shown
 from penstock.runtime.rank.snapshot import Saving, check_saving
 from penstock.runtime.saved_states import SavedStates
 from penstock.runtime.setup.model_and_optimizer_check import blocks_of
 from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.runtime.training_run import TrainingRun
 from penstock.schedule.ir.schedule import Schedule
-from penstock.schedule.ir.sharding import Level
 from penstock.schedule.proof.proof import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.loss import LossFunction, check_loss
@@ -301,15 +301,12 @@ class Pipeline(SavedStates, UserAdvice):
 
         Raises:
             ConfigError: it is no function; within a run, it has written into the weights.
-            CapabilityError: with sharding in low precision no pipeline has the weights that it would be shown.
+            CapabilityError: with sharding in low precision, or under a method that reads ahead, no pipeline has the
+                weights that it would be shown.
         """
         if not callable(hook):
             raise ConfigError(f"on_update takes a function, (update, weights) -> None; got {hook!r:.80}")
-        if self._plan.options.precision.low is not None and self.schedule.sharding.level is not Level.NONE:
-            raise CapabilityError(
-                "on_update: with sharding in low precision no pipeline has the weights in float32 after an update, but "
-                "its rows of them; set sharding to none, or read the weights between two runs"
-            )
+        check_shown(self.schedule, self._plan.options)
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = hook
         return handle

@@ -16,6 +16,7 @@ from penstock.runtime.in_flight.pass_and_message_times import measured_by_all
 from penstock.runtime.inspection import Inspection
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.plan.schedule_from_arguments import Chosen, request_for
+from penstock.runtime.plan.sharding_limits import check_shown
 from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.schedule.rank_schedule import Json
 from penstock.weights.corrections.base import Correction
@@ -50,7 +51,8 @@ class Switching(Inspection):
         Raises:
             ConfigError: the schedule has other stages, or other ranks for them, or takes other batches; or ranks were
                 given different schedules.
-            CapabilityError: the runtime does not offer it, or the optimizer cannot step under it.
+            CapabilityError: the runtime does not offer it, or the optimizer cannot step under it, or functions given to
+                `on_update` could not be shown the weights.
         """
         self._spans.life.check_idle()
         if evaluate is not None:
@@ -63,6 +65,8 @@ class Switching(Inspection):
 
     def _continue(self, plan: PipelinePlan, evaluate: Evaluating | None) -> None:
         """Continue under a plan that may follow the present one."""
+        if self._hooks:
+            check_shown(plan.schedule, plan.options)
         for state in self._ranks:
             state.check_switch(plan.proof, plan.options.staleness.correction)
         self._take(plan, evaluate)

@@ -9,17 +9,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import ConfigError
 from penstock.options.updates import UpdateOptions
 from penstock.schedule.ir.schedule import Copy
 from penstock.stage.untrained_stage_weights import StageWeights
 from penstock.weights.corrections.base import Corrector
 from penstock.weights.decision import Decision
-from penstock.weights.fully_sharded_store import FullyShardedStore
 from penstock.weights.memory.buffers import Buffer, Handle
 from penstock.weights.memory.emulated_delay_buffers import OlderVersions
 from penstock.weights.memory.sharded_buffer import DividedRows
 from penstock.weights.memory.squared_norm import squared_norm
 from penstock.weights.memory.user_parameter_hooks import ParameterHooks
+from penstock.weights.optim.step_hooks import HOOKS_ON_ROWS, hooks_take_rows
 from penstock.weights.provisional_update import Provisional
 from penstock.weights.replica_averaging import Agreement
 from penstock.weights.sharded_store import ShardedStore
@@ -151,7 +152,7 @@ class TrainedWeights(StageWeights):
         if self.older is not None:
             self.older.keep(batch, self.store.versions[batch].views)
         stepped = self.corrector.stepped if self.corrector is not None and self.corrector.watches else None
-        if self.corrector is not None and factor:
+        if self.corrector is not None and self.corrector.compares and factor:
             self.corrector.before_step(self.store.gradient(batch), self.store.master, factor)
         ahead = self.corrector.ahead if self.corrector is not None and self.corrector.reads_ahead else None
         self.store.update(batch, VersionStep(self.updater, factor, stepped, ahead), keeps_old)
@@ -162,8 +163,8 @@ class TrainedWeights(StageWeights):
         if factor and self.average_rows is not None and self.store.rows is not None:
             self.average_rows.own.approach(self.store.rows.own, self._towards)
 
-    def version_shards(self, version: int) -> list[list[Tensor]]:
-        """Return the memory of a version of which only the own shard has been written, by owner."""
+    def version_shards(self, version: int) -> list[list[Tensor]] | None:
+        """Return the memory of a version of which only the own shard is there, by owner; None if it is whole."""
         assert isinstance(self.store, ShardedStore)
         return self.store.version_shards(version)
 
@@ -177,14 +178,18 @@ class TrainedWeights(StageWeights):
     # --- weights as shards ------------------------------------------------------------------------------------------
 
     def release(self, version: int) -> None:
-        """Give the memory of a gathered version back."""
-        assert isinstance(self.store, FullyShardedStore)
+        """Give the memory of a gathered version back, or of what an evaluation has read."""
+        assert isinstance(self.store, ShardedStore)
         self.store.release(version)
 
-    @property
-    def gathered(self) -> bool:
-        """Whether the newest version is whole, or is being gathered."""
-        return not isinstance(self.store, FullyShardedStore) or self.store.gathered.allocated
+    def is_whole(self, version: int) -> bool:
+        """Return whether the version that an evaluation reads is whole, or is being gathered."""
+        return not isinstance(self.store, ShardedStore) or self.store.is_whole(version)
+
+    def evaluation_shards(self, version: int) -> list[list[Tensor]] | None:
+        """Allocate what evaluations read, where it is not whole; returns its memory, by owner of the rows."""
+        assert isinstance(self.store, ShardedStore)
+        return self.store.evaluation_shards(version)
 
     @property
     def keeps_average(self) -> bool:
@@ -226,6 +231,16 @@ class TrainedWeights(StageWeights):
         if self.average_rows is not None:
             self.average = self.average_rows.whole
 
+    def fit_average(self) -> None:
+        """Keep rows of the average where weights are rows while a span trains, and all of it elsewhere."""
+        rows = self.store.rows if isinstance(self.store, ShardedStore) else None
+        if (rows is None) is (self.average_rows is None):
+            return
+        if rows is None:
+            self.average_rows = None
+        elif self.average is not None and isinstance(self.store, ShardedStore):
+            self.average_rows = DividedRows(self.average, self.store.layout, self.store.shards)
+
     # --- updates that may be taken back -----------------------------------------------------------------------------
 
     def try_step(self, batch: int, factor: float) -> None:
@@ -264,7 +279,14 @@ class TrainedWeights(StageWeights):
     # --- between spans ----------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Adopt what was written into the newest version, and what was set in the optimizer, between two runs."""
+        """Adopt what was written into the newest version, and what was set in the optimizer, between two runs.
+
+        Raises:
+            ConfigError: the optimizer steps rows, and has got step hooks since it was made.
+        """
+        optimizer = self.updater.optimizer
+        if isinstance(self.store, ShardedStore) and optimizer is not None and not hooks_take_rows(optimizer):
+            raise ConfigError(f"{self.store.where}: {self.updater.name} {HOOKS_ON_ROWS}")
         self.updater.rates.take_over(self.updater.updates)
         self.store.refresh()
         if self.watch is not None and self.watch.written:

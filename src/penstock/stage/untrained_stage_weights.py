@@ -98,8 +98,8 @@ class StageWeights:
             keeps_old: version `batch` stays readable, so the new one is written over the gradient.
         """
 
-    def version_shards(self, version: int) -> list[list[Tensor]]:
-        """Return the memory of a version of which only the own shard has been written, by owner."""
+    def version_shards(self, version: int) -> list[list[Tensor]] | None:
+        """Return the memory of a version of which only the own shard is there, by owner; None if it is whole."""
         return []
 
     def complete(self, version: int) -> None:
@@ -108,10 +108,13 @@ class StageWeights:
     def release(self, version: int) -> None:
         """Give the memory of a gathered version back, where weights are shards."""
 
-    @property
-    def gathered(self) -> bool:
-        """Whether the newest version is whole, or is being gathered."""
+    def is_whole(self, version: int) -> bool:
+        """Return whether the version that an evaluation reads is whole, or is being gathered."""
         return True
+
+    def evaluation_shards(self, version: int) -> list[list[Tensor]] | None:
+        """Allocate what evaluations read, where it is not whole; returns its memory, by owner of the rows."""
+        return []
 
     @property
     def keeps_average(self) -> bool:

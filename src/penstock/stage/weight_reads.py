@@ -149,7 +149,7 @@ class ForwardWeightReads(WeightReads):
 
     def after_backward(self, flight: InFlightMicrobatch) -> None:
         """Notify the corrector, while the weights of the forward are still alive."""
-        if self._corrector is not None:
+        if self._corrector is not None and self._corrector.compares:
             self._corrector.backward_done(self._updater, flight.weights.whole, self._store.master)
 
     def _name(self, flight: InFlightMicrobatch) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.schedule.proof.proof import StageFacts
 from penstock.weights.memory.buffers import Buffer, Layout
-from penstock.weights.store import GivenWeights, VersionStore
+from penstock.weights.store import VersionStore
 from penstock.weights.updates.version_step import VersionStep
 
 
@@ -28,10 +28,8 @@ class CastVersions(VersionStore):
             return  # what passes read is no cast of them
         self.versions[self.newest].load(self.master.views)
 
-    def restart(self, batch: int, given: GivenWeights) -> None:
-        """Replace all weights: the newest in full precision, the others as passes read them."""
-        self.master.load(given.newest)
-        super().restart(batch, given._replace(newest=self.master.views))
+    def _keep_weights(self, wanted: bool) -> None:
+        """Do nothing: the master copy is there anyway."""
 
     def resize(self, facts: StageFacts, alive: Iterable[int]) -> None:
         """Hold as many versions, gradients and copies as another schedule needs, while nothing is in flight."""
@@ -104,12 +102,9 @@ class MixedStore(CastVersions):
         self._free_gradients = kept + [Buffer(self.layout, name) for name in names]
 
     @property
-    def master(self) -> Buffer:
+    def master_copy(self) -> Buffer:
         """The float32 master copy, which the optimizer steps."""
         return self._master
-
-    def _keep_weights(self, wanted: bool) -> None:
-        """Do nothing: the master copy is there anyway."""
 
     def update(self, batch: int, step: VersionStep, keeps_old: bool) -> None:
         """Create version batch + 1: step the master copy and cast it, or what passes read ahead of it."""

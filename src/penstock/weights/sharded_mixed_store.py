@@ -17,7 +17,7 @@ from penstock.schedule.ir.sharding import Level
 from penstock.schedule.proof.proof import StageFacts
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.memory.resized_buffer import ResizedBuffer
-from penstock.weights.memory.row_shards import OwnRows, Steppable
+from penstock.weights.memory.row_shards import OwnRows
 from penstock.weights.memory.sharded_buffer import DividedRows
 from penstock.weights.mixed_store import CastVersions, low_copies
 from penstock.weights.sharded_store import ShardedStore, allocated
@@ -79,32 +79,24 @@ class ShardedMixedStore(CastVersions, ShardedStore):
         return self.master_rows
 
     @property
-    def master(self) -> Buffer:
-        """The master copy, which is whole between two runs only."""
-        assert self.master_rows.whole is not None, "a span trains"
-        return self.master_rows.whole
-
-    def own_of(self, buffer: Buffer) -> Steppable:  # noqa: ARG002  # there is one
-        """Return the own rows of the master copy."""
-        return self.master_rows.own
-
-    @property
     def storages(self) -> set[int]:
         """Return the identities of all its storages."""
-        held = (self.master_rows.own, *self._idle_gradients)
-        return super().storages.union(*(buffer.storages for buffer in held))
+        return super().storages.union(*(buffer.storages for buffer in self._idle_gradients))
 
     def update(self, batch: int, step: VersionStep, keeps_old: bool) -> None:
-        """Step the own rows of the master copy, and cast them into those of the new version."""
-        assert step.ahead is None, "passes that read ahead need whole weights"
+        """Step the own rows of the master copy, and cast them, or what passes read ahead, into the new version's."""
         settled = batch == self._settled
         gradient = self._finish(batch)
         source = self._sums if settled and self._sums is not None else OwnRows(gradient, self.shards)
-        step.in_place(self.master_rows.own, source)
         buffer = self._take(f"version {batch + 1}") if keeps_old else self.versions.pop(batch)
-        buffer.rewrite()
         self.versions[batch + 1] = buffer
-        self._write_own(buffer)
+        if step.ahead is not None:
+            step.with_forecast(self.master_rows.own, source, OwnRows(buffer, self.shards))
+            self.incomplete.add(batch + 1)
+        else:
+            step.in_place(self.master_rows.own, source)
+            buffer.rewrite()
+            self._write_own(buffer)
         self._put_gradient(gradient)
         self._stepped(batch)
 

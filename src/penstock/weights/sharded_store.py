@@ -9,6 +9,10 @@ version is written over them, and the gather over the rest: three buffers stay t
 A rank that may not have all of its gradients at full size at once keeps the rows of a sum elsewhere, 4/w bytes per
 parameter, and frees the gradient until the next batch, or until the next microbatches of the same one: then there are
 several REDUCEs, each of which adds a part of the sum.
+
+Where passes read predictions, the newest weights are none of the versions: each pipeline keeps its rows of them, 4/w
+bytes per parameter, and an update writes the own rows of what it predicts over the gradient. Between two runs the
+newest weights are whole, as are those of an evaluation within a run as long as it takes.
 """
 
 from __future__ import annotations
@@ -57,6 +61,7 @@ class ShardedStore(VersionStore):
         self._sums: Buffer | None = None
         self._settled: int | None = None  # the batch whose sum is there
         self.parts = 1
+        self._newest_rows: DividedRows | None = None  # of the newest weights, where passes read ahead of them
         self._reduced: Counter[int] = Counter()  # the parts that are being added up, or have been, by batch
         self._shut: set[int] = set()  # batches of whose gradient the last part is among them
 
@@ -75,7 +80,27 @@ class ShardedStore(VersionStore):
     @property
     def rows(self) -> DividedRows | None:
         """The weights that are stepped, where they are rows while a span trains; None where they stay whole."""
-        return None
+        return self._newest_rows
+
+    def _keep_weights(self, wanted: bool) -> None:
+        """Keep rows of the newest weights, or make a version of them; with nothing in flight."""
+        newest, self._newest_rows = self.master, None
+        if wanted:
+            whole = Buffer(self.layout, f"newest weights of {self.where}")
+            whole.load(newest.views)
+            self._newest_rows = DividedRows(whole, self.layout, self.shards)
+
+    @property
+    def master_copy(self) -> Buffer | None:
+        """The newest weights where no version is made of them; whole between two runs, and in an evaluation."""
+        rows = self.rows
+        assert rows is None or rows.whole is not None, "a span trains"
+        return None if rows is None else rows.whole
+
+    @property
+    def storages(self) -> set[int]:
+        """Return the identities of all its storages."""
+        return super().storages | (set() if self.rows is None else self.rows.own.storages)
 
     @property
     def divided(self) -> bool:
@@ -94,6 +119,18 @@ class ShardedStore(VersionStore):
     def completed(self) -> None:
         """Show whole weights until the next span."""
 
+    def is_whole(self, version: int) -> bool:  # noqa: ARG002  # it is the newest
+        """Return whether the version that an evaluation in a run reads is whole, or is being gathered."""
+        return not (self.reads_ahead and self.divided)
+
+    def evaluation_shards(self, version: int) -> list[list[Tensor]] | None:  # noqa: ARG002  # as above
+        """Allocate the newest weights for an evaluation in a run; returns their memory, by owner of the rows."""
+        return self.end_run()
+
+    def release(self, version: int) -> None:  # noqa: ARG002  # as above
+        """Give the memory of what an evaluation has read back."""
+        self.begin_run()
+
     def newest_tensors(self) -> dict[str, Tensor]:
         """Return the parameters of the newest version, by name; they share its memory.
 
@@ -102,8 +139,7 @@ class ShardedStore(VersionStore):
         """
         if self.divided:
             raise VersionError(
-                f"{self.where}: with this sharding and precision the weights are whole between two runs only; read "
-                "them there"
+                f"{self.where}: the weights are sharded, and whole between two runs only; read them there"
             )
         return super().newest_tensors()
 
@@ -142,8 +178,8 @@ class ShardedStore(VersionStore):
         return Buffer(self.own_layout, f"summed gradients of {self.where}") if self.keeps_sums_apart else None
 
     def own_of(self, buffer: Buffer) -> Steppable:
-        """Return what of a buffer the optimizer of this holder steps: its rows."""
-        return OwnRows(buffer, self.shards)
+        """Return what of a buffer the optimizer of this holder steps: its rows, of the weights that are divided."""
+        return OwnRows(buffer, self.shards) if self.rows is None else self.rows.own
 
     @property
     def own_layout(self) -> Layout:
@@ -207,13 +243,20 @@ class ShardedStore(VersionStore):
 
     # --- versions ---------------------------------------------------------------------------------------------------
 
-    def version_shards(self, version: int) -> list[list[Tensor]]:
-        """Return the memory of a version that is to be completed, by owner of what is in it."""
+    @property
+    def older_rows(self) -> Mapping[int, Mapping[str, Tensor]]:
+        """The own rows of versions before the newest, by version and name, where these are rows; else nothing."""
+        return {}
+
+    def version_shards(self, version: int) -> list[list[Tensor]] | None:
+        """Return the memory of a version that is to be completed, by owner of what is in it; None if it is whole."""
         return self.shards.flat(self.versions[version].views)
 
     def update(self, batch: int, step: VersionStep, keeps_old: bool) -> None:
         """Write the own rows of version batch + 1; `complete` says when the rest is there."""
-        if batch == self._settled and self._sums is not None:
+        if step.ahead is not None:
+            self._step_ahead(batch, step, keeps_old)
+        elif batch == self._settled and self._sums is not None:
             gradient = self._finish(batch)
             self._step_in_place(batch, step, self._sums)
             self._put_gradient(gradient)
@@ -221,6 +264,15 @@ class ShardedStore(VersionStore):
             super().update(batch, step, keeps_old)
         self._stepped(batch)
         self.incomplete.add(batch + 1)
+
+    def _step_ahead(self, batch: int, step: VersionStep, keeps_old: bool) -> None:
+        """Step the own rows of the newest weights, and write what passes read over those of the gradient."""
+        assert self._newest_rows is not None
+        gradient = self.versions[batch + 1] = self._finish(batch)
+        rows = OwnRows(gradient, self.shards)
+        step.with_forecast(self._newest_rows.own, rows, rows)
+        if not keeps_old:
+            self.retain(self.versions.keys() - {batch})
 
     def _stepped(self, batch: int) -> None:
         """Forget the sums of a batch that is updated."""
@@ -263,6 +315,9 @@ class ShardedStore(VersionStore):
     def bytes_by_role(self) -> dict[str, int]:
         """Return the bytes of weights, gradients, sums and idle buffers."""
         roles, size = super().bytes_by_role(), self.layout.nbytes
+        if self._newest_rows is not None:
+            rows = self._newest_rows
+            roles |= {"master weights": rows.own.nbytes, "weights between runs": rows.whole_nbytes}
         if self._sums is not None:
             full = sum(allocated(gradient) for gradient in self.gradients.values())
             roles |= {"gradients": size * full, "summed gradients": self._sums.nbytes}

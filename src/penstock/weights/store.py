@@ -216,8 +216,8 @@ class VersionStore:
         """Replace all weights, while nothing is in flight; the newest version is `batch`."""
         self.retain(())
         self.derived.forget()
-        if self._weights is not None:
-            self._weights.load(given.newest)
+        if self.master_copy is not None:
+            self.master_copy.load(given.newest)
         for version, tensors in ((batch, given.ahead or given.newest), (batch - 1, given.older)):
             if tensors is not None:
                 self.versions[version] = self._take(f"version {version}")
@@ -256,9 +256,14 @@ class VersionStore:
         return {name: copied(view) for name, view in self.master.views.items()}
 
     @property
+    def master_copy(self) -> Buffer | None:
+        """The newest weights, where passes read no version of them in the same memory."""
+        return self._weights
+
+    @property
     def master(self) -> Buffer:
         """The buffer that the optimizer steps: the newest weights."""
-        return self.versions[self.newest] if self._weights is None else self._weights
+        return self.versions[self.newest] if self.master_copy is None else self.master_copy
 
     @property
     def held(self) -> Mapping[str, Tensor]:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, VersionError
+from penstock.weights.memory.buffers import NOT_WHOLE
 from penstock.weights.store import VersionStore
 
 UpdateHook = Callable[[int, Mapping[str, Tensor]], object]
@@ -20,7 +21,10 @@ def call_hooks(hooks: UpdateHooks, update: int, store: VersionStore) -> None:
 
     Raises:
         ConfigError: one has written into them.
+        VersionError: they are not whole, so that reading them would crash the process.
     """
+    if store.master.epoch == NOT_WHOLE:
+        raise VersionError(f"{store.where}: functions given to on_update are to be called while weights are not whole")
     for hook in tuple(hooks.values()):
         before = [flat._version for flat in store.master.flats]
         hook(update, {name: view.detach() for name, view in store.master.views.items()})

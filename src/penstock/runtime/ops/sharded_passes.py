@@ -24,13 +24,16 @@ class _Held(Consumer):
 
     def run(self, t: int) -> Iterator[Wait] | None:
         """Run it at once where everything is there."""
-        if self._gathers.ready(self.action.stage, self._batch(t)):
+        if self._gathers.ready(self.action.stage, self._version(t), self._batch(t)):
             return super().run(t)
         return self._run_held(t)
 
     def _run_held(self, t: int) -> Iterator[Wait]:
-        yield from self._gathers.before_pass(self.action.stage, self._batch(t), self.turn(t))
+        yield from self._gathers.before_pass(self.action.stage, self._version(t), self._batch(t), self.turn(t))
         yield from super().run(t) or ()
+
+    def _version(self, t: int) -> int:
+        return self._span.start + max(self._versions[0] + t, self._span.older)
 
     def _batch(self, t: int) -> int | None:
         return self._span.start + t + self._offset if self._adds else None

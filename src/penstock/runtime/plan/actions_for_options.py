@@ -148,6 +148,12 @@ def _sharding(plain: Schedule, wanted: str | Sharding | None) -> Sharding:
     return REPLICATED
 
 
+def _sharding_of_versions(schedule: Schedule) -> str:
+    """What is sharded; where that is all versions, also under which rule, as then it says how many there are."""
+    level = schedule.sharding.level
+    return f"{level} under rule {schedule.rule}" if level is Level.FULL else str(level)
+
+
 def check_same_places(present: Schedule, other: Schedule) -> None:
     """Make sure that stages need not move, and that a batch is divided in the same way.
 
@@ -163,7 +169,7 @@ def check_same_places(present: Schedule, other: Schedule) -> None:
         "what stages hand on to which": (sorted(present.edges), sorted(other.edges)),
         "frozen stages": (sorted(present.frozen), sorted(other.frozen)),
         "slices of a sequence": (present.slices, other.slices),
-        "sharding": (str(present.sharding.level), str(other.sharding.level)),
+        "sharding": (_sharding_of_versions(present), _sharding_of_versions(other)),
     }
     for what, (here, there) in differences.items():
         if here != there:

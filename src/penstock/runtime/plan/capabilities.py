@@ -13,7 +13,6 @@ from penstock.options.passes import Recompute
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.runtime.ops.handlers import HANDLERS
 from penstock.schedule.ir.schedule import Kind, Op, Schedule, passes
-from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
@@ -38,11 +37,6 @@ def check_offered(schedule: Schedule, combine: Combine = REDUCE) -> None:
     """
     whole = [action for program in schedule.programs for part in program for action in part]
     actions = [p for action in whole for p in passes(action)]
-    if schedule.sharding.level is Level.FULL and schedule.rule != "flush":
-        raise CapabilityError(
-            f"{schedule.name}: sharding full where batches overlap is computed and simulated (penstock simulate), not "
-            "yet run; take layered, which flushes, or 2bw with sharding=gradients"
-        )
     missing = sorted(op.value for op in {a.op for a in (*whole, *actions)} - _OPS)
     if not combine.apart and any(a.op is Op.AVERAGE for a in actions):
         raise CapabilityError(

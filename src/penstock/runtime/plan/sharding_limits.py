@@ -6,6 +6,10 @@ from penstock.errors import CapabilityError, ConfigError
 from penstock.options.all_options import PipelineOptions
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Level
+from penstock.schedule.ir.version_rules import RULES, Update
+from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.methods.table import METHODS
+from penstock.schedule.transforms.sharding import sharding_fault
 
 
 def check_sharding(schedule: Schedule, options: PipelineOptions) -> None:
@@ -16,12 +20,17 @@ def check_sharding(schedule: Schedule, options: PipelineOptions) -> None:
         options: of the pipeline.
 
     Raises:
-        ConfigError: there is nobody to divide it among, or another option speaks against it.
+        ConfigError: the method does not go with it, there is nobody to divide it among, or another option speaks
+            against it.
         CapabilityError: the runtime does not offer it.
     """
     level, parallel = schedule.sharding.level, options.data_parallel
     if level is Level.NONE:
         return
+    method = METHODS.get(schedule.name)
+    fault = sharding_fault(schedule.rule, level, in_turns=method is not None and method.in_turns)
+    if fault is not None:  # an own order, or a schedule from a file, has been looked at itself
+        raise ConfigError(f"{schedule.name}: {fault}")
     who = f"{schedule.name}: sharding {level}"
     if parallel.width == 1:
         raise ConfigError(
@@ -35,15 +44,38 @@ def check_sharding(schedule: Schedule, options: PipelineOptions) -> None:
         )
     if parallel.fast and level.splits_gradients:
         raise ConfigError(f"{who} adds gradients in the order of the pipelines; set reduce to ordered")
-    missing = _missing(schedule, options)
+    missing = _missing(schedule, level, options)
     if missing is not None:
         raise CapabilityError(f"{who} is not offered {missing}")
 
 
-def _missing(schedule: Schedule, options: PipelineOptions) -> str | None:
+def check_shown(schedule: Schedule, options: PipelineOptions) -> None:
+    """Make sure that functions given to `on_update` can be shown whole weights.
+
+    Raises:
+        CapabilityError: no pipeline has them after an update.
+    """
+    level = schedule.sharding.level
+    ahead = CORRECTIONS[options.staleness.correction_name].reads_ahead
+    ahead |= level is Level.FULL and RULES[schedule.rule].update is Update.ROTATE  # of the version that is whole
+    if level is not Level.NONE and (options.precision.low is not None or ahead):
+        raise CapabilityError(
+            "on_update: with sharding in low precision, or where passes read other weights than the newest, no "
+            "pipeline has the weights in float32 after an update, but its rows of them; set sharding to none, or read "
+            "the weights between two runs"
+        )
+
+
+def _missing(schedule: Schedule, level: Level, options: PipelineOptions) -> str | None:
     """Say with what the runtime does not offer the sharding of a schedule yet; None if it does."""
-    if options.staleness.correction is not None or options.staleness.chosen:
-        return "with corrections of staleness or chosen delays yet; take 2bw or a method that flushes, or sharding none"
+    correction = options.staleness.correction
+    if correction is not None and (level is Level.FULL or sharding_fault(schedule.rule, level, correction.name)):
+        return (
+            f"with correction {correction.name!r} yet, which is not known to work on a shard of a stage alone; take "
+            "2bw or a method that flushes, or sharding none"
+        )
+    if options.staleness.chosen:
+        return "with chosen delays yet; take 2bw or a method that flushes, or sharding none"
     if schedule.directions > 1:
         return "where a pipeline holds stages twice yet; take 1f1b or interleaved, or sharding none"
     return None

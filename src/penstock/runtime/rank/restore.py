@@ -91,7 +91,7 @@ def _belongs(saved: str, blocks: Mapping[str, Any]) -> bool:
 def has_older(saved: SavedState, correction: str) -> bool:
     """Return whether a saved state has what passes read before the newest version, under this correction."""
     ahead = correction in CORRECTIONS and CORRECTIONS[correction].reads_ahead
-    kinds = ("older/", "older~", "ahead.1/") if ahead else ("older/", "older~")
+    kinds = ("older/", "older@", "older~", *(("ahead.1/",) if ahead else ()))
     return any(name.startswith(kinds) for name in saved.names)
 
 

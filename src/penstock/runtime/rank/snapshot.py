@@ -6,16 +6,15 @@ passes of batch B that are in flight are repeated when training resumes. Module 
 stage's first forward of batch B. Random numbers depend on the batch alone, so no state of a generator is saved.
 
 Names in a snapshot: `weights/NAME` (newest, in full precision), `older/NAME` (the version before), `delayed.K/NAME`
-(the K-th version before the newest, where passes read with a delay of K or more), `average/NAME`,
-`ahead/NAME` and `ahead.1/NAME` (what passes read of the newest version and the one before, where they read ahead),
-`motion/NAME` (how the weights move, and others of a correction),
-`fixed/NAME` (frozen parameters and persistent buffers; `fixed.1/NAME` for the second stage that holds them, in another
-pipeline or in another direction of the same one, and so on) and
+(the K-th version before the newest, where passes read with a delay of K or more), `average/NAME`, `ahead/NAME` and
+`ahead.1/NAME` (what passes read of the newest version and the one before, where they read ahead), `motion/NAME` (how
+the weights move, and others of a correction), `fixed/NAME` (frozen parameters and persistent buffers; `fixed.1/NAME`
+for the second stage that holds them, in another pipeline or in another direction of the same one, and so on) and
 `optimizer/KIND/NAME`, where NAME is that of a parameter, the same at every depth; where pipelines have divided it by
-rows, `optimizer/KIND@8/NAME` has those of one of them, from row 8 on, and so have `weights@8/NAME` and
-`average@8/NAME` where weights are divided, too. Where processes share stages by tensor parallelism, each has parts, as
-in `weights~0.3.1of2/NAME` and `optimizer/KIND~0.3.1of2/NAME`: of dimension 0, which consists of 3 sections, the second
-of 2 parts (`penstock.runtime.rank.tensor_pieces`). Of values that are not tensors,
+rows, `optimizer/KIND@8/NAME` has those of one of them, from row 8 on, and so have `weights@8/NAME` and `average@8/NAME`
+where weights are divided, too, and `older@8/NAME` where all versions are. Where processes share stages by tensor
+parallelism, each has parts, as in `weights~0.3.1of2/NAME` and `optimizer/KIND~0.3.1of2/NAME`: of dimension 0, which
+consists of 3 sections, the second of 2 parts (`penstock.runtime.rank.tensor_pieces`). Of values that are not tensors,
 `setting/KEY/NAME` was set by hand in the parameter group of NAME between two runs. Where parallel pipelines have
 weights of their own, `weights.1/NAME`, `older.1/NAME` and `optimizer.1/KIND/NAME` are those of the second pipeline, and
 so on; weights are left out when pipelines have just met and agree. `common/NAME` and `momentum/NAME` are what they
@@ -164,14 +163,15 @@ def take_snapshot(
     values: dict[str, Any] = {}
     weights = stage.weights
     if (not stage.place or _has_own(stage)) and isinstance(weights, TrainedWeights):
-        if older is None and batch - 1 in weights.store.versions:
+        rows_alone = isinstance(weights.store, ShardedStore) and batch - 1 in weights.store.older_rows
+        if older is None and batch - 1 in weights.store.versions and not rows_alone:
             older = weights.store.copies(batch - 1)
         settled = torch.clone if side is None or weights.agreement is not None else torch.Tensor.detach
         _add_trained(weights, batch, older or {}, tensors, values, facts, settled)
     elif isinstance(weights, TrainedWeights) and isinstance(weights.store, ShardedStore):
         settled = torch.clone if side is None else torch.Tensor.detach
         rows, values = _optimizer_state(weights, settled)
-        tensors |= rows | _rows_of_weights(weights, settled)
+        tensors |= rows | _rows_of_weights(weights, settled) | _older_rows(weights, batch)
     division = stage.module.division
     names = own_pieces(division, tensors)
     tensors = {names[name]: tensor for name, tensor in tensors.items() if name in names}
@@ -219,7 +219,7 @@ def _add_trained(
     elif not own or apart:
         tensors |= {f"weights{own}/{name}": tensor for name, tensor in store.newest_copies(settled).items()}
     read_before = "ahead.1" if store.reads_ahead else f"older{own}"
-    tensors |= {f"{read_before}/{name}": tensor for name, tensor in older.items()}
+    tensors |= {f"{read_before}/{name}": tensor for name, tensor in older.items()} | _older_rows(weights, batch)
     if store.reads_ahead:
         tensors |= {f"ahead/{name}": tensor for name, tensor in store.copies(batch).items()}
     for kept, found in zip((tensors, values), _optimizer_state(weights, settled, own), strict=True):
@@ -253,6 +253,14 @@ def _rows_of_weights(weights: TrainedWeights, settled: Callable[[Tensor], Tensor
         rows = weights.average_rows.present
         found |= {store.shards.saved_as("average", name): settled(view) for name, view in rows.items()}
     return found
+
+
+def _older_rows(weights: TrainedWeights, batch: int) -> dict[str, Tensor]:
+    """Return copies of the own rows of the version before the newest, where these are all that is here of it."""
+    store = weights.store
+    if not isinstance(store, ShardedStore) or batch - 1 not in store.older_rows:
+        return {}
+    return {store.shards.saved_as("older", name): t.clone() for name, t in store.older_rows[batch - 1].items()}
 
 
 def _optimizer_state(

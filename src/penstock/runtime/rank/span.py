@@ -171,9 +171,9 @@ class RankSpan:
             stage: which.
             what: comes next, for messages.
         """
-        if self.updates.gathers is not None:
+        if self.updates.gathers is not None and not self.updates.gathers.full:
             version = yield from self.updates.gathers.wait(stage.runtime.key, what)
-            if version is not None and not self.updates.gathers.full:
+            if version is not None:
                 self.capture.after_step(stage.runtime, version)
 
     @property
@@ -182,8 +182,8 @@ class RankSpan:
         return [stage.runtime for _, stage in sorted(self.stages.items()) if stage.trained]
 
     def gather_rest(self, version: int, what: str) -> Generator[Wait, None, list[StageRuntime]]:
-        """Make the newest weights whole for an evaluation, where they are shards; returns what to `release` then."""
-        if self.updates.gathers is None or not self.updates.gathers.full:
+        """Make a version whole for an evaluation, where it is shards; returns what to `release` then."""
+        if self.updates.gathers is None:
             return []
         rest = yield from self.updates.gathers.gather_rest(self._trained, version, what)
         self.memory.record(optimizers=False)

@@ -11,14 +11,16 @@ from penstock.errors import CapabilityError
 from penstock.partition.tied import Tie
 from penstock.schedule.ir.schedule import Op, Stage
 from penstock.schedule.ir.sharding import Level
+from penstock.schedule.ir.version_rules import RULES, Update
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof.unsharded_peaks import sums_wait
 from penstock.stage.module import StageModule
-from penstock.weights.fully_sharded_store import FullyShardedExactStore, FullyShardedMixedStore
+from penstock.weights.fully_sharded.exact_versions import ExactShardsOfVersions
+from penstock.weights.fully_sharded.mixed_versions import MixedShardsOfVersions
+from penstock.weights.fully_sharded.one_version import FullyShardedExactStore, FullyShardedMixedStore
 from penstock.weights.memory.buffers import Buffer
-from penstock.weights.memory.sharded_buffer import DividedRows
 from penstock.weights.optim.optimizer_adapters import is_separable, name_of, takes_rows
-from penstock.weights.optim.step_hooks import hooks_take_rows
+from penstock.weights.optim.step_hooks import HOOKS_ON_ROWS, hooks_take_rows
 from penstock.weights.sharded_mixed_store import ShardedMixedStore
 from penstock.weights.sharded_store import ShardedStore
 from penstock.weights.store import VersionStore
@@ -38,6 +40,11 @@ def make_sharded_store(
         low: the precision of passes, if not that of the weights.
     """
     level, facts, where = proof.schedule.sharding.level, proof.stages[stage], module.where
+    overlapping = RULES[proof.schedule.rule].update is Update.ROTATE
+    if level is Level.FULL and overlapping:
+        if low is None:
+            return ExactShardsOfVersions(module.trained, facts.buffers, where, holders, place)
+        return MixedShardsOfVersions(module.trained, facts, where, holders, place, low, module.full)
     if level is Level.FULL:
         if low is None:
             return FullyShardedExactStore(module.trained, where, holders, place)
@@ -62,10 +69,7 @@ def divide_updates(store: ShardedStore, updater: Updater, ties: Sequence[Tie], s
     if updater.optimizer is None:
         return
     if not hooks_take_rows(updater.optimizer):
-        raise CapabilityError(
-            f"{store.where}: {updater.name} has step hooks, which would see rows of parameters only; leave them out, "
-            "or set sharding to none"
-        )
+        raise CapabilityError(f"{store.where}: {updater.name} {HOOKS_ON_ROWS}")
     whole = not takes_rows(updater.optimizer)
     store.divide(whole=whole)
     if ties and whole and store.splits_gradients:  # else every holder has the sums of all parameters
@@ -98,10 +102,8 @@ def fit_sums(store: VersionStore, proof: Proof, stage: Stage, low_precision: boo
         store.keep_sums_apart(sums_wait(proof.schedule, stage.rank, low_precision), max(parts, 1))
 
 
-def average_of(store: VersionStore, where: str) -> tuple[Buffer, DividedRows | None]:
-    """Return room for an average of the weights, which begins with them, and where these are rows in a run its rows."""
+def average_of(store: VersionStore, where: str) -> Buffer:
+    """Return room for an average of the weights, which begins with them."""
     average = Buffer(store.layout, f"average of {where}")
     average.load(store.master.views)
-    if not isinstance(store, ShardedStore) or store.rows is None:
-        return average, None
-    return average, DividedRows(average, store.layout, store.shards)
+    return average

@@ -218,9 +218,6 @@ class StageBuilder:
             divide_updates(store, updater, ties, stage)
         if module.division.splits and updater.optimizer is not None:
             check_steps_parts(updater.optimizer)
-        average, average_rows = None, None
-        if update.ema_decay is not None:
-            average, average_rows = average_of(store, module.where)
         elsewhere = {name for tie in ties for name in tie.names_at(stage.index) if tie.stages[0] != stage.index}
         if module.division.index:  # the first tensor rank counts what all have
             elsewhere |= module.trained.keys() - module.division.splits.keys()
@@ -228,8 +225,7 @@ class StageBuilder:
             store,
             updater,
             update,
-            average=average,
-            average_rows=average_rows,
+            average=None if update.ema_decay is None else average_of(store, module.where),
             counted_elsewhere=elsewhere,
             older=older,
             agreement=self._make_agreement(stage, store, updater),
@@ -279,6 +275,7 @@ class StageBuilder:
             corrector = weights.corrector = self._make_corrector(stage, weights, proof, correction)
             weights.apart = _steps_apart(proof)
             store.read_ahead(corrector is not None and corrector.reads_ahead)
+            weights.fit_average()
             fit_sums(store, proof, stage, self._low is not None)
             updater.follow(store.own_of(store.master))
             if store.reads_ahead:

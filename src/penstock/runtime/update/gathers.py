@@ -52,7 +52,7 @@ class Gathers:
         self._exchange, self._room, self._freed = exchange, room, freed
         self.full, self.splits_gradients = level is Level.FULL, level.splits_gradients
         self._pipeline, self._holders, self._recorder = pipeline, holders, recorder
-        self._begun: dict[Stage, tuple[StageRuntime, int, Ticket]] = {}
+        self._begun: dict[tuple[Stage, int], tuple[StageRuntime, Ticket]] = {}  # by stage and version
 
     @property
     def holds_up_passes(self) -> bool:
@@ -66,12 +66,13 @@ class Gathers:
         members, me = self._members(stage)
         shards = stage.weights.gradient_shards(batch)
         added = self._exchange.scatter(members, me, batch, shards or [()] * len(members))
-        if self._room is None:
+        if self._room is None and not stage.weights.keeps_sums_apart:
             return added
         settled = Ticket(added.where)
         settled.made_at = added.made_at
         added.then(partial(self._settle, stage, batch, added, settled))
-        self._room.reduce((stage.key, batch), settled)
+        if self._room is not None:
+            self._room.reduce((stage.key, batch), settled)
         return settled
 
     def _settle(self, stage: StageRuntime, batch: int, added: Ticket, settled: Ticket) -> None:
@@ -88,51 +89,56 @@ class Gathers:
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def begin(self, stage: StageRuntime, version: int) -> None:
-        """Begin to complete a version of which the own shard is there."""
-        assert stage.key not in self._begun, "the version before is complete"
-        self._join(stage, version, stage.weights.version_shards(version))
+        """Begin to complete a version of which the own shard is there, unless it is whole already."""
+        shards = stage.weights.version_shards(version)
+        if shards is not None:
+            self._join(stage, version, shards)
 
     def _join(self, stage: StageRuntime, version: int, shards: list[list[Tensor]]) -> None:
         members, me = self._members(stage)
+        assert (stage.key, version) not in self._begun, "it is not gathered twice at a time"
         ticket = self._exchange.gather(members, me, version, shards or [()] * len(members))
-        self._begun[stage.key] = stage, version, ticket
+        self._begun[stage.key, version] = stage, ticket
 
-    def wait(self, stage: Stage, what: object) -> Generator[Wait, None, int | None]:
-        """Wait until the newest version of a stage is whole; returns which it is if that is news, else None.
+    def wait(self, stage: Stage, what: object, version: int | None = None) -> Generator[Wait, None, int | None]:
+        """Wait until a version of a stage is whole; returns which it is if that is news, else None.
 
         Args:
             stage: which.
             what: comes next, for messages.
+            version: which one; None for those whose gathers have begun.
 
         Raises:
             TransportError: a peer is gone, or its shard has not come in time.
         """
-        if stage not in self._begun:
-            return None
-        runtime, version = yield from self._arrive(stage, what)
-        runtime.weights.complete(version)
-        return version
+        found = None
+        for begun in [key for key in self._begun if key[0] == stage and version in (None, key[1])]:
+            runtime = yield from self._arrive(*begun, what)
+            runtime.weights.complete(begun[1])
+            found = begun[1]
+        return found
 
-    def _arrive(self, stage: Stage, what: object) -> Generator[Wait, None, tuple[StageRuntime, int]]:
-        runtime, version, ticket = self._begun[stage]
+    def _arrive(self, stage: Stage, version: int, what: object) -> Generator[Wait, None, StageRuntime]:
+        runtime, ticket = self._begun[stage, version]
         cause = f"the other pipelines: to gather version {version}"
         yield from wait_for(self._recorder, ticket, what, cause, Waiting.CONTROL)
-        del self._begun[stage]
+        del self._begun[stage, version]
         place = stage.index, stage.direction, version - 1
         label = f"{Op.GATHER}{version}"
         self._recorder.add("collective", ticket.made_at, ticket.done_at, Op.GATHER.value, label, *place)
-        return runtime, version
+        return runtime
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
-    def ready(self, stage: Stage, batch: int | None) -> bool:
+    def ready(self, stage: Stage, version: int, batch: int | None) -> bool:
         """Whether a pass of a stage need not wait; if so, a gradient that it begins has a place.
 
         Args:
             stage: which.
+            version: that it reads.
             batch: to whose gradient it adds; None if to none.
         """
-        if stage in self._begun:
+        if (stage, version) in self._begun:
             return False
         if self._room is None or batch is None:
             return True
@@ -141,9 +147,9 @@ class Gathers:
         self._room.take((stage, batch))
         return True
 
-    def before_pass(self, stage: Stage, batch: int | None, what: object) -> Iterator[Wait]:
+    def before_pass(self, stage: Stage, version: int, batch: int | None, what: object) -> Iterator[Wait]:
         """Wait for what `ready` asks for."""
-        yield from self.wait(stage, what)
+        yield from self.wait(stage, what, version)
         if self._room is None or batch is None:
             return
         key: Key = (stage, batch)
@@ -162,26 +168,27 @@ class Gathers:
     def gather_rest(
         self, stages: Iterable[StageRuntime], version: int, what: str
     ) -> Generator[Wait, None, list[StageRuntime]]:
-        """Make the newest weights of all stages whole for an evaluation; returns those that were not, to be released.
+        """Make a version of all stages whole for an evaluation; returns those where it was not, to be released.
 
         Args:
             stages: of the rank, in an order that all pipelines have in common.
-            version: the newest.
+            version: which.
             what: comes next, for messages.
         """
-        all_ = list(stages) if self.full else []
-        rest = [stage for stage in all_ if not stage.weights.gathered]
+        all_ = list(stages)
+        rest = [stage for stage in all_ if not stage.weights.is_whole(version)]
         for stage in rest:
-            self.begin(stage, version)
+            self._join(stage, version, stage.weights.evaluation_shards(version) or [])
         for stage in all_:
-            yield from self.wait(stage.key, what)
+            yield from self.wait(stage.key, what, version)
         return rest
 
     def end_run(self, stages: Iterable[StageRuntime], version: int, what: str) -> Iterator[Wait]:
         """End a span: where weights are rows, they are whole until the next one.
 
         Args:
-            stages, version, what: as of `gather_rest`.
+            stages, what: as of `gather_rest`.
+            version: the newest.
         """
         whole = []
         for stage in stages:
@@ -190,7 +197,7 @@ class Gathers:
                 self._join(stage, version, shards)
                 whole.append(stage)
         for stage in whole:
-            yield from self._arrive(stage.key, what)
+            yield from self._arrive(stage.key, version, what)
             stage.weights.completed()
 
     def _members(self, stage: StageRuntime) -> tuple[Members, Holder]:

@@ -90,7 +90,7 @@ def _of_rank(schedule: Schedule, rank: int, batches: int) -> RankShards:
 def sums_wait(schedule: Schedule, rank: int, low_precision: bool = False) -> bool:
     """Return whether shards of sums wait for their STEP on a rank, as full-size gradients have fewer places.
 
-    Where there is room for all of them, and where updates are written over gradients, sums stay in the gradients.
+    Where there is room for all of them, and where updates are written over whole gradients, sums stay in the gradients.
 
     Args:
         schedule: sharded.
@@ -98,7 +98,8 @@ def sums_wait(schedule: Schedule, rank: int, low_precision: bool = False) -> boo
         low_precision: weights that are updated are not those that passes read, so no update is written over a gradient.
     """
     limit = schedule.sharding.gradients
-    if limit is None or (RULES[schedule.rule].update is Update.ROTATE and not low_precision):
+    rotates = RULES[schedule.rule].update is Update.ROTATE and schedule.sharding.level is not Level.FULL
+    if limit is None or (rotates and not low_precision):
         return False
     return _most_whole(schedule, rank, _SETTLED, dict.fromkeys(schedule.on_rank(rank), 1)).gradients > limit
 

@@ -49,8 +49,9 @@ def sharding_fault(rule: str, level: Level, correction: str = "none", in_turns: 
     if level not in _LEVELS[rule] and in_turns:
         levels = " or ".join(each for each in Level if each in _LEVELS[rule] - {Level.NONE})
         return (
-            f"sharding {level} does not go with rule {rule!r}: batches overlap, so each microbatch would gather two "
-            f"versions again; take {levels}, or a breadth-first order: layered, which flushes, or 2bw-layered"
+            f"sharding {level} does not go with rule {rule!r}: batches overlap in this order, so ranks would have two "
+            f"versions of all their stages whole, or gather them again with every microbatch; take {levels}, or a "
+            "breadth-first order: layered, which flushes, or 2bw-layered"
         )
     return None
 

@@ -37,6 +37,7 @@ class HeldKind(StrEnum):
     OPTIMIZER = "optimizer"
     BEFORE = "optimizer before"  # a copy of what the optimizer remembers, while an update may be taken back
     SCRATCH = "scratch"
+    WHOLE = "weights between runs"  # of which rows are there always
 
     __hash__ = str.__hash__  # an enum's own is a call of Python, and kinds are looked up at every change
 

@@ -123,6 +123,8 @@ class _RankRun:
         yield from self._play(self._program.epilogue, batches, more=False)
         for stage in self._stages.values():
             yield from stage.whole()
+        for each in self._stages if self._schedule.sharding.level is not Level.NONE else ():
+            self.holdings.change(Held(HeldKind.WHOLE, each.index), 1)
         for sent in (sent for queue in self._sent.values() for sent in queue):
             self._at = sent.instruction, sent.t
             yield from _wait(sent.received)

@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from penstock.errors import CapabilityError
 from penstock.schedule.ir.schedule import Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Update
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.proof.proof import Proof, StageFacts
+from penstock.schedule.proof.unsharded_peaks import sums_wait
 from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, is_blockwise, most_bytes
 from penstock.simulate.memory.in_process_run import most_held
 from penstock.simulate.memory.message_completion import Part
@@ -31,8 +33,10 @@ class StageBytes:
         version: bytes of one version of the weights as passes read it, with its padding.
         whole: bytes of one gradient, or of weights that are updated; `version` unless passes compute in low precision.
         optimizer: bytes that the optimizer remembers; of a sharded one, by pipeline.
+        rows: bytes of the rows of weights that are updated, where pipelines divide these; as `optimizer`.
         frozen: bytes of frozen parameters and module buffers.
-        scratch: bytes to which gradients move while weights are written over them; as `optimizer`.
+        scratch: bytes to which gradients move while weights are written over them, or previous values are kept while
+            somebody asks for them; as `optimizer`.
         passes: by kind, bytes of one microbatch, as `HeldKind` has them; a kind that is not there takes none.
         output: bytes of its output, as a message.
         gradient: bytes of the gradient of its input, as a message.
@@ -43,6 +47,7 @@ class StageBytes:
     optimizer: Sequence[int]
     frozen: int = 0
     scratch: Sequence[int] = (0,)
+    rows: Sequence[int] = (0,)
     passes: Mapping[HeldKind, int] = field(default_factory=dict)
     output: int = 0
     gradient: int = 0
@@ -73,10 +78,12 @@ class AlwaysThere(NamedTuple):
     Attributes:
         versions: as passes read the weights, of `StageBytes.version` bytes.
         whole: gradients and weights that are updated, of `StageBytes.whole` bytes.
+        rows: weights that are updated, of `StageBytes.rows` bytes: the rest is there between two runs only.
     """
 
     versions: int
     whole: int
+    rows: int = 0
 
 
 def peak_bytes(proof: Proof, sizes: Mapping[int, StageBytes], options: MemoryOptions) -> dict[Part, int]:
@@ -90,6 +97,12 @@ def peak_bytes(proof: Proof, sizes: Mapping[int, StageBytes], options: MemoryOpt
     Raises:
         CapabilityError: the schedule does something that is not predicted.
     """
+    schedule = proof.schedule
+    if any(sums_wait(schedule, rank, options.low_precision) for rank in range(schedule.ranks)):
+        raise CapabilityError(
+            f"{schedule.name}: memory is not predicted where a rank has fewer places for full-size gradients than "
+            f"gradients ({schedule.sharding}), whose sums wait elsewhere; leave gradients= out"
+        )
     held = most_held(proof.lowered, options.batches, options.width, options.blockwise)
     return {part: peak_of(proof, part, held[part], sizes, options) for part in held}
 
@@ -103,26 +116,31 @@ def peak_of(
 ) -> int:
     """Return the most bytes of one rank, given what it holds besides what is always there."""
     pipeline, rank = part
+    there = {stage.index: _always_there(proof, stage, options) for stage in proof.schedule.on_rank(rank)}
     of_each: dict[Held, int] = {}
     for what in {what for each in combinations for what, _ in each}:
         of_each[what] = _bytes_of(what, sizes, proof, pipeline, options)
-    always = sum(
-        fixed_bytes(_always_there(proof, stage, options), sizes[stage.index]) for stage in proof.schedule.on_rank(rank)
-    )
+        if what.kind is HeldKind.WHOLE:
+            of_each[what] = there[what.stage].rows * sizes[what.stage].whole
+    always = sum(fixed_bytes(each, sizes[index], pipeline) for index, each in there.items())
     return always + most_bytes(combinations, of_each)
 
 
 def _always_there(proof: Proof, stage: Stage, options: MemoryOptions) -> AlwaysThere:
     again = is_blockwise(options.blockwise, stage.index) or stage.index in proof.schedule.recomputed
-    return always_there(proof.schedule.rule, proof.stages[stage], options, again)
+    divided = proof.schedule.sharding.level is not Level.NONE
+    return always_there(proof.schedule.rule, proof.stages[stage], options, again, divided)
 
 
-def fixed_bytes(there: AlwaysThere, stage: StageBytes) -> int:
-    """Return the bytes of a stage that are there all the time."""
-    return stage.frozen + there.versions * stage.version + there.whole * stage.whole
+def fixed_bytes(there: AlwaysThere, stage: StageBytes, pipeline: int = 0) -> int:
+    """Return the bytes of a stage that are there all the time, in one of the parallel pipelines."""
+    rows = there.rows and stage.rows[pipeline]
+    return stage.frozen + there.versions * stage.version + there.whole * stage.whole + there.rows * rows
 
 
-def always_there(rule: str, facts: StageFacts, options: MemoryOptions, again: bool) -> AlwaysThere:
+def always_there(
+    rule: str, facts: StageFacts, options: MemoryOptions, again: bool, divided: bool = False
+) -> AlwaysThere:
     """Return the parameter-sized buffers of a stage that are there all the time.
 
     Args:
@@ -130,6 +148,7 @@ def always_there(rule: str, facts: StageFacts, options: MemoryOptions, again: bo
         facts: that its proof derives about the stage.
         options: how it is run.
         again: forwards are recomputed.
+        divided: pipelines divide updates.
     """
     spec, delayed = CORRECTIONS[options.correction], facts.delay.forward > 0
     estimates = options.correction == _ESTIMATING and delayed and (options.low_precision or again)
@@ -138,16 +157,18 @@ def always_there(rule: str, facts: StageFacts, options: MemoryOptions, again: bo
         delayed = not options.low_precision
     corrected = spec.buffers if delayed or options.correction in _ALWAYS else 0
     if not options.low_precision:
-        return AlwaysThere(copies + facts.buffers, corrected)
+        rows = corrected if divided else 0  # no other correction goes with it
+        return AlwaysThere(copies + facts.buffers, corrected - rows, rows)
     masters = 2 if RULES[rule].update is Update.APART else 1
-    return AlwaysThere(copies + facts.versions, corrected + facts.gradients + masters)
+    rows = masters if divided else 0
+    return AlwaysThere(copies + facts.versions, corrected + facts.gradients + masters - rows, rows)
 
 
 def rotates(rule: str, facts: StageFacts, options: MemoryOptions) -> bool:
     """Return whether updates of a stage take a scratch; arguments as of `always_there`."""
     apart, spec = RULES[rule].update is Update.APART, CORRECTIONS[options.correction]
     if spec.reads_ahead:
-        return False
+        return True  # where it asks for previous values, as measured
     watches = options.correction in _ALWAYS or (options.correction in _WATCHING and facts.delay.forward > 0)
     return apart or watches or (not options.low_precision and facts.versions > 1)
 

@@ -145,6 +145,7 @@ class ReferenceStage:
         self.read = read
         for group, initial in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = self.rate(initial)
+        self._note_gradients()  # a method may make the step itself
         with torch.no_grad():
             self.step(self)
         return self._given

@@ -69,6 +69,7 @@ class Corrector:
             updates older; None for the newest weights themselves.
         watches: True if `stepped` is to be called for each parameter that an update changes.
         predicts: True if predictions need the optimizer state.
+        compares: True if `backward_done` and `before_step` are to be called, with the newest weights.
         reads_ahead: True if passes read `ahead` of every update in place of the version that it has made.
         began: updates made before the correction began.
     """
@@ -76,6 +77,7 @@ class Corrector:
     name = ""
     watches = False
     predicts = False
+    compares = False
     reads_ahead = False
 
     def __init__(self, layout: Layout, place: StagePlace) -> None:

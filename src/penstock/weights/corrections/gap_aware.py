@@ -65,7 +65,7 @@ class _GapAwareOnStage(Corrector):
         self._wanted = wanted
         self._rates: dict[str, float] = {}  # the highest of the first `_rated` updates, by parameter
         self._rated = 0
-        self.watches = place.delay > 0
+        self.watches = self.compares = place.delay > 0
         names = ("squares", "penalty") if self.watches else ()
         self._buffers = {name: Buffer(layout, f"{name} of {place.where}") for name in names}
         self._decays: dict[str, float] = {}  # weight decay of the gradient being accumulated
@@ -84,8 +84,6 @@ class _GapAwareOnStage(Corrector):
 
     def backward_done(self, updater: Updater, read: Buffer, newest: Buffer) -> None:
         """Update the divisor by the distance that the weights have moved since the forward."""
-        if not self.watches:
-            return
         assert updater.optimizer is not None
         updates = updater.updates + 1 - self.began
         while self._rated < updates:  # several updates after a restart
@@ -113,8 +111,6 @@ class _GapAwareOnStage(Corrector):
 
     def before_step(self, gradient: Buffer, newest: Buffer, factor: float) -> None:
         """Divide the gradient, and compensate the weight decay that the optimizer will add undivided."""
-        if not self.watches:
-            return
         with torch.no_grad():
             for name, view in gradient.views.items():
                 penalty, decay = self._buffers["penalty"].views[name], self._decays[name]

@@ -38,6 +38,10 @@ def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     return found
 
 
+HOOKS_ON_ROWS = "has step hooks, which would see rows of parameters only; leave them out, or set sharding to none"
+"""What is wrong with an optimizer that steps rows and whose hooks do not say that they take these."""
+
+
 def hooks_take_rows(optimizer: Optimizer) -> bool:
     """Return whether all that is called with every step makes sense of some rows of the parameters only."""
     return all(isinstance(hook, RowHook) for hook in step_hooks(optimizer))

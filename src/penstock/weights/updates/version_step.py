@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from penstock.weights.memory.buffers import Buffer
+import torch
+
 from penstock.weights.memory.row_shards import Steppable
 from penstock.weights.updates.parameter_change import Ahead, Step, Stepped
 from penstock.weights.updates.updater import Updater
@@ -34,14 +35,21 @@ class VersionStep(NamedTuple):
         """Step from the old weights into the buffer that holds the gradient; the factor is not zero."""
         self.updater.rotate(old, new, self.factor, stepped=self.stepped)
 
-    def with_forecast(self, weights: Buffer, gradient: Buffer, out: Buffer) -> None:
-        """Step in the buffer of the weights, and write what passes read; a skipped update predicts nothing."""
+    def with_forecast(self, weights: Steppable, gradient: Steppable, out: Steppable) -> None:
+        """Step in the memory of the weights, and write what passes read; a skipped update predicts nothing.
+
+        Args:
+            weights, gradient: of the update.
+            out: written over; it may be the gradient.
+        """
         ahead = self.ahead
         assert ahead is not None
-        if not self.factor:
-            out.load(weights.views)
-            return
         out.rewrite()
+        if not self.factor:
+            with torch.no_grad():
+                for name, view in weights.views.items():
+                    out.views[name].copy_(view)
+            return
 
         def write(step: Step) -> None:
             out.views[step.name].copy_(ahead(step))

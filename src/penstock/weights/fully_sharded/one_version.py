@@ -19,7 +19,7 @@ from penstock.schedule.ir.sharding import Level
 from penstock.schedule.proof.proof import StageFacts
 from penstock.weights.memory.buffers import NOT_WHOLE, Buffer, Handle
 from penstock.weights.memory.resized_buffer import ResizedBuffer
-from penstock.weights.memory.row_shards import OwnRows, Steppable
+from penstock.weights.memory.row_shards import OwnRows
 from penstock.weights.memory.sharded_buffer import DividedRows
 from penstock.weights.sharded_mixed_store import ShardedMixedStore
 from penstock.weights.sharded_store import ShardedStore, allocated
@@ -41,7 +41,7 @@ class FullyShardedStore(ShardedStore):
         """Allocate the newest version with the own rows in it; returns its memory, by owner of the rows."""
         raise NotImplementedError
 
-    def version_shards(self, version: int) -> list[list[Tensor]]:
+    def version_shards(self, version: int) -> list[list[Tensor]] | None:
         """Allocate a version that is to be gathered; returns its memory, by owner of what is in it.
 
         Raises:
@@ -55,6 +55,14 @@ class FullyShardedStore(ShardedStore):
                 "must come before"
             )
         return self._begin_gather()
+
+    def is_whole(self, version: int) -> bool:  # noqa: ARG002  # there is one
+        """Return whether the newest version is whole, or is being gathered."""
+        return self.gathered.allocated
+
+    def evaluation_shards(self, version: int) -> list[list[Tensor]] | None:
+        """Allocate a version for an evaluation in a run, as for passes."""
+        return self.version_shards(version)
 
     def complete(self, version: int) -> None:
         """Let passes read a version, which all holders have given their rows of."""
@@ -142,9 +150,9 @@ class FullyShardedExactStore(FullyShardedStore):
         super().divide(whole)
         self._rows = DividedRows(self.master, self.layout, self.shards)
 
-    def own_of(self, buffer: Buffer) -> Steppable:  # noqa: ARG002  # there is one
-        """Return the own rows of the newest version."""
-        return self._rows.own
+    @property
+    def master_copy(self) -> None:
+        """Return none: passes read what is stepped."""
 
     def begin_run(self) -> None:
         """Keep the own rows only: a span begins."""
