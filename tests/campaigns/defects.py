@@ -1097,6 +1097,6 @@ DEFECTS = (
         "runtime/engine",
         "grid.width * grid.tensor.size * len(entrances)",
         "grid.width * len(entrances)",
-        ("tests/runtime/test_tensor_parallel.py",),
+        ("tests/runtime/test_tensor_parallel_limits.py",),
     ),
 )

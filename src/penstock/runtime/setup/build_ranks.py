@@ -12,7 +12,8 @@ from penstock.comm.core.trace_recorder import Recorder
 from penstock.partition.blocks import deal
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.rank_state import RankState
-from penstock.runtime.setup.stage_copies import check_equal, check_undivided
+from penstock.runtime.setup.stage_copies import check_equal
+from penstock.runtime.setup.tensor_division import check_undivided
 from penstock.runtime.setup.tied_weights import equalise
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.stage.loss import LossFunction
@@ -49,7 +50,7 @@ def make_ranks(
     ]
     equalise(plan.ties, plan.schedule, grid, ranks)
     check_equal(plan.schedule, grid, ranks)
-    check_undivided(grid, ranks)
+    check_undivided(grid, (stage for state in ranks for stage in state.stages.values()))
     return ranks
 
 

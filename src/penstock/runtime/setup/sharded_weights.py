@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.optim import Optimizer
 
 from penstock.errors import CapabilityError
 from penstock.partition.tied import Tie
@@ -19,7 +18,7 @@ from penstock.weights.fully_sharded.exact_versions import ExactShardsOfVersions
 from penstock.weights.fully_sharded.mixed_versions import MixedShardsOfVersions
 from penstock.weights.fully_sharded.one_version import FullyShardedExactStore, FullyShardedMixedStore
 from penstock.weights.memory.buffers import Buffer
-from penstock.weights.optim.optimizer_adapters import is_separable, name_of, takes_rows
+from penstock.weights.optim.optimizer_adapters import takes_rows
 from penstock.weights.optim.step_hooks import HOOKS_ON_ROWS, hooks_take_rows
 from penstock.weights.sharded_mixed_store import ShardedMixedStore
 from penstock.weights.sharded_store import ShardedStore
@@ -78,20 +77,6 @@ def divide_updates(store: ShardedStore, updater: Updater, ties: Sequence[Tie], s
             f"shard, as {updater.name} needs whole parameters; untie them, or set sharding to none"
         )
     updater.divide(store.shards, store.own_of(store.master))
-
-
-def check_steps_parts(optimizer: Optimizer) -> None:
-    """Make sure that an optimizer can step parts of parameters, as tensor parallelism leaves them.
-
-    Raises:
-        CapabilityError: it needs whole parameters.
-    """
-    if not (is_separable(optimizer) and takes_rows(optimizer) and hooks_take_rows(optimizer)):
-        raise CapabilityError(
-            f"{name_of(optimizer)} looks at parameters as a whole, or has step hooks, and tensor parallelism leaves "
-            "each process a part of them; use an optimizer that steps element by element, such as AdamW, or set "
-            "tensor_parallel to 1"
-        )
 
 
 def fit_sums(store: VersionStore, proof: Proof, stage: Stage, low_precision: bool) -> None:

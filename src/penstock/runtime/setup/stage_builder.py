@@ -13,21 +13,20 @@ from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.tensor_group import TensorGroup
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.comm.p2p.stage_neighbors import neighbors_of
-from penstock.errors import CapabilityError, ConfigError
+from penstock.errors import ConfigError
 from penstock.partition.aliased_parameters import check_shared_memory
 from penstock.partition.blocks import LazyBlock, check_shapes
 from penstock.partition.emulated_delays import BlockDelays
 from penstock.partition.sequence_slices import check_sliceable
-from penstock.partition.tensor_parallel import Division, divide_blocks
 from penstock.partition.tied import Tie, share_inside
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.sharded_weights import (
     average_of,
-    check_steps_parts,
     divide_updates,
     fit_sums,
     make_sharded_store,
 )
+from penstock.runtime.setup.tensor_division import check_steps_parts, divide_stage
 from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Source, Update, VersionRule
@@ -155,10 +154,10 @@ class StageBuilder:
 
     def _make_module(self, stage: Stage, blocks: dict[str, Any]) -> StageModule:
         plan, schedule = self._plan, self._plan.schedule
-        division = self._divide(stage, blocks)
+        where = f"stage {stage.name} on rank {stage.rank}"
+        division = divide_stage(blocks, where, plan, self._tensor)
         share_inside(blocks, plan.inside, dict.fromkeys(name for part in plan.parts for name in part) | blocks)
         check_shared_memory(blocks)  # lazy ones have not been there to be looked into before
-        where = f"stage {stage.name} on rank {stage.rank}"
         ways = neighbors_of(schedule, stage)
         if schedule.slices > 1:
             check_sliceable(blocks, where)
@@ -176,25 +175,6 @@ class StageBuilder:
                 "requires_grad=False on its parameters"
             )
         return module
-
-    def _divide(self, stage: Stage, blocks: Mapping[str, Any]) -> Division:
-        """Divide the blocks of a stage among the processes that share it.
-
-        Raises:
-            CapabilityError: what is divided is shared with other blocks.
-        """
-        if self._tensor.mesh is None:
-            return Division()
-        splits = divide_blocks(blocks, self._tensor.mesh)
-        tied = {name for tie in self._plan.ties for names in tie.names for name in names}
-        shared = sorted(splits.keys() & (tied | {*self._plan.inside, *self._plan.inside.values()}))
-        if shared:
-            raise CapabilityError(
-                f"stage {stage.name}: {shared[0]} is divided by tensor_parallel={self._tensor.size}, and is one "
-                "parameter with another, which is not offered; untie them, or leave it undivided"
-            )
-        copies = self._options.data_parallel.width * self._plan.schedule.directions
-        return Division(self._tensor.index, splits, self._tensor.index * copies)
 
     def _loss_of(self, stage: Stage) -> LossFunction:
         given = self._loss

@@ -88,30 +88,6 @@ def check_equal(schedule: Schedule, grid: RankGrid, ranks: Sequence[RankState]) 
                 )
 
 
-def check_undivided(grid: RankGrid, ranks: Sequence[RankState]) -> None:
-    """Make sure that what is not divided among the processes that share a stage begins equal on all of them.
-
-    Raises:
-        ConfigError: it differs.
-        TransportError: a peer is dead.
-    """
-    if grid.tensor.size == 1:
-        return
-    mine = []
-    for runtime in (stage for state in ranks for stage in state.stages.values()):
-        splits = runtime.module.division.splits
-        same = sorted((name, tensor) for name, tensor in runtime.module.state().items() if name not in splits)
-        mine.append((runtime.key.index, checksum(same, None)))
-    found = gather_json(mine, "comparing tensor ranks", grid.everyone)
-    for rank, part in enumerate(found):
-        first = rank - rank % grid.tensor.size
-        if part != found[first]:
-            raise ConfigError(
-                f"stages do not begin with the same weights on ranks {first} and {rank}, which share them by tensor "
-                "parallelism; seed torch alike on all ranks before the blocks are made, or let them be made lazily"
-            )
-
-
 def _division(weights: StageWeights) -> int:
     """Return a checksum of who owns which rows of a stage; 0 where nothing is divided."""
     if not isinstance(weights, TrainedWeights) or not isinstance(weights.store, ShardedStore):

@@ -19,8 +19,8 @@ from penstock.models.gpt_shape import GPTConfig
 from penstock.options.all_options import PipelineOptions
 from penstock.partition.sequence_slices import Slicing, equal_time_lengths
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
-from penstock.runtime.setup.sharded_weights import check_steps_parts
 from penstock.runtime.setup.shared_plan import Known, shared_plans
+from penstock.runtime.setup.tensor_division import check_steps_parts
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.version_rules import RULES, Source
