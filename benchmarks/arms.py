@@ -132,16 +132,17 @@ class PenstockArm:
         self.microbatches, self.data = microbatches, data
         schedule = make_schedule(method, ranks, microbatches, window=window)
         stages = schedule.schedule.num_stages
-        named = {"method": method, "stages": ranks, "microbatches": Microbatches(microbatches, in_flight)}
+        named = {"stages": ranks, "microbatches": Microbatches(microbatches, in_flight)}
         self.pipeline = Pipeline(
             task.stages(stages),
+            method if in_flight else schedule,  # by position, where it has had several names
             loss=task.loss,
             optimizer=task.optimizer,
             max_grad_norm=clip,
             partition=[1] * stages,
             # A group of its own: a stream that is halted may have messages under way.
             **({"group": dist.new_group()} | options),
-            **({"schedule": schedule} if in_flight is None else named),
+            **(named if in_flight else {}),
         )
 
     def run(self, batches: int) -> None:

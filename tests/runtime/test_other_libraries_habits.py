@@ -32,7 +32,7 @@ def test_arguments_in_another_order(tmp_path: Path) -> None:
         penstock.Checkpoints(tmp_path / "mine", pipeline)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Checkpoints takes the pipeline, not a Linear"):
         penstock.Checkpoints(nn.Linear(1, 1), tmp_path)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="takes the blocks and a schedule by position; give the others by name: "):
+    with pytest.raises(TypeError, match="takes the blocks and the method by position; give the others by name: "):
         make_pipeline("1f1b", 2, 2)
 
 
