@@ -72,7 +72,7 @@ def memory(graph, proof, cuts, again):
             HeldKind.BACKWARD: max(sum(inputs[: n + 1]) + layer.stored for n, layer in enumerate(layers)),
         }
         ends = crossing[stage + 1], crossing[stage]
-        sizes[stage] = StageBytes(weights, weights, (2 * weights,), 0, (weights,), passes, *ends)
+        sizes[stage] = StageBytes(weights, weights, (2 * weights,), 0, (weights,), (weights,), passes, *ends)
     peaks = peak_bytes(proof, sizes, MemoryOptions(blockwise=again, batches=5))
     return [peaks[0, rank] for rank in range(len(cuts) - 1)]
 
