@@ -32,7 +32,7 @@ from benchmarks import arms
 from benchmarks.arms import Arm, Data, Maker, PenstockArm, PenstockStream, Task, TorchArm, make_optimizer, mean_loss
 from benchmarks.machine import free_port
 from benchmarks.throughput import RESULTS, interval, measure, open_raw, read_raw
-from penstock import GPTConfig, Pipeline
+from penstock import Device, GPTConfig, Pipeline
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STAGES = 2
@@ -135,7 +135,7 @@ class LoopArm:
 class AloneArm:
     """A method of Penstock with both stages in this process; each run is a span."""
 
-    def __init__(self, setting: Setting, method: str, microbatches: int, data: Data) -> None:
+    def __init__(self, setting: Setting, method: str, cuda_graphs: bool, microbatches: int, data: Data) -> None:
         self.microbatches, self.data = microbatches, data
         self.pipeline = Pipeline(
             setting.parts(STAGES),
@@ -145,7 +145,7 @@ class AloneArm:
             loss=float_loss,
             optimizer=make_optimizer,
             partition=[1] * STAGES,
-            device=setting.device,
+            device=Device(setting.device, cuda_graphs=cuda_graphs),
             precision=setting.precision,
         )
 
@@ -164,10 +164,10 @@ def shared_makers(setting: Setting) -> dict[str, Maker]:
     fast = "nccl" if setting.device != "cpu" else "gloo"
     backends = {"gloo": "gloo", "nccl": both} if fast == "nccl" else {"gloo": "gloo"}
 
-    def ours(kind: type[PenstockArm], method: str, backend: str, m: int, data: Data) -> Arm:
+    def ours(kind: type[PenstockArm], method: str, backend: str, cuda_graphs: bool, m: int, data: Data) -> Arm:
         task = Task(setting.parts, float_loss, make_optimizer)
-        group = dist.new_group(backend=backend)
-        options: dict[str, Any] = {"group": group, "device": setting.device, "precision": setting.precision}
+        group, device = dist.new_group(backend=backend), Device(setting.device, cuda_graphs=cuda_graphs)
+        options: dict[str, Any] = {"group": group, "device": device, "precision": setting.precision}
         return kind(method, m, data, task=task, **options)
 
     def theirs(name: str, m: int, data: Data) -> Arm:
@@ -175,14 +175,20 @@ def shared_makers(setting: Setting) -> dict[str, Maker]:
 
     makers: dict[str, Maker] = {"ceiling": lambda m, data: LoopArm(setting, m, data, dist.get_rank())}
     for name, backend in backends.items():
-        makers[f"penstock 2bw {name}"] = partial(ours, PenstockStream, "2bw", backend)
-        makers[f"penstock 1f1b {name}"] = partial(ours, PenstockArm, "1f1b", backend)
+        for graphs in (False, True)[: 1 + (fast == "nccl")]:
+            suffix = " graphs" if graphs else ""
+            makers[f"penstock 2bw {name}{suffix}"] = partial(ours, PenstockStream, "2bw", backend, graphs)
+            makers[f"penstock 1f1b {name}{suffix}"] = partial(ours, PenstockArm, "1f1b", backend, graphs)
     return makers | {f"torch {name} {fast}": partial(theirs, name) for name in ("1f1b", "gpipe")}
 
 
 def alone_makers(setting: Setting) -> dict[str, Maker]:
     """Return the arms of one process."""
-    ours = {f"penstock {method}": partial(AloneArm, setting, method) for method in ("1f1b", "2bw", "zb-h1")}
+    ours = {f"penstock {method}": partial(AloneArm, setting, method, False) for method in ("1f1b", "2bw", "zb-h1")}
+    if setting.device != "cpu":
+        ours |= {
+            f"penstock {method} graphs": partial(AloneArm, setting, method, True) for method in ("1f1b", "2bw", "zb-h1")
+        }
     return {"plain loop": partial(LoopArm, setting), **ours}
 
 

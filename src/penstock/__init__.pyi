@@ -18,7 +18,7 @@ from .models.gpt_shape import GPTConfig as GPTConfig
 from .options.divergence import Divergence as Divergence
 from .options.parallelism import DataParallel as DataParallel, Microbatches as Microbatches, Partition as Partition
 from .options.passes import Precision as Precision, Recompute as Recompute, Staleness as Staleness
-from .options.run import Group as Group
+from .options.run import Device as Device, Group as Group
 from .partition.blocks import LazyBlock as LazyBlock
 from .partition.sequence_slices import Slicing as Slicing, equal_time_lengths as equal_time_lengths
 from .proven_schedule import (

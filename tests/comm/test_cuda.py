@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from penstock.options.passes import Precision
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.text import parse_schedule
+from penstock.stage.cuda_graphs.captured_pass import CapturedPass
 from penstock.weights.corrections.registry import correction_of
 from support.cases import (
     OPTIMIZERS,
@@ -68,7 +70,7 @@ OVER_NCCL = [
 ]
 
 
-def train_over_nccl(_: dist.ProcessGroup, case: Case) -> tuple[str, Outcome]:
+def train_over_nccl(_: dist.ProcessGroup, case: Case, **changes: Any) -> tuple[str, Outcome]:
     """Run a case over a group of all ranks that has NCCL.
 
     It does not let ranks share a GPU unless they say that they are on different hosts.
@@ -78,7 +80,8 @@ def train_over_nccl(_: dist.ProcessGroup, case: Case) -> tuple[str, Outcome]:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     recording = Recording(OPTIMIZERS[case.optimizer])
     group = dist.new_group(backend=BOTH)
-    pipeline = make_pipeline(case, group, optimizer=recording, device=f"cuda:{torch.cuda.current_device()}")
+    device = f"cuda:{torch.cuda.current_device()}"
+    pipeline = make_pipeline(case, group, optimizer=recording, device=device, **changes)
     found = run_spans(pipeline, case)
     return type(pipeline._transports).__name__, finish(found, pipeline, recording)
 
@@ -105,6 +108,46 @@ def test_penstock_train_on_one_gpu(command: Command, tmp_path: Path, width: int)
         (metrics,) = out.rglob("metrics.jsonl")
         ends[device] = metrics.read_text().count('"loss"')
     assert ends["cpu"] == ends["cuda:0"] > 0
+
+
+AS_CUDA_GRAPHS = [
+    Case("1f1b", 2, 4, device="cuda"),
+    Case("1f1b", 3, 2, clip=0.5, device="cuda"),
+    Case("gpipe", 4, 3, loss="mean", device="cuda"),
+    Case("2bw", 4, 4, device="cuda"),
+    Case("2bw", 2, 4, precision="bf16", device="cuda"),
+    Case("2bw", 3, 3, precision="fp16", device="cuda"),
+    Case("interleaved", 2, 4, options=(("chunks", 2),), device="cuda"),
+    Case("stash", 3, 2, spans=(2, 1, 3), device="cuda"),
+    Case("zb-h1", 3, 4, device="cuda"),
+    Case("zb-v", 2, 4, precision="bf16", device="cuda"),
+    Case("2bw", 2, 2, tied=True, width=2, device="cuda"),
+]
+
+
+@pytest.mark.parametrize("case", AS_CUDA_GRAPHS, ids=lambda case: f"{case.method}-{case.depth}-{case.precision}")
+def test_passes_replayed_as_cuda_graphs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bits of the reference, which issues operation by operation."""
+    replays = Counter[str]()
+    for what in ("forward", "backward"):
+        replay = getattr(CapturedPass, what)
+        monkeypatch.setattr(
+            CapturedPass, what, lambda self, what=what, replay=replay: replays.update([what]) or replay(self)
+        )
+    assert_same(train(None, case, device="cuda", cuda_graphs=True), expected(case))
+    assert replays["forward"] == replays["backward"] > 0
+
+
+def train_as_cuda_graphs(group: dist.ProcessGroup, case: Case) -> tuple[str, Outcome]:
+    """As `train_over_nccl`, with passes that are replayed."""
+    return train_over_nccl(group, case, cuda_graphs=True)
+
+
+@pytest.mark.parametrize("case", [OVER_NCCL[0], OVER_NCCL[2], OVER_NCCL[6]], ids=lambda case: case.method)
+def test_cuda_graphs_between_ranks(pool: Pool, case: Case) -> None:
+    """To the bits of the reference."""
+    found = pool.submit(train_as_cuda_graphs, case, ranks=4, timeout=120.0)
+    assert_same(together([outcome for _, outcome in found]), expected(case))
 
 
 def test_transports_of_a_group_without_nccl(pool: Pool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.options.parallelism import DataParallel, Microbatches, Partition
 from penstock.options.passes import Precision, Recompute, Staleness
-from penstock.options.run import Group
+from penstock.options.run import Device, Group
 
 GROUPS = {
     "data_parallel": DataParallel,
@@ -18,6 +18,7 @@ GROUPS = {
     "partition": Partition,
     "microbatches": Microbatches,
     "group": Group,
+    "device": Device,
 }
 
 

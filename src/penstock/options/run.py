@@ -41,6 +41,31 @@ class Group(ShortRepr):
             raise ConfigError(f"waits must be one of {', '.join(get_args(Waits))}; got {self.waits!r:.80}")
 
 
+@dataclass(frozen=True, repr=False)
+class Device(ShortRepr):
+    """Where ranks compute, and how their passes are issued there.
+
+    Attributes:
+        device: "auto" (a GPU if there is one), "cpu", "cuda" (ranks of a machine take its GPUs in turns), one such as
+            "cuda:1", or where the blocks are if None.
+        cuda_graphs: passes are recorded as CUDA graphs, when they come a second time, and replayed from then on: the
+            host issues a forward or a backward by one call, so the GPU does not wait for it. What blocks do on the host
+            is then done once. Blocks that draw random numbers or write attributes of their modules, and inputs whose
+            shape comes once only, run as without. Each microbatch in flight has memory of its own for good.
+
+    Raises:
+        ConfigError: cuda_graphs is neither True nor False.
+    """
+
+    device: str | torch.device | None = None
+    cuda_graphs: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a device."""
+        if not isinstance(self.cuda_graphs, bool):
+            raise ConfigError(f"cuda_graphs must be True or False; got {self.cuda_graphs!r:.80}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """What belongs to a run as a whole.
@@ -48,8 +73,7 @@ class RunOptions:
     Attributes:
         seed: of the random numbers that blocks draw (`penstock.stage.rng`).
         timeout, waits: as of `Group`.
-        device: where ranks compute: "auto", "cpu", "cuda" (ranks of a machine take its GPUs in turns), one such as
-            "cuda:1", or where the blocks are if None.
+        device, cuda_graphs: as of `Device`.
         compile: blocks that are modules are compiled by torch.compile, each for every shape that it gets.
 
     Raises:
@@ -59,6 +83,7 @@ class RunOptions:
     seed: int = 0
     timeout: float = 300.0
     device: str | torch.device | None = None
+    cuda_graphs: bool = False
     waits: Waits = "auto"
     compile: bool = False
 
@@ -67,5 +92,6 @@ class RunOptions:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed must be a whole number; got {self.seed!r:.80}")
         Group(None, self.timeout, self.waits)  # refuses what is no time-out, or no way to wait
+        Device(self.device, self.cuda_graphs)
         if not isinstance(self.compile, bool):
             raise ConfigError(f"compile must be True or False; got {self.compile!r:.80}")

@@ -21,7 +21,7 @@ from penstock.options.divergence import Divergence
 from penstock.options.number_formats import PrecisionName
 from penstock.options.parallelism import DataParallel, Microbatches, Partition
 from penstock.options.passes import Precision, Recompute, Staleness
-from penstock.options.run import Group, RunOptions
+from penstock.options.run import Device, Group, RunOptions
 from penstock.options.updates import UpdateOptions
 from penstock.partition.blocks import Blocks, check_same_blocks
 from penstock.runtime.attribute_hints import UserAdvice, names_checked
@@ -108,7 +108,8 @@ class Pipeline(SavedStates, UserAdvice):
             with the seconds after which a missing message is an error (300), and how a process waits for messages.
         device: where the blocks are moved to and compute: "auto" (a GPU if there is one), "cpu", "cuda" (processes of a
             machine take its GPUs in turns, by LOCAL_RANK), or one such as "cuda:1". By default they stay where they
-            are. Batches may be anywhere; they are moved there. It has run on one GPU so far.
+            are. Batches may be anywhere; they are moved there. It has run on one GPU so far. Or a `Device`, such as
+            ``Device("cuda", cuda_graphs=True)``, where the host issues each pass by one call.
 
     Raises:
         ConfigError: model, schedule, options and group do not fit.
@@ -143,10 +144,11 @@ class Pipeline(SavedStates, UserAdvice):
         divergence: Divergence | None = None,
         seed: int = 0,
         group: dist.ProcessGroup | Group | None = None,
-        device: str | torch.device | None = None,
+        device: str | torch.device | Device | None = None,
     ) -> None:
         named = blocks_of(blocks, optimizer, lr_scheduler)
         processes = group if isinstance(group, Group) else Group(group)
+        place = device if isinstance(device, Device) else Device(device)
         options = PipelineOptions(
             data_parallel if isinstance(data_parallel, DataParallel) else DataParallel(data_parallel),
             precision if isinstance(precision, Precision) else Precision(precision),
@@ -157,7 +159,7 @@ class Pipeline(SavedStates, UserAdvice):
             UpdateOptions(
                 max_grad_norm=max_grad_norm, lr_scheduler=lr_scheduler, ema_decay=ema_decay, divergence=divergence
             ),
-            RunOptions(seed=seed, timeout=processes.timeout, device=device, waits=processes.waits),
+            RunOptions(seed=seed, **vars(place), timeout=processes.timeout, waits=processes.waits),
         )
         mesh, split = options.data_parallel.mesh, options.microbatches
         correction, width = options.staleness.correction, options.data_parallel.width

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,6 +44,30 @@ class BlockOutput(NamedTuple):
     graph: Graph
     output: Any
     loss: UnreadLoss | None
+
+
+class Capturer(Protocol):
+    """Replays passes that it has recorded (`penstock.stage.cuda_graphs.pass_capturer`)."""
+
+    def forward(
+        self,
+        microbatch: Microbatch,
+        value: Any,
+        wants: tuple[bool, ...],
+        weights: Handle | None,
+        halves: bool,
+        build: Callable[[], tuple[Graph, Any, UnreadLoss | None]],
+    ) -> tuple[Graph, Any, UnreadLoss | None]:
+        """Replay the forward of a microbatch, or have it built."""
+        ...
+
+    def learn(self, weights: Handle) -> None:
+        """Take note of the gradient that a backward on weights adds to."""
+        ...
+
+    def refresh(self) -> None:
+        """Follow what was changed on the modules between two runs."""
+        ...
 
 
 class StageGraphs:
@@ -90,6 +115,7 @@ class StageGraphs:
         self._saved: dict[tuple[object, ...], tuple[int, int]] = {}
         self._seed_of: object = None  # the type and scale of the last loss, and its gradient
         self._last_seed = 0.0
+        self._capturer: Capturer | None = None
 
     def forward(
         self, microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
@@ -97,8 +123,31 @@ class StageGraphs:
         """Run all blocks; returns what the backward goes through, in the order of the forward, and the output."""
         if self._parts:
             return self._run_in_parts(microbatch, value, wants, handle)
-        result = self._build(self._blocks, microbatch, value, wants, handle)
+        build = partial(self._build, self._blocks, microbatch, value, wants, handle)
+        if self._capturer is None:
+            result = build()
+        else:
+            halves = self._splits is not None and self._splits(microbatch.key)
+            result = BlockOutput(*self._capturer.forward(microbatch, value, wants, handle, halves, build))
         return [result.graph], result
+
+    def capture_with(self, capturer: Capturer) -> None:
+        """Have forwards recorded, and replayed."""
+        self._capturer = capturer
+
+    def compute(self, microbatch: Microbatch, value: Any) -> tuple[Any, Tensor | None, UnreadLoss | None]:
+        """Run all blocks; returns the output, the loss in its graph, and its value."""
+        return self._compute(self._blocks, microbatch, value)
+
+    def backward_reads(self, handle: Handle | None) -> None:
+        """Take note of the weights of a backward that comes now, and of the gradient that it adds to."""
+        if self._capturer is not None and handle is not None:
+            self._capturer.learn(handle)
+
+    def refresh(self) -> None:
+        """Follow what was changed on the modules between two runs."""
+        if self._capturer is not None:
+            self._capturer.refresh()
 
     def recompute(
         self, kept: RecomputeInput, microbatch: Microbatch, handle: Handle | None, value: Any = None
@@ -236,7 +285,7 @@ class StageGraphs:
                     f"{self._module.where}: the loss has no graph, so nothing would be learnt; it was detached, or "
                     "made under torch.no_grad()"
                 )
-            seed = self._seed(total, microbatch.scale)
+            seed = self.seed(total, microbatch.scale)
         nbytes, deferred_nbytes = self._saved[key]
         self.hold(nbytes)
         if offload is not None:  # others keep the inputs alive anyway
@@ -244,8 +293,8 @@ class StageGraphs:
         deferred = None if splitting is None else splitting.deferred
         return BlockOutput(Graph(opened, leaves, edges, seed, nbytes, deferred, deferred_nbytes, offload), output, loss)
 
-    def _seed(self, total: Tensor, scale: float) -> Tensor:
-        """The gradient of a loss: scale / divisor, in the precision of the loss."""
+    def seed(self, total: Tensor, scale: float) -> Tensor:
+        """Return the gradient of a loss: scale / divisor, in the precision of the loss."""
         key = total.dtype, scale
         if key != self._seed_of:
             one = torch.ones_like(total.detach())
@@ -327,7 +376,9 @@ class StageGraphs:
             return output, None, None
         result = output[0] if microbatch.piece else output
         sliced = microbatch.piece is not None
-        total, weight = self._module.evaluate_loss(result, microbatch.target, microbatch.rng_key, sliced)
+        total, weight = self._module.evaluate_loss(
+            result, microbatch.target, microbatch.rng_key, sliced, microbatch.weight
+        )
         if total.dtype in (torch.bfloat16, torch.float16):
             total = total.float()  # S / c may be out of its range on the way
         kept = result if self._module.hands_on else None

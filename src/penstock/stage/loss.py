@@ -133,8 +133,10 @@ def _over_classes(loss: Any) -> tuple[int, Any]:
     return (loss.ignore_index, loss.weight) if _is_over_classes(loss) else (_IGNORED, None)
 
 
-def sum_and_weight(result: Any, loss: LossFunction, output: Any, target: Any, where: str) -> tuple[Tensor, float]:
-    """Return a loss as a sum and its weight.
+def sum_and_weight(
+    result: Any, loss: LossFunction, output: Any, target: Any, where: str, known: float | Tensor | None = None
+) -> tuple[Tensor, float | Tensor]:
+    """Return a loss as a sum and its weight, which is a tensor if the targets that were counted are on a GPU.
 
     Args:
         result: what the loss function returned.
@@ -142,6 +144,7 @@ def sum_and_weight(result: Any, loss: LossFunction, output: Any, target: Any, wh
         output: what it was called with.
         target: and this.
         where: the stage, for messages.
+        known: the weight of a mean, where targets have been counted already.
 
     Raises:
         ConfigError: the result is neither a scalar nor (sum, weight), or a scalar of a loss with reduction="sum".
@@ -156,7 +159,9 @@ def sum_and_weight(result: Any, loss: LossFunction, output: Any, target: Any, wh
         reduction = _own_reduction(loss)
         if reduction == "sum":
             raise ConfigError(f"{where}: {_reduces(reduction)}")
-        weight = count_targets(loss, output, target)
+        weight = count_targets(loss, output, target) if known is None else known
+        if isinstance(weight, Tensor):  # to look at it would be to wait for the device
+            return torch.where(weight > 0, total * weight.to(total.dtype), 0.0), weight
         return (total * weight if weight else _zero(output, total)), weight
     given = result[1]
     if not isinstance(given, numbers.Real) and not (isinstance(given, Tensor) and given.numel() == 1):
@@ -164,13 +169,15 @@ def sum_and_weight(result: Any, loss: LossFunction, output: Any, target: Any, wh
             f"{where}: the loss returned (loss, {_named(given)}), but the second of two is the weight of a sum, a "
             "number; return the loss alone"
         )
+    if isinstance(given, Tensor) and not given.is_cpu:
+        return total, given.detach().reshape(()).double()  # `read_losses` looks at it
     weight = float(given.detach() if isinstance(given, Tensor) else given)
     if not weight >= 0:
-        raise ConfigError(f"{where}: the weight of a loss must not be negative, got {weight}")
+        raise ConfigError(f"{where}: {_negative(weight)}")
     return total, weight
 
 
-def count_targets(loss: LossFunction, output: Any, target: Any) -> float:
+def count_targets(loss: LossFunction, output: Any, target: Any) -> float | Tensor:
     """Return how much the mean over a microbatch counts: its samples, less the share of targets that are ignored.
 
     Samples are the length of the first dimension of the target (or, if that has none, of the output). Of targets that
@@ -186,11 +193,13 @@ def count_targets(loss: LossFunction, output: Any, target: Any) -> float:
         return samples
     ignored, weights = _over_classes(loss)
     counted = known != ignored
-    if isinstance(weights, Tensor):
-        total = float(weights.detach()[known[counted]].double().sum())
-    else:
-        total = float(counted.sum())
-    return samples * (total / known.numel())
+    if not isinstance(weights, Tensor):
+        total = counted.sum()
+    elif known.is_cpu:
+        total = weights.detach()[known[counted]].double().sum()
+    else:  # of the same shape whatever is ignored, so that the host need not wait for their number
+        total = weights.detach().double()[known.where(counted, 0)].where(counted, 0.0).sum()
+    return samples * ((float(total) if total.is_cpu else total.double()) / known.numel())
 
 
 def _zero(output: Any, total: Tensor) -> Tensor:
@@ -198,6 +207,10 @@ def _zero(output: Any, total: Tensor) -> Tensor:
     outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     zeros: list[Tensor] = [leaf.flatten()[:0].sum().real for leaf in outputs]  # of no elements: 0 * inf is NaN
     return sum(zeros, torch.zeros((), dtype=total.dtype, device=total.device)) if zeros else total.detach() * 0
+
+
+def _negative(weight: float) -> str:
+    return f"the weight of a loss must not be negative, got {weight}"
 
 
 def _named(value: Any) -> str:
@@ -216,18 +229,26 @@ class UnreadLoss(NamedTuple):
 
     Attributes:
         total: a number; or on a GPU, which one would have to wait for, a tensor of one element.
-        weight: of the sum.
+        weight: of the sum, likewise.
     """
 
     total: float | Tensor
-    weight: float
+    weight: float | Tensor
 
 
 def read_losses(losses: Sequence[UnreadLoss]) -> list[Loss]:
-    """Read the sums of several microbatches, waiting for a GPU once."""
-    on_gpu = [loss.total.double() for loss in losses if isinstance(loss.total, Tensor)]
+    """Read the sums and weights of several microbatches, waiting for a GPU once.
+
+    Raises:
+        ConfigError: a weight is negative.
+    """
+    on_gpu = [value.double() for loss in losses for value in loss if isinstance(value, Tensor)]
     numbers = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
-    return [Loss(next(numbers) if isinstance(total, Tensor) else total, weight) for total, weight in losses]
+    read = [Loss(*(next(numbers) if isinstance(value, Tensor) else value for value in loss)) for loss in losses]
+    wrong = next((loss.weight for loss in read if not loss.weight >= 0), None)
+    if wrong is not None:
+        raise ConfigError(_negative(wrong))
+    return read
 
 
 def unread(total: Tensor) -> float | Tensor:

@@ -288,10 +288,12 @@ class StageModule:
         """True on the last stage, and on others to which no gradient comes back."""
         return self.loss is not None
 
-    def evaluate_loss(self, output: Any, target: Any, key: RngKey, sliced: bool = False) -> tuple[Tensor, float]:
+    def evaluate_loss(
+        self, output: Any, target: Any, key: RngKey, sliced: bool = False, known: float | Tensor | None = None
+    ) -> tuple[Tensor, float | Tensor]:
         """Compute the loss sum of a microbatch and its weight (`penstock.stage.loss`), in float32 if in less before.
 
-        Targets are counted where the data are, so that a GPU is not waited for.
+        Targets are counted where the data are, so that a GPU is not waited for; not if the weight of a mean is known.
 
         Raises:
             ConfigError: the loss function returned something else; or, for a slice of a sequence, it returned no
@@ -308,4 +310,4 @@ class StageModule:
                 f"{self.where}: with slices of sequences the loss must return (sum, weight), such as the sum over the "
                 "tokens and their number; it returned a scalar"
             )
-        return sum_and_weight(result, self.loss, output, target, self.where)
+        return sum_and_weight(result, self.loss, output, target, self.where, known)

@@ -12,8 +12,8 @@ draw: torch's own deterministic layers and functions (`may_draw`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +60,7 @@ class BlockRng:
         for index in sorted({device.index or 0 for device in found if device.type == "cuda"}):
             self._generators.append(torch.cuda.default_generators[index])
         self._blocks = blocks
+        self._draws: _Draws | None = None  # where somebody wants to know of draws
         self.inspect()
 
     def inspect(self) -> None:
@@ -83,8 +84,40 @@ class BlockRng:
     def seed_block(self, block: str, key: RngKey) -> None:
         """Seed the generators for one block (or the loss) in one pass."""
         seed = seed_of(self._seed, block, key)
+        draws = self._draws
+        if draws is not None:
+            draws.look()
         for generator in self._generators:
             generator.manual_seed(seed)
+        if draws is not None:
+            draws.begin()
+
+    @contextmanager
+    def noticing_draws(self) -> Iterator[Callable[[], bool]]:
+        """A context that yields a function, which returns whether anything has drawn from the generators in it."""
+        self._draws = draws = _Draws(self._generators)
+        try:
+            yield draws.look
+        finally:
+            self._draws = None
+
+
+class _Draws:
+    """Finds out whether generators have been drawn from since they were seeded."""
+
+    def __init__(self, generators: list[Generator]) -> None:
+        self._generators, self._any = generators, False
+        self.begin()
+
+    def begin(self) -> None:
+        """Look from here on."""
+        self._states = [generator.get_state() for generator in self._generators]
+
+    def look(self) -> bool:
+        """Return whether anything has drawn from them so far."""
+        present = [generator.get_state() for generator in self._generators]
+        self._any |= not all(map(torch.equal, self._states, present))
+        return self._any
 
 
 class _PreservedStates:

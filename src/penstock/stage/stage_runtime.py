@@ -16,7 +16,7 @@ from penstock.partition.sequence_slices import NOTHING, Carry, with_carry
 from penstock.partition.tied import Tie
 from penstock.schedule.ir.schedule import Copy, Stage
 from penstock.schedule.stage_state.microbatch_state import Piece
-from penstock.stage.autograd.forward_graph import Graph, run_backward
+from penstock.stage.autograd.forward_graph import Graph
 from penstock.stage.autograd.recompute import RecomputeInput
 from penstock.stage.autograd.saved_bytes import storage_bytes
 from penstock.stage.checks.absent_weights import absent
@@ -168,7 +168,9 @@ class StageRuntime:
             The gradients of the input's leaves, None where none is wanted.
         """
         flight = self.flights[key]
-        self._bind(self.reading.backward(flight, batch, version, copy))
+        handle = self.reading.backward(flight, batch, version, copy)
+        self._bind(handle)
+        self.graphs.backward_reads(handle)
         found = self._inputs_backward(flight, key, gradients)
         self._weights_backward(flight, key)
         return found
@@ -178,7 +180,9 @@ class StageRuntime:
     ) -> list[Tensor | None]:
         """Run the backward for the inputs; all of it where graphs are not made for two halves."""
         flight = self.flights[key]
-        self._bind(self.reading.backward(flight, batch, version, copy))
+        handle = self.reading.backward(flight, batch, version, copy)
+        self._bind(handle)
+        self.graphs.backward_reads(handle)
         return self._inputs_backward(flight, key, gradients)
 
     def backward_for_weights(self, key: Piece, batch: int, version: int, copy: Copy | None = None) -> None:
@@ -216,7 +220,7 @@ class StageRuntime:
 
     def _run(self, graph: Graph, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         try:
-            return run_backward(graph, gradients)
+            return graph.backward(gradients)
         except RuntimeError as error:
             if self.module.division.splits:
                 explain_lost_peer(error, self.module.where)
@@ -294,6 +298,7 @@ class StageRuntime:
         self.adopt()
         self.weights.refresh()
         self.module.refresh()
+        self.graphs.refresh()
 
     def restore(self) -> None:
         """Give the modules their own parameters back, over the newest weights."""

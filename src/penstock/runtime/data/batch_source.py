@@ -21,19 +21,21 @@ from torch.utils import _pytree as pytree
 from penstock.errors import DataError
 from penstock.runtime.data.checksum import checksum
 from penstock.runtime.data.microbatches import Microbatches, microbatches_of
-from penstock.runtime.data.reuse_watch import ReuseWatch
+from penstock.runtime.data.reuse_watch import ReuseWatch, batch_tensors
 from penstock.runtime.update.stop_request import StopRequest
 
 Batches = Iterable[Any]
 """What `microbatches_of` takes: whole batches, or lists of microbatches."""
 _END = object()
+_COMPARED = 2  # batches of a span of which samples on a GPU are compared, too
 
 
 class Sample(NamedTuple):
     """The input and target of a microbatch, with their checksum from before any block could write into them.
 
-    The checksum is 0 where all ranks read the same source. `counts` is False where the microbatch only repeats another
-    one, because the batch has too few samples.
+    The checksum is 0 where none was made: where all ranks read the same source, and of data on a GPU, which the host
+    would have to wait for, after the first batches of a span. `counts` is False where the microbatch only repeats
+    another one, because the batch has too few samples.
     """
 
     input: Any
@@ -223,7 +225,8 @@ class BatchSource:
     def _sample(self, batch: int, place: int) -> Sample:
         pair = self._held[batch][place]
         _check_pair(pair, self._first + batch, place)
-        return Sample(pair[0], pair[1], 0 if self._shared else checksum(pair), place < self._count[batch])
+        known = self._shared or (batch >= _COMPARED and not all(tensor.is_cpu for tensor in batch_tensors(pair)))
+        return Sample(pair[0], pair[1], 0 if known else checksum(pair), place < self._count[batch])
 
 
 def iterator_of(batches: Any) -> Iterator[Any]:

@@ -9,10 +9,12 @@ import torch
 
 from penstock.comm.p2p.stage_neighbors import needs_decisions
 from penstock.errors import CapabilityError, ConfigError
+from penstock.options.all_options import PipelineOptions
 from penstock.options.passes import Recompute
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.runtime.ops.handlers import HANDLERS
 from penstock.schedule.ir.schedule import Kind, Op, Schedule, passes
+from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
@@ -144,6 +146,31 @@ def check_compiled(schedule: Schedule, compiles: bool, backward_delays: bool) ->
         reason = "blocks run on slices of sequences, which is not what is compiled"
     if reason:
         raise CapabilityError(f"{schedule.name}: {reason}; leave compile out")
+
+
+def check_captured(schedule: Schedule, options: PipelineOptions) -> None:
+    """Make sure that passes can be recorded as CUDA graphs, if they are to be.
+
+    Raises:
+        CapabilityError: they cannot.
+    """
+    if not options.run.cuda_graphs:
+        return
+    ops, rule = schedule.operations, RULES[schedule.rule]
+    staleness = options.staleness
+    reasons = {
+        "backwards look weights up that their forward has not read": rule.rebinds or staleness.backward_delays,
+        "stages read versions of their own choice (delays)": staleness.delays,
+        "updates may be taken back": rule.provisional,
+        "activations are moved to the host": Op.OFFLOAD in ops,
+        "passes run on slices of sequences": schedule.slices > 1,
+        "forwards run a second time (recompute)": options.recompute.modes != ("none",) or Op.R in ops,
+        "weights are sharded": schedule.sharding.level is not Level.NONE,
+        "parameters are divided (tensor_parallel)": options.partition.tensor_parallel > 1,
+    }
+    reason = next((text for text, applies in reasons.items() if applies), None)
+    if reason is not None:
+        raise CapabilityError(f"{schedule.name}: cuda_graphs does not go with this: {reason}; leave cuda_graphs out")
 
 
 def _check_uncorrected(schedule: Schedule, wanted: str) -> None:

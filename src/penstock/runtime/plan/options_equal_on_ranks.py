@@ -19,7 +19,7 @@ from penstock.partition.emulated_delays import BlockDelays
 from penstock.partition.tied import Tie
 from penstock.schedule.ir.sharding import Sharding
 
-_MAY_DIFFER = frozenset({"timeout", "device", "waits", "compile"})
+_MAY_DIFFER = frozenset({"timeout", "device", "cuda_graphs", "waits", "compile"})
 """What concerns one process alone."""
 
 _COMPARED_ELSEWHERE = frozenset({"microbatches", "in_flight", "balance"})

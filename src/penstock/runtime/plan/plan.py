@@ -31,7 +31,13 @@ from penstock.runtime.plan.actions_for_options import (
     with_own_sharding,
     without_own_sharding,
 )
-from penstock.runtime.plan.capabilities import check_compiled, check_correction, check_recomputed_blocks, check_slices
+from penstock.runtime.plan.capabilities import (
+    check_captured,
+    check_compiled,
+    check_correction,
+    check_recomputed_blocks,
+    check_slices,
+)
 from penstock.runtime.plan.options_equal_on_ranks import common_options
 from penstock.runtime.plan.schedule_from_other_rank import KnownSchedule, described, identity
 from penstock.schedule.build import ScheduleRequest
@@ -121,6 +127,7 @@ class UnprovenPlan:
         again = recompute.modes != ("none",)
         delays, backward = resolve_both(staleness.delays, staleness.backward_delays, blocks, tied, plain, again)
         schedule = _whole(given, options, ties, known)
+        check_captured(schedule, options)
         check_recomputed_blocks(schedule, recompute)
         check_correction(schedule, staleness.correction, options.precision.low, recompute, tied=bool(ties))
         stays = parallel.combine.apart or staleness.chosen
@@ -178,6 +185,7 @@ class UnprovenPlan:
         schedule = _whole(given, options, self.ties, known)
         check_same_places(self.schedule, schedule)
         check_compiled(schedule, options.run.compile, backward_delays=False)
+        check_captured(schedule, options)
         recompute = options.recompute
         check_recomputed_blocks(schedule, recompute)
         check_correction(schedule, correction, options.precision.low, recompute, tied=bool(self.ties))

@@ -34,6 +34,8 @@ from penstock.schedule.proof.proof import Proof
 from penstock.schedule.split_backward_microbatches import halved_units
 from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.autograd.recompute import parts_to_recompute
+from penstock.stage.cuda_graphs.pass_capturer import PassCapturer
+from penstock.stage.cuda_graphs.recorder import recorder_on
 from penstock.stage.graphs import StageGraphs
 from penstock.stage.loss import LossFunction
 from penstock.stage.module import StageModule
@@ -285,7 +287,12 @@ class StageBuilder:
         ops = {p.op for a in schedule.program(stage.rank).period for p in passes(a) if p.stage == stage}
         halved, parks = _halved(schedule, stage, any(neighbors_of(schedule, stage).returns)), Op.OFFLOAD in ops
         keeps = schedule.segment_before(stage.index) is None
-        return StageGraphs(module, storages, self._plan.divisor, parts, halved, parks, self._hold, reading, keeps)
+        divisor, hold = self._plan.divisor, self._hold
+        graphs = StageGraphs(module, storages, divisor, parts, halved, parks, hold, reading, keeps)
+        if self._options.run.cuda_graphs:
+            recorder = recorder_on(module.device)
+            graphs.capture_with(PassCapturer(module, recorder, graphs.compute, graphs.seed, hold))
+        return graphs
 
     def _estimates_whole(self, stage: Stage, proof: Proof, corrector: Corrector | None) -> bool:
         """Whether estimates are written to a buffer, not made tensor by tensor: of what forwards read, or is cast."""

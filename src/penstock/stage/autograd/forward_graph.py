@@ -40,6 +40,10 @@ class Graph:
     deferred_nbytes: int = 0
     offload: ActivationOffload | None = None
 
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run the backward (`run_backward`)."""
+        return run_backward(self, gradients)
+
 
 def open_inputs(value: Any, wants_gradient: Sequence[bool]) -> tuple[Any, dict[int, Tensor], int]:
     """Turn the received leaves that want a gradient into leaves of a new graph.

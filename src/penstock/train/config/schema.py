@@ -170,6 +170,9 @@ class TrainConfig(Strict):
         description="auto (a GPU if there is one), cpu, cuda (the ranks of a machine take its GPUs in turns), or one "
         "such as cuda:1, which several ranks then share",
     )
+    cuda_graphs: bool = Field(
+        default=False, description="record passes as CUDA graphs, so that the host issues each by one call"
+    )
     backend: str = Field(
         default="auto", description="of messages: gloo, nccl, or auto: nccl where every rank has a GPU of its own"
     )

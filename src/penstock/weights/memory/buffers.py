@@ -169,10 +169,9 @@ class Buffer:
 
     def finish_gradient(self) -> None:
         """Zero the gradient of parameters that no backward has reached."""
-        with torch.no_grad():
-            for key in self.unwritten:
-                self.views[key].zero_()
-        self.unwritten = set()
+        if self.unwritten:
+            torch._foreach_zero_([self.views[key] for key in self.unwritten])
+            self.unwritten = set()
 
     def add_to(self, gradient: Buffer) -> None:
         """Make backwards of graphs on the leaves add to `gradient`."""
@@ -205,6 +204,11 @@ class Buffer:
             self.leaves[key].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             for key, hook in after
         ]
+
+    @property
+    def hooked(self) -> bool:
+        """Whether gradients of the leaves go through hooks of the user."""
+        return bool(self._calling)
 
     def show_accumulated(self, key: str) -> None:
         """Call the user's hooks on the gradient of a leaf, which has been added to its place."""

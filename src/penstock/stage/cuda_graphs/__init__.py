@@ -1,0 +1,1 @@
+"""Passes of a stage recorded as CUDA graphs, and replayed."""

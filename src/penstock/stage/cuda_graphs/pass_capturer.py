@@ -1,0 +1,279 @@
+"""Forwards and backwards of a stage as CUDA graphs: recorded when they come a second time, and replayed.
+
+A pass issues the same kernels for every microbatch, on tensors of the same shapes. So it is recorded, and the host
+issues it by one call. A recording has its addresses; hence there is one for each buffer of weights with the buffer of
+the gradient that is added to (under 2BW three pairs, in turns), and one for each microbatch that is in flight at the
+same time. All recordings of the latter share memory, since one of them is in use at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.comm.core.devices import on_device
+from penstock.comm.message.trees import detached
+from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
+from penstock.stage.autograd.forward_graph import Graph
+from penstock.stage.cuda_graphs.captured_pass import CapturedPass, FixedMemory, Given
+from penstock.stage.cuda_graphs.host_effects import ModuleAttributes, noticing_host_effects
+from penstock.stage.cuda_graphs.recorder import GraphRecorder
+from penstock.stage.in_flight_microbatch import Microbatch
+from penstock.stage.loss import UnreadLoss, count_targets
+from penstock.stage.module import StageModule
+from penstock.stage.rng import RngKey
+from penstock.weights.memory.buffers import Buffer, Handle
+
+_LOG = logging.getLogger(__name__)
+Built = tuple[Graph, Any, UnreadLoss | None]
+"""The graph of a forward, its output and its loss."""
+Compute = Callable[[Microbatch, Any], tuple[Any, Tensor | None, UnreadLoss | None]]
+"""Runs the blocks on an input; returns the output, the loss sum in its graph, and the loss."""
+
+
+class _InFlightRoom:
+    """Room for one microbatch in flight, and the recordings that use it, by the buffers of weights and gradient."""
+
+    def __init__(self, memory: FixedMemory) -> None:
+        self.memory = memory
+        self.passes: dict[tuple[Buffer, Buffer], CapturedPass] = {}
+        self.scale = 0.0  # of the loss whose gradient is in its memory; 0 for none
+        self.taken: Callable[[], object | None] = lambda: None  # by a microbatch, while its graph or half of it lives
+
+
+class ReplayedWeightGrads(DeferredWeightGrads):
+    """The second half of a backward that is replayed.
+
+    Args:
+        graph: of which the first half was replayed.
+        captured: the recording.
+    """
+
+    def __init__(self, graph: ReplayedGraph, captured: CapturedPass) -> None:
+        super().__init__()
+        self._graph, self._captured = graph, captured  # the graph keeps the place
+
+    def run(self, weights: Mapping[str, Tensor], add: Callable[[str, Tensor], None]) -> None:  # noqa: ARG002
+        """Replay it; the recording knows its weights and where it adds."""
+        self._captured.backward_for_weights()
+
+
+class ReplayedGraph(Graph):
+    """The graph of a forward that was replayed; its backward is replayed, too."""
+
+    def __init__(self, owner: PassCapturer, place: _InFlightRoom, pair: tuple[Buffer, Buffer], key: _RecordingKey) -> None:
+        nbytes, deferred = owner.nbytes[key]
+        super().__init__({}, 0, [], next(iter(place.memory.gradients), None), nbytes, deferred_nbytes=deferred)
+        self._owner, self._place, self._pair, self._halves = owner, place, pair, key.halves
+        place.taken = ref(self)
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Replay the backward, or its first half."""
+        weights, expected = self._pair
+        gradient = weights.gradient
+        assert gradient is not None
+        gradient.finish_gradient()  # a recording adds, be it the first of its batch
+        captured = self._owner.captured(self._place, weights, gradient, self._halves)
+        if gradient is not expected:  # what the forward has kept is another recording's
+            with self._owner.keeping_buffers():
+                captured.forward()
+        self._place.memory.fill_gradients(gradients)
+        found = captured.backward()
+        if self._halves:
+            self.deferred = ReplayedWeightGrads(self, captured)
+            self.deferred_nbytes += captured.deferred_nbytes
+        return found
+
+
+class _RecordingKey(NamedTuple):
+    """What a recording depends on, but for the buffers.
+
+    Attributes:
+        spec: the tree of input and target.
+        wants: which leaves of the input want gradients.
+        tensors: shape, strides and dtype of each.
+        halves: the backward comes in two halves.
+    """
+
+    spec: pytree.TreeSpec
+    wants: tuple[bool, ...]
+    tensors: tuple[object, ...]
+    halves: bool
+
+
+class PassCapturer:
+    """Records the passes of one stage, and replays them.
+
+    Args:
+        module: its blocks.
+        recorder: records work on its device.
+        compute: runs the blocks.
+        seed: returns the gradient of a loss sum, given that and the loss scale.
+        hold: notified of the bytes of activations that begin to live.
+
+    Attributes:
+        nbytes: that graphs keep alive until their backward, and of these until its second half.
+    """
+
+    def __init__(
+        self,
+        module: StageModule,
+        recorder: GraphRecorder,
+        compute: Compute,
+        seed: Callable[[Tensor, float], Tensor],
+        hold: Callable[[int], None],
+    ) -> None:
+        self._module, self._recorder, self._compute, self._seed, self._hold = module, recorder, compute, seed, hold
+        self._attributes = ModuleAttributes(module)
+        self._passing = recorder.pool()
+        self.nbytes: dict[_RecordingKey, tuple[int, int]] = {}
+        self._places: dict[_RecordingKey, list[_InFlightRoom]] = {}
+        self._gradients: dict[Buffer, Buffer] = {}  # which one was last added to, by that of the weights
+        self._offered = True
+
+    def learn(self, weights: Handle) -> None:
+        """Take note of the gradient that a backward on weights adds to."""
+        if isinstance(weights.buffer, Buffer) and weights.buffer.gradient is not None:
+            self._gradients[weights.buffer] = weights.buffer.gradient
+
+    def refresh(self) -> None:
+        """Drop all recordings if the modules were changed between two runs."""
+        if self._attributes.changed():
+            self._attributes = ModuleAttributes(self._module)
+            self._places.clear()
+            self.nbytes.clear()
+            self._offered = True
+
+    def forward(
+        self,
+        microbatch: Microbatch,
+        value: Any,
+        wants: tuple[bool, ...],
+        weights: Handle | None,
+        halves: bool,
+        build: Callable[[], Built],
+    ) -> Built:
+        """Replay the forward of a microbatch, or have it built where there is no recording, and can be none.
+
+        Args:
+            microbatch: which.
+            value: the input tree, on the device.
+            wants: which of its leaves want a gradient.
+            weights: to read.
+            halves: its backward comes in two halves.
+            build: runs the blocks.
+        """
+        buffer = None if weights is None else weights.buffer
+        given = self._given(microbatch, value, wants) if self._offered else None
+        if given is None or not isinstance(buffer, Buffer) or buffer.hooked:
+            return build()
+        key = _key(given, halves)
+        if key not in self.nbytes:
+            return self._observe(key, build)
+        gradient = self._gradients.get(buffer)
+        if gradient is None:
+            return build()
+        places = self._places.setdefault(key, [])
+        place = next((place for place in places if place.taken() is None), None)
+        if place is None:
+            memory = FixedMemory(given, self._module.device, self._recorder.pool(), self._passing)
+            place = _InFlightRoom(memory)
+            places.append(place)
+        try:
+            captured = self.captured(place, buffer, gradient, halves)
+        except RuntimeError as error:
+            self._give_up(str(error).splitlines()[0])
+            return build()
+        graph = ReplayedGraph(self, place, (buffer, gradient), key)
+        self._hold(graph.nbytes)
+        return graph, *self._replay(captured, place, given, microbatch)
+
+    def captured(self, place: _InFlightRoom, weights: Buffer, gradient: Buffer, halves: bool) -> CapturedPass:
+        """Return the recording for two buffers, which is made if there is none.
+
+        Raises:
+            RuntimeError: it cannot be made.
+        """
+        found = place.passes.get((weights, gradient))
+        if found is None:
+            module, before = self._module, self._module.bound
+            drawing, module.rng.drawing = module.rng.drawing, frozenset()  # generators cannot be seeded meanwhile
+            try:
+                pair = weights, gradient
+                found = CapturedPass(self._recorder, self._run, module.bind, place.memory, *pair, halves)
+            finally:
+                module.rng.drawing = drawing
+                if before is not None:
+                    module.bind(before)
+            place.passes[weights, gradient] = found
+        return found
+
+    @contextmanager
+    def keeping_buffers(self) -> Iterator[None]:
+        """A context after which the buffers of all modules are as they were before it."""
+        buffers = [buffer for block in self._module.modules for buffer in block.buffers()]
+        before = [buffer.clone() for buffer in buffers]
+        yield
+        for buffer, content in zip(buffers, before, strict=True):
+            buffer.data.copy_(content)  # graphs of others, which keep it, need not know of this
+
+    def _given(self, microbatch: Microbatch, value: Any, wants: tuple[bool, ...]) -> Given | None:
+        """What the forward of a microbatch gets; None if something of it is no tensor, or wants a gradient itself."""
+        target, target_wants = detached(on_device(microbatch.target, self._module.device))
+        leaves = pytree.tree_leaves((value, target))
+        if any(target_wants) or not all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves):
+            return None
+        return Given(value, wants, target)
+
+    def _observe(self, key: _RecordingKey, build: Callable[[], Built]) -> Built:
+        """Run the first pass on some shapes as it is, and find out whether such passes can be recorded."""
+        with noticing_host_effects(self._module) as effects:
+            built = build()
+            reason = effects()
+        if reason is None:
+            self.nbytes[key] = built[0].nbytes, built[0].deferred_nbytes
+        else:
+            self._give_up(reason)
+        return built
+
+    def _replay(
+        self, captured: CapturedPass, place: _InFlightRoom, given: Given, microbatch: Microbatch
+    ) -> tuple[Any, UnreadLoss | None]:
+        """Replay a forward; returns its output and its loss."""
+        memory, weight = place.memory, None
+        memory.fill(given)
+        if captured.loss is not None and captured.loss.weight is memory.weight:
+            assert self._module.loss is not None
+            weight = count_targets(self._module.loss, captured.output, microbatch.target)
+            memory.weight.copy_(weight) if isinstance(weight, Tensor) else memory.weight.fill_(weight)
+        output, loss = captured.forward(), captured.loss
+        if loss is None:
+            return output, None
+        seed = memory.gradients[0]
+        if place.scale != microbatch.scale and seed is not None:
+            place.scale = microbatch.scale
+            seed.copy_(self._seed(seed, place.scale))
+        output = pytree.tree_map_only(Tensor, torch.clone, output)  # others may read it after the backward
+        found = loss.total, loss.weight if weight is None else weight
+        return output, UnreadLoss(*(value.clone() if isinstance(value, Tensor) else value for value in found))
+
+    def _run(self, value: Any, target: Any, weight: Tensor) -> tuple[Any, Tensor | None, UnreadLoss | None]:
+        """Run the blocks to be recorded; the weight of a mean comes with each replay if it depends on the target."""
+        counts = any(isinstance(leaf, Tensor) and leaf.dim() for leaf in pytree.tree_leaves(target))
+        return self._compute(Microbatch(0, RngKey(0, 0), target, weight=weight if counts else None), value)
+
+    def _give_up(self, reason: str) -> None:
+        _LOG.warning("%s: its blocks run without CUDA graphs, since %s", self._module.where, reason)
+        self._offered = False
+
+
+def _key(given: Given, halves: bool) -> _RecordingKey:
+    _, spec = pytree.tree_flatten((given.value, given.target))
+    return _RecordingKey(spec, given.wants, tuple((t.shape, t.stride(), t.dtype) for t in given.tensors), halves)
