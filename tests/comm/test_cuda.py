@@ -56,7 +56,9 @@ SHARED = [
 @pytest.mark.parametrize("case", SHARED, ids=lambda case: f"{case.method}-{case.depth}-{case.width}")
 def test_ranks_share_a_gpu_over_gloo(pool: Pool, case: Case) -> None:
     """To the bits of the reference on the same GPU."""
-    assert_same(together(pool.submit(train, case, ranks=case.width * case.depth)), expected(case))
+    options = {"reschedule": 3} if case.method == "pipemare" else None
+    found = together(pool.submit(train, case, ranks=case.width * case.depth))
+    assert_same(found, expected(case, options=options))
 
 
 OVER_NCCL = [
@@ -126,7 +128,9 @@ AS_CUDA_GRAPHS = [
 
 
 @pytest.mark.parametrize("case", AS_CUDA_GRAPHS, ids=lambda case: f"{case.method}-{case.depth}-{case.precision}")
-def test_passes_replayed_as_cuda_graphs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_replayed_as_cuda_graphs(
+    case: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """To the bits of the reference, which issues operation by operation."""
     replays = Counter[str]()
     for what in ("forward", "backward"):
@@ -135,7 +139,8 @@ def test_passes_replayed_as_cuda_graphs(case: Case, monkeypatch: pytest.MonkeyPa
             CapturedPass, what, lambda self, what=what, replay=replay: replays.update([what]) or replay(self)
         )
     assert_same(train(None, case, device="cuda", cuda_graphs=True), expected(case))
-    assert replays["forward"] == replays["backward"] > 0
+    assert replays["forward"] >= replays["backward"] > 0
+    assert not caplog.records, "all passes can be recorded"
 
 
 def train_as_cuda_graphs(group: dist.ProcessGroup, case: Case) -> tuple[str, Outcome]:

@@ -122,7 +122,7 @@ class CapturedPass:
         self.loss: UnreadLoss | None = None
         with recorder.aside():
             leaves = accumulating_leaves(weights, gradient)
-        self._proxies = ProxyWeights(leaves) if halves else None
+            self._proxies = ProxyWeights(leaves) if halves else None
         self._bind = partial(bind, leaves if self._proxies is None else self._proxies.tensors)
         self._forward = recorder.record(self._run_forward, memory.kept)
         if not memory.gradients:

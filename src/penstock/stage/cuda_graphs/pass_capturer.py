@@ -68,7 +68,9 @@ class ReplayedWeightGrads(DeferredWeightGrads):
 class ReplayedGraph(Graph):
     """The graph of a forward that was replayed; its backward is replayed, too."""
 
-    def __init__(self, owner: PassCapturer, place: _InFlightRoom, pair: tuple[Buffer, Buffer], key: _RecordingKey) -> None:
+    def __init__(
+        self, owner: PassCapturer, place: _InFlightRoom, pair: tuple[Buffer, Buffer], key: _RecordingKey
+    ) -> None:
         nbytes, deferred = owner.nbytes[key]
         super().__init__({}, 0, [], next(iter(place.memory.gradients), None), nbytes, deferred_nbytes=deferred)
         self._owner, self._place, self._pair, self._halves = owner, place, pair, key.halves

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from penstock.errors import ConfigError
+from penstock.gc_pause import no_collection
 
 
 class RecordedWork(Protocol):
@@ -57,6 +58,7 @@ class CudaGraphRecorder:
         """Return the stream of recordings: autograd accumulates a gradient on the stream on which its leaf was made."""
         return torch.cuda.stream(self._stream)
 
+    @no_collection  # what it destroys may be a CUDA graph, which cannot be done meanwhile
     def record(self, work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
         """Record what a function issues, without running it; its tensors are taken from a pool.
 
