@@ -201,11 +201,19 @@ def test_modules_changed_between_runs_are_recorded_anew(recorder: CallsAgain) ->
     assert recorder.recorded > before
 
 
+def test_two_halves_of_a_backward_are_recorded_once(recorder: CallsAgain) -> None:
+    """And the room of a microbatch is free after the second half."""
+    train(None, Case("zb-h1", 2, 4, loss="mean", spans=(8,)), cuda_graphs=True)
+    assert len(recorder.pools) == (2 + 2) + 2, "with a W that waits, the last stage has two in flight"
+    assert recorder.recorded == 2 * 2 + 3 * 2
+
+
 def test_samples_of_another_shape_have_recordings_of_their_own(recorder: CallsAgain) -> None:
     batches = [batch for _ in range(3) for batch in (*pairs(1, 4), *pairs(1, 8))]
     found = [[report.loss for report in tiny(None, graphs).run(batches)] for graphs in (False, True)]
     assert found[0] == found[1]
     assert recorder.recorded == 2 * 2 * 3, "two shapes, three microbatches in flight"
+    assert len(recorder.pools) == 3 + 2, "shapes share the memory"
 
 
 def test_a_gradient_elsewhere_than_expected(recorder: CallsAgain) -> None:

@@ -62,12 +62,14 @@ class FixedMemory:
         given: where forwards find what they get.
         weight: where they find the weight of a mean.
         gradients: where backwards find the gradients of the output's leaves, or of the loss sum.
+        scale: of the loss whose gradient is there; 0 for none.
     """
 
     def __init__(self, given: Given, device: torch.device, kept: Any, passing: Any) -> None:
         self.given, self.kept, self.passing = given.zeros_like(), kept, passing
         self.weight = torch.empty((), dtype=torch.float64, device=device)
         self.gradients: list[Tensor | None] = []
+        self.scale = 0.0
 
     def fill(self, given: Given) -> None:
         """Write what a forward gets."""

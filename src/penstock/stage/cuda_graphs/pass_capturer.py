@@ -38,62 +38,6 @@ Compute = Callable[[Microbatch, Any], tuple[Any, Tensor | None, UnreadLoss | Non
 """Runs the blocks on an input; returns the output, the loss sum in its graph, and the loss."""
 
 
-class _InFlightRoom:
-    """Room for one microbatch in flight, and the recordings that use it, by the buffers of weights and gradient."""
-
-    def __init__(self, memory: FixedMemory) -> None:
-        self.memory = memory
-        self.passes: dict[tuple[Buffer, Buffer], CapturedPass] = {}
-        self.scale = 0.0  # of the loss whose gradient is in its memory; 0 for none
-        self.taken: Callable[[], object | None] = lambda: None  # by a microbatch, while its graph or half of it lives
-
-
-class ReplayedWeightGrads(DeferredWeightGrads):
-    """The second half of a backward that is replayed.
-
-    Args:
-        graph: of which the first half was replayed.
-        captured: the recording.
-    """
-
-    def __init__(self, graph: ReplayedGraph, captured: CapturedPass) -> None:
-        super().__init__()
-        self._graph, self._captured = graph, captured  # the graph keeps the place
-
-    def run(self, weights: Mapping[str, Tensor], add: Callable[[str, Tensor], None]) -> None:  # noqa: ARG002
-        """Replay it; the recording knows its weights and where it adds."""
-        self._captured.backward_for_weights()
-
-
-class ReplayedGraph(Graph):
-    """The graph of a forward that was replayed; its backward is replayed, too."""
-
-    def __init__(
-        self, owner: PassCapturer, place: _InFlightRoom, pair: tuple[Buffer, Buffer], key: _RecordingKey
-    ) -> None:
-        nbytes, deferred = owner.nbytes[key]
-        super().__init__({}, 0, [], next(iter(place.memory.gradients), None), nbytes, deferred_nbytes=deferred)
-        self._owner, self._place, self._pair, self._halves = owner, place, pair, key.halves
-        place.taken = ref(self)
-
-    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replay the backward, or its first half."""
-        weights, expected = self._pair
-        gradient = weights.gradient
-        assert gradient is not None
-        gradient.finish_gradient()  # a recording adds, be it the first of its batch
-        captured = self._owner.captured(self._place, weights, gradient, self._halves)
-        if gradient is not expected:  # what the forward has kept is another recording's
-            with self._owner.keeping_buffers():
-                captured.forward()
-        self._place.memory.fill_gradients(gradients)
-        found = captured.backward()
-        if self._halves:
-            self.deferred = ReplayedWeightGrads(self, captured)
-            self.deferred_nbytes += captured.deferred_nbytes
-        return found
-
-
 class _RecordingKey(NamedTuple):
     """What a recording depends on, but for the buffers.
 
@@ -108,6 +52,94 @@ class _RecordingKey(NamedTuple):
     wants: tuple[bool, ...]
     tensors: tuple[object, ...]
     halves: bool
+
+
+class _Claim:
+    """What a microbatch has of a room, until it is dropped."""
+
+
+class _InFlightRoom:
+    """Room for one microbatch in flight: its memory, and the recordings that use it.
+
+    Args:
+        kept: pool of memory for what is kept from forwards to backwards.
+
+    Attributes:
+        kept: the same.
+        memories: by what recordings depend on.
+        passes: by that, and the buffers of weights and gradient.
+    """
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+        self.memories: dict[_RecordingKey, FixedMemory] = {}
+        self.passes: dict[tuple[_RecordingKey, Buffer, Buffer], CapturedPass] = {}
+        self._claim: Callable[[], _Claim | None] = lambda: None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no microbatch has it."""
+        return self._claim() is None
+
+    def claim(self) -> _Claim:
+        """Give it to a microbatch."""
+        claim = _Claim()
+        self._claim = ref(claim)
+        return claim
+
+
+class ReplayedWeightGrads(DeferredWeightGrads):
+    """The second half of a backward that is replayed.
+
+    Args:
+        captured: the recording.
+        claim: on its room.
+    """
+
+    def __init__(self, captured: CapturedPass, claim: _Claim) -> None:
+        super().__init__()
+        self._captured, self._claim = captured, claim
+
+    def run(self, weights: Mapping[str, Tensor], add: Callable[[str, Tensor], None]) -> None:  # noqa: ARG002
+        """Replay it; the recording knows its weights and where it adds."""
+        self._captured.backward_for_weights()
+
+
+class ReplayedGraph(Graph):
+    """The graph of a forward that was replayed; its backward is replayed, too.
+
+    Args:
+        owner: has the recordings.
+        room: of the microbatch.
+        pair: the buffers of the weights and, as far as is known, of the gradient.
+        key: of the recording.
+    """
+
+    def __init__(
+        self, owner: PassCapturer, room: _InFlightRoom, pair: tuple[Buffer, Buffer], key: _RecordingKey
+    ) -> None:
+        nbytes, deferred = owner.nbytes[key]
+        seed = next(iter(room.memories[key].gradients), None)
+        super().__init__({}, 0, [], seed, nbytes, deferred_nbytes=deferred)
+        self._owner, self._room, self._pair, self._key = owner, room, pair, key
+        self._claim = room.claim()
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Replay the backward, or its first half."""
+        weights, expected = self._pair
+        gradient = weights.gradient
+        assert gradient is not None
+        gradient.finish_gradient()  # a recording adds, be it the first of its batch
+        captured = self._owner.captured(self._room, self._key, weights, gradient)
+        if gradient is not expected:  # what the forward has kept is another recording's
+            with self._owner.keeping_buffers():
+                captured.forward()
+        self._room.memories[self._key].fill_gradients(gradients)
+        found = captured.backward()
+        if self._key.halves:
+            self.deferred = ReplayedWeightGrads(captured, self._claim)
+            self.deferred_nbytes += captured.deferred_nbytes
+        return found
 
 
 class PassCapturer:
@@ -136,7 +168,7 @@ class PassCapturer:
         self._attributes = ModuleAttributes(module)
         self._passing = recorder.pool()
         self.nbytes: dict[_RecordingKey, tuple[int, int]] = {}
-        self._places: dict[_RecordingKey, list[_InFlightRoom]] = {}
+        self._rooms: list[_InFlightRoom] = []
         self._gradients: dict[Buffer, Buffer] = {}  # which one was last added to, by that of the weights
         self._offered = True
 
@@ -149,7 +181,7 @@ class PassCapturer:
         """Drop all recordings if the modules were changed between two runs."""
         if self._attributes.changed():
             self._attributes = ModuleAttributes(self._module)
-            self._places.clear()
+            self._rooms.clear()
             self.nbytes.clear()
             self._offered = True
 
@@ -182,39 +214,39 @@ class PassCapturer:
         gradient = self._gradients.get(buffer)
         if gradient is None:
             return build()
-        places = self._places.setdefault(key, [])
-        place = next((place for place in places if place.taken() is None), None)
-        if place is None:
-            memory = FixedMemory(given, self._module.device, self._recorder.pool(), self._passing)
-            place = _InFlightRoom(memory)
-            places.append(place)
+        room = next((room for room in self._rooms if room.is_free), None)
+        if room is None:
+            room = _InFlightRoom(self._recorder.pool())
+            self._rooms.append(room)
+        if key not in room.memories:
+            room.memories[key] = FixedMemory(given, self._module.device, room.kept, self._passing)
         try:
-            captured = self.captured(place, buffer, gradient, halves)
+            captured = self.captured(room, key, buffer, gradient)
         except RuntimeError as error:
-            self._give_up(str(error).splitlines()[0])
+            self._give_up(_explained(error))
             return build()
-        graph = ReplayedGraph(self, place, (buffer, gradient), key)
+        graph = ReplayedGraph(self, room, (buffer, gradient), key)
         self._hold(graph.nbytes)
-        return graph, *self._replay(captured, place, given, microbatch)
+        return graph, *self._replay(captured, room.memories[key], given, microbatch)
 
-    def captured(self, place: _InFlightRoom, weights: Buffer, gradient: Buffer, halves: bool) -> CapturedPass:
+    def captured(self, room: _InFlightRoom, key: _RecordingKey, weights: Buffer, gradient: Buffer) -> CapturedPass:
         """Return the recording for two buffers, which is made if there is none.
 
         Raises:
             RuntimeError: it cannot be made.
         """
-        found = place.passes.get((weights, gradient))
+        found = room.passes.get((key, weights, gradient))
         if found is None:
             module, before = self._module, self._module.bound
             drawing, module.rng.drawing = module.rng.drawing, frozenset()  # generators cannot be seeded meanwhile
             try:
-                pair = weights, gradient
-                found = CapturedPass(self._recorder, self._run, module.bind, place.memory, *pair, halves)
+                memory, pair = room.memories[key], (weights, gradient)
+                found = CapturedPass(self._recorder, self._run, module.bind, memory, *pair, key.halves)
             finally:
                 module.rng.drawing = drawing
                 if before is not None:
                     module.bind(before)
-            place.passes[weights, gradient] = found
+            room.passes[key, weights, gradient] = found
         return found
 
     @contextmanager
@@ -246,10 +278,10 @@ class PassCapturer:
         return built
 
     def _replay(
-        self, captured: CapturedPass, place: _InFlightRoom, given: Given, microbatch: Microbatch
+        self, captured: CapturedPass, memory: FixedMemory, given: Given, microbatch: Microbatch
     ) -> tuple[Any, UnreadLoss | None]:
         """Replay a forward; returns its output and its loss."""
-        memory, weight = place.memory, None
+        weight = None
         memory.fill(given)
         if captured.loss is not None and captured.loss.weight is memory.weight:
             assert self._module.loss is not None
@@ -259,9 +291,9 @@ class PassCapturer:
         if loss is None:
             return output, None
         seed = memory.gradients[0]
-        if place.scale != microbatch.scale and seed is not None:
-            place.scale = microbatch.scale
-            seed.copy_(self._seed(seed, place.scale))
+        if memory.scale != microbatch.scale and seed is not None:
+            memory.scale = microbatch.scale
+            seed.copy_(self._seed(seed, memory.scale))
         output = pytree.tree_map_only(Tensor, torch.clone, output)  # others may read it after the backward
         found = loss.total, loss.weight if weight is None else weight
         return output, UnreadLoss(*(value.clone() if isinstance(value, Tensor) else value for value in found))
@@ -279,3 +311,14 @@ class PassCapturer:
 def _key(given: Given, halves: bool) -> _RecordingKey:
     _, spec = pytree.tree_flatten((given.value, given.target))
     return _RecordingKey(spec, given.wants, tuple((t.shape, t.stride(), t.dtype) for t in given.tensors), halves)
+
+
+def _explained(error: RuntimeError) -> str:
+    """Why a pass cannot be recorded, with what to do about the most frequent reason."""
+    said = str(error).splitlines()[0]
+    if "capturing" not in said:
+        return said
+    return (
+        f"a block or the loss waits for the GPU, as .item(), float(tensor) and tensor.cpu() do; let them go on with "
+        f"tensors (a loss may return its weight as one): {said}"
+    )

@@ -51,7 +51,11 @@ class CudaGraphRecorder:
         self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def pool(self) -> Any:
-        """Return an empty pool of memory for recordings that are never replayed at the same time."""
+        """Return an empty pool of memory for recordings that are never replayed at the same time.
+
+        Memory that passes have taken before they were recorded, and freed, goes back to the device for it.
+        """
+        torch.cuda.empty_cache()
         return torch.cuda.graph_pool_handle()
 
     def aside(self) -> AbstractContextManager[Any]:
