@@ -136,7 +136,9 @@ def test_passes_replayed_as_cuda_graphs(
     for what in ("forward", "backward"):
         replay = getattr(CapturedPass, what)
         monkeypatch.setattr(
-            CapturedPass, what, lambda self, what=what, replay=replay: replays.update([what]) or replay(self)
+            CapturedPass,
+            what,
+            lambda self, *given, what=what, replay=replay: replays.update([what]) or replay(self, *given),
         )
     wanted = expected(case) if case.precision == "fp32" else train(None, case)
     assert_same(train(None, case, device="cuda", cuda_graphs=True), wanted)

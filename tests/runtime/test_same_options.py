@@ -193,7 +193,7 @@ def test_every_option_is_compared_or_known_to_concern_one_process() -> None:
     plan = PipelinePlan.make({"a": nn.Linear(2, 2)}, make_schedule("1f1b", 1, 1), PipelineOptions())
     compared = common_options(plan.options, plan.ties, plan.delays, None, plan.schedule.sharding)
     left_out = PipelineOptions.names() - compared.keys()
-    alone = {"timeout", "device", "waits", "compile"}
+    alone = {"timeout", "device", "cuda_graphs", "waits", "compile"}
     assert left_out == alone | {"balance", "microbatches", "in_flight"}  # these are of the stages and the schedule
     assert compared.keys() - {"width", "tensor_parallel", "in_flight_bytes"} <= DIFFERENT.keys()
 

@@ -143,7 +143,7 @@ def test_a_key_with_the_name_of_an_option_is_that_option(text: str) -> None:
         "max_grad_norm": "0.5", "ema_decay": "0.9", "seed": "3", "balance": "[3, 3]", "timeout": "7.5",
         "delays": "{head: 1}", "backward_delays": "2", "device": "cpu", "waits": "shared", "boundary_gradients": "bf16",
         "tf32": "true", "sdpa": "math", "compile": "true", "in_flight_bytes": "2e9", "sharding": "optimizer",
-        "microbatches": "6", "offload": "activations", "tensor_parallel": "2",
+        "microbatches": "6", "offload": "activations", "tensor_parallel": "2", "cuda_graphs": "true",
     }  # fmt: skip
     config = load_config(None, [text, *(f"{key}={value}" for key, value in changes.items())])
     options = pipeline_options(config, model_shape(config, load_corpus(config.data)))

@@ -98,6 +98,7 @@ class CapturedPass:
         halves: the backward comes in two halves.
 
     Attributes:
+        memory, gradient, halves: the same.
         loss: sum and weight; None where there is none.
         output: the output tree, without a graph.
         deferred_nbytes: of gradients that the first half of a backward keeps for the second one.
@@ -113,7 +114,7 @@ class CapturedPass:
         gradient: Buffer,
         halves: bool,
     ) -> None:
-        self._compute, self._memory, self._gradient = compute, memory, gradient
+        self._compute, self.memory, self.gradient, self.halves = compute, memory, gradient, halves
         self._deferred: DeferredWeightGrads | None = None
         self._weights_backward: RecordedWork | None = None
         self.deferred_nbytes = 0
@@ -143,8 +144,21 @@ class CapturedPass:
                 leaves[i] = leaves[i].detach().requires_grad_()
         return pytree.tree_unflatten(leaves, spec)
 
-    def backward(self) -> list[Tensor | None]:
-        """Run the backward, or its first half; returns the gradients of the input's leaves, in memory of their own."""
+    @property
+    def seed(self) -> Tensor | None:
+        """Where the gradient of the loss sum is, on a stage that has a loss."""
+        return None if self.loss is None else self.memory.gradients[0]
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run the backward, or its first half.
+
+        Args:
+            gradients: of the output's leaves, or of the loss sum.
+
+        Returns:
+            The gradients of the input's leaves, in memory of their own.
+        """
+        self.memory.fill_gradients(gradients)
         self._backward.replay()
         return [None if found is None else found.clone() for found in self._input_gradients]
 
@@ -154,12 +168,12 @@ class CapturedPass:
         self._weights_backward.replay()
 
     def _run_forward(self) -> None:
-        given = self._memory.given
+        given = self.memory.given
         value, opened, count = open_inputs(given.value, given.wants)
         self._bind()
         splitter = None if self._proxies is None else BackwardSplitter(self._proxies)
         with splitter or nullcontext():
-            output, total, self.loss = self._compute(value, given.target, self._memory.weight)
+            output, total, self.loss = self._compute(value, given.target, self.memory.weight)
         deferred = None if splitter is None else splitter.deferred
         self._graph = Graph(opened, count, edges_of(output if total is None else total), total, 0, deferred)
         self.output, wanted = detached(output)
@@ -178,7 +192,7 @@ class CapturedPass:
         graph, self._graph = self._graph, None  # what it has saved goes back to the pool, for the next recording
         assert graph is not None
         graph.seed, self._deferred = None, graph.deferred
-        self._input_gradients = run_backward(graph, self._memory.gradients)
+        self._input_gradients = run_backward(graph, self.memory.gradients)
 
     def _deferred_gradients(self) -> Sequence[Tensor]:
         return () if self._deferred is None else self._deferred.gradients
@@ -188,7 +202,7 @@ class CapturedPass:
         assert deferred is not None
 
         def add(name: str, found: Tensor) -> None:
-            self._gradient.views[name].add_(found)
+            self.gradient.views[name].add_(found)
 
         deferred.run(leaves, add)
 

@@ -9,10 +9,9 @@ same time. All recordings of the latter share memory, since one of them is in us
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
-from weakref import ref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +19,12 @@ from torch.utils import _pytree as pytree
 
 from penstock.comm.core.devices import on_device
 from penstock.comm.message.trees import detached
-from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
 from penstock.stage.autograd.forward_graph import Graph
 from penstock.stage.cuda_graphs.captured_pass import CapturedPass, FixedMemory, Given
 from penstock.stage.cuda_graphs.host_effects import ModuleAttributes, noticing_host_effects
+from penstock.stage.cuda_graphs.in_flight_room import InFlightRoom, RecordingKey
 from penstock.stage.cuda_graphs.recorder import GraphRecorder
+from penstock.stage.cuda_graphs.replayed_graph import ReplayedGraph
 from penstock.stage.in_flight_microbatch import Microbatch
 from penstock.stage.loss import UnreadLoss, count_targets
 from penstock.stage.module import StageModule
@@ -38,110 +38,6 @@ Compute = Callable[[Microbatch, Any], tuple[Any, Tensor | None, UnreadLoss | Non
 """Runs the blocks on an input; returns the output, the loss sum in its graph, and the loss."""
 
 
-class _RecordingKey(NamedTuple):
-    """What a recording depends on, but for the buffers.
-
-    Attributes:
-        spec: the tree of input and target.
-        wants: which leaves of the input want gradients.
-        tensors: shape, strides and dtype of each.
-        halves: the backward comes in two halves.
-    """
-
-    spec: pytree.TreeSpec
-    wants: tuple[bool, ...]
-    tensors: tuple[object, ...]
-    halves: bool
-
-
-class _Claim:
-    """What a microbatch has of a room, until it is dropped."""
-
-
-class _InFlightRoom:
-    """Room for one microbatch in flight: its memory, and the recordings that use it.
-
-    Args:
-        kept: pool of memory for what is kept from forwards to backwards.
-
-    Attributes:
-        kept: the same.
-        memories: by what recordings depend on.
-        passes: by that, and the buffers of weights and gradient.
-    """
-
-    def __init__(self, kept: Any) -> None:
-        self.kept = kept
-        self.memories: dict[_RecordingKey, FixedMemory] = {}
-        self.passes: dict[tuple[_RecordingKey, Buffer, Buffer], CapturedPass] = {}
-        self._claim: Callable[[], _Claim | None] = lambda: None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether no microbatch has it."""
-        return self._claim() is None
-
-    def claim(self) -> _Claim:
-        """Give it to a microbatch."""
-        claim = _Claim()
-        self._claim = ref(claim)
-        return claim
-
-
-class ReplayedWeightGrads(DeferredWeightGrads):
-    """The second half of a backward that is replayed.
-
-    Args:
-        captured: the recording.
-        claim: on its room.
-    """
-
-    def __init__(self, captured: CapturedPass, claim: _Claim) -> None:
-        super().__init__()
-        self._captured, self._claim = captured, claim
-
-    def run(self, weights: Mapping[str, Tensor], add: Callable[[str, Tensor], None]) -> None:  # noqa: ARG002
-        """Replay it; the recording knows its weights and where it adds."""
-        self._captured.backward_for_weights()
-
-
-class ReplayedGraph(Graph):
-    """The graph of a forward that was replayed; its backward is replayed, too.
-
-    Args:
-        owner: has the recordings.
-        room: of the microbatch.
-        pair: the buffers of the weights and, as far as is known, of the gradient.
-        key: of the recording.
-    """
-
-    def __init__(
-        self, owner: PassCapturer, room: _InFlightRoom, pair: tuple[Buffer, Buffer], key: _RecordingKey
-    ) -> None:
-        nbytes, deferred = owner.nbytes[key]
-        seed = next(iter(room.memories[key].gradients), None)
-        super().__init__({}, 0, [], seed, nbytes, deferred_nbytes=deferred)
-        self._owner, self._room, self._pair, self._key = owner, room, pair, key
-        self._claim = room.claim()
-
-    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replay the backward, or its first half."""
-        weights, expected = self._pair
-        gradient = weights.gradient
-        assert gradient is not None
-        gradient.finish_gradient()  # a recording adds, be it the first of its batch
-        captured = self._owner.captured(self._room, self._key, weights, gradient)
-        if gradient is not expected:  # what the forward has kept is another recording's
-            with self._owner.keeping_buffers():
-                captured.forward()
-        self._room.memories[self._key].fill_gradients(gradients)
-        found = captured.backward()
-        if self._key.halves:
-            self.deferred = ReplayedWeightGrads(captured, self._claim)
-            self.deferred_nbytes += captured.deferred_nbytes
-        return found
-
-
 class PassCapturer:
     """Records the passes of one stage, and replays them.
 
@@ -151,9 +47,6 @@ class PassCapturer:
         compute: runs the blocks.
         seed: returns the gradient of a loss sum, given that and the loss scale.
         hold: notified of the bytes of activations that begin to live.
-
-    Attributes:
-        nbytes: that graphs keep alive until their backward, and of these until its second half.
     """
 
     def __init__(
@@ -167,8 +60,8 @@ class PassCapturer:
         self._module, self._recorder, self._compute, self._seed, self._hold = module, recorder, compute, seed, hold
         self._attributes = ModuleAttributes(module)
         self._passing = recorder.pool()
-        self.nbytes: dict[_RecordingKey, tuple[int, int]] = {}
-        self._rooms: list[_InFlightRoom] = []
+        self._nbytes: dict[RecordingKey, tuple[int, int]] = {}  # kept until a backward, and until its second half
+        self._rooms: list[InFlightRoom] = []
         self._gradients: dict[Buffer, Buffer] = {}  # which one was last added to, by that of the weights
         self._offered = True
 
@@ -182,7 +75,7 @@ class PassCapturer:
         if self._attributes.changed():
             self._attributes = ModuleAttributes(self._module)
             self._rooms.clear()
-            self.nbytes.clear()
+            self._nbytes.clear()
             self._offered = True
 
     def forward(
@@ -208,28 +101,29 @@ class PassCapturer:
         given = self._given(microbatch, value, wants) if self._offered else None
         if given is None or not isinstance(buffer, Buffer) or buffer.hooked:
             return build()
-        key = _key(given, halves)
-        if key not in self.nbytes:
+        key = RecordingKey.of(given, halves)
+        if key not in self._nbytes:
             return self._observe(key, build)
         gradient = self._gradients.get(buffer)
         if gradient is None:
             return build()
         room = next((room for room in self._rooms if room.is_free), None)
         if room is None:
-            room = _InFlightRoom(self._recorder.pool())
+            room = InFlightRoom(self._recorder.pool())
             self._rooms.append(room)
         if key not in room.memories:
             room.memories[key] = FixedMemory(given, self._module.device, room.kept, self._passing)
         try:
-            captured = self.captured(room, key, buffer, gradient)
+            captured = self._recording(room, key, buffer, gradient)
         except RuntimeError as error:
             self._give_up(_explained(error))
             return build()
-        graph = ReplayedGraph(self, room, (buffer, gradient), key)
+        elsewhere = partial(self._elsewhere, room, key, buffer)
+        graph = ReplayedGraph(captured, room.claim(), buffer, elsewhere, self._nbytes[key])
         self._hold(graph.nbytes)
-        return graph, *self._replay(captured, room.memories[key], given, microbatch)
+        return graph, *self._replay(captured, given, microbatch)
 
-    def captured(self, room: _InFlightRoom, key: _RecordingKey, weights: Buffer, gradient: Buffer) -> CapturedPass:
+    def _recording(self, room: InFlightRoom, key: RecordingKey, weights: Buffer, gradient: Buffer) -> CapturedPass:
         """Return the recording for two buffers, which is made if there is none.
 
         Raises:
@@ -249,14 +143,15 @@ class PassCapturer:
             room.passes[key, weights, gradient] = found
         return found
 
-    @contextmanager
-    def keeping_buffers(self) -> Iterator[None]:
-        """A context after which the buffers of all modules are as they were before it."""
+    def _elsewhere(self, room: InFlightRoom, key: RecordingKey, weights: Buffer, gradient: Buffer) -> CapturedPass:
+        """Replay a forward again by the recording that adds to another gradient; module buffers stay as they are."""
+        captured = self._recording(room, key, weights, gradient)
         buffers = [buffer for block in self._module.modules for buffer in block.buffers()]
         before = [buffer.clone() for buffer in buffers]
-        yield
+        captured.forward()
         for buffer, content in zip(buffers, before, strict=True):
             buffer.data.copy_(content)  # graphs of others, which keep it, need not know of this
+        return captured
 
     def _given(self, microbatch: Microbatch, value: Any, wants: tuple[bool, ...]) -> Given | None:
         """What the forward of a microbatch gets; None if something of it is no tensor, or wants a gradient itself."""
@@ -266,22 +161,20 @@ class PassCapturer:
             return None
         return Given(value, wants, target)
 
-    def _observe(self, key: _RecordingKey, build: Callable[[], Built]) -> Built:
+    def _observe(self, key: RecordingKey, build: Callable[[], Built]) -> Built:
         """Run the first pass on some shapes as it is, and find out whether such passes can be recorded."""
         with noticing_host_effects(self._module) as effects:
             built = build()
             reason = effects()
         if reason is None:
-            self.nbytes[key] = built[0].nbytes, built[0].deferred_nbytes
+            self._nbytes[key] = built[0].nbytes, built[0].deferred_nbytes
         else:
             self._give_up(reason)
         return built
 
-    def _replay(
-        self, captured: CapturedPass, memory: FixedMemory, given: Given, microbatch: Microbatch
-    ) -> tuple[Any, UnreadLoss | None]:
+    def _replay(self, captured: CapturedPass, given: Given, microbatch: Microbatch) -> tuple[Any, UnreadLoss | None]:
         """Replay a forward; returns its output and its loss."""
-        weight = None
+        memory, weight = captured.memory, None
         memory.fill(given)
         if captured.loss is not None and captured.loss.weight is memory.weight:
             assert self._module.loss is not None
@@ -290,7 +183,7 @@ class PassCapturer:
         output, loss = captured.forward(), captured.loss
         if loss is None:
             return output, None
-        seed = memory.gradients[0]
+        seed = captured.seed
         if memory.scale != microbatch.scale and seed is not None:
             memory.scale = microbatch.scale
             seed.copy_(self._seed(seed, memory.scale))
@@ -306,11 +199,6 @@ class PassCapturer:
     def _give_up(self, reason: str) -> None:
         _LOG.warning("%s: its blocks run without CUDA graphs, since %s", self._module.where, reason)
         self._offered = False
-
-
-def _key(given: Given, halves: bool) -> _RecordingKey:
-    _, spec = pytree.tree_flatten((given.value, given.target))
-    return _RecordingKey(spec, given.wants, tuple((t.shape, t.stride(), t.dtype) for t in given.tensors), halves)
 
 
 def _explained(error: RuntimeError) -> str:
