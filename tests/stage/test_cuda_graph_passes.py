@@ -7,82 +7,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.options.run import Device
 from penstock.runtime.data import batch_source
 from penstock.runtime.data.batch_source import BatchSource
-from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.setup import stage_builder
-from penstock.stage.cuda_graphs.captured_pass import CapturedPass
-from penstock.stage.cuda_graphs.pass_capturer import PassCapturer
 from penstock.stage.trained_stage_weights import TrainedWeights
 from support.cases import Case, assert_same, expected, make_pipeline, train
-
-
-class Again:
-    """Recorded work that calls the function again.
-
-    A GPU records without running anything; here a forward runs when it is recorded, so that its output has a shape.
-    """
-
-    def __init__(self, work: Callable[[], None], log: list[str]) -> None:
-        self._work, self._log = work, log
-        self._name = (work.func if isinstance(work, partial) else work).__name__
-        if "forward" in self._name:
-            work()
-
-    def replay(self) -> None:
-        self._log.append(self._name)
-        self._work()
-
-
-class CallsAgain:
-    """Stands in for the recorder of CUDA graphs."""
-
-    def __init__(self) -> None:
-        self.replayed = list[str]()
-        self.pools = set[int]()
-        self.recorded = 0
-
-    def pool(self) -> object:
-        return object()
-
-    def aside(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def record(self, work: Callable[[], None], pool: object) -> Again:
-        self.recorded += 1
-        self.pools.add(id(pool))
-        return Again(work, self.replayed)
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> CallsAgain:
-    made, recording = CallsAgain(), PassCapturer._recording
-
-    def keeping_buffers(self: PassCapturer, *given: Any) -> CapturedPass:
-        """What is recorded is run, too, so buffers change."""
-        buffers = [buffer for block in self._module.modules for buffer in block.buffers()]
-        before = [buffer.clone() for buffer in buffers]
-        found = recording(self, *given)
-        for buffer, content in zip(buffers, before, strict=True):
-            buffer.data.copy_(content)
-        return found
-
-    monkeypatch.setattr(PassCapturer, "_recording", keeping_buffers)
-    monkeypatch.setattr(stage_builder, "recorder_on", lambda _: made)
-    return made
-
+from support.recorder import CallsAgain, pairs, tiny
 
 REPLAYED = [
     Case("1f1b", 2, 4, loss="mean"),
@@ -158,26 +95,6 @@ HOST_EFFECTS: dict[str, Callable[[], nn.Module]] = {
     "rolls dice": lambda: RollsDice(3, 3),
     "counts": lambda: Counts(3, 3),
 }
-
-
-def tiny(first: nn.Module | None = None, cuda_graphs: bool = True, **changes: Any) -> Pipeline:
-    torch.manual_seed(0)
-    blocks = [nn.Linear(3, 3) if first is None else first, nn.Linear(3, 2)]
-    arguments: dict[str, Any] = {"method": "1f1b", "microbatches": 2, "stages": 2, "loss": F.mse_loss}
-    arguments |= {"optimizer": torch.optim.SGD, "device": Device(cuda_graphs=cuda_graphs)}
-    with torch.no_grad():
-        for block in blocks:
-            for parameter in block.parameters():
-                parameter.uniform_(-0.5, 0.5, generator=torch.Generator().manual_seed(3))
-    return Pipeline(blocks, **arguments | changes)
-
-
-def pairs(batches: int, samples: int = 4) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(2)
-    return [
-        (torch.rand(samples, 3, generator=generator), torch.rand(samples, 2, generator=generator))
-        for _ in range(batches)
-    ]
 
 
 def test_hooks_on_parameters_keep_passes_as_they_are(recorder: CallsAgain) -> None:
