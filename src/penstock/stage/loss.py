@@ -161,7 +161,7 @@ def sum_and_weight(
             raise ConfigError(f"{where}: {_reduces(reduction)}")
         weight = count_targets(loss, output, target) if known is None else known
         if isinstance(weight, Tensor):  # to look at it would be to wait for the device
-            return torch.where(weight > 0, total * weight.to(total.dtype), 0.0), weight
+            return _weighted(total, weight, output), weight
         return (total * weight if weight else _zero(output, total)), weight
     given = result[1]
     if not isinstance(given, numbers.Real) and not (isinstance(given, Tensor) and given.numel() == 1):
@@ -200,6 +200,15 @@ def count_targets(loss: LossFunction, output: Any, target: Any) -> float | Tenso
     else:  # of the same shape whatever is ignored, so that the host need not wait for their number
         total = weights.detach().double()[known.where(counted, 0)].where(counted, 0.0).sum()
     return samples * ((float(total) if total.is_cpu else total.double()) / known.numel())
+
+
+def _weighted(total: Tensor, weight: Tensor, output: Any) -> Tensor:
+    """Multiply a mean by its weight, to the bits as by a number; without targets it is zero, and so are gradients."""
+    for leaf in leaves_of(output):  # a mean over nothing would give it NaN
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(lambda gradient: torch.where(weight > 0, gradient, 0.0))  # type: ignore[no-untyped-call]
+    wide = torch.promote_types(total.dtype, torch.float32)
+    return torch.where(weight > 0, (total.to(wide) * weight.to(wide)).to(total.dtype), 0.0)
 
 
 def _zero(output: Any, total: Tensor) -> Tensor:
