@@ -49,9 +49,11 @@ class Device(ShortRepr):
         device: "auto" (a GPU if there is one), "cpu", "cuda" (ranks of a machine take its GPUs in turns), one such as
             "cuda:1", or where the blocks are if None.
         cuda_graphs: passes are recorded as CUDA graphs, when they come a second time, and replayed from then on: the
-            host issues a forward or a backward by one call, so the GPU does not wait for it. What blocks do on the host
-            is then done once. Blocks that draw random numbers or write attributes of their modules, and inputs whose
-            shape comes once only, run as without. Each microbatch in flight has memory of its own for good.
+            host issues a forward or a backward by one call, so the GPU does not wait for it. What blocks and loss do on
+            the host is then done once: an attribute of a module that the loop over reports changes counts from the next
+            run on, a variable of a function not at all (a buffer that is written into, at once). Blocks that draw
+            random numbers, write attributes of their modules or into their input, or have hooks, and inputs whose shape
+            comes once only, run as without. Each microbatch in flight has memory of its own for good.
 
     Raises:
         ConfigError: cuda_graphs is neither True nor False.

@@ -267,7 +267,7 @@ class StageBuilder:
             updater.prepare(store.own_layout, self._rotates(stage, proof, corrector, updater))
             reading = _reading(RULES[proof.schedule.rule], weights, self._plan.backward_delays)
             storages = store.storages | (set() if weights.older is None else weights.older.storages)
-        return reading, self._make_graphs(stage, module, storages, reading, proof.schedule)
+        return reading, self._make_graphs(stage, module, weights, storages, reading, proof.schedule)
 
     def _make_corrector(
         self, stage: Stage, weights: TrainedWeights, proof: Proof, correction: Correction | None
@@ -279,7 +279,13 @@ class StageBuilder:
         return corrector
 
     def _make_graphs(
-        self, stage: Stage, module: StageModule, storages: set[int], reading: WeightReads, schedule: Schedule
+        self,
+        stage: Stage,
+        module: StageModule,
+        weights: StageWeights,
+        storages: set[int],
+        reading: WeightReads,
+        schedule: Schedule,
     ) -> StageGraphs:
         parts = parts_to_recompute(
             list(module.blocks), self._options.recompute.of(stage.index), stage.index in schedule.recomputed
@@ -291,7 +297,9 @@ class StageBuilder:
         graphs = StageGraphs(module, storages, divisor, parts, halved, parks, hold, reading, keeps)
         if self._options.run.cuda_graphs:
             recorder = recorder_on(module.device)
-            graphs.capture_with(PassCapturer(module, recorder, graphs.compute, graphs.seed, hold))
+            graphs.capture_with(
+                PassCapturer(module, recorder, graphs.compute, graphs.seed, hold, partial(_hooked, weights))
+            )
         return graphs
 
     def _estimates_whole(self, stage: Stage, proof: Proof, corrector: Corrector | None) -> bool:
@@ -305,6 +313,11 @@ class StageBuilder:
             return updater.optimizer is not None and corrector.looks_back(updater.optimizer)
         watches = corrector is not None and corrector.watches
         return _steps_apart(proof) or watches or (self._low is None and proof.stages[stage].versions > 1)
+
+
+def _hooked(weights: StageWeights) -> bool:
+    """Whether gradients of a stage go through hooks of the user."""
+    return isinstance(weights, TrainedWeights) and bool(weights.store.hooks)
 
 
 def _steps_apart(proof: Proof) -> bool:

@@ -96,9 +96,11 @@ class CapturedPass:
         weights: read by the forward and the backward.
         gradient: the backward adds to it.
         halves: the backward comes in two halves.
+        written: buffers of modules that forwards change.
 
     Attributes:
-        memory, gradient, halves: the same.
+        memory, weights, gradient, halves: the same.
+        buffers_before: the buffers that forwards change, with what the last one found there.
         loss: sum and weight; None where there is none.
         output: the output tree, without a graph.
         deferred_nbytes: of gradients that the first half of a backward keeps for the second one.
@@ -113,8 +115,11 @@ class CapturedPass:
         weights: Buffer,
         gradient: Buffer,
         halves: bool,
+        written: Sequence[Tensor],
     ) -> None:
-        self._compute, self.memory, self.gradient, self.halves = compute, memory, gradient, halves
+        self._compute, self.memory, self.halves, self._written = compute, memory, halves, list(written)
+        self.weights, self.gradient = weights, gradient
+        self.buffers_before: list[tuple[Tensor, Tensor]] = []
         self._deferred: DeferredWeightGrads | None = None
         self._weights_backward: RecordedWork | None = None
         self.deferred_nbytes = 0
@@ -169,6 +174,7 @@ class CapturedPass:
 
     def _run_forward(self) -> None:
         given = self.memory.given
+        self.buffers_before = [(buffer, buffer.clone()) for buffer in self._written]
         value, opened, count = open_inputs(given.value, given.wants)
         self._bind()
         splitter = None if self._proxies is None else BackwardSplitter(self._proxies)

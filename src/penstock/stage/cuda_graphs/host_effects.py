@@ -2,58 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from penstock.stage.autograd.other_generators import drawn_from, generator_states
+from penstock.stage.autograd.saved_bytes import has_memory
 from penstock.stage.module import StageModule
 
-_LOOKED_INTO = ("_modules", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class ModuleAttributes:
     """The attributes of the modules of a stage, to find out whether any has been given another value.
 
+    Values in lists and dicts count one by one; the memory of frozen parameters and buffers also has to stay the same.
+
     Args:
-        module: the blocks of the stage.
+        module: the blocks of the stage, and its loss.
     """
 
     def __init__(self, module: StageModule) -> None:
-        self._blocks = module.modules
-        self._values = self._now()
+        self._module = module
+        self._values, self._shape, self._places = self._now()
 
     def changed(self) -> bool:
         """Return whether one has another value now."""
-        now = self._now()
-        return len(now) != len(self._values) or any(
-            a.keys() != b.keys() or any(a[name] is not b[name] for name in a)
-            for a, b in zip(now, self._values, strict=True)
-        )
+        values, shape, places = self._now()
+        same = shape == self._shape and all(a is b for a, b in zip(self._values, values, strict=True))
+        return not same or places != self._places
 
-    def _now(self) -> list[dict[str, Any]]:
-        modules = [module for block in self._blocks for module in block.modules()]
-        return [attributes for module in modules for attributes in _attributes(module)]
+    def _now(self) -> tuple[list[Any], pytree.TreeSpec, list[int]]:
+        """The values, the lists and dicts that they are in, and where the memory of fixed tensors is."""
+        values, shape = pytree.tree_flatten([_attributes(module) for module in _modules(self._module)])
+        return values, shape, [tensor.data_ptr() for tensor in self._module.fixed if has_memory(tensor)]
 
 
-def _attributes(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield the attributes of a module, without its parameters: those of versions take their places in turns."""
-    yield {name: value for name, value in vars(module).items() if name != "_parameters"}
-    yield from (dict(vars(module)[name]) for name in _LOOKED_INTO)
+def _modules(module: StageModule) -> list[nn.Module]:
+    """All modules that a stage computes with."""
+    roots = [*module.modules, *([module.loss] if isinstance(module.loss, nn.Module) else [])]
+    return [inner for root in roots for inner in root.modules()]
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module, without its parameters: those of versions take their places in turns."""
+    return {name: value for name, value in vars(module).items() if name != "_parameters"}
 
 
 @contextmanager
-def noticing_host_effects(module: StageModule) -> Iterator[Callable[[], str | None]]:
-    """A context for a pass, which yields a function: what the pass has done that a CUDA graph would not do again."""
+def noticing_host_effects(module: StageModule, given: Sequence[Tensor]) -> Iterator[Callable[[], str | None]]:
+    """A context for a pass, which yields a function: why a CUDA graph of the pass would not do the same again.
+
+    Args:
+        module: the stage.
+        given: tensors that the pass gets.
+    """
     states = generator_states(module.blocks.values())
-    attributes = ModuleAttributes(module)
+    attributes, versions = ModuleAttributes(module), _versions(given)
     with module.rng.noticing_draws() as drew:
 
         def reason() -> str | None:
+            if any(vars(inner)[name] for inner in _modules(module) for name in _HOOKS):
+                return "their modules have hooks"
             if drew() or drawn_from(states):
                 return "they draw random numbers"
+            if _versions(given) != versions:
+                return "they write in place into what they get"
             return "they write attributes of their modules" if attributes.changed() else None
 
         yield reason
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often tensors have been written to, as far as torch counts."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -18,7 +18,7 @@ class RecordingKey(NamedTuple):
     Attributes:
         spec: the tree of input and target.
         wants: which leaves of the input want gradients.
-        tensors: shape, strides and dtype of each.
+        tensors: shape, strides and dtype of each leaf; None of one that is None.
         halves: the backward comes in two halves.
     """
 
@@ -30,8 +30,9 @@ class RecordingKey(NamedTuple):
     @classmethod
     def of(cls, given: Given, halves: bool) -> RecordingKey:
         """What recordings of a forward that gets this depend on."""
-        _, spec = pytree.tree_flatten((given.value, given.target))
-        return cls(spec, given.wants, tuple((t.shape, t.stride(), t.dtype) for t in given.tensors), halves)
+        leaves, spec = pytree.tree_flatten((given.value, given.target))
+        kinds = tuple(None if leaf is None else (leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves)
+        return cls(spec, given.wants, kinds, halves)
 
 
 class Claim:

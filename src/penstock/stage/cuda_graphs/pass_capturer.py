@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from penstock.comm.core.devices import on_device
 from penstock.comm.message.trees import detached
 from penstock.stage.autograd.forward_graph import Graph
+from penstock.stage.autograd.saved_bytes import has_memory
 from penstock.stage.cuda_graphs.captured_pass import CapturedPass, FixedMemory, Given
 from penstock.stage.cuda_graphs.host_effects import ModuleAttributes, noticing_host_effects
 from penstock.stage.cuda_graphs.in_flight_room import InFlightRoom, RecordingKey
@@ -47,6 +48,7 @@ class PassCapturer:
         compute: runs the blocks.
         seed: returns the gradient of a loss sum, given that and the loss scale.
         hold: notified of the bytes of activations that begin to live.
+        hooked: returns whether gradients of weights go through hooks of the user.
     """
 
     def __init__(
@@ -56,12 +58,15 @@ class PassCapturer:
         compute: Compute,
         seed: Callable[[Tensor, float], Tensor],
         hold: Callable[[int], None],
+        hooked: Callable[[], bool],
     ) -> None:
         self._module, self._recorder, self._compute, self._seed, self._hold = module, recorder, compute, seed, hold
+        self._hooked = hooked
         self._attributes = ModuleAttributes(module)
         self._passing = recorder.pool()
         self._nbytes: dict[RecordingKey, tuple[int, int]] = {}  # kept until a backward, and until its second half
         self._rooms: list[InFlightRoom] = []
+        self._written: list[Tensor] = []  # buffers of modules that forwards change
         self._gradients: dict[Buffer, Buffer] = {}  # which one was last added to, by that of the weights
         self._offered = True
 
@@ -75,7 +80,9 @@ class PassCapturer:
         if self._attributes.changed():
             self._attributes = ModuleAttributes(self._module)
             self._rooms.clear()
+            self._passing = self._recorder.pool()  # torch takes no pool whose recordings are all gone
             self._nbytes.clear()
+            self._written.clear()
             self._offered = True
 
     def forward(
@@ -99,11 +106,11 @@ class PassCapturer:
         """
         buffer = None if weights is None else weights.buffer
         given = self._given(microbatch, value, wants) if self._offered else None
-        if given is None or not isinstance(buffer, Buffer) or buffer.hooked:
+        if given is None or not isinstance(buffer, Buffer) or self._hooked():
             return build()
         key = RecordingKey.of(given, halves)
         if key not in self._nbytes:
-            return self._observe(key, build)
+            return self._observe(key, given, build)
         gradient = self._gradients.get(buffer)
         if gradient is None:
             return build()
@@ -118,8 +125,8 @@ class PassCapturer:
         except RuntimeError as error:
             self._give_up(_explained(error))
             return build()
-        elsewhere = partial(self._elsewhere, room, key, buffer)
-        graph = ReplayedGraph(captured, room.claim(), buffer, elsewhere, self._nbytes[key])
+        elsewhere = partial(self._elsewhere, captured, room, key)
+        graph = ReplayedGraph(captured, room.claim(), elsewhere, self._nbytes[key])
         self._hold(graph.nbytes)
         return graph, *self._replay(captured, given, microbatch)
 
@@ -135,7 +142,7 @@ class PassCapturer:
             drawing, module.rng.drawing = module.rng.drawing, frozenset()  # generators cannot be seeded meanwhile
             try:
                 memory, pair = room.memories[key], (weights, gradient)
-                found = CapturedPass(self._recorder, self._run, module.bind, memory, *pair, key.halves)
+                found = CapturedPass(self._recorder, self._run, module.bind, memory, *pair, key.halves, self._written)
             finally:
                 module.rng.drawing = drawing
                 if before is not None:
@@ -143,29 +150,40 @@ class PassCapturer:
             room.passes[key, weights, gradient] = found
         return found
 
-    def _elsewhere(self, room: InFlightRoom, key: RecordingKey, weights: Buffer, gradient: Buffer) -> CapturedPass:
-        """Replay a forward again by the recording that adds to another gradient; module buffers stay as they are."""
-        captured = self._recording(room, key, weights, gradient)
-        buffers = [buffer for block in self._module.modules for buffer in block.buffers()]
-        before = [buffer.clone() for buffer in buffers]
+    def _elsewhere(self, first: CapturedPass, room: InFlightRoom, key: RecordingKey, gradient: Buffer) -> CapturedPass:
+        """Replay a forward again by the recording that adds to another gradient.
+
+        It finds the buffers of modules as the first forward did, and leaves them as they are.
+        """
+        captured = self._recording(room, key, first.weights, gradient)
+        present = [(buffer, buffer.clone()) for buffer in self._module_buffers()]
+        # Through `data`: graphs of others, which keep the buffers, need not know of this.
+        for buffer, content in first.buffers_before:
+            buffer.data.copy_(content)
         captured.forward()
-        for buffer, content in zip(buffers, before, strict=True):
-            buffer.data.copy_(content)  # graphs of others, which keep it, need not know of this
+        for buffer, content in present:
+            buffer.data.copy_(content)
         return captured
 
+    def _module_buffers(self) -> list[Tensor]:
+        return [buffer for block in self._module.modules for buffer in block.buffers() if has_memory(buffer)]
+
     def _given(self, microbatch: Microbatch, value: Any, wants: tuple[bool, ...]) -> Given | None:
-        """What the forward of a microbatch gets; None if something of it is no tensor, or wants a gradient itself."""
+        """What the forward of a microbatch gets; None if it is not dense tensors, or a target wants a gradient."""
         target, target_wants = detached(on_device(microbatch.target, self._module.device))
         leaves = pytree.tree_leaves((value, target))
-        if any(target_wants) or not all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves):
+        if any(target_wants) or not all(leaf is None or _is_dense(leaf) for leaf in leaves):
             return None
         return Given(value, wants, target)
 
-    def _observe(self, key: RecordingKey, build: Callable[[], Built]) -> Built:
+    def _observe(self, key: RecordingKey, given: Given, build: Callable[[], Built]) -> Built:
         """Run the first pass on some shapes as it is, and find out whether such passes can be recorded."""
-        with noticing_host_effects(self._module) as effects:
+        before = [(buffer, buffer.clone()) for buffer in self._module_buffers()]
+        with noticing_host_effects(self._module, given.tensors) as effects:
             built = build()
             reason = effects()
+        known = {id(buffer) for buffer in self._written}
+        self._written += [b for b, content in before if id(b) not in known and not torch.equal(b, content)]
         if reason is None:
             self._nbytes[key] = built[0].nbytes, built[0].deferred_nbytes
         else:
@@ -198,7 +216,12 @@ class PassCapturer:
 
     def _give_up(self, reason: str) -> None:
         _LOG.warning("%s: its blocks run without CUDA graphs, since %s", self._module.where, reason)
+        self._rooms.clear()
         self._offered = False
+
+
+def _is_dense(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and has_memory(leaf) and not leaf.is_nested
 
 
 def _explained(error: RuntimeError) -> str:

@@ -19,7 +19,6 @@ class ReplayedGraph(Graph):
     Args:
         captured: the recording.
         claim: on the memory of the microbatch.
-        weights: that the forward read.
         elsewhere: replays the forward again, by a recording that adds to another gradient, and returns that.
         nbytes: kept until the backward, and of these until its second half.
     """
@@ -28,16 +27,15 @@ class ReplayedGraph(Graph):
         self,
         captured: CapturedPass,
         claim: Claim,
-        weights: Buffer,
         elsewhere: Callable[[Buffer], CapturedPass],
         nbytes: tuple[int, int],
     ) -> None:
         super().__init__({}, 0, [], captured.seed, nbytes[0], deferred_nbytes=nbytes[1])
-        self._captured, self._claim, self._weights, self._elsewhere = captured, claim, weights, elsewhere
+        self._captured, self._claim, self._elsewhere = captured, claim, elsewhere
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replay the backward, or its first half."""
-        gradient = self._weights.gradient
+        gradient = self._captured.weights.gradient
         assert gradient is not None
         gradient.finish_gradient()  # a recording adds, be it the first of its batch
         if gradient is not self._captured.gradient:

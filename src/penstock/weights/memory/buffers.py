@@ -205,11 +205,6 @@ class Buffer:
             for key, hook in after
         ]
 
-    @property
-    def hooked(self) -> bool:
-        """Whether gradients of the leaves go through hooks of the user."""
-        return bool(self._calling)
-
     def show_accumulated(self, key: str) -> None:
         """Call the user's hooks on the gradient of a leaf, which has been added to its place."""
         if self._hooks is not None and self.gradient is not None and key in self._hooks.after:

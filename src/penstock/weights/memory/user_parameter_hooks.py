@@ -52,6 +52,10 @@ class ParameterHooks:
         self.after = [name for name, p in parameters.items() if p._post_accumulate_grad_hooks]
         self._parameters, self._where = parameters, where
 
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return bool(self.before or self.after)
+
     def gradient(self, name: str, found: Tensor) -> Tensor:
         """Return what the hooks of a parameter make of the gradient of a microbatch, in its own precision."""
         parameter = self._parameters[name]
