@@ -24,6 +24,8 @@ from penstock.plan.planners.two_bw import Sized, plan_as_two_bw
 from penstock.plan.planners.two_bw_unequal_stages import plan_for_two_bw_cost
 from penstock.plan.profile.layer_graph import layer_graph, sizes_of
 from penstock.plan.profile.schema import Profile
+from penstock.plan.stage_graphs.graphpipe import plan_as_graphpipe, plan_for_graphpipe_cost
+from penstock.plan.stage_graphs.graphpipe_cost import GraphPipeCost
 from penstock.plan.stages.dapple_cost import DappleCost
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.pipedream_cost import PipeDreamCost
@@ -32,8 +34,8 @@ from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Ski
 from penstock.plan.stages.two_bw_cost import TwoBwCost
 from penstock.schedule.transforms.batch_ops import what_decides
 
-PLANNERS = ("default", "pipedream", "dapple", "spp", "piper", "mist", "2bw-paper")
-COSTS = ("pipedream", "dapple", "spp", "piper", "mist", "2bw-paper", SIMULATED)
+PLANNERS = ("default", "pipedream", "dapple", "spp", "graphpipe", "piper", "mist", "2bw-paper")
+COSTS = ("pipedream", "dapple", "spp", "graphpipe", "piper", "mist", "2bw-paper", SIMULATED)
 MICROBATCHES = 32  # per batch, where neither the profile nor the caller says
 
 
@@ -165,9 +167,9 @@ def with_cost(request: PlanRequest) -> PlanRequest:
         if name not in known:
             names = [each for each in known if each]
             raise ConfigError(f"{what} must be {in_words(names)}, got {name!r:.80}.{did_you_mean(name, names)}")
-    own = {"pipedream": "pipedream", "piper": "piper", "dapple": "dapple", "mist": "mist", "spp": "spp"}
-    cost = request.cost or own.get(request.planner) or _cost_of_source(request)
-    if request.planner in own and cost != own[request.planner]:
+    own = ("pipedream", "piper", "dapple", "graphpipe", "mist", "spp")
+    cost = request.cost or (request.planner if request.planner in own else _cost_of_source(request))
+    if request.planner in own and cost != request.planner:
         raise ConfigError(
             f"planner {request.planner!r} searches for its own cost function; leave --cost out (the plan is rated by "
             "the others, too), or use planner 'default'"
@@ -182,7 +184,7 @@ def with_cost(request: PlanRequest) -> PlanRequest:
             raise ConfigError(
                 f"methods that plans know are {in_words(METHODS)}, got {unknown!r:.80}.{did_you_mean(unknown, METHODS)}"
             )
-    if request.planner == "2bw-paper" and cost in ("pipedream", "dapple", "mist", "spp", SIMULATED):
+    if request.planner == "2bw-paper" and cost in ("pipedream", "dapple", "graphpipe", "mist", "spp", SIMULATED):
         if request.cost:
             raise ConfigError(f"planner '2bw-paper' takes cost '2bw-paper' or 'piper', not {cost!r}")
         cost = "2bw-paper"
@@ -235,6 +237,7 @@ def _rated(plan: Plan, sizes: Mapping[int, Sized], request: PlanRequest) -> Plan
 _RATERS: Mapping[str, Callable[..., _Rater]] = {
     "piper": PiperCost,
     "dapple": DappleCost,
+    "graphpipe": GraphPipeCost,
     "mist": MistCost,
     "2bw-paper": TwoBwCost,
 }
@@ -286,6 +289,8 @@ def _default(request: PlanRequest, sizes: Mapping[int, Sized]) -> Search:
         return _each(sizes, lambda each: plan_as_mist(each.graph, request.devices, each.microbatches))
     if request.cost == "dapple":
         return _each(sizes, lambda each: plan_for_dapple_cost(each.graph, request.devices, each.microbatches))
+    if request.cost == "graphpipe":
+        return _each(sizes, lambda each: plan_for_graphpipe_cost(each.graph, request.devices, each.microbatches))
     return plan_for_two_bw_cost(sizes, request.devices)
 
 
@@ -315,6 +320,9 @@ _SEARCHES: Mapping[str, Callable[[PlanRequest, Mapping[int, Sized]], Search]] = 
     ),
     "dapple": lambda request, sizes: _each(
         sizes, lambda each: plan_as_dapple(each.graph, request.devices, each.microbatches)
+    ),
+    "graphpipe": lambda request, sizes: _each(
+        sizes, lambda each: plan_as_graphpipe(each.graph, request.devices, each.microbatches)
     ),
     "mist": lambda request, sizes: _each(
         sizes, lambda each: plan_as_mist(each.graph, request.devices, each.microbatches)

@@ -32,7 +32,9 @@ DeviceMemory = Annotated[
 PlannerName = Annotated[
     str,
     typer.Option(
-        "--planner", metavar="NAME", help="default, or as published: pipedream, dapple, spp, piper, mist, 2bw-paper."
+        "--planner",
+        metavar="NAME",
+        help="default, or as published: pipedream, dapple, spp, graphpipe, piper, mist, 2bw-paper.",
     ),
 ]
 CostName = Annotated[
@@ -40,9 +42,9 @@ CostName = Annotated[
     typer.Option(
         "--cost",
         metavar="NAME",
-        help="The cost function to plan for: pipedream, dapple, spp, piper, mist, 2bw-paper or simulated. If not "
-        "given, the planner's own; for default that of the program which the profile is from, simulated for what we "
-        "measured.",
+        help="The cost function to plan for: pipedream, dapple, spp, graphpipe, piper, mist, 2bw-paper or simulated. "
+        "If not given, the planner's own; for default that of the program which the profile is from, simulated for "
+        "what we measured.",
     ),
 ]
 PerBatch = Annotated[

@@ -71,6 +71,11 @@ class Rating:
     fault: str = ""
 
     @property
+    def slowest_seconds(self) -> float:
+        """The time of the slowest stage."""
+        return max(stage.seconds for stage in self.stages)
+
+    @property
     def slowest(self) -> int:
         """The number of the slowest stage, counted from 0."""
         return max(range(len(self.stages)), key=lambda at: self.stages[at].seconds)
