@@ -177,8 +177,9 @@ class GraphPipeSearch:
                 continue  # more devices for the rest help only where they make its way shorter
             depths = self._together(part, after)[: len(rest) - left]
             better = depths < table.depths[first, left:]
-            for values, others in zip(table, (depths, first, np.arange(len(depths))), strict=True):
-                values[first, left:] = np.where(better, others, values[first, left:])
+            table.depths[first, left:][better] = depths[better]
+            table.ends[first, left:][better] = first
+            table.counts[first, left:][better] = np.flatnonzero(better)
 
     def _together(self, part: Branches, after: int) -> Depths:
         """Return the longest way of branches, by the number of devices for all of them."""
