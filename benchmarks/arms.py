@@ -162,19 +162,9 @@ class PenstockStream(PenstockArm):
     run.
     """
 
-    def __init__(
-        self,
-        method: str,
-        microbatches: int,
-        data: Data,
-        clip: float | None = None,
-        task: Task = GPT,
-        ranks: int = STAGES,
-        in_flight: str | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(method, microbatches, data, clip, task, ranks, in_flight=in_flight, **options)
-        self._reports = self.pipeline.run(data.batches(sys.maxsize, microbatches))
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._reports = self.pipeline.run(self.data.batches(sys.maxsize, self.microbatches))
 
     def run(self, batches: int) -> None:
         """Run the next batches of the stream."""
@@ -240,18 +230,28 @@ class TorchArm:
         """Do nothing: nothing is in flight between batches."""
 
 
-class CeilingArm:
-    """The upper bound of two processes: each runs its stage on inputs from a loop-back buffer, no communication."""
+class LoopArm:
+    """Plain torch: every microbatch forward and backward, and an update per batch.
 
-    def __init__(self, microbatches: int, data: Data) -> None:
-        self.microbatches, self.data, self.rank = microbatches, data, dist.get_rank()
-        self.module = stage_modules(STAGES)[self.rank]
-        self.optimizer = make_optimizer(self.module.parameters())
-        shape = (MICROBATCH, SHAPE.context, SHAPE.width)
-        self.loopback = torch.randn(shape)
+    Args:
+        microbatches: m.
+        data: endless.
+        loopback: what stands for the input of the second of two parts, and for the gradient of the first one's output.
+        task: what it trains.
+        part: which of the two parts it trains, without communication; None for the whole model.
+    """
+
+    def __init__(
+        self, microbatches: int, data: Data, loopback: Tensor, task: Task = GPT, part: int | None = None
+    ) -> None:
+        self.microbatches, self.data, self.part = microbatches, data, part
+        self.loopback, self.loss = loopback, task.loss
+        parts = task.stages(STAGES)
+        self.module = nn.Sequential(*parts) if part is None else parts[part]
+        self.optimizer = task.optimizer(self.module.parameters())
 
     def run(self, batches: int) -> None:
-        """Run forward and backward of every microbatch, and an update per batch."""
+        """Train so many batches."""
         for batch in self.data.batches(batches, self.microbatches):
             for inputs, targets in batch:
                 self.backward(*self.forward(inputs, targets))
@@ -259,9 +259,10 @@ class CeilingArm:
 
     def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the tensor to begin the backward with, and its gradient unless it is a loss."""
-        if self.rank == 0:
+        if self.part == 0:
             return self.module(inputs), self.loopback
-        return mean_loss(self.module(self.loopback.detach().requires_grad_()), targets), None
+        inputs = inputs if self.part is None else self.loopback.detach().requires_grad_()
+        return self.loss(self.module(inputs), targets) / self.microbatches, None
 
     def backward(self, output: Tensor, gradient: Tensor | None) -> None:
         """Accumulate the gradients."""
@@ -274,6 +275,14 @@ class CeilingArm:
 
     def close(self) -> None:
         """Do nothing: nothing is ever in flight."""
+
+
+class CeilingArm(LoopArm):
+    """The upper bound of two processes: each runs its stage on inputs from a loop-back buffer, no communication."""
+
+    def __init__(self, microbatches: int, data: Data) -> None:
+        loopback = torch.randn(MICROBATCH, SHAPE.context, SHAPE.width)
+        super().__init__(microbatches, data, loopback, part=dist.get_rank())
 
 
 Maker = Callable[[int, Data], Arm]

@@ -29,13 +29,12 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
 
 from benchmarks import arms
-from benchmarks.arms import Arm, Data, Maker, PenstockArm, PenstockStream, Task, TorchArm, make_optimizer, mean_loss
+from benchmarks.arms import STAGES, Arm, Data, LoopArm, Maker, PenstockArm, PenstockStream, Task, TorchArm
 from benchmarks.machine import free_port
 from benchmarks.throughput import RESULTS, interval, measure, open_raw, read_raw
 from penstock import Device, GPTConfig, Pipeline
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-STAGES = 2
 
 
 class Setting(NamedTuple):
@@ -63,8 +62,15 @@ class Setting(NamedTuple):
     def task(self, dtype: torch.dtype = torch.float32) -> Task:
         """The GPT in parts whose parameters have a dtype."""
         return Task(
-            lambda count: [part.to(self.device, dtype) for part in self.parts(count)], float_loss, make_optimizer
+            lambda count: [part.to(self.device, dtype) for part in self.parts(count)], float_loss, arms.make_optimizer
         )
+
+    def loop(self, microbatches: int, data: Data, part: int | None = None) -> LoopArm:
+        """Plain torch in the precision of passes: the whole model, or one of two parts that never communicate."""
+        dtype = DTYPES[self.precision]
+        size = (self.samples, self.shape.context, self.shape.width)
+        loopback = torch.randn(size, device=self.device, dtype=dtype)
+        return LoopArm(microbatches, data, loopback, self.task(dtype), part)
 
     def parts(self, count: int) -> list[nn.Sequential]:
         """The GPT, as it is made, in equal parts."""
@@ -78,7 +84,7 @@ class Setting(NamedTuple):
 
 def float_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy of a microbatch, computed in float32."""
-    return mean_loss(logits.float(), targets)
+    return arms.mean_loss(logits.float(), targets)
 
 
 class Waited:
@@ -97,41 +103,6 @@ class Waited:
         self._arm.close()
 
 
-class LoopArm:
-    """Plain torch: every microbatch forward and backward, an update per batch.
-
-    Args:
-        setting: what it trains.
-        microbatches: m.
-        data: endless.
-        part: of the model in two parts, which gets its input or its output's gradient from a buffer; all if None.
-    """
-
-    def __init__(self, setting: Setting, microbatches: int, data: Data, part: int | None = None) -> None:
-        self.microbatches, self.data, self.part = microbatches, data, part
-        dtype = DTYPES[setting.precision]
-        modules = setting.task(dtype).stages(STAGES)
-        self.module = nn.Sequential(*modules) if part is None else modules[part]
-        self.optimizer = make_optimizer(self.module.parameters())
-        shape = (setting.samples, setting.shape.context, setting.shape.width)
-        self.loopback = torch.randn(shape, device=setting.device, dtype=dtype)
-
-    def run(self, batches: int) -> None:
-        """Train so many batches."""
-        for batch in self.data.batches(batches, self.microbatches):
-            for inputs, targets in batch:
-                if self.part == 0:
-                    self.module(inputs).backward(self.loopback)
-                else:
-                    inputs = inputs if self.part is None else self.loopback.detach().requires_grad_()
-                    (float_loss(self.module(inputs), targets) / self.microbatches).backward()  # type: ignore[no-untyped-call]
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def close(self) -> None:
-        """Do nothing: nothing is ever in flight."""
-
-
 class AloneArm:
     """A method of Penstock with both stages in this process; each run is a span."""
 
@@ -143,7 +114,7 @@ class AloneArm:
             stages=STAGES,
             microbatches=microbatches,
             loss=float_loss,
-            optimizer=make_optimizer,
+            optimizer=arms.make_optimizer,
             partition=[1] * STAGES,
             device=Device(setting.device, cuda_graphs=cuda_graphs),
             precision=setting.precision,
@@ -165,7 +136,7 @@ def shared_makers(setting: Setting) -> dict[str, Maker]:
     backends = {"gloo": "gloo", "nccl": both} if fast == "nccl" else {"gloo": "gloo"}
 
     def ours(kind: type[PenstockArm], method: str, backend: str, cuda_graphs: bool, m: int, data: Data) -> Arm:
-        task = Task(setting.parts, float_loss, make_optimizer)
+        task = Task(setting.parts, float_loss, arms.make_optimizer)
         group, device = dist.new_group(backend=backend), Device(setting.device, cuda_graphs=cuda_graphs)
         options: dict[str, Any] = {"group": group, "device": device, "precision": setting.precision}
         return kind(method, m, data, task=task, **options)
@@ -173,7 +144,7 @@ def shared_makers(setting: Setting) -> dict[str, Maker]:
     def theirs(name: str, m: int, data: Data) -> Arm:
         return TorchArm(name, m, data, task=setting.task(DTYPES[setting.precision]), device=setting.device)
 
-    makers: dict[str, Maker] = {"ceiling": lambda m, data: LoopArm(setting, m, data, dist.get_rank())}
+    makers: dict[str, Maker] = {"ceiling": lambda m, data: setting.loop(m, data, dist.get_rank())}
     for name, backend in backends.items():
         for graphs in (False, True)[: 1 + (fast == "nccl")]:
             suffix = " graphs" if graphs else ""
@@ -189,7 +160,7 @@ def alone_makers(setting: Setting) -> dict[str, Maker]:
         ours |= {
             f"penstock {method} graphs": partial(AloneArm, setting, method, True) for method in ("1f1b", "2bw", "zb-h1")
         }
-    return {"plain loop": partial(LoopArm, setting), **ours}
+    return {"plain loop": setting.loop, **ours}
 
 
 PARTS: dict[str, tuple[int, Callable[[Setting], dict[str, Maker]]]] = {

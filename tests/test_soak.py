@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import tools.soak
 import torch.distributed as dist
 from tools.soak import METHODS, NOISE, SLACK, Usage, growth, soak
 
@@ -45,6 +46,18 @@ def test_a_leak_of_an_object_per_checkpoint_is_found(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Writer, "sink", leaking)
     (grown,) = without_memory(soak("1f1b", 200, None, tmp_path, 10, window=50), 2)
     assert grown.startswith("objects: ")
+
+
+@pytest.mark.parametrize(("arguments", "every"), [("", 500), ("--batches 2000", 20), ("--batches 50 --every 4", 4)])
+def test_the_first_checkpoint_comes_before_the_first_sample(
+    arguments: str, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the threads and objects that it makes once would be taken for growth in a short run."""
+    seen: list[int] = []
+    monkeypatch.setattr(tools.soak, "_runs", lambda methods, batches, every: seen.append(every) or [False])
+    monkeypatch.setattr("sys.argv", ["soak", *arguments.split()])
+    assert tools.soak.main() == 0
+    assert seen == [every]
 
 
 @pytest.mark.smoke

@@ -169,11 +169,12 @@ def main() -> int:
     """Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=50_000, help="to train in each run")
-    parser.add_argument("--every", type=int, default=500, help="batches between two checkpoints")
+    parser.add_argument("--every", type=int, help="batches between two checkpoints; a hundredth of all if left out")
     parser.add_argument("--method", action="append", choices=METHODS, help="one of them; both if left out")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    return int(any([*_runs(options.method or METHODS, options.batches, options.every)]))
+    every = options.every or max(options.batches // 100, 1)  # the first one starts threads, so well before the samples
+    return int(any([*_runs(options.method or METHODS, options.batches, every)]))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from support.cases import (
 from support.correction_cases import KINDS, case_of
 from support.pool import Pool
 from support.schedules import prove
-from support.sharded import assert_as_whole, joined, parts_of_state, storages_of, train_sharded
+from support.sharded import Scaled, assert_as_whole, joined, parts_of_state, storages_of, train_sharded
 from support.snapshots import Kept
 from support.state_bytes import state_bytes
 
@@ -96,15 +96,6 @@ def test_a_run_that_reads_ahead_has_the_numbers_of_the_reference(kind: str, case
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_frozen_parameters_and_some_of_which_a_pipeline_has_no_row(level: str, precision: str) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.two = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(2, 8))
-            self.fixed = nn.Parameter(torch.randn(8), requires_grad=False)
-
-        def forward(self, x: Any) -> Any:
-            return self.scale * x + self.two.sum(0) + self.fixed
-
     def blocks() -> dict[str, Any]:
         torch.manual_seed(5)
         return make_blocks("mixed") | {"tanh": Scaled(), "norm": nn.LayerNorm(8).requires_grad_(False)}

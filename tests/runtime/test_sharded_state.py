@@ -17,7 +17,7 @@ from penstock.verify.reference import Scaling
 from support.cases import Case, Outcome, assert_equal_tensors, expected, make_batches, make_pipeline
 from support.pool import Pool
 from support.schedules import make_schedule
-from support.sharded import assert_as_whole, train_sharded
+from support.sharded import Scaled, assert_as_whole, train_sharded
 from support.state_bytes import state_bytes
 
 CLIP = 0.4  # of most batches
@@ -60,15 +60,6 @@ def test_a_sharded_run_has_the_numbers_of_the_reference(case: Case, level: str) 
 
 def test_zero_rows_and_a_parameter_without_dimensions() -> None:
     """Three pipelines, of which some have no row of a small parameter; frozen parameters have no state."""
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.two = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(2, 8))
-            self.fixed = nn.Parameter(torch.randn(8), requires_grad=False)
-
-        def forward(self, x: Any) -> Any:
-            return self.scale * x + self.two.sum(0) + self.fixed
 
     case = Case("2bw", 2, 2, "mixed", width=3, spans=(4,), clip=CLIP)
 
@@ -129,7 +120,7 @@ def test_processes_have_the_numbers_of_the_reference(pool: Pool, case: Case, lev
 
 
 def test_a_tied_parameter_of_which_some_pipelines_have_no_row() -> None:
-    class Scaled(nn.Module):
+    class ScaledLayer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer, self.scale = nn.Linear(3, 3), nn.Parameter(torch.tensor(0.5))
@@ -140,7 +131,7 @@ def test_a_tied_parameter_of_which_some_pipelines_have_no_row() -> None:
 
     def train(level: str) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        blocks = {"a": Scaled(), "b": Scaled()}
+        blocks = {"a": ScaledLayer(), "b": ScaledLayer()}
         pipeline = Pipeline(
             blocks, "1f1b", stages=2, microbatches=2, loss=nn.functional.mse_loss,
             optimizer=lambda named: torch.optim.Adam(named, lr=0.1),

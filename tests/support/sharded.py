@@ -30,6 +30,18 @@ Parts = dict[str, list[tuple[int, dict[str, Any]]]]
 """Of each parameter, the optimizer's state at the pipelines that have some, with the number of the pipeline."""
 
 
+class Scaled(nn.Module):
+    """Parameters of which some pipelines have no row: one without dimensions, one of two rows, one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.two = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(2, 8))
+        self.fixed = nn.Parameter(torch.randn(8), requires_grad=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.scale * x + self.two.sum(0) + self.fixed
+
+
 def parts_of_state(pipeline: Pipeline) -> Parts:
     """The optimizers' state in this process."""
     found: Parts = {}

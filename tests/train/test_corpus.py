@@ -35,6 +35,28 @@ def test_folders_that_not_every_interpreter_has_are_left_out(tmp_path, monkeypat
     assert bytes(load_corpus().tokens) == b"kept"
 
 
+def test_folders_that_are_left_out_are_not_looked_into(tmp_path, monkeypatch):
+    """Of installed packages there may be tens of thousands of files, and every process of a job loads the text."""
+    for folder in ("json", "site-packages/torch", ".git/objects"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.py").write_text("text")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    real, seen = os.scandir, []
+    monkeypatch.setattr(os, "scandir", lambda path: seen.append(Path(path).name) or real(path))
+    load_corpus()
+    assert "json" in seen
+    assert {"site-packages", "torch"}.isdisjoint(seen)
+    load_corpus(str(tmp_path))
+    assert {"site-packages", "torch"} <= set(seen)
+    assert {".git", "objects"} & set(seen[-4:]) == set()
+
+
+def test_a_library_that_cannot_be_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python.zip")})
+    with pytest.raises(DataError, match=r"cannot read Python standard library \(.*python.zip\): No such file"):
+        load_corpus()
+
+
 def test_a_folder_is_read_in_order_of_names_without_binaries(tmp_path):
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.md").write_text("first")

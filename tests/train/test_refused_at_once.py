@@ -123,6 +123,21 @@ def test_nor_is_torch_imported() -> None:
     assert not ended.stdout.strip()
 
 
+def test_nor_is_the_compiler_of_torch_for_a_run_that_can_start(text: str) -> None:
+    """The first optimizer of a process imports it, which takes a second; the fork server has done so for workers."""
+    script = f"""
+        import sys
+        from penstock.train.config.load import load_config
+        from penstock.train.setup.preflight import prepare
+        prepare(load_config(None, ["stages=2", {text!r}]), local=True)
+        print(*(name for name in ("torch", "torch._dynamo") if name in sys.modules))
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.stdout.split() == ["torch"], ended.stderr
+
+
 def test_blocks_are_counted_as_they_are_made() -> None:
     for layers in (1, 5):
         shape = preset("tiny", layers=layers)

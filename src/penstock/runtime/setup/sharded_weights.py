@@ -40,17 +40,16 @@ def make_sharded_store(
     """
     level, facts, where = proof.schedule.sharding.level, proof.stages[stage], module.where
     overlapping = RULES[proof.schedule.rule].update is Update.ROTATE
-    if level is Level.FULL and overlapping:
-        if low is None:
-            return ExactShardsOfVersions(module.trained, facts.buffers, where, holders, place)
-        return MixedShardsOfVersions(module.trained, facts, where, holders, place, low, module.full)
-    if level is Level.FULL:
-        if low is None:
-            return FullyShardedExactStore(module.trained, where, holders, place)
-        return FullyShardedMixedStore(module.trained, facts, where, holders, place, low, module.full)
-    if low is None:
+    if low is not None:
+        kind = ShardedMixedStore
+        if level is Level.FULL:
+            kind = MixedShardsOfVersions if overlapping else FullyShardedMixedStore
+        return kind(module.trained, facts, where, level, holders, place, low, module.full)
+    if level is not Level.FULL:
         return ShardedStore(module.trained, facts.buffers, where, level, holders, place)
-    return ShardedMixedStore(module.trained, facts, where, level, holders, place, low, module.full)
+    if overlapping:
+        return ExactShardsOfVersions(module.trained, facts.buffers, where, holders, place)
+    return FullyShardedExactStore(module.trained, where, holders, place)
 
 
 def divide_updates(store: ShardedStore, updater: Updater, ties: Sequence[Tie], stage: Stage) -> None:

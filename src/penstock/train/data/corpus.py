@@ -21,6 +21,7 @@ from penstock.errors import DataError
 
 _CHECKED_PARTS, _CHECKED_PART = 64, 1 << 20  # parts of a large corpus in its checksum; tokens in each
 _LARGEST_VOCABULARY = 1 << 24
+_LIBRARY = "Python standard library"
 _RAW = MappingProxyType({".bin": "<u2", ".u32": "<u4"})  # files of tokens alone
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"})
 """Parts that not every interpreter ships; they are left out, so that the corpus is the same everywhere."""
@@ -81,20 +82,17 @@ def load_corpus(
     Raises:
         DataError: the path does not exist, cannot be read, or holds no text.
     """
-    if path is None:
-        library = Path(sysconfig.get_paths()["stdlib"])
-        return _bytes_corpus(
-            _join(_sources(library, "*.py", _not_shipped_everywhere), library), "Python standard library"
-        )
-    place = Path(path)
     try:
+        if path is None:
+            library = Path(sysconfig.get_paths()["stdlib"])
+            return _bytes_corpus(_join(_sources(library, ".py", _not_shipped_everywhere), library), _LIBRARY)
+        place = Path(path)
         if not path or not place.exists():
             raise DataError(
                 f"there is no file or folder {path!r}; give a text file, a folder, or a .npy, .bin or .u32 of tokens"
             )
         if place.is_dir():
-            _check_readable(place)
-            files = (file for file in _sources(place, "*", _hidden) if not skip(file))
+            files = (file for file in _sources(place, "", _hidden) if not skip(file))
             return _bytes_corpus(_join(files, place), str(place))
         if not place.is_file():
             raise DataError(
@@ -110,13 +108,25 @@ def load_corpus(
         return _bytes_corpus(data, str(place))
     except OSError as error:
         within = f" ({error.filename})" if error.filename not in (None, path) else ""
-        raise DataError(f"cannot read {path!r}{within}: {error.strerror or error}") from None
+        what = _LIBRARY if path is None else repr(path)
+        raise DataError(f"cannot read {what}{within}: {error.strerror or error}") from None
 
 
-def _sources(root: Path, pattern: str, skip: Callable[[str], bool]) -> Iterator[Path]:
-    for path in sorted(root.rglob(pattern)):
-        if path.is_file() and not any(skip(part) for part in path.relative_to(root).parts):
-            yield path
+def _sources(root: Path, ending: str, skip: Callable[[str], bool]) -> Iterator[Path]:
+    """Yield the files below a folder, sorted, but for names to skip; folders of such names are not looked into.
+
+    Raises:
+        OSError: a folder cannot be listed; it would be taken for an empty one.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found: list[Path] = []
+    for folder, within, names in os.walk(root, onerror=refuse):
+        within[:] = [name for name in within if not skip(name)]
+        found += [Path(folder, name) for name in names if name.endswith(ending) and not skip(name)]
+    yield from (path for path in sorted(found) if path.is_file())
 
 
 def _not_shipped_everywhere(part: str) -> bool:
@@ -140,20 +150,6 @@ def _join(paths: Iterator[Path], root: Path) -> bytes:
 
 def _is_text(data: bytes) -> bool:
     return b"\0" not in data[:4096]
-
-
-def _check_readable(root: Path) -> None:
-    """Raise the error of a folder that cannot be listed: it would be taken for an empty one.
-
-    Raises:
-        OSError: which folder.
-    """
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    for _, folders, _ in os.walk(root, onerror=refuse):
-        folders[:] = [folder for folder in folders if not _hidden(folder)]
 
 
 def _bytes_corpus(data: bytes, name: str) -> Corpus:

@@ -317,15 +317,19 @@ def _check_optimizer(config: TrainConfig, draft: UnprovenPlan) -> None:
     Raises:
         CapabilityError: the optimizer is not installed, or does not go with something else.
     """
-    optimizer = optimizer_factory(config.optimizer)([("block.weight", torch.nn.Parameter(torch.zeros(1, 1)))])
+    make = optimizer_factory(config.optimizer)  # refuses one that is not installed
     schedule, correction = draft.schedule, draft.options.staleness.correction
+    averages, parts = config.combine.optimizer_state == "average", config.tensor_parallel > 1
+    if correction is None and not (config.undo == "in-place" or averages or parts):
+        return  # the first optimizer of a process makes torch import its compiler, which takes a second
+    optimizer = make([("block.weight", torch.nn.Parameter(torch.zeros(1, 1)))])
     if correction is not None:
         place = StagePlace(0, schedule.num_stages, schedule.microbatches, 1.0, f"method {schedule.name!r}")
         correction.on(Layout({}), place).begin(optimizer)
     if config.undo == "in-place":
         check_undoable(optimizer)
-    check_averages(optimizer, config.combine.optimizer_state == "average")
-    if config.tensor_parallel > 1:
+    check_averages(optimizer, averages)
+    if parts:
         check_steps_parts(optimizer)
 
 

@@ -21,7 +21,7 @@ class MixedShardsOfVersions(ShardsOfVersions, ShardedMixedStore):
     """Passes read casts, in low precision, of the weights that are stepped.
 
     Args:
-        parameters, facts, where, holders, place, precision, full: as of `ShardedMixedStore`.
+        parameters, facts, where, level, holders, place, precision, full: as of `ShardedMixedStore`.
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class MixedShardsOfVersions(ShardsOfVersions, ShardedMixedStore):
         parameters: Mapping[str, Tensor],
         facts: StageFacts,
         where: str,
+        level: Level,
         holders: int,
         place: int,
         precision: torch.dtype,
@@ -36,7 +37,7 @@ class MixedShardsOfVersions(ShardsOfVersions, ShardedMixedStore):
     ) -> None:
         self._begin()
         self._numbers = facts.versions, facts.gradients
-        ShardedMixedStore.__init__(self, parameters, facts, where, Level.FULL, holders, place, precision, full)
+        super().__init__(parameters, facts, where, level, holders, place, precision, full)
         for idle in self._free:
             self._idle(idle)
         self.divide(whole=False)

@@ -9,9 +9,8 @@ when they are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor
 
 from penstock.errors import VersionError
@@ -218,20 +217,8 @@ class FullyShardedMixedStore(FullyShardedStore, ShardedMixedStore):
     """Passes read casts, in low precision, of the weights that are stepped.
 
     Args:
-        parameters, facts, where, holders, place, precision, full: as of `ShardedMixedStore`.
+        parameters, facts, where, level, holders, place, precision, full: as of `ShardedMixedStore`.
     """
-
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        facts: StageFacts,
-        where: str,
-        holders: int,
-        place: int,
-        precision: torch.dtype,
-        full: Collection[str] = (),
-    ) -> None:
-        ShardedMixedStore.__init__(self, parameters, facts, where, Level.FULL, holders, place, precision, full)
 
     @property
     def gathered(self) -> ResizedBuffer:
