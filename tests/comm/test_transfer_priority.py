@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Collection, Sequence
 from functools import reduce
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from penstock.comm.collective import all_reduce
 from penstock.comm.collective.all_reduce import GlooReducer
+from penstock.comm.collective.in_pieces import Piece, in_pieces
 from penstock.comm.core.rank_grid import Holder
 from penstock.comm.core.transfer_priority import TransferPriority
 from penstock.comm.message.tensor_message import Header, TensorMessage
@@ -24,50 +27,36 @@ from support.pool import Pool
 PIECE = 1000  # elements, in these tests
 
 
-class Clock:
-    """A time that passes only while somebody sleeps."""
+def under_way(messages_amid: Collection[int], pieces: int = 12, ahead: int = 4) -> list[int]:
+    """How many pieces of a sum are under way with each one that is posted, itself included.
 
-    def __init__(self) -> None:
-        self.time, self.slept = 0.0, list[float]()
+    Args:
+        messages_amid: the pieces while which are posted a message between stages is, too.
+        pieces: how many there are.
+        ahead: how many may be under way.
+    """
+    priority, posted, found = TransferPriority(), set[int](), list[int]()
 
-    def now(self) -> float:
-        return self.time
+    def piece(number: int) -> Piece:
+        posted.add(number)
+        found.append(len(posted))
+        if number in messages_amid:
+            priority.message()
+        yield
+        posted.remove(number)
 
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.time += seconds
-
-
-def test_a_message_is_under_way_for_as_long_as_pieces_of_its_size() -> None:
-    clock = Clock()
-    priority = TransferPriority(clock.now, clock.sleep)
-    priority.message(1000)
-    assert not priority.yield_to_messages()  # nothing is known of the link yet
-    priority.piece(100, 0.01)
-    priority.message(1000)
-    priority.message(500)
-    assert priority.yield_to_messages()
-    assert clock.time == pytest.approx(0.15)
-    assert not priority.yield_to_messages()
+    in_pieces(map(piece, range(pieces)), priority, ahead)
+    assert not posted
+    return found
 
 
-def test_a_piece_that_was_held_up_does_not_make_the_link_slow() -> None:
-    clock = Clock()
-    priority = TransferPriority(clock.now, clock.sleep)
-    for seconds in (0.01, 5.0, 0.02):
-        priority.piece(100, seconds)
-    priority.message(1000)
-    priority.yield_to_messages()
-    assert 0.1 < clock.time < 0.13
+def test_several_pieces_are_under_way_where_there_are_no_messages() -> None:
+    assert under_way(()) == [1, 2, 3, 4, 4, 4, 4, 4, 4, 4, 4, 4]
 
 
-def test_no_sum_is_held_up_for_ever() -> None:
-    clock = Clock()
-    priority = TransferPriority(clock.now, clock.sleep)
-    priority.piece(1, 10.0)
-    priority.message(10**6)
-    assert priority.yield_to_messages()
-    assert clock.time == pytest.approx(1.0)
+def test_pieces_go_one_at_a_time_after_a_message_between_stages() -> None:
+    assert under_way([5]) == [1, 2, 3, 4, 4, 4, 1, 1, 1, 1, 2, 3]
+    assert under_way(range(12)) == [1] * 12
 
 
 class Recorded:
@@ -86,28 +75,46 @@ class Recorded:
         """Nothing is under way."""
 
 
-def test_no_piece_is_posted_while_a_message_is_under_way() -> None:
-    """Of a sum of ten pieces; the message is posted amid the fifth."""
-    log, clock = list[str](), Clock()
-    priority = TransferPriority(clock.now, lambda seconds: (log.append("yielded"), clock.sleep(seconds))[1])
-    priority.piece(PIECE, 0.001)
+def sum_beside_messages(elements: Sequence[int], first: float) -> tuple[list[str], float]:
+    """Add up tensors while a lane posts a message of 50 elements with each piece.
+
+    Args:
+        elements: of the tensors.
+        first: seconds that pass before the first message of a peer has come.
+
+    Returns:
+        What was sent, in order, and the seconds that it took.
+    """
+    log, priority, late = list[str](), TransferPriority(), iter([first])
     lane = SendLane(LaneKey(0, 1, Payload.ACTIVATION), 2, None)
     lane.priority, lane._messages = priority, Recorded("message", log)  # type: ignore[assignment]
 
     class Parts(Recorded):
         def send(self, tensor: Tensor, rank: int) -> None:
             super().send(tensor, rank)
-            if log.count("part") == 5:
-                lane.send(TensorMessage(Header(0, 0, True), torch.zeros(50), (False,)))
+            lane.send(TensorMessage(Header(0, 0, True), torch.zeros(50), (False,)))
+
+        def finish(self, works: object) -> None:
+            time.sleep(next(late, 0.0))
 
     reducer = GlooReducer(lambda holder: holder.pipeline, None, {}, priority=priority)
     reducer._parts, reducer._sums = Parts("part", log), Recorded("sum", log)  # type: ignore[assignment]
+    begun = time.perf_counter()
     with patch.object(all_reduce, "PIECE", PIECE):
-        reducer._sum([0, 1], 0, {0: [torch.ones(10 * PIECE)]})
-    assert (log.count("part"), log.count("sum"), log.count("message")) == (10, 10, 1)
-    after = log[log.index("message") + 1 :]
-    assert "part" not in after[: after.index("yielded")]
-    assert after.count("part") == 5
+        reducer._sum([0, 1], 0, {0: [torch.ones(size) for size in elements]})
+    return log, time.perf_counter() - begun
+
+
+def test_messages_of_a_lane_come_between_single_pieces() -> None:
+    log, _ = sum_beside_messages([4 * PIECE], 0.0)
+    assert log == ["part", "message", "sum"] * 4
+
+
+def test_a_small_piece_that_was_late_holds_up_no_later_one() -> None:
+    """Pieces once waited as long as messages take at their pace: 1 s each, after 0.1 s for 8 bytes."""
+    log, seconds = sum_beside_messages([2, 2, 2, 10 * PIECE], 0.1)
+    assert seconds < 1.0
+    assert log.count("part") == log.count("message") == 11
 
 
 def sums(group: dist.ProcessGroup) -> tuple[list[Tensor], list[Tensor]]:

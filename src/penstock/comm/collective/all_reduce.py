@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.comm.collective.in_pieces import AHEAD, PIECE, Piece, in_pieces
+from penstock.comm.collective.in_pieces import AHEAD, PIECE, Piece, cut, in_pieces, packed, unpack
 from penstock.comm.core.background import Background
 from penstock.comm.core.rank_grid import Holder, Members
 from penstock.comm.core.tagged_group import Tag, TaggedGroup
@@ -143,24 +143,24 @@ class GlooReducer:
         fast = self._fast.get(frozenset(ranks)) if len(set(ranks)) == len(ranks) else None
         if fast is not None:
             for tensor in next(iter(given.values())):
-                self._priority.yield_to_messages()
                 dist.all_reduce(tensor, group=fast)
             return
 
-        def pieces() -> Iterator[tuple[Piece, int]]:
-            for tensors in zip(*given.values(), strict=True):
-                for parts in zip(*(torch.split(tensor.reshape(-1), PIECE) for tensor in tensors), strict=True):
-                    yield self._add(dict(zip(given, parts, strict=True)), ranks, own), parts[0].nbytes
+        def pieces() -> Iterator[Piece]:
+            flat = ([tensor.reshape(-1) for tensor in tensors] for tensors in given.values())
+            for groups in zip(*(cut(tensors, PIECE) for tensors in flat), strict=True):
+                yield self._add(dict(zip(given, groups, strict=True)), ranks, own)
 
         in_pieces(pieces(), self._priority, AHEAD)
 
-    def _add(self, pieces: Mapping[int, Tensor], ranks: list[int], own: int) -> Piece:
+    def _add(self, groups: Mapping[int, Sequence[Tensor]], ranks: list[int], own: int) -> Piece:
         """Replace one piece of the tensors of this process's members by the sum over all members.
 
         The parts for other processes are on their way at the first stop, the sum of the own part at the second.
         """
         adders = list(dict.fromkeys(ranks))  # each process adds a part
         messages, sums = self._parts, self._sums
+        pieces = {place: packed(group) for place, group in groups.items()}
         parts = {place: piece.tensor_split(len(adders)) for place, piece in pieces.items()}
         first, mine = next(iter(parts.values())), adders.index(own)
         others = [(i, rank) for i, rank in enumerate(adders) if rank != own]
@@ -179,9 +179,9 @@ class GlooReducer:
         yield
         sums.finish(arriving)
         sums.finish(leaving)
-        whole, *copies = pieces.values()
-        for copy in copies:
-            copy.copy_(whole)
+        whole = next(iter(pieces.values()))
+        for group in groups.values():
+            unpack(whole, group)
 
 
 def _add(tensors: Sequence[Sequence[Tensor]]) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from penstock.comm.core.transfer_priority import TransferPriority
+from penstock.comm.core.transfer_priority import PieceWindow, TransferPriority
 
-PIECE = 1 << 18  # elements that travel at once: what a message between stages may have to wait for
-AHEAD = 2  # pieces that are under way in each step, while one is waited for
+PIECE = 1 << 17  # elements that travel at once: what a message between stages may have to wait for
+AHEAD = 4  # pieces that are under way in each step, at most
 
 Piece = Iterator[None]
 """A sum or a copy of one piece, in steps: it stops where it has to wait for what it has posted."""
@@ -21,54 +20,38 @@ Piece = Iterator[None]
 class _UnderWay:
     """The pieces that are under way, by the number of steps that each has taken."""
 
-    def __init__(self, priority: TransferPriority) -> None:
-        self._priority, self._steps = priority, list[deque[Piece]]()
-        self.since = 0.0  # when a piece was last complete, with others under way ever since; 0 if not
+    def __init__(self) -> None:
+        self._steps = list[deque[Piece]]()
 
-    def enter(self, piece: Piece, step: int = 0) -> bool:
-        """Let a piece take its next step; returns whether it is complete."""
+    def enter(self, piece: Piece, step: int = 0) -> None:
+        """Let a piece take its next step."""
         done = object()
         if next(piece, done) is done:
-            return True
+            return
         if step == len(self._steps):
             self._steps.append(deque())
         self._steps[step].append(piece)
-        return False
 
-    def advance(self, ahead: int, nbytes: int, step: int = 0) -> None:
-        """Go on with the oldest pieces, until at most so many wait in each step.
-
-        Args:
-            ahead: how many may be left in each.
-            nbytes: that travel for a piece; 0 where its pace does not count.
-            step: the first one to look at.
-        """
+    def advance(self, ahead: int, step: int = 0) -> None:
+        """Go on with the oldest pieces, until at most `ahead` wait in each step, from `step` on."""
         while step < len(self._steps) and len(self._steps[step]) > ahead:
-            if self.enter(self._steps[step].popleft(), step + 1):
-                now = time.perf_counter()
-                if self.since and nbytes:
-                    self._priority.piece(nbytes, now - self.since)
-                self.since = now
-            else:
-                self.advance(ahead, nbytes, step + 1)
+            self.enter(self._steps[step].popleft(), step + 1)
+            self.advance(ahead, step + 1)
 
 
-def in_pieces(pieces: Iterable[tuple[Piece, int]], priority: TransferPriority, ahead: int) -> None:
+def in_pieces(pieces: Iterable[Piece], priority: TransferPriority, ahead: int) -> None:
     """Run all pieces, each of which posts messages and waits for them.
 
     Args:
-        pieces: in order, each with the bytes that travel for it.
+        pieces: in order.
         priority: of the rank, whose messages between stages go first.
-        ahead: how many are under way in each step.
+        ahead: how many are under way in each step, at most.
     """
-    line = _UnderWay(priority)
-    for piece, nbytes in pieces:
-        if priority.yield_to_messages():
-            line.since = 0.0
+    line, window = _UnderWay(), PieceWindow(priority, ahead)
+    for piece in pieces:
+        line.advance(window.next() - 1)
         line.enter(piece)
-        line.advance(ahead - 1, nbytes)
-    line.since = 0.0
-    line.advance(0, 0)
+    line.advance(0)
 
 
 def cut(tensors: Iterable[Tensor], size: int) -> list[list[Tensor]]:

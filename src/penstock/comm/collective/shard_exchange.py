@@ -8,7 +8,7 @@ a sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Protocol
@@ -168,13 +168,8 @@ class GlooShards:
         """
         size = max(PIECE // len(ranks), 1)
 
-        def pieces() -> Iterator[tuple[Piece, int]]:
-            for groups in zip_longest(*(cut(shard, size) for shard in all_), fillvalue=()):
-                here: list[Sequence[Tensor]] = list(groups)
-                gone = sum(tensor.nbytes for i, group in enumerate(here) if i != place for tensor in group)
-                yield act(here, ranks, place), gone
-
-        in_pieces(pieces(), self._priority, AHEAD)
+        groups = zip_longest(*(cut(shard, size) for shard in all_), fillvalue=())
+        in_pieces((act(list(here), ranks, place) for here in groups), self._priority, AHEAD)
 
     def _add(self, groups: list[Sequence[Tensor]], ranks: list[int], place: int) -> Piece:
         """Write the sum of one piece of the own shard over all members there."""

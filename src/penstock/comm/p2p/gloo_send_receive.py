@@ -172,7 +172,7 @@ class SendLane(LaneEnd):
         except RuntimeError as error:  # the peer is gone; reported where the ticket is waited for
             ticket.complete(error=error)
             return ticket
-        self.priority.message(nbytes)
+        self.priority.message()
         with self._lock:
             self._open.append(ticket)
             self._count += 1
