@@ -80,12 +80,12 @@ def sum_beside_messages(elements: Sequence[int], first: float) -> tuple[list[str
 
     Args:
         elements: of the tensors.
-        first: seconds that pass before the first message of a peer has come.
+        first: seconds that pass in each of the first waits for a peer.
 
     Returns:
         What was sent, in order, and the seconds that it took.
     """
-    log, priority, late = list[str](), TransferPriority(), iter([first])
+    log, priority, late = list[str](), TransferPriority(), iter([first] * 12)
     lane = SendLane(LaneKey(0, 1, Payload.ACTIVATION), 2, None)
     lane.priority, lane._messages = priority, Recorded("message", log)  # type: ignore[assignment]
 
@@ -111,10 +111,10 @@ def test_messages_of_a_lane_come_between_single_pieces() -> None:
 
 
 def test_a_small_piece_that_was_late_holds_up_no_later_one() -> None:
-    """Pieces once waited as long as messages take at their pace: 1 s each, after 0.1 s for 8 bytes."""
-    log, seconds = sum_beside_messages([2, 2, 2, 10 * PIECE], 0.1)
+    """Pieces once waited as long as messages take at their pace: 1 s each, after 0.02 s for 8 bytes."""
+    log, seconds = sum_beside_messages([2] * 8 + [5 * PIECE], 0.02)
     assert seconds < 1.0
-    assert log.count("part") == log.count("message") == 11
+    assert log.count("part") == log.count("message") == 6
 
 
 def sums(group: dist.ProcessGroup) -> tuple[list[Tensor], list[Tensor]]:
