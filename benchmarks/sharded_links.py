@@ -9,6 +9,9 @@ and torch's `ScheduleLoopedBFS` over `fully_shard`. Expected bytes are those of 
 of the weights for every gather, and of (w - 1) / w of the gradients for every reduction, 2 (w - 1) / w of them where
 they are replicated. At the end of a run weights are made whole, so the bytes of a batch are those of a run less those
 of a shorter one.
+
+Times are compared with those of the simulator, given the passes that were measured, messages and transfers between
+pipelines that have the whole link for themselves, and the gathers at the end of a run.
 """
 
 from __future__ import annotations
@@ -23,14 +26,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import penstock
 from benchmarks.links import Turn, take
-from benchmarks.network.arms import MODELS, PARALLEL, SHARDED, Case
+from benchmarks.network.arms import MODELS, PARALLEL, SHARDED, Case, case_named
+from benchmarks.network.compare import message_costs, stage_costs
 from benchmarks.network.hosts import LINKS, Network, why_not
 from benchmarks.network.sharded_arms import CHUNKS, WIDTH
 from benchmarks.network.team import Team
 from benchmarks.throughput import RESULTS, interval, open_raw, read_raw
-from penstock import make_schedule
+from penstock import ProvenSchedule, make_schedule
 from penstock.schedule.ir.schedule import Op
+from penstock.schedule.ir.sharding import Level
+from penstock.simulate.costs import Costs
 from penstock.simulate.sharding_traffic import Network as Traffic
 
 
@@ -99,20 +106,54 @@ def _per_batch(rows: Sequence[dict[str, Any]], m: int, rank: int) -> float:
     return float(most - least) / (counts[-1] - counts[0])
 
 
+def proof_of(method: str, case: Case) -> ProvenSchedule:
+    """Prove the schedule of an arm of Penstock, with the sums of parallel pipelines."""
+    task, depth = MODELS[case.model].task, case.hosts // WIDTH
+    arm = penstock.Pipeline(
+        task.stages(depth * CHUNKS),
+        method=penstock.method(method, chunks=CHUNKS),
+        stages=depth,
+        microbatches=case.m,
+        loss=task.loss,
+        optimizer=task.optimizer,
+        partition=[1] * depth * CHUNKS,
+        data_parallel=WIDTH,
+    )
+    return ProvenSchedule.of(arm.proof)
+
+
+def predict(row: dict[str, Any], proof: ProvenSchedule) -> float:
+    """Return the seconds that the simulator finds for a run."""
+    case, link = case_named(row["case"]), LINKS[row["link"]]
+    model, schedule = MODELS[case.model], proof.schedule
+    size = sum(p.numel() for part in model.task.stages(1) for p in part.parameters()) / schedule.num_stages
+    traffic = Traffic(schedule, WIDTH, 1 / link.occupied(1), size)
+    passes = stage_costs(row, schedule.num_stages)
+    costs = Costs(passes, **message_costs(link, model.message), network=traffic)
+    seconds = proof.simulate(costs, row["microbatches"] // case.m).timeline.makespan
+    if schedule.sharding.level is Level.FULL:
+        seconds += CHUNKS * link.occupied(traffic.sent_for(Op.GATHER, schedule.stages[0]))
+    return seconds
+
+
 def print_times(rows: Sequence[dict[str, Any]], cases: Sequence[Case], links: Sequence[str]) -> None:
-    """Print milliseconds per batch, as Markdown: the median of the rounds and an interval for it."""
-    print("\n| arm | m | " + " | ".join(links) + " |\n" + "|---" * (2 + len(links)) + "|")
+    """Print milliseconds per batch, measured (median of the rounds and its interval) and simulated, as Markdown."""
+    print("\n| arm | m | link | ms per batch | simulated | measured / simulated |\n|---|---|---|---|---|---|")
     for case in cases:
         for arm in case.arms:
-            cells = []
+            method = next((m for m in PARALLEL if arm == f"penstock {m} x 2"), None)
+            proof = None if method is None else proof_of(method, case)
             for link in links:
                 here = [r for r in rows if (r["case"], r["arm"], r["link"]) == (case.name, arm, link)]
                 most = max(r["microbatches"] for r in here)
-                median, low, high = interval(
-                    [1e3 * r["seconds"] * case.m / most for r in here if r["microbatches"] == most]
-                )
-                cells.append(f"{median:.0f} ({low:.0f}, {high:.0f})")
-            print(f"| {arm} | {case.m} | {' | '.join(cells)} |")
+                here, per_batch = [r for r in here if r["microbatches"] == most], 1e3 * case.m / most
+                median, low, high = interval([per_batch * r["seconds"] for r in here])
+                cells = [f"{median:.0f} ({low:.0f}, {high:.0f})", "", ""]
+                if proof is not None:
+                    found = [predict(r, proof) for r in here]
+                    ratios = [r["seconds"] / x for r, x in zip(here, found, strict=True)]
+                    cells[1:] = [f"{per_batch * statistics.median(found):.0f}", f"{statistics.median(ratios):.2f}"]
+                print(f"| {arm} | {case.m} | {link} | {' | '.join(cells)} |")
 
 
 def main() -> None:
@@ -122,8 +163,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--batches", type=int, nargs=2, default=[2, 8], help="of the two runs of a turn")
     parser.add_argument("--links", nargs="+", default=["1 Gbit/s", "200 Mbit/s"], choices=list(LINKS))
+    parser.add_argument("--summary", type=Path, nargs="+", help="print the times in these raw files instead")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw data")
     arguments = parser.parse_args()
+    if arguments.summary:
+        rows = [row for path in arguments.summary for row in read_raw(path) if "arm" in row]
+        print_times(rows, SHARDED, arguments.links)
+        return
     if reason := why_not():
         sys.exit(f"skipped: {reason}")
     links = ["1 Gbit/s"] if arguments.bytes else arguments.links

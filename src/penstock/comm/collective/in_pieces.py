@@ -39,15 +39,15 @@ class _UnderWay:
             self.advance(ahead, step + 1)
 
 
-def in_pieces(pieces: Iterable[Piece], priority: TransferPriority, ahead: int) -> None:
+def in_pieces(pieces: Iterable[Piece], priority: TransferPriority | None, ahead: int) -> None:
     """Run all pieces, each of which posts messages and waits for them.
 
     Args:
         pieces: in order.
-        priority: of the rank, whose messages between stages go first.
+        priority: of the rank, whose messages between stages go first; None for what passes wait for, too.
         ahead: how many are under way in each step, at most.
     """
-    line, window = _UnderWay(), PieceWindow(priority, ahead)
+    line, window = _UnderWay(), PieceWindow(priority or TransferPriority(), ahead)
     for piece in pieces:
         line.advance(window.next() - 1)
         line.enter(piece)

@@ -122,7 +122,7 @@ class GlooShards:
     Args:
         process: group rank of a holder's process; each member has one of its own.
         group: with gloo on the CPU; None for the default group.
-        priority: of the rank, whose messages between stages go first.
+        priority: of the rank, whose messages between stages go before sums.
     """
 
     def __init__(
@@ -139,14 +139,14 @@ class GlooShards:
         """Join a reduce-scatter; it begins at once."""
         ranks = [self._process(member) for member in members]
         ticket = Ticket(f"{_REDUCING} of ranks {', '.join(map(str, ranks))} (batch {batch})")
-        self._reducing.later([ticket], partial(self._run, self._add, ranks, members.index(me), shards))
+        self._reducing.later([ticket], partial(self._run, self._add, self._priority, ranks, members.index(me), shards))
         return ticket
 
     def gather(self, members: Members, me: Holder, version: int, shards: Shards) -> Ticket:
         """Join an all-gather; it begins at once."""
         ranks = [self._process(member) for member in members]
         ticket = Ticket(f"{_GATHERING} of ranks {', '.join(map(str, ranks))} (version {version})")
-        self._gathering.later([ticket], partial(self._run, self._copy, ranks, members.index(me), shards))
+        self._gathering.later([ticket], partial(self._run, self._copy, None, ranks, members.index(me), shards))
         return ticket
 
     def close(self) -> None:
@@ -156,20 +156,25 @@ class GlooShards:
 
     @torch.no_grad()
     def _run(
-        self, act: Callable[[list[Sequence[Tensor]], list[int], int], Piece], ranks: list[int], place: int, all_: Shards
+        self,
+        act: Callable[[list[Sequence[Tensor]], list[int], int], Piece],
+        priority: TransferPriority | None,
+        ranks: list[int],
+        place: int,
+        all_: Shards,
     ) -> None:
         """Run a piece of every shard at a time.
 
         Args:
             act: makes the sum, or the copies, of one piece.
+            priority: of messages, where they go first.
             ranks: the process of each member.
             place: of this process among them.
             all_: the shards in the memory of this process.
         """
         size = max(PIECE // len(ranks), 1)
-
         groups = zip_longest(*(cut(shard, size) for shard in all_), fillvalue=())
-        in_pieces((act(list(here), ranks, place) for here in groups), self._priority, AHEAD)
+        in_pieces((act(list(here), ranks, place) for here in groups), priority, AHEAD)
 
     def _add(self, groups: list[Sequence[Tensor]], ranks: list[int], place: int) -> Piece:
         """Write the sum of one piece of the own shard over all members there."""
