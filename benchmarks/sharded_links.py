@@ -2,6 +2,7 @@
 
     python -m benchmarks.sharded_links --bytes       # what each host sends per batch; minutes, also on a busy machine
     python -m benchmarks.sharded_links               # times, too, on links of several rates; needs a quiet machine
+    python -m benchmarks.sharded_links --levels      # 2bw with sharded gradients beside replicas, on loopback
 
 Four hosts, as in `benchmarks.links`: two pipelines of two ranks with four stages each, every stage a layer. Compared
 are breadth-first on fully sharded state (`layered`), depth-first on fully sharded state, breadth-first with replicas,
@@ -28,7 +29,7 @@ from typing import Any
 
 import penstock
 from benchmarks.links import Turn, take
-from benchmarks.network.arms import MODELS, PARALLEL, SHARDED, Case, case_named
+from benchmarks.network.arms import MODELS, PARALLEL, REPLICATED, SHARDED, Case, case_named
 from benchmarks.network.compare import message_costs, stage_costs
 from benchmarks.network.hosts import LINKS, Network, why_not
 from benchmarks.network.sharded_arms import CHUNKS, WIDTH
@@ -67,7 +68,7 @@ def measure(cases: Sequence[Case], links: Sequence[str], arguments: argparse.Nam
     turns = [Turn(case, LINKS[link], arm) for case in cases for link in links for arm in case.arms]
     with ExitStack() as stack, out.open("a") as file:
         network = stack.enter_context(Network(cases[0].hosts))
-        team = stack.enter_context(Team(network, cases[0].hosts, alone=False))
+        team = stack.enter_context(Team(network, cases[0].hosts, alone=LINKS[links[0]].mbit is None))
         for case in cases:
             team.ask("make", case=case.name, arms=list(case.arms))
         for round_ in range(arguments.rounds):
@@ -156,10 +157,23 @@ def print_times(rows: Sequence[dict[str, Any]], cases: Sequence[Case], links: Se
                 print(f"| {arm} | {case.m} | {link} | {' | '.join(cells)} |")
 
 
+def print_ratio(rows: Sequence[dict[str, Any]], case: Case) -> None:
+    """Print the time with sharded gradients over that of replicas: the median of the rounds and an interval for it."""
+    most = max(row["microbatches"] for row in rows)
+    replicas, sharded = (
+        [row["seconds"] for row in rows if row["arm"] == arm and row["microbatches"] == most] for arm in case.arms
+    )
+    for arm, seconds in zip(case.arms, (replicas, sharded), strict=True):
+        print(f"{arm}: {1e3 * case.m / most * statistics.median(seconds):.0f} ms per batch")
+    median, low, high = interval([a / b for a, b in zip(sharded, replicas, strict=True)])
+    print(f"sharded / replicated: {median:.3f} ({low:.3f}, {high:.3f})")
+
+
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", action="store_true", help="one round without limits of links, and no times")
+    parser.add_argument("--levels", action="store_true", help="sharded gradients beside replicas, instead")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--batches", type=int, nargs=2, default=[2, 8], help="of the two runs of a turn")
     parser.add_argument("--links", nargs="+", default=["1 Gbit/s", "200 Mbit/s"], choices=list(LINKS))
@@ -175,6 +189,11 @@ def main() -> None:
     links = ["1 Gbit/s"] if arguments.bytes else arguments.links
     if arguments.bytes:
         arguments.rounds = 1
+    if arguments.levels:
+        out = open_raw("sharded_levels", arguments.out)
+        measure([REPLICATED], ["loopback"], arguments, out)
+        print_ratio(read_raw(out), REPLICATED)
+        return
     out = open_raw("sharded_links", arguments.out)
     measure(SHARDED, links, arguments, out)
     rows = read_raw(out)

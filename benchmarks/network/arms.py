@@ -31,7 +31,7 @@ from benchmarks.arms import (
     mean_loss,
     stage_modules,
 )
-from benchmarks.network.sharded_arms import LoopedFsdpArm, ParallelPipelinesArm
+from benchmarks.network.sharded_arms import CHUNKS, LoopedFsdpArm, ParallelPipelinesArm
 from penstock import GPTConfig
 
 
@@ -194,10 +194,13 @@ MAKERS: dict[str, Maker] = {
 PARALLEL = ("layered", "depth-first-full", "breadth-first")
 """Methods of two parallel pipelines: fully sharded, the same depth-first, and replicated."""
 PARALLEL_MAKERS: dict[str, Maker] = {
-    **{f"penstock {name} x 2": partial(ParallelPipelinesArm, name) for name in PARALLEL},
+    **{f"penstock {name} x 2": partial(ParallelPipelinesArm, name, CHUNKS, None) for name in PARALLEL},
     "torch looped bfs, fsdp2 x 2": LoopedFsdpArm,
 }
-"""The arms of `benchmarks.sharded_links` by name."""
+LEVELS: dict[str, Maker] = {
+    f"penstock 2bw x 2, {level}": partial(ParallelPipelinesArm, "2bw", 1, level) for level in ("none", "gradients")
+}
+"""The arms of `benchmarks.sharded_links` by name, and those of `benchmarks.sharded_links --levels`."""
 
 DIVIDED = ("torch ddp", "torch fsdp2")
 """Arms whose batches all take the same time, so that a quarter of the microbatches is enough in a turn."""
@@ -236,13 +239,15 @@ CASES = (
 )
 SHARDED = tuple(Case(4, "many", m, tuple(PARALLEL_MAKERS)) for m in (2, 4, 16))
 """Of `benchmarks.sharded_links`: two pipelines of two ranks, m microbatches for each."""
+REPLICATED = Case(4, "many", 8, tuple(LEVELS), ("loopback",))
+"""Two pipelines of two ranks without links: what sharding costs beside replicas."""
 TINY = (Case(2, "tiny", 2),)
 """For tests."""
 
 
 def case_named(name: str) -> Case:
     """Find a case."""
-    return next(case for case in (*CASES, *SHARDED, *TINY) if case.name == name)
+    return next(case for case in (*CASES, *SHARDED, REPLICATED, *TINY) if case.name == name)
 
 
 def arms_of(case: Case, names: tuple[str, ...]) -> Iterator[tuple[str, Arm]]:
@@ -250,4 +255,4 @@ def arms_of(case: Case, names: tuple[str, ...]) -> Iterator[tuple[str, Arm]]:
     model = MODELS[case.model]
     data = model.data()
     for name in names:
-        yield name, (MAKERS | PARALLEL_MAKERS)[name](case.m, data, model.task)
+        yield name, (MAKERS | PARALLEL_MAKERS | LEVELS)[name](case.m, data, model.task)

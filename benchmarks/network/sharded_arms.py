@@ -18,25 +18,27 @@ class ParallelPipelinesArm(PenstockArm):
     """A method of Penstock on two parallel pipelines; each run is a span.
 
     Args:
-        method: with several stages per rank.
+        method: of all ranks.
+        chunks: stages of a rank.
+        sharding: of the state over the pipelines.
         m: microbatches per batch and pipeline.
         data: what it trains on.
         task: the model in parts.
     """
 
-    def __init__(self, method: str, m: int, data: Data, task: Task) -> None:
+    def __init__(self, method: str, chunks: int, sharding: str | None, m: int, data: Data, task: Task) -> None:
         self.microbatches, self.data = WIDTH * m, data
         depth = dist.get_world_size() // WIDTH
-        stages = depth * CHUNKS
+        stages = depth * chunks
         self.pipeline = penstock.Pipeline(
             task.stages(stages),
-            method=penstock.method(method, chunks=CHUNKS),
+            method=penstock.method(method, chunks=chunks) if chunks > 1 else method,
             stages=depth,
             microbatches=m,
             loss=task.loss,
             optimizer=task.optimizer,
             partition=[1] * stages,
-            data_parallel=WIDTH,
+            data_parallel=penstock.DataParallel(WIDTH, sharding=sharding),
             group=dist.new_group(),
         )
 
