@@ -1,8 +1,8 @@
 """The benchmark of sharded pipelines on links: what it expects ranks to send, and what it makes of a run."""
 
 import pytest
-from benchmarks.network.arms import MODELS, PARALLEL, PARALLEL_MAKERS, SHARDED, case_named
-from benchmarks.sharded_links import CHUNKS, expected, print_bytes
+from benchmarks.network.arms import MODELS, PARALLEL, PARALLEL_MAKERS, REPLICATED, SHARDED, case_named
+from benchmarks.sharded_links import CHUNKS, expected, predict, print_bytes, print_ratio, proof_of
 
 CASE = SHARDED[-1]
 WEIGHTS = sum(4 * p.numel() for part in MODELS[CASE.model].task.stages(1) for p in part.parameters())
@@ -43,3 +43,25 @@ def test_the_bytes_of_a_batch_are_those_that_a_longer_run_sends_more(capsys):
     case = CASE._replace(arms=("penstock layered x 2",))
     print_bytes(rows, [case])
     assert "| 1.000, 2.000 |" in capsys.readouterr().out
+
+
+def test_without_passes_a_run_is_predicted_to_take_what_its_bytes_take():
+    """At 25 MB/s: no less than gathers and sums on the lane of a rank, no more than with its messages after them."""
+    case = SHARDED[0]
+    work = {f"{stage}:{op}": [1, 0.0] for stage in range(2 * CHUNKS) for op in ("F", "B", "STEP")}
+    row = {"case": case.name, "link": "200 Mbit/s", "microbatches": 4 * case.m, "ranks": [{"work": work}]}
+    sent, stage = expected("layered", case)[0], WEIGHTS / (2 * CHUNKS)
+    messages = (2 * CHUNKS - 1) * case.m * MODELS[case.model].message
+    seconds = predict(row, proof_of("layered", case)) - CHUNKS * stage / 2 / 25e6
+    assert 4 * 0.98 * (sent - messages) <= 25e6 * seconds <= 4 * 1.02 * (sent + messages)
+
+
+def test_ratio_of_levels_is_taken_within_rounds(capsys):
+    rows = [
+        {"arm": arm, "microbatches": count * REPLICATED.m, "seconds": seconds * count}
+        for slow in (1.0, 3.0, 2.0)
+        for arm, seconds in zip(REPLICATED.arms, (slow, 1.1 * slow), strict=True)
+        for count in (1, 4)
+    ]
+    print_ratio(rows, REPLICATED)
+    assert "sharded / replicated: 1.100 (1.100, 1.100)" in capsys.readouterr().out
