@@ -138,22 +138,33 @@ def predict(row: dict[str, Any], proof: ProvenSchedule) -> float:
 
 
 def print_times(rows: Sequence[dict[str, Any]], cases: Sequence[Case], links: Sequence[str]) -> None:
-    """Print milliseconds per batch, measured (median of the rounds and its interval) and simulated, as Markdown."""
-    print("\n| arm | m | link | ms per batch | simulated | measured / simulated |\n|---|---|---|---|---|---|")
+    """Print milliseconds per batch, as Markdown: the median of the rounds and an interval for it."""
+    print("\n| arm | m | " + " | ".join(links) + " |\n" + "|---" * (2 + len(links)) + "|")
     for case in cases:
         for arm in case.arms:
-            method = next((m for m in PARALLEL if arm == f"penstock {m} x 2"), None)
-            proof = None if method is None else proof_of(method, case)
+            cells = []
             for link in links:
                 here = [r for r in rows if (r["case"], r["arm"], r["link"]) == (case.name, arm, link)]
                 most = max(r["microbatches"] for r in here)
-                here, per_batch = [r for r in here if r["microbatches"] == most], 1e3 * case.m / most
-                median, low, high = interval([per_batch * r["seconds"] for r in here])
-                cells = [f"{median:.0f} ({low:.0f}, {high:.0f})", "", ""]
-                if proof is not None:
-                    found = [predict(r, proof) for r in here]
-                    ratios = [r["seconds"] / x for r, x in zip(here, found, strict=True)]
-                    cells[1:] = [f"{per_batch * statistics.median(found):.0f}", f"{statistics.median(ratios):.2f}"]
+                median, low, high = interval(
+                    [1e3 * r["seconds"] * case.m / most for r in here if r["microbatches"] == most]
+                )
+                cells.append(f"{median:.0f} ({low:.0f}, {high:.0f})")
+            print(f"| {arm} | {case.m} | {' | '.join(cells)} |")
+
+
+def print_comparison(rows: Sequence[dict[str, Any]], cases: Sequence[Case], links: Sequence[str]) -> None:
+    """Print medians of the milliseconds per batch that were measured and simulated, as Markdown."""
+    print("\n| arm | m | link | measured | simulated | measured / simulated |\n|---|---|---|---|---|---|")
+    for case in cases:
+        for method in PARALLEL:
+            arm, proof = f"penstock {method} x 2", proof_of(method, case)
+            for link in links:
+                here = [r for r in rows if (r["case"], r["arm"], r["link"]) == (case.name, arm, link)]
+                most = max(r["microbatches"] for r in here)
+                pairs = [(r["seconds"], predict(r, proof)) for r in here if r["microbatches"] == most]
+                times = [1e3 * case.m / most * statistics.median(column) for column in zip(*pairs, strict=True)]
+                cells = [f"{time:.0f}" for time in times] + [f"{statistics.median(a / b for a, b in pairs):.2f}"]
                 print(f"| {arm} | {case.m} | {link} | {' | '.join(cells)} |")
 
 
@@ -183,6 +194,7 @@ def main() -> None:
     if arguments.summary:
         rows = [row for path in arguments.summary for row in read_raw(path) if "arm" in row]
         print_times(rows, SHARDED, arguments.links)
+        print_comparison(rows, SHARDED, arguments.links)
         return
     if reason := why_not():
         sys.exit(f"skipped: {reason}")
@@ -200,6 +212,7 @@ def main() -> None:
     print_bytes(rows, SHARDED)
     if not arguments.bytes:
         print_times(rows, SHARDED, links)
+        print_comparison(rows, SHARDED, links)
 
 
 if __name__ == "__main__":
