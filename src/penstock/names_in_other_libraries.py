@@ -17,7 +17,7 @@ _PIPELINE = (
 )
 _PIPELINES = (
     "PipelineStage", "PipelineModule", "PipelineEngine", "initialize", "pipeline", "pipe", "Pipe", "build_stage",
-    "SplitPoint", "pipe_split", "LayerSpec", "GPipe",
+    "SplitPoint", "pipe_split", "LayerSpec", "GPipe", "Accelerator", "prepare", "DeepSpeedEngine",
 )  # fmt: skip
 
 

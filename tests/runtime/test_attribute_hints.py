@@ -70,6 +70,8 @@ def test_no_habit_hides_an_attribute() -> None:
         ("optimiser", "takes no argument 'optimiser'. Did you mean 'optimizer'?"),
         ("device_map", "Did you mean 'device'?"),
         ("qqqq", "takes no argument 'qqqq'.$"),
+        ("train_batch_size", "takes no argument 'train_batch_size'; a batch has as many samples as the loader puts"),
+        ("zero_stage", "'zero_stage'; parallel pipelines divide their state: data_parallel=penstock.DataParallel"),
         ("in_flight", r"microbatches=penstock.Microbatches\(8, in_flight='auto'\)"),
         ("timeout", r"group=penstock.Group\(group, timeout=60.0\)"),
         ("waits", r"group=penstock.Group\(group, timeout=60.0\)"),

@@ -78,6 +78,7 @@ def test_arguments_of_a_pipeline_of_other_libraries(name: str, said: str) -> Non
         ("ScheduleInterleaved1F1B", 'penstock.make_schedule("interleaved", stages, microbatches)'),
         ("ScheduleZBVZeroBubble", 'penstock.make_schedule("zb-v", stages, microbatches)'),
         ("PipelineStage", 'penstock.Pipeline(blocks, method="1f1b", stages=2'),
+        ("Accelerator", 'penstock.Pipeline(blocks, method="1f1b", stages=2'),
         ("PipelineModule", 'penstock.Pipeline(blocks, method="1f1b", stages=2'),
         ("initialize", 'penstock.Pipeline(blocks, method="1f1b", stages=2'),
     ],

@@ -113,6 +113,8 @@ def test_bytes_per_parameter(method: str, precision: PrecisionName, wanted: int)
 
 
 def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(ConfigError, match="got torch.bfloat16; write precision='bf16'"):
+        make_pipeline(Case("1f1b", 2, 2), precision=torch.bfloat16)
     with pytest.raises(ConfigError, match="precision must be one of fp32, bf16, fp16; got 'fp8'"):
         make_pipeline(Case("1f1b", 2, 2), precision="fp8")
 

@@ -11,6 +11,7 @@ from penstock.errors import ConfigError
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 NAMES = MappingProxyType({torch.bfloat16: "bf16", torch.float16: "fp16"})
+_ELSEWHERE = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "no": "fp32"})
 BoundaryGradients = Literal["same", "bf16"]
 
 
@@ -21,7 +22,10 @@ def low_precision(precision: PrecisionName) -> torch.dtype | None:
         ConfigError: the precision is unknown.
     """
     if precision not in get_args(PrecisionName):
-        raise ConfigError(f"precision must be one of {', '.join(get_args(PrecisionName))}; got {precision!r}")
+        meant = _ELSEWHERE.get(str(precision).removeprefix("torch."))
+        hint = "" if meant is None else f"; write precision={meant!r}"
+        known = ", ".join(get_args(PrecisionName))
+        raise ConfigError(f"precision must be one of {known}; got {precision!r:.80}{hint}")
     return next((dtype for dtype, name in NAMES.items() if name == precision), None)
 
 

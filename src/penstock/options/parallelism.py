@@ -23,8 +23,8 @@ class DataParallel(ShortRepr):
 
     Attributes:
         width: w, the number of parallel pipelines. Each takes m of the w * m microbatches of a batch. They hold the
-            same weights, and their gradients are added while the passes go on (unless `combine` says otherwise). A
-            report is about one pipeline's part of a batch, a decision (`Report.decided`) about the whole batch.
+            same weights, and their gradients are added while the passes go on (unless `combine` says otherwise).
+            Reports and decisions (`Report.decided`) are about the whole batch.
         reduce: how gradients are added: "ordered" adds in the order of the pipelines, and gives the same bits as one
             process; "fast" uses torch's all_reduce between processes, on the groups of the mesh along its width or on
             one group per stage. All pipelines still get the same bits. With two pipelines these are the bits of

@@ -78,12 +78,16 @@ ADVICE = {
     **dict.fromkeys(("validation_loader", "val_loader", "eval_loader", "eval_dataset", "validation"), _HELD_OUT),
     **dict.fromkeys(("checkpoints", "save_every", "save_steps", "checkpoint_dir", "output_dir"), _SAVES),
     **dict.fromkeys(
-        ("batch_size", "micro_batch_size", "microbatch_size"),
+        ("batch_size", "micro_batch_size", "microbatch_size", "train_batch_size", "train_micro_batch_size_per_gpu"),
         "a batch has as many samples as the loader puts into it; microbatches= says into how many parts it is split",
     ),
     **dict.fromkeys(
         ("lr", "learning_rate", "weight_decay"),
         "it belongs to the optimizer: optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3)",
+    ),
+    **dict.fromkeys(
+        ("sharding", "zero", "zero_stage", "zero_optimization", "fsdp"),
+        "parallel pipelines divide their state: data_parallel=penstock.DataParallel(2, sharding='optimizer')",
     ),
     "in_flight": "it goes with the number of microbatches: microbatches=penstock.Microbatches(8, in_flight='auto')",
     **dict.fromkeys(("timeout", "waits"), "it goes with the group: group=penstock.Group(group, timeout=60.0)"),

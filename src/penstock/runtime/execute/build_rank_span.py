@@ -69,7 +69,8 @@ def build_span(
     forwards = sum(instruction.action.op is Op.F for instruction in lowered.programs[rank].period)
     decides = any(spec.decides for spec in specs.values())
     losses = LossLedger(sum(stage.trained for stage in stages.values()), decides and not provisional)
-    reports = Reports(forwards, decides, losses, decisions, recorder)
+    part = decides and len(holders[schedule.num_stages - 1]) > 1
+    reports = Reports(forwards, decides, losses, decisions, recorder, part=part)
     return RankSpan(
         schedule, pipeline, stages, mailbox, recorder, decisions, updates, meetings, losses, reports, memory,
         state.options, provisional, state.stop,

@@ -131,7 +131,7 @@ class SpanBorders:
             left: the batch after whose report the caller has left; None where it has not.
             batches: that have been trained on.
             failure: of an evaluation.
-            unread: why no further batch could be read here; the others log it, or raise it if no rate is left.
+            unread: why no further batch could be read here.
 
         Returns:
             Whether the caller has left on any rank, and the first failure of another one that this one raises, too.
@@ -143,9 +143,7 @@ class SpanBorders:
             return left is not None, None
         told = self._gather([left, _text(failure), _text(unread)], "ending a run", self._grid.patience)
         after = [batch for batch, *_ in told]
-        rates = _no_rate([text for *_, text in told])
-        if rates is None:
-            self._say_unread([text for *_, text in told], batches)
+        unreadable = [text for *_, text in told]
         gone = [rank for rank, batch in enumerate(after) if batch is not None]
         if gone and left is None:
             first = after.index(None) == dist.get_rank(self._grid.everyone)
@@ -157,20 +155,9 @@ class SpanBorders:
                 after[gone[0]],
                 batches - 1,
             )
-        return bool(gone), _failed_elsewhere([text for _, text, _ in told]) or rates
-
-    def _say_unread(self, texts: list[str | None], batches: int) -> None:
-        """Log which rank could not read its data, where this one could; the first of those warns."""
-        failed = [rank for rank, text in enumerate(texts) if text is not None]
-        here = dist.get_rank(self._grid.everyone)
-        if failed and here not in failed:
-            _LOG.log(
-                logging.WARNING if here == texts.index(None) else logging.INFO,
-                "rank %d could not read its next batch (%.200s), so the run ends after batch %d on all ranks",
-                failed[0],
-                texts[failed[0]],
-                batches - 1,
-            )
+        failed = _failed_elsewhere([text for _, text, _ in told]) or _no_rate(unreadable)
+        ended = f", so the run ends after batch {batches - 1} on all ranks"
+        return bool(gone), failed or _failed_elsewhere(unreadable, "read its next batch", ended)
 
     def gather_losses(self, found: Losses, failure: Exception | None) -> tuple[Losses, Exception | None]:
         """Return what all ranks have found in an evaluation, and the first failure of another one."""
@@ -219,9 +206,11 @@ def _no_rate(texts: Sequence[str | None]) -> NoRateError | None:
     return next((NoRateError(text.removeprefix(mark)) for text in texts if text and text.startswith(mark)), None)
 
 
-def _failed_elsewhere(texts: Sequence[str | None], what: str = "read the data of the evaluation") -> DataError | None:
+def _failed_elsewhere(
+    texts: Sequence[str | None], what: str = "read the data of the evaluation", so: str = ""
+) -> DataError | None:
     """What a rank raises where another one, of all by rank, could not do something."""
     for rank, text in enumerate(texts):
         if text is not None:
-            return DataError(f"rank {rank} could not {what} ({text:.200})")
+            return DataError(f"rank {rank} could not {what} ({text:.200}){so}")
     return None

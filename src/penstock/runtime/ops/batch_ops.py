@@ -55,6 +55,7 @@ class StepAction(BoundAction):
         weight = span.losses.weight_for_update(batch)
         decision = span.updates.step(self._runtime, batch, weight, self.stage.books.last.rotated)
         span.stop.agreed |= decision.stop
+        span.reports.decided(decision)
         gathers = span.updates.gathers
         final = (gathers is None or gathers.full) and not span.meetings.meets(batch)
         (span.capture.after_step if final else span.capture.keep_older)(self._runtime, batch + 1)

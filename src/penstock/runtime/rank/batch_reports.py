@@ -1,4 +1,4 @@
-"""Reports on batches: made when their last forward is done, handed out when its output is on its way."""
+"""Reports on batches: made when their loss is known, handed out when the output of the last forward is on its way."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from penstock.weights.decision import Decision
 class Report:
     """What is known of a batch when its last forward is done: `Pipeline.run` yields one for each.
 
+    On ranks of the last stage, parallel pipelines report a batch when its update is decided on, which is when they hear
+    of each other's losses. Where pipelines agree only now and then (`Combine`), loss and weight are of this one's part.
+
     Attributes:
         batch: its number since the start of training.
-        loss: the mean over the batch, of parallel pipelines over this one's part of it (`Decision.loss` is of all).
-            None on ranks without the last stage, and where the weight is zero.
+        loss: the mean over the batch. None on ranks without the last stage, and where the weight is zero.
         weight: what the loss sum was divided by, such as the number of samples; None on ranks without the last stage.
         seconds: when it was known, in seconds since the pipeline was made.
         decided: the updates that were made or skipped since the last report. Their loss and norm are NaN unless all
@@ -55,17 +57,19 @@ class Reports:
         losses: of the rank.
         decisions: its part in them.
         recorder: of the time that the caller takes.
+        part: the losses of this rank are of a part of each batch; that of the whole comes with the decision.
 
     Attributes:
         ready: the report that is to be handed out.
     """
 
     def __init__(
-        self, forwards: int, shares: bool, losses: LossLedger, decisions: Decisions, recorder: Recorder
+        self, forwards: int, shares: bool, losses: LossLedger, decisions: Decisions, recorder: Recorder, *, part: bool
     ) -> None:
         self._wanted, self._shares, self._losses = forwards, shares, losses
-        self._decisions, self._recorder = decisions, recorder
+        self._decisions, self._recorder, self._part = decisions, recorder, part
         self._forwards: dict[int, int] = {}  # done, of each batch
+        self._undecided: set[int] = set()  # batches whose reports wait for the decision
         self.ready: Report | None = None
 
     def forward_done(self, batch: int, *, evaluation: bool) -> None:
@@ -78,10 +82,20 @@ class Reports:
         found = self._losses.close(batch, shares=self._shares and not evaluation)
         if found is not None and not evaluation:
             self._losses.learn_here(batch, found.weight)
-        self.ready = self._report(batch, found, evaluation)
+        if found is not None and self._part and not evaluation:
+            self._undecided.add(batch)
+        else:
+            self.ready = self._report(batch, found, evaluation)
+
+    def decided(self, decision: Decision) -> None:
+        """Make the report of a batch that waited for this decision; a rank that holds several stages tells it again."""
+        if decision.batch in self._undecided:
+            self._undecided.remove(decision.batch)
+            mean = decision.loss if decision.weight else None
+            self.ready = self._report(decision.batch, BatchLoss(mean, decision.weight), evaluation=False)
 
     def _report(self, batch: int, found: BatchLoss | None, evaluation: bool) -> Report:
-        loss, weight = (None, None) if found is None else (found.mean, found.weight)
+        loss, weight = (None, None) if found is None else found
         now = self._recorder.at(self._recorder.now())
         if evaluation:
             return Report(batch, loss, weight, now)

@@ -13,13 +13,11 @@ class BatchLoss(NamedTuple):
     """The loss of a whole batch on a rank.
 
     Attributes:
-        mean: total / weight; None where the weight is zero.
-        total: the loss sum.
+        mean: the loss sum / weight; None where the weight is zero.
         weight: N, what the sum is divided by.
     """
 
     mean: float | None
-    total: float
     weight: float
 
 
@@ -57,7 +55,7 @@ class LossLedger:
         total, weight = (sum(part) for part in zip(*read_losses([*losses.values()]), strict=True))
         if shares:
             self._shares[batch] = Loss(total, weight)
-        return BatchLoss(total / weight if weight else None, total, weight)
+        return BatchLoss(total / weight if weight else None, weight)
 
     def share(self, batch: int) -> Loss | None:
         """The sum of a batch for the decision of all stages, once; None where it is not known."""
