@@ -152,7 +152,9 @@ class _ComparedRun:
         self._prepared, self._config, self._count = prepared, prepared.config, count
         self._updated, self._see = updated, comparisons.see
         self._decides = decides(prepared)
-        self._whole = self._config.width * prepared.plan.schedule.directions == 1  # else `_decisions` sees it, in another order of sums
+        self._whole = (
+            self._config.width * prepared.plan.schedule.directions == 1
+        )  # else `_decisions` sees it, in another order of sums
 
     def run(self) -> Exception | None:
         """Train; returns what was raised on the way."""
