@@ -11,14 +11,16 @@ arms of a round take turns in random order. In a turn an arm trains at least 64 
 that divide a batch among whole models, whose batches are all alike, train a quarter of that. A link has its rate in
 each direction of each host, and its delay on each way.
 
-Raw data have a line per turn: seconds of the slowest rank, bytes of each host's interface, and for arms of Penstock the
-times of passes, waits and messages of each rank. Bounds are those of a 95 % interval for the median.
+Raw data have a line per turn: seconds of the slowest rank and of all cores, bytes of each host's interface, and for
+arms of Penstock the times of passes, waits and messages of each rank. Bounds are those of a 95 % interval for the
+median.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import signal
 import sys
@@ -28,6 +30,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from benchmarks.machine import core_seconds
 from benchmarks.network.arms import AUTO, CASES, DIVIDED, MAKERS, TINY, Case
 from benchmarks.network.compare import print_comparison
 from benchmarks.network.hosts import LINKS, Link, Network, why_not
@@ -97,7 +100,7 @@ def run(cases: Sequence[Case], arguments: argparse.Namespace, out: Path) -> None
 def take(turn: Turn, network: Network, team: Team, count: int) -> dict[str, Any]:
     """Run a turn, and return its line of the raw data."""
     network.set(turn.link)
-    batches = batches_of(turn, count)
+    batches, before = batches_of(turn, count), core_seconds()
     link = turn.link.name if turn.arm in AUTO else ""
     ranks = team.ask("turn", case=turn.case.name, arm=turn.arm, batches=batches, link=link)
     return {
@@ -107,6 +110,7 @@ def take(turn: Turn, network: Network, team: Team, count: int) -> dict[str, Any]
         "m": turn.case.m,
         "microbatches": batches * turn.case.m,
         "seconds": max(rank["seconds"] for rank in ranks),
+        "cores": {name: round(after - before[name], 3) for name, after in core_seconds().items()},
         "ranks": ranks,
     }
 
@@ -154,8 +158,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw data")
     arguments = parser.parse_args()
     if old := arguments.summary or arguments.compare:
-        rows = [row for row in map(json.loads, old.read_text().splitlines()) if "arm" in row]
-        print_comparison(rows) if arguments.compare else print_summary(group(rows))
+        machine, *rows = map(json.loads, old.read_text().splitlines())
+        rows = [row for row in rows if "arm" in row]
+        print_comparison(rows, machine["machine"]["cores"]) if arguments.compare else print_summary(group(rows))
         return
     if reason := why_not():
         print(f"skipped: {reason}")
@@ -173,7 +178,7 @@ def main() -> None:
     run(choose(arguments), arguments, out)
     rows = [row for row in read_raw(out) if "arm" in row]
     print_summary(group(rows))
-    print_comparison(rows)
+    print_comparison(rows, os.cpu_count() or 1)
 
 
 if __name__ == "__main__":

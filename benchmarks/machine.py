@@ -38,6 +38,16 @@ def command_line(name: str) -> str:
     return shlex.join(["python", "-m", f"benchmarks.{name}", *others])
 
 
+def core_seconds() -> dict[str, float]:
+    """Seconds that the cores of this machine have been busy and idle, and that its host has withheld; on Linux."""
+    names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+    counts = Path("/proc/stat").read_text().split()[1 : len(names) + 1]
+    ticks = dict(zip(names, map(int, counts), strict=True))
+    idle, stolen = ticks["idle"] + ticks["iowait"], ticks["steal"]
+    found = {"busy": sum(ticks.values()) - idle - stolen, "idle": idle, "stolen": stolen}
+    return {name: count / os.sysconf("SC_CLK_TCK") for name, count in found.items()}
+
+
 def free_port() -> int:
     """Return an unused port of the loopback interface."""
     with socket.socket() as probe:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from benchmarks.links import Turn, batches_of, turns_of
 from benchmarks.network.arms import AUTO, CASES, MAKERS, METHODS, STREAMS, TINY
-from benchmarks.network.compare import message_costs, predict, schedule_of, stage_costs
+from benchmarks.network.compare import TOLERANCE, core_costs, measured_costs, message_costs, predict, schedule_of
 from benchmarks.network.hosts import LINKS, Network, sweep, why_not
 from benchmarks.network.report import aims, group, most_sent
 
-from penstock import make_schedule
+from penstock import SharedCores, make_schedule
 
 ROOT = Path(__file__).parents[1]
 NAME = TINY[0].name
@@ -37,11 +37,36 @@ def row(arm="penstock 1f1b", link="100 Mbit/s", seconds=2.0, round_=0, **more):
 def test_a_turn_as_the_simulator_sees_it():
     """A batch of 1F1B of two stages and two microbatches takes three times F + B, and an update."""
     turn = row()
-    costs = stage_costs(turn, 2)
-    assert [(c.forward, c.backward_input + c.backward_weight, c.step) for c in costs] == [(1.0, 3.0 - 1.0, 0.5)] * 2
-    assert predict(turn, make_schedule("1f1b", 2, 2)) == pytest.approx(4 * 9.5, rel=1e-3)
+    costs = measured_costs(turn, 2)
+    times = [(c.forward, c.backward_input + c.backward_weight, c.step) for c in costs.stages]
+    assert times == [(1.0, 3.0 - 1.0, 0.5)] * 2
+    assert core_costs(turn, 2, 2) is None
+    assert predict(turn, make_schedule("1f1b", 2, 2), costs) == pytest.approx(4 * 9.5, rel=1e-3)
     # In the steady state of 2bw, four batches of two microbatches, and as many updates.
-    assert predict(row("penstock 2bw"), make_schedule("2bw", 2, 2)) == pytest.approx(4 * 6.5, rel=1e-3)
+    assert predict(row("penstock 2bw"), make_schedule("2bw", 2, 2), costs) == pytest.approx(4 * 6.5, rel=1e-3)
+
+
+def test_what_a_turn_takes_of_cores():
+    """Half as long as by the clock; 4 seconds of each rank for 8 messages there and back; a tenth longer by others."""
+    turn = row(cores={"busy": 33.0 + 2.0, "stolen": 0.0 + 4.4, "idle": 9.0})
+    for at, rank in enumerate(turn["ranks"]):
+        seconds = {f"{at}:F": 4.0, f"{at}:B": 8.0, f"{at}:STEP": 1.0, "wait": 1.0, "caller": 9.0}
+        rank |= {"cpu": 18.0, "cores": seconds, "messages": {"lane": [8, 1.0, 1.0]}}
+    costs = core_costs(turn, 2, 1)
+    assert costs.cores == SharedCores(1)
+    assert costs.stages[0].forward == pytest.approx(1.1 * 0.5)
+    assert costs.stages[1].step == pytest.approx(1.1 * 0.25)
+    assert costs.send == costs.receive == pytest.approx(1.1 * 0.25)
+    assert predict(turn, make_schedule("1f1b", 2, 2), costs) == pytest.approx(1.1 * 34, rel=0.02)  # all work, on a core
+
+
+def test_four_ranks_on_two_cores():
+    """A recorded turn: by the clock it took a fourth more than ranks with cores of their own would."""
+    lines = (ROOT / "benchmarks" / "results" / "links-2026-11-26-153205.jsonl").read_text().splitlines()
+    turn = next(found for found in map(json.loads, lines) if found.get("link") == "loopback" and "2bw" in found["arm"])
+    proof = schedule_of(turn)
+    assert turn["seconds"] > 1.25 * predict(turn, proof, measured_costs(turn, 4))
+    assert turn["seconds"] == pytest.approx(predict(turn, proof, core_costs(turn, 4, 2)), rel=TOLERANCE)
 
 
 def test_the_schedule_of_a_turn():
@@ -151,6 +176,6 @@ def test_links_of_every_arm(tmp_path):
         if turn["arm"] in METHODS:
             assert all(("in_flight" in rank) == (turn["arm"] in AUTO) for rank in turn["ranks"])
             stages = make_schedule(METHODS[turn["arm"]], 2, 2).schedule.num_stages
-            assert all(cost.forward > 0 and cost.step > 0 for cost in stage_costs(turn, stages))
+            assert all(cost.forward > 0 and cost.step > 0 for cost in measured_costs(turn, stages).stages)
         assert f"| {turn['arm']} | " in ran.stdout
-    assert "measured / simulated" in ran.stdout
+    assert "measured / shared cores" in ran.stdout

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from benchmarks.arms import Arm, PenstockArm
 from benchmarks.machine import join
 from benchmarks.network.arms import arms_of, case_named
+from penstock.comm.core.trace_recorder import Recorder
 from penstock.launch.parent_death import end_with_parent
 from penstock.runtime.in_flight.adapted_in_flight import MEASURED
 
@@ -42,11 +43,46 @@ class Place(NamedTuple):
     parent: int
 
 
+class CpuClock:
+    """Adds up what the thread of a rank takes of a core, for each kind of work and wait that is recorded.
+
+    Args:
+        recorder: of the rank, whose times it reads from now on.
+
+    Attributes:
+        seconds: by "stage:operation", or by the reason of a wait.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.seconds = defaultdict[str, float](float)
+        self._at: dict[float, float] = {}
+        self._add, self._add_work = recorder.add, recorder.add_work
+        changed: Any = recorder
+        changed.now = changed.begin = self._now
+        changed.add, changed.add_work = self._wait, self._work
+
+    def _now(self) -> float:
+        now = time.perf_counter()
+        self._at[now] = time.thread_time()
+        return now
+
+    def _wait(self, lane: str, start: float, end: float, what: str, *others: Any, **named: Any) -> None:
+        if start in self._at:  # a transfer is recorded by another clock
+            self.seconds[what] += time.thread_time() - self._at[start]
+        self._add(lane, start, end, what, *others, **named)
+
+    def _work(self, start: float, end: float, what: str, named: Any, stage: int, *others: Any) -> None:
+        self.seconds[f"{stage}:{what}"] += self._at[end] - self._at[start]
+        self._at.clear()  # no wait begins before work and ends behind it
+        self._add_work(start, end, what, named, stage, *others)
+
+
 class Worker:
     """The arms of one rank."""
 
     def __init__(self, place: Place) -> None:
         self._arms: dict[tuple[str, str, str], Arm] = {}
+        self._cpu: dict[tuple[str, str, str], CpuClock] = {}
         self._counters = Path("/sys/class/net", place.interface, "statistics")
 
     def make(self, case: str, arms: list[str], link: str = "") -> dict[str, Any]:
@@ -60,6 +96,8 @@ class Worker:
         found = case_named(case)
         for name, arm in arms_of(found, tuple(arms)):
             self._arms[case, name, link] = arm
+            if isinstance(arm, PenstockArm):
+                self._cpu[case, name, link] = CpuClock(arm.pipeline._ranks[0].recorder)
             arm.run(max(4 // found.m, MEASURED + 2 if link else 2))
         return {}
 
@@ -67,18 +105,22 @@ class Worker:
         """Run batches of an arm from a common start.
 
         Returns:
-            seconds: on this rank; sent, received: bytes of its interface, the barrier's included; and what the arm's
-            timeline says of the turn (`recorded`).
+            seconds: on this rank; cpu: seconds of a core of all its threads; sent, received: bytes of its interface,
+            the barrier's included; and of an arm of Penstock what its timeline says of the turn (`recorded`), and
+            cores: seconds of a core by kind of work and wait (`CpuClock`).
         """
-        engine = self._arms[case, arm, link]
+        engine, clock = self._arms[case, arm, link], self._cpu.get((case, arm, link))
         before = self._bytes()
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
+        if clock is not None:
+            clock.seconds.clear()
         engine.run(batches)
-        seconds = time.perf_counter() - start
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         dist.barrier()  # so that nothing of this turn is under way when the link changes
         sent, received = (now - then for now, then in zip(self._bytes(), before, strict=True))
-        return {"seconds": seconds, "sent": sent, "received": received, **recorded(engine, start)}
+        found = {"seconds": seconds, "cpu": cpu, "sent": sent, "received": received, **recorded(engine, start)}
+        return found if clock is None else {**found, "cores": dict(clock.seconds)}
 
     def close(self) -> dict[str, Any]:
         """Finish everything that is in flight."""

@@ -20,8 +20,9 @@ forwards and backwards alternate, the last gradients arrive one forward later th
 has no forward of its own left; those waits count as drain. So equal stages whose messages take no time have no
 imbalance, in any order.
 
-A measured timeline contains its waits. A simulated one does not, so they are derived: before a pass the rank waits for
-what another rank did last for the same microbatch, and before an update for its collectives.
+A measured timeline contains its waits. A simulated one only says when a rank posts a message, if that takes time. The
+others are derived: before a pass the rank waits for what another rank did last for the same microbatch, and before an
+update for its collectives.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ class _Facts:
                 self._waits[i.rank].append(i)
             elif i.lane == "collective":
                 self._joint[i.rank, i.batch] = max(i.end, self._joint.get((i.rank, i.batch), i.end))
-        self._derives = not self._waits
+        self._derives = all(i.what == Waiting.POST for waits in self._waits.values() for i in waits)
         self._sections = _sections([i for work in self._work.values() for i in work if i.microbatch >= 0])
         self._start = timeline.start
         self._end = max((i.end for work in self._work.values() for i in work), default=self._start)
@@ -219,7 +220,7 @@ class _Facts:
         """Add the waits of a gap, and the time at which the input of `action` had been produced."""
         if action is None:
             return
-        gap.waits = self._derived(gap, action) if self._derives else _during(self._waits[rank], gap)
+        gap.waits = _during(self._waits[rank], gap) + (self._derived(gap, action) if self._derives else [])
         gap.peers = [i for w in gap.waits if w.what == Waiting.ROOM for i in _during(self._work[w.peer], gap)]
         peers = {w.peer for w in gap.waits if w.what == Waiting.MESSAGE} - {-1}
         for i in self._sent.get((action.span, action.microbatch), ()):

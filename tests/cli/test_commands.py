@@ -178,6 +178,22 @@ def test_simulate_tells_the_bubble_of_a_long_run(monkeypatch, capsys):
     assert json.loads(out)["bubble_in_a_long_run"] > 0.01  # of the times given, not of a table's
 
 
+def test_simulate_ranks_that_share_cores(monkeypatch, capsys):
+    """Four ranks on two cores, and two on each of two hosts."""
+    base = ["simulate", "1f1b", "--stages", 4, "--microbatches", 8, "--json"]
+    alone, shared, apart = (
+        json.loads(run(monkeypatch, capsys, *base, *more)[1]) for more in ([], ["--cores", 2], ["--cores", "2/2"])
+    )
+    assert shared["makespan"] > 1.4 * alone["makespan"]
+    assert shared["bubble_in_a_long_run"] < alone["bubble_in_a_long_run"]
+    assert apart == alone
+    refused = {"0": "cores must be a number greater than 0", "2/0": "per_host must be", "two": "--cores takes a number"}
+    for given, said in refused.items():
+        code, _, error = run(monkeypatch, capsys, *base, "--cores", given)
+        assert code
+        assert said in error
+
+
 def test_simulate_several_batches_with_costs_of_their_own(monkeypatch, capsys, tmp_path):
     stages = [{"forward": f, "backward_input": f, "backward_weight": f} for f in (1, 2, 1, 1)]
     (tmp_path / "costs.json").write_text(json.dumps(stages))

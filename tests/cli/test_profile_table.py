@@ -33,6 +33,13 @@ layers:
 """
 
 
+def test_cores_that_ranks_share_are_told() -> None:
+    assert not any("full speed" in line for line in shown(parse_profile(MEASURED, "a")))
+    assert "At most 2.5 ranks of its machine work at full speed at once." in shown(
+        parse_profile(MEASURED + "cores: 2.5\n", "a")
+    )
+
+
 def shown(profile: Profile, width: int = 200) -> list[str]:
     console = Console(file=StringIO(), width=width)
     console.print(profile_tables(profile, width))

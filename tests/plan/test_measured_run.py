@@ -16,6 +16,7 @@ from penstock.models.gpt_shape import GPTConfig
 from penstock.plan.measured_run import RunSettings, compare_with_run, recalibrated
 from penstock.plan.profile.files import profile_text, read_profile
 from penstock.plan.profile.schema import Profile, ProfiledLayer, ProfiledLink
+from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline
@@ -48,6 +49,18 @@ def test_a_run_as_predicted_has_no_error():
     seen = [{cause for cause, share in idle.items() if share > 1e-6} for idle in found.idle]
     assert seen[0] == seen[1]
     assert "fill" in seen[0]
+
+
+def test_ranks_that_share_cores_are_predicted_to():
+    """Passes are told by the clock, as they were measured; batches are as much longer."""
+    costs = Costs((StageCost(3.0, 5.0, 0.0, 0.2), StageCost(3.0, 4.0, 0.0, 0.1)), cores=SharedCores(1))
+    timeline = simulate_schedule(make_schedule("1f1b", 2, 4), costs, 6).timeline
+    found = compare_with_run(small_profile(cores=1), SETTINGS, timeline)
+    alone = compare_with_run(small_profile(), SETTINGS, timeline)
+    for stage in found.stages:
+        assert [stage.error(kind) for kind in ("F", "B")] == pytest.approx([0, 0], abs=1e-6)
+    assert found.batch == pytest.approx((60.3, 60.3), rel=1e-3)  # all work of both
+    assert alone.batch[0] < 0.8 * found.batch[0]
 
 
 def test_factors_are_found_again():

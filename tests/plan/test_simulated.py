@@ -24,6 +24,7 @@ from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.schedule.add_options import extend
 from penstock.schedule.build import prove
+from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.predicted import MemoryOptions, StageBytes, peak_bytes
 from penstock.simulate.simulate import play
@@ -40,7 +41,7 @@ def chain(random, layers):
     return layer_graph(parse_profile(HEAD + "".join(BLOCK.format(n, *row) for n, row in enumerate(numbers)), "c"))
 
 
-def batch_time(graph, method, cuts, width, m, bandwidth, again):
+def batch_time(graph, method, cuts, width, m, bandwidth, again, cores=None):
     """What two more batches take on the machine that plays schedules action by action, halved."""
     parts = [graph.layers[a:b] for a, b in itertools.pairwise(cuts)]
     forwards = [sum(layer.forward for layer in part) for part in parts]
@@ -51,6 +52,7 @@ def batch_time(graph, method, cuts, width, m, bandwidth, again):
         tuple(penstock.StageCost(f, b, 0.0) for f, b in zip(forwards, backwards, strict=True)),
         transfer=max(crossing, default=0.0) / bandwidth,
         collective=2 * (width - 1) / width * largest / bandwidth,
+        cores=cores and SharedCores(cores / width),
     )
     proof = prove(method, len(parts), m, decides=True)
     proof = extend(proof, reduces=True) if width > 1 else proof
@@ -107,6 +109,21 @@ def test_simulated_plans_are_the_best_of_all(limit):
         seconds = [float(f"{p.seconds_per_sample:.9g}") for p in plans]
         assert seconds == sorted(seconds)
     assert fits > 4
+
+
+def test_plans_of_ranks_that_share_cores_are_the_best_of_all():
+    """Two ranks have one and a half cores; parallel pipelines are in step, so each has its part of them."""
+    graph, devices = chain(Random(1), 3), Devices((DeviceLevel(2, 1e4),), cores=1.5)
+    plans, _ = simulated_plans({1: Sized(graph, 1, 4)}, devices)
+    for method in ("1f1b", "gpipe", "2bw"):
+        found = next(p for p in plans if p.settings["method"] == method).seconds_per_sample
+        trials = [((0, 3), 1), ((0, 3), 2), ((0, 1, 3), 1), ((0, 2, 3), 1)]
+        slowed, alone = (
+            min(batch_time(graph, method, cuts, w, 4 // w, 1e4, False, cores)[0] / 4 for cuts, w in trials)
+            for cores in (1.5, None)
+        )
+        assert found == pytest.approx(slowed, rel=1e-9)
+        assert slowed > 1.05 * alone
 
 
 @pytest.mark.parametrize(("parameters", "balance"), [(40000, [2, 2]), (32, [4])], ids=["pipeline", "one stage"])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.comm.core.devices import find_device
-from penstock.job.cpus import Cpus
+from penstock.job.cpus import Cpus, parts
 from penstock.measure.links import measure_link
 from penstock.measure.model_profile import check_microbatch_sizes, measure_blocks, profile_of
 from penstock.models.gpt import gpt_blocks, language_loss
@@ -76,7 +76,9 @@ def measure_configured(
     link = [measure_link(config)] if links else []
     said = f"measured on {_named(device, threads)}, {config.precision}, {config.optimizer.name}"
     said += _said_of_links(device) if links else ""
-    return profile_of(name or config.model.preset, measured, link, said, _changed(config))
+    (cpus,) = parts([Cpus.of_this_process()])
+    cores = cpus / threads if device.type == "cpu" else None
+    return profile_of(name or config.model.preset, measured, link, said, _changed(config), cores)
 
 
 def _named(device: torch.device, threads: int) -> str:

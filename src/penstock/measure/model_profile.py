@@ -150,6 +150,7 @@ def profile_of(
     links: Sequence[ProfiledLink] = (),
     source: str = "measured",
     settings: Mapping[str, Any] | None = None,
+    cores: float | None = None,
 ) -> Profile:
     """Return measured blocks as a profile.
 
@@ -159,12 +160,13 @@ def profile_of(
         links: between devices.
         source: where the numbers come from.
         settings: keys of `penstock train` that the model was measured with.
+        cores: how many ranks of this machine can work at full speed at once; None if there is no limit.
     """
     sizes = list(measured[0].passes)
     given: dict[str, Any] = {"format": "penstock profile 1", "name": name, "source": source, "microbatch_sizes": sizes}
     given |= {"settings": dict(settings)} if settings else {}
     given |= {"links": list(links)} if links else {}
-    return Profile(**given, layers=[_layer(block) for block in measured])
+    return Profile(**given, cores=cores, layers=[_layer(block) for block in measured])
 
 
 def _layer(block: MeasuredBlock) -> ProfiledLayer:

@@ -111,6 +111,8 @@ def compare_with_run(profile: Profile, settings: RunSettings, timeline: Timeline
     stages = []
     for at, cost in enumerate(costs.stages):
         predicted = {"F": cost.forward, "B": cost.backward_input + cost.backward_weight, "STEP": cost.step}
+        if costs.slow_down(settings.stages):  # what they take by the clock, as was measured
+            predicted |= _medians(longer.timeline, at)
         measured = _medians(timeline, at)
         if "F" not in measured:
             raise ConfigError(f"the timeline of the run has no forwards of stage {at}; runs write it when they end")
@@ -168,7 +170,7 @@ def _trial(profile: Profile, settings: RunSettings) -> tuple[CandidateTrial, Kno
         raise ConfigError(f"layer {unknown!r} of the profile has options only; forward and backward are needed")
     link = profile.links[0] if profile.links else None
     level = DeviceLevel(settings.stages * settings.width, link.bandwidth if link else _FAST / 10)
-    devices = Devices((level,), None, link.latency if link else 0.0)
+    devices = Devices((level,), None, link.latency if link else 0.0, profile.cores)
     sized = Sized(graph, settings.microbatch_size, settings.microbatches * settings.width)
     candidate = Candidate(sized, settings.method, settings.stages, settings.width, settings.recompute)
     known = KnownSchedules(stages_decide(profile))

@@ -16,7 +16,7 @@ from penstock.plan.planners.candidate_trial import NAME, Candidate, CandidateTri
 from penstock.plan.planners.schedule_cache import KnownSchedules
 from penstock.plan.planning import Planning, PlanRequest, make_plan, stages_decide
 from penstock.plan.profile.schema import Numbers, Profile
-from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import DeviceLevel
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline
 
@@ -92,7 +92,9 @@ def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
         yield "twice the memory", replace(request, devices=replace(devices, memory=2 * devices.memory))
     last = devices.levels[-1]
     more = (*devices.levels[:-1], DeviceLevel(2 * last.units, last.bandwidth))
-    yield "twice as many devices", replace(request, devices=Devices(more, devices.memory, devices.latency))
+    yield "twice as many devices", replace(request, devices=replace(devices, levels=more))
+    if devices.cores is not None:
+        yield "twice as many cores", replace(request, devices=replace(devices, cores=2 * devices.cores))
 
 
 def _faster(profile: Profile) -> Profile:

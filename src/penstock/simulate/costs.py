@@ -10,6 +10,11 @@ from penstock.errors import ConfigError
 from penstock.files import parse_json, read_given
 from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.ir.schedule import Action, Op, Schedule
+from penstock.schedule.machine.instructions import Lowered
+from penstock.schedule.machine.message_lanes import MessageObserver
+from penstock.schedule.machine.play import Machine, Observer
+from penstock.schedule.machine.play_on_cores import CoreMachine
+from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.simulate.sharding_traffic import Network
 
 
@@ -50,6 +55,10 @@ class Costs:
         fused: time of a fused action as a fraction of the sum of its parts.
         left: the fraction of a microbatch's activations that is kept between the two halves of its backward (I and W);
             above 1 if gradients take more.
+        send, receive: time that a message takes its sender before it is posted, and its receiver at the beginning of
+            the action that consumes it.
+        cores: which ranks share the cores of a host (`penstock.SharedCores`); None if each has its own. While there are
+            not enough, all takes longer but `latency`, `transfer`, collectives and copies.
     """
 
     stages: tuple[StageCost, ...]
@@ -60,6 +69,9 @@ class Costs:
     left: float = 1.0
     network: Network | None = None
     copy: float = 0.0
+    send: float = 0.0
+    receive: float = 0.0
+    cores: SharedCores | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is no time."""
@@ -70,9 +82,10 @@ class Costs:
         """Return the times; of stages that are all alike those of one."""
         alike = len(set(self.stages)) == 1
         stages = f"{len(self.stages)} x {self.stages[0]!r}" if alike else f"{len(self.stages)} stages"
-        more = {"latency": 0.0, "transfer": 0.0, "collective": 0.0, "fused": 1.0, "left": 1.0, "copy": 0.0}
+        more = dict.fromkeys(("latency", "transfer", "collective", "copy", "send", "receive"), 0.0)
+        more |= {"fused": 1.0, "left": 1.0}
         others = "".join(f", {key}={getattr(self, key):g}" for key, v in more.items() if getattr(self, key) != v)
-        return f"<Costs of {stages}{others}>"
+        return f"<Costs of {stages}{others}{'' if self.cores is None else f', {self.cores}'}>"
 
     @classmethod
     def uniform(
@@ -101,6 +114,18 @@ class Costs:
         times = (forward, backward_input, backward_weight, step)
         return cls(tuple(StageCost(*(time / v for time in times)) for (v,) in shares), latency)
 
+    def slow_down(self, ranks: int) -> bool:
+        """Return whether ranks slow each other down, or messages take them time: that is played, not compiled."""
+        return bool(self.send or self.receive) or not (self.cores is None or self.cores.suffice(ranks))
+
+    def machine(self, lowered: Lowered, observer: Observer, on_message: MessageObserver | None = None) -> Machine:
+        """Return a machine that plays a schedule with these times."""
+        ranks = lowered.schedule.ranks
+        usual = lowered, self.duration, self.latency, observer, on_message, self.transfer
+        if not self.slow_down(ranks):
+            return Machine(*usual)
+        return CoreMachine(*usual, self.cores or SharedCores(ranks), self.receive)
+
     def duration(self, action: Action) -> float:
         """Return the time that an action occupies its lane."""
         if action.parts:
@@ -124,6 +149,8 @@ class Costs:
                 return self.collective
             case Op.OFFLOAD | Op.FETCH if action.peer is None:
                 return self.copy * amount
+            case Op.SEND:
+                return self.send
             case Op.DECIDE:
                 return 2 * self.latency  # a few bytes to one rank and back
             case _:
@@ -135,7 +162,7 @@ _LONGEST = 1e100  # so that sums of times are numbers, too
 
 def _check_times(costs: StageCost | Costs) -> None:
     for name, value in vars(costs).items():
-        if name in ("stages", "network"):
+        if name in ("stages", "network", "cores"):
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST:
             raise ConfigError(f"{name} must be a finite number, not negative; got {in_short(value)}")

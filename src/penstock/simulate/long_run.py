@@ -13,9 +13,10 @@ from penstock.schedule.ir.absolute_actions import since
 from penstock.schedule.ir.op_table import OPS, Lane
 from penstock.schedule.ir.schedule import Action, passes
 from penstock.schedule.machine.instructions import Lowered
-from penstock.schedule.machine.play import Machine
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs
+
+_MORE = 8  # batches whose mean counts where they do not all take the same time
 
 
 class SteadyBatch(NamedTuple):
@@ -43,17 +44,20 @@ def steady_batch(lowered: Lowered, costs: Costs, batches: int) -> SteadyBatch:
     is played batch by batch. As soon as a batch leaves the same things under way as the batch before, all of
     them later by one and the same time, every batch from there on adds that time, and nothing more has to be played:
     schedules that flush take two batches. Where that has not happened, the span is ended both after `batches` batches
-    and after one more.
+    and after one more. Where ranks slow each other down, batches may take different times for ever: there the mean of
+    several more counts.
 
     Args:
         lowered: the schedule with its messages.
         costs: times of every stage.
         batches: length of the span to which a batch is added; at least 1.
     """
+    if costs.slow_down(lowered.schedule.ranks):
+        return _played(lowered, costs, batches)
     if isinstance(lowered, ArrayLowered):
         return _compiled(lowered, costs, batches)
     work, ranks = _Work(), len(lowered.programs)
-    machine = Machine(lowered, costs.duration, costs.latency, work.observe, transfer=costs.transfer)
+    machine = costs.machine(lowered, work.observe)
     machine.play_period(-1, more=True)
     repeats_from = _repeats_from(lowered)
     shorter, border = machine, (machine.state(0), machine.times())
@@ -80,6 +84,15 @@ def _compiled(lowered: ArrayLowered, costs: Costs, batches: int) -> SteadyBatch:
     shorter, longer = (span.bubbles([costs])[0] for span in spans)
     later = longer.makespan - shorter.makespan
     return SteadyBatch(later, _idle_share(sum(longer.busy) - sum(shorter.busy), lowered.schedule.ranks * later))
+
+
+def _played(lowered: Lowered, costs: Costs, batches: int) -> SteadyBatch:
+    """Return the mean of what some more batches add, from two spans that are played."""
+    shorter, longer = _Work(), _Work()
+    for work, count in (shorter, batches), (longer, batches + _MORE):
+        costs.machine(lowered, work.observe).play(count)
+    later = (longer.makespan - shorter.makespan) / _MORE
+    return SteadyBatch(later, _idle_share((longer.busy - shorter.busy) / _MORE, lowered.schedule.ranks * later))
 
 
 @dataclass

@@ -25,7 +25,6 @@ from penstock.schedule.lowering.lower import lower
 from penstock.schedule.lowering.send_window_search import lower_freely, unlimited
 from penstock.schedule.machine.default_durations import unit_time
 from penstock.schedule.machine.instructions import Lowered, Route
-from penstock.schedule.machine.play import Machine
 from penstock.schedule.proof.activations import Activations, most_activations
 from penstock.schedule.proof.check import check, too_narrow
 from penstock.schedule.proof.proof import Proof
@@ -34,7 +33,7 @@ from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs
 from penstock.simulate.shard_figures import ShardFigures, shard_figures
 from penstock.simulate.unplayed.message_counts import count_messages, receive_buffers
-from penstock.timeline import Bubble, Interval, Timeline
+from penstock.timeline import Bubble, Interval, Timeline, Waiting
 
 Window = int | Literal["unlimited"]
 """Messages that may be outstanding on a lane."""
@@ -145,7 +144,8 @@ def simulate_schedule(
     span = None if asked is not None else _as_proven(proof, costs, batches)
     lowered = _lower(proof, costs, batches, asked) if span is None else proof.lowered
     activations = _activations_of(proof, costs.left)
-    bubble = None if rejected or costs.network is not None else _compiled(span, lowered, costs, batches)
+    played = rejected or costs.network is not None or costs.slow_down(proof.schedule.ranks)
+    bubble = None if played else _compiled(span, lowered, costs, batches)
     timeline: Timeline | None = None
     if bubble is None:
         try:
@@ -285,6 +285,8 @@ def predict(lowered: Lowered, costs: Sequence[Costs], batches: int = 1) -> list[
         ScheduleError: some ranks would wait for ever.
     """
     try:
+        if any(each.slow_down(lowered.schedule.ranks) for each in costs):
+            raise NotCompiledError("ranks slow each other down")
         return CompiledSpan(lowered, batches, any(each.transfer for each in costs)).bubbles(costs)
     except NotCompiledError:
         return [play(lowered, each, batches)[0].bubble() for each in costs]
@@ -296,9 +298,7 @@ def play(
 ) -> tuple[Timeline, tuple[Fraction, ...]]:
     """Play a span without checking the schedule: its timeline, and the most activations that each rank holds in it."""
     recorder = _Recorder(lowered.schedule, _as_fraction(costs.left))
-    machine = Machine(
-        lowered, costs.duration, costs.latency, recorder.observe, recorder.observe_message, costs.transfer
-    )
+    machine = costs.machine(lowered, recorder.observe, recorder.observe_message)
     machine.play(batches, rejected)
     if machine.copies_beside:
         recorder.sort_samples()
@@ -315,7 +315,11 @@ class _Recorder:
         self.samples = [self.timeline.memory.setdefault((r, "activations"), []) for r in range(schedule.ranks)]
 
     def observe(self, rank: int, action: Action, t: int, start: float, end: float) -> None:
-        """Record one action that is not a message."""
+        """Record one action that is not a message, or what it takes to send one."""
+        if action.op is Op.SEND:
+            label = f"send {action.payload} {_units(action.unit, t * self.m)}"
+            self.timeline.intervals.append(Interval(rank, "compute", start, end, Waiting.POST, label))
+            return
         self.timeline.intervals.append(_interval(rank, action, t, self.m, start, end))
         for time, amount in zip((start, end), self.activations.change(action), strict=True):
             if amount:
@@ -364,4 +368,9 @@ def _label(action: Action, t: int, m: int) -> str:
     unit = action.unit
     if unit.kind is Kind.BATCH:
         return f"{action.op.value}{unit.first + t}"
-    return action.op.value + format_unit(unit._replace(first=unit.first + t * m))
+    return action.op.value + _units(unit, t * m)
+
+
+def _units(unit: Unit, offset: int) -> str:
+    """What to print of microbatches, counted through the span."""
+    return format_unit(unit._replace(first=unit.first + offset))

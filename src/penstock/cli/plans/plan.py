@@ -79,7 +79,7 @@ def plan(
     request = with_cost(
         PlanRequest(
             known,
-            devices_of(cluster, str(devices), bandwidth, memory, known.links, link_matrix is not None),
+            devices_of(cluster, str(devices), bandwidth, memory, known, link_matrix is not None),
             planner,
             cost,
             microbatches,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ def devices_of(
     devices: str,
     bandwidth: str | None,
     memory: str | None,
-    links: Sequence[Any],
+    profile: Any,
     with_links: bool = False,
 ) -> Any:
-    """Return the devices of a cluster, or those that options describe.
+    """Return the devices of a cluster, or those that options describe: ranks of the profiled machine, if no links do.
 
     Raises:
         ConfigError: they cannot be read, or do not fit together.
@@ -41,9 +42,8 @@ def devices_of(
     if cluster is None:
         if with_links and bandwidth is None:
             bandwidth = "1GB"  # not used
-        return _devices(devices, bandwidth, memory, links)
-    from dataclasses import replace
-
+        found = _devices(devices, bandwidth, memory, profile.links)
+        return found if bandwidth is not None or not profile.links else replace(found, cores=profile.cores)
     from penstock.plan.cluster.files import find_cluster
 
     if bandwidth is not None:

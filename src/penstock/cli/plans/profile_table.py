@@ -39,6 +39,8 @@ def profile_tables(profile: Profile, width: int) -> Group:
     links = [f"{link.latency * 1e6:.4g} us + bytes / ({link.bandwidth / 1e9:.4g} GB/s)" for link in profile.links]
     if links:
         parts += [Text(), Text(f"A message takes {', between the next units '.join(links)}.")]
+    if profile.cores is not None:
+        parts.append(Text(f"At most {profile.cores:g} ranks of its machine work at full speed at once."))
     if profile.settings:
         said = " ".join(f"--set {key}={value}" for key, value in _flat(profile.settings))
         parts.append(Text(f"Measured with {said}, which plans take over."))

@@ -21,11 +21,18 @@ from penstock.cli.options import (
     OrderRule,
 )
 from penstock.cli.output import print_json
-from penstock.cli.schedules.schedule_from_options import asked_copy_time, asked_network, asked_window, prove_asked
+from penstock.cli.schedules.schedule_from_options import (
+    asked_copy_time,
+    asked_cores,
+    asked_network,
+    asked_window,
+    prove_asked,
+)
 from penstock.cli.schedules.study_options import (
     Bandwidth,
     DrawingWidth,
     GatherTime,
+    HostCores,
     OffloadTime,
     OrderName,
     OrderOptions,
@@ -145,6 +152,7 @@ def simulate(
     step: Annotated[float, at_least_0("TIME", "Time of an update.")] = 0.0,
     latency: Annotated[float, at_least_0("TIME", "Time of a hop; it occupies no rank.")] = 0.0,
     transfer: Annotated[float, at_least_0("TIME", "Time that a message occupies its lane before that.")] = 0.0,
+    cores: HostCores = None,
     fused: Annotated[float, at_least_0("PART", "Time of a fused pair, as a part of that of both.")] = 1.0,
     left: Annotated[float, at_least_0("PART", "Part of the activations that is left between I and W.")] = 1.0,
     per_stage: PerStage = None,
@@ -182,7 +190,7 @@ def simulate(
     else:
         costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=latency, step=step)
     costs = replace(costs, transfer=transfer, fused=fused, left=left, copy=asked_copy_time(proof, offload))
-    costs = replace(costs, network=asked_network(proof, width, bandwidth, parameters))
+    costs = replace(costs, network=asked_network(proof, width, bandwidth, parameters), cores=asked_cores(cores))
     simulation = simulate_schedule(proof, costs, batches, window=asked_window(window))
     in_a_long_run = max(steady_bubble(simulation.lowered, costs, proof.steady_from + 2), 0.0)
     if as_json:

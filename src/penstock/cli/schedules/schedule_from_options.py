@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
+    from penstock.schedule.machine.shared_cores import SharedCores
     from penstock.schedule.proof.proof import Proof
     from penstock.simulate.auto_in_flight import InFlightChoice
     from penstock.simulate.costs import Costs
@@ -182,3 +183,21 @@ def asked_network(proof: Proof, width: int | None, bandwidth: float | None, para
     if width is not None or bandwidth is not None:
         raise ConfigError(f"--{'bandwidth' if width is None else 'width'} goes with --sharding, or a sharded schedule")
     return None
+
+
+def asked_cores(text: str | None) -> SharedCores | None:
+    """Return which ranks share cores; None if each has its own.
+
+    Raises:
+        ConfigError: it is neither a number nor two.
+    """
+    from penstock.schedule.machine.shared_cores import SharedCores
+
+    if text is None:
+        return None
+    cores, slash, ranks = text.partition("/")
+    try:
+        number, per_host = float(cores), int(ranks) if slash else None
+    except ValueError:
+        raise ConfigError(f"--cores takes a number, or cores and ranks of a host as in 2/4, got {text!r:.80}") from None
+    return SharedCores(number, per_host)

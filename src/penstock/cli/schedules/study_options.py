@@ -71,6 +71,16 @@ WindowSize = Annotated[
 ]
 
 
+HostCores = Annotated[
+    str | None,
+    typer.Option(
+        "--cores",
+        metavar="N[/R]",
+        help="Cores that all ranks share, or R ranks of each host: while more of them work, each is slowed down.",
+    ),
+]
+
+
 PipelineNumber = Annotated[
     int | None, typer.Option(metavar="W", help="Parallel pipelines, with --sharding; 2 if not given.", min=1)
 ]

@@ -20,6 +20,7 @@ from penstock.plan.planners.two_bw import Sized, single_device_ways
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Skipped, StageRating
 from penstock.plan.stages.two_bw_cost import bandwidths
+from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.schedule.methods.find_method import find_method
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.held import HeldKind
@@ -242,6 +243,7 @@ class CandidateTrial:
             latency=self._devices.latency,
             transfer=float(chain.crossing[cuts[1:-1]].max(initial=0.0)) / along,
             collective=of.reduction(float(chain.parameters[cuts[:-1], cuts[1:]].max()), across),
+            cores=None if self._devices.cores is None else SharedCores(self._devices.cores / of.width),  # in step
         )
 
     def least_batch(self, cuts: Cuts) -> float:

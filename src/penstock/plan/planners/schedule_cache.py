@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -71,10 +72,11 @@ class KnownSchedules:
         """
         if (key, batches) not in self._spans:
             lowered, code = self._made(key)
-            try:
-                self._spans[key, batches] = CompiledSpan(code, batches, transfers=True).bubbles
-            except NotCompiledError:
-                self._spans[key, batches] = partial(predict, lowered, batches=batches)
+            played: Span = partial(predict, lowered, batches=batches)
+            compiled = played
+            with suppress(NotCompiledError):
+                compiled = CompiledSpan(code, batches, transfers=True).bubbles
+            self._spans[key, batches] = lambda costs: (played if _any_slow(costs, key.depth) else compiled)(costs)
         return self._spans[key, batches]
 
     def moments(self, key: ScheduleKey, recompute: bool, batches: int = 2) -> Moments:
@@ -100,6 +102,11 @@ class KnownSchedules:
             plain = ScheduleRequest(key.method, key.depth, key.microbatches).schedule
             self._lowered[key] = _lowered(extended(plain, decides=self._decides or key.parallel, reduces=key.parallel))
         return self._lowered[key]
+
+
+def _any_slow(costs: list[Costs], ranks: int) -> bool:
+    """Return whether ranks slow each other down at some of these costs."""
+    return any(each.slow_down(ranks) for each in costs)
 
 
 def _lowered(schedule: Schedule) -> tuple[Lowered, CodedSchedule]:

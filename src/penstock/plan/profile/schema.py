@@ -131,6 +131,8 @@ class Profile(_Strict):
         microbatches: microbatches per batch, if the profile has an opinion.
         settings: keys of `penstock train` with which the model was measured, for a plan of it.
         links: between devices, those of a level each, the innermost first; or one for all levels.
+        cores: how many ranks can work at full speed at once, of all those on the machine where the layers and links
+            were measured; None if every device computes by itself.
         layers: in any order in which a layer without `inputs` follows the one that it reads.
     """
 
@@ -141,4 +143,5 @@ class Profile(_Strict):
     microbatches: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     settings: Annotated[dict[Name, JsonValue], Field(max_length=64)] = Field(default_factory=dict)
     links: Annotated[list[ProfiledLink], Field(max_length=8)] = Field(default_factory=list)
+    cores: Annotated[float, Field(gt=0, le=MOST_DEVICES, allow_inf_nan=False)] | None = None
     layers: Annotated[list[ProfiledLayer], Field(min_length=1, max_length=MOST_LAYERS)]

@@ -31,11 +31,14 @@ class Devices:
         levels: at least one.
         memory: bytes of each device; None for no limit.
         latency: seconds that a message takes besides its bytes, for costs that know it.
+        cores: how many of them can work at full speed at once, as they share the cores of one machine, for costs that
+            know it; None if each computes by itself.
     """
 
     levels: tuple[DeviceLevel, ...]
     memory: float | None = None
     latency: float = 0.0
+    cores: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be.
@@ -51,6 +54,8 @@ class Devices:
         check_whole("devices, altogether", self.count, 1, MOST_DEVICES)
         if self.memory is not None:
             _check_positive("memory", self.memory)
+        if self.cores is not None:
+            _check_positive("cores", self.cores)
         if not is_number(self.latency) or not 0 <= self.latency < 1e30:
             raise ConfigError(f"latency must be a number of seconds, not negative, got {in_short(self.latency)}")
 

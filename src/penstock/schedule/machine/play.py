@@ -126,7 +126,8 @@ class Machine:
         """
         which = 0 if t < 0 else (1 if more else 2) + 3 * (rejected and t > 0)
         if more or t >= 0:
-            self._run([codes[which] for codes in self._codes], t)
+            self._append([codes[which] for codes in self._codes], t)
+            self._go_on()
 
     def play_epilogue(self, batches: int) -> None:
         """Play the epilogue of a span of `batches` batches on every rank.
@@ -134,15 +135,19 @@ class Machine:
         Raises:
             ScheduleError: some ranks wait for ever.
         """
-        self._run([codes[3] for codes in self._codes], batches)
+        self._append([codes[3] for codes in self._codes], batches)
+        self._go_on()
         stuck = [self._blocked(rank, queue[0]) for rank, queue in enumerate(self._queues) if queue]
         if stuck:
             raise deadlock(stuck)
 
-    def _run(self, parts: list[Sequence[Instruction]], t: int) -> None:
-        """Append a part to every rank's queue and advance the ranks as far as they go."""
+    def _append(self, parts: list[Sequence[Instruction]], t: int) -> None:
+        """Append a part to every rank's queue."""
         for queue, part in zip(self._queues, parts, strict=True):
             queue.append(_Segment(part, t))
+
+    def _go_on(self) -> None:
+        """Advance the ranks as far as they go."""
         waiting: set[int] = set()
         runnable = deque(range(len(self._queues)))
         woken: set[int] = set()
@@ -160,7 +165,7 @@ class Machine:
     def _advance(self, rank: int, woken: set[int]) -> None:
         """Run one rank until it has to wait or its queue is empty."""
         queue, clock, messages = self._queues[rank], self.clock, self.messages
-        duration, observer, beside = self._duration, self.observer, self._collects or self.copies_beside
+        beside = self._collects or self.copies_beside
         while queue:
             segment = queue[0]
             instructions, t, offset = segment.instructions, segment.t, segment.t * self._m
@@ -207,14 +212,21 @@ class Machine:
                     start = max(start, ready)
                 if beside:
                     start = max(start, self._collectives.done(action, first, t), self._host_copies.done(action, offset))
-                end = clock[rank] = start + duration(action)
-                if observer is not None:
-                    observer(rank, action, t, start, end)
+                if not self._act(rank, action, t, start, len(needs)):
+                    segment.place = place + 1
+                    return
             else:
                 queue.popleft()
                 continue
             segment.place = place
             return
+
+    def _act(self, rank: int, action: Action, t: int, start: float, received: int) -> bool:  # noqa: ARG002
+        """Run an action that consumes messages; False if its end is not known before others have gone on."""
+        end = self.clock[rank] = start + self._duration(action)
+        if self.observer is not None:
+            self.observer(rank, action, t, start, end)
+        return True
 
     def _issue(self, rank: int, action: Action, t: int, batch: int, woken: set[int]) -> None:
         """Issue a collective, which blocks nobody; if it was the last member's, it has its time now."""
