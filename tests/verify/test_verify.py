@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, VersionError
+from penstock.models import language_model
 from penstock.models.gpt_shape import GPTConfig
 from penstock.options import passes as passes_module
 from penstock.partition.blocks import LazyBlock
 from penstock.schedule.methods.table import METHODS
 from penstock.stage.module import StageModule
 from penstock.train.config.load import load_config
-from penstock.train.setup import build_pipeline, preflight
 from penstock.verify import runs, verify as verify_module
 from penstock.verify.differences import KINDS
 from penstock.verify.report import Verification
@@ -239,8 +239,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         return {name: LazyBlock(make, seed=seed + i) for i, (name, make) in enumerate(makers.items())}
 
-    for module in (build_pipeline, preflight, runs):
-        monkeypatch.setattr(module, "gpt_blocks", blocks)
+    monkeypatch.setattr(language_model, "gpt_blocks", blocks)
 
 
 def test_buffers_and_random_numbers(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
