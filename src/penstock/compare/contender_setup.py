@@ -104,8 +104,8 @@ def _plans(config: ComparisonConfig, task: Task, contender: Contender) -> tuple[
     row, blocks = contender.method, task.blocks(0)
     if row.divides_head:
         raise ConfigError(
-            "the models of comparisons have a whole output layer; compare 1f1b in its place, whose numbers are the same "
-            "to rounding"
+            "the models of comparisons have a whole output layer; compare 1f1b in its place, whose numbers are the "
+            "same to rounding"
         )
     _check_default_stages(config, len(blocks))
     if contender.sync and contender.sync >= config.batches:

@@ -108,8 +108,8 @@ def check_divided(schedule: Schedule, blocks: int, balance: Sequence[int] | None
     method = METHODS.get(schedule.name)
     if method is not None and method.divides_head and balance is None and blocks != schedule.num_stages:
         raise ConfigError(
-            f"{schedule.name}: its {schedule.num_stages} stages are no chain, but layers, parts of an output layer and a "
-            "loss; pass the blocks and the partition of a model made for it, such as those that "
+            f"{schedule.name}: its {schedule.num_stages} stages are no chain, but layers, parts of an output layer and "
+            "a loss; pass the blocks and the partition of a model made for it, such as those that "
             "penstock.models.vocabulary_parallel_gpt.vocabulary_parallel_gpt returns"
         )
 

@@ -79,7 +79,7 @@ class Windows:
         return np.flatnonzero(self._is_held_out)
 
     def samples(self, first: int, count: int) -> tuple[Any, Tensor]:
-        """Return the training samples first .. first + count - 1: the pair of tokens and targets, each (B, L), int64."""
+        """Return the training samples first .. first + count - 1: tokens and targets, each (B, L), int64, as a pair."""
         numbers = np.arange(first, first + count, dtype=np.int64)
         epochs, places = np.divmod(numbers, len(self.training))
         order = [shuffled(int(p), len(self.training), self.seed, int(e)) for e, p in zip(epochs, places, strict=True)]

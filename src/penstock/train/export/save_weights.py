@@ -69,7 +69,7 @@ def _save(pipeline: Pipeline, prepared: Prepared, run: Path, folder: Path, avera
 
 
 def _joined(own: Mapping[str, Tensor], joined: Mapping[str, Sequence[str]], grid: RankGrid) -> dict[str, Tensor]:
-    """Return the tensors of a rank, with the whole of what stages have parts of on rank 0; all ranks call this together.
+    """Return the tensors of a rank, of which rank 0 has what stages have parts of as a whole; a call of all ranks.
 
     Raises:
         TransportError: a peer is dead.
