@@ -43,7 +43,9 @@ def reported(folder: Path, what: str) -> list[float]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("changes", [(), ("width=2", "sharding=gradients")], ids=["alone", "sharded"])
+@pytest.mark.parametrize(
+    "changes", [(), ("width=2", "sharding=gradients"), ("tensor_parallel=2",)], ids=["alone", "sharded", "shared"]
+)
 def test_a_divided_output_layer_trains_like_a_whole_one(
     tmp_path: Path, text: Path, command: Command, changes: tuple[str, ...]
 ) -> None:

@@ -152,6 +152,10 @@ def test_slices_in_low_precision_are_refused(text: str) -> None:
         ("1f1b", ["max_grad_norm=null"]),
         ("2bw", ["max_grad_norm=null", "width=3", "balance=[1,3]"]),
         ("1f1b", ["stages=4", "optimizer.name=sgd"]),
+        ("vocabulary-1f1b", []),
+        ("vocabulary-1f1b", ["stages=4", "model.layers=4", "recompute=block"]),
+        ("vocabulary-1f1b", ["width=2", "sharding=full"]),  # whose gradients are added up in several pieces
+        ("vocabulary-1f1b", ["precision=bf16", "width=2", "sharding=gradients"]),
         ("zb-h2-post", ["max_grad_norm=1e9"]),
         ("zb-h2-post", ["max_grad_norm=1.2"]),
         ("zb-h2-post", ["precision=fp16", "width=2", "stages=3"]),

@@ -55,24 +55,7 @@ def verify(config: TrainConfig, count: int) -> Verification:
     Raises:
         ConfigError: the configuration cannot be verified; also whatever `preflight.prepare` raises.
     """
-    if config.phased:
-        raise ConfigError(
-            "verify checks one method at a time: set sync.batches=0, fallback.at=null and fallback.when=[], and verify "
-            "each method separately"
-        )
-    if config.combine.chosen.apart:
-        raise ConfigError(
-            "verify supports only pipelines that add their gradients in every batch, not those that synchronize less "
-            f"often (combine.kind={config.combine.kind}); leave combine out"
-        )
-    if config.delayed:
-        raise ConfigError("delays: there is no reference to verify chosen delays against; leave delays out")
-    if config.row.divides_head and config.precision == "fp32" and config.boundary_gradients != "same":
-        raise ConfigError(
-            f"{config.row.name}: stages round the gradient of each part of the output layer to "
-            f"{config.boundary_gradients} before they add it, the reference that of all; verify it with "
-            "boundary_gradients=same"
-        )
+    _check_comparable(config)
     prepared, left_out = prepare(config, choose=chosen_recompute), _no_plain(config)
     correction = prepared.plan.options.staleness.correction
     if isinstance(correction, ErrorFeedback) or (isinstance(correction, PipelinedBackprop) and correction.spike):
@@ -106,6 +89,32 @@ def verify(config: TrainConfig, count: int) -> Verification:
     found = comparisons.results(complete=error is None)
     rows = tuple(ReportRow(kind, first, others[0] if others else None) for kind, (first, *others) in found.items())
     return Verification(config, count, rows, left_out, error)
+
+
+def _check_comparable(config: TrainConfig) -> None:
+    """Refuse what has no reference.
+
+    Raises:
+        ConfigError: what, and what to verify instead.
+    """
+    if config.phased:
+        raise ConfigError(
+            "verify checks one method at a time: set sync.batches=0, fallback.at=null and fallback.when=[], and verify "
+            "each method separately"
+        )
+    if config.combine.chosen.apart:
+        raise ConfigError(
+            "verify supports only pipelines that add their gradients in every batch, not those that synchronize less "
+            f"often (combine.kind={config.combine.kind}); leave combine out"
+        )
+    if config.delayed:
+        raise ConfigError("delays: there is no reference to verify chosen delays against; leave delays out")
+    if config.row.divides_head and config.precision == "fp32" and config.boundary_gradients != "same":
+        raise ConfigError(
+            f"{config.row.name}: stages round the gradient of each part of the output layer to "
+            f"{config.boundary_gradients} before they add it, the reference that of all; verify it with "
+            "boundary_gradients=same"
+        )
 
 
 def _allowed(prepared: Prepared) -> float:
