@@ -15,8 +15,8 @@ from penstock.errors import ConfigError
 from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.models.gpt_shape import GPTConfig
 from penstock.models.vocabulary_parallel_gpt import (
+    CrossEntropyOfParts,
     HeadPart,
-    cross_entropy_of_parts,
     summed_cross_entropy,
     vocabulary_parallel_gpt,
     whole_head,
@@ -67,7 +67,7 @@ def in_plain_torch() -> tuple[list[float], Numbers, Numbers]:
 
 def pipeline_of(stages: int, group: dist.ProcessGroup | None = None, **options: Any) -> Pipeline:
     blocks, partition = vocabulary_parallel_gpt(SHAPE, stages, seed=0)
-    schedule = make_schedule(vocabulary_1f1b, stages, M)
+    schedule = make_schedule("vocabulary-1f1b", stages, M)
     given = {
         "loss": summed_cross_entropy,
         "optimizer": adamw,
@@ -171,7 +171,7 @@ def test_parts_know_what_the_whole_knows() -> None:
     logits = x @ torch.cat([part.weight for part in parts]).T
     wanted = nn.functional.cross_entropy(logits[0], targets[0], reduction="none")
     assert torch.allclose(
-        cross_entropy_of_parts(tuple(part((x, targets)) for part in parts))[0].double(), wanted, rtol=1e-5
+        CrossEntropyOfParts()(tuple(part((x, targets)) for part in parts))[0].double(), wanted, rtol=1e-5
     )
 
 
@@ -185,3 +185,19 @@ def test_more_stages_than_there_is_to_divide(layers: int, vocabulary: int) -> No
 def test_more_than_ten_parts_are_put_together_in_their_order() -> None:
     state = {f"head.out.{place}.weight": torch.full((2, 3), float(place)) for place in range(11)}
     assert whole_head(state)["head.out.weight"][:, 0].tolist() == [float(place) for place in range(11) for _ in "ab"]
+
+
+def test_a_model_is_not_cut_by_cost_for_it() -> None:
+    with pytest.raises(
+        ConfigError, match="vocabulary-1f1b: its 5 stages are no chain.*pass the blocks and the partition"
+    ):
+        Pipeline(
+            gpt_blocks(SHAPE, 0), method="vocabulary-1f1b", stages=2, microbatches=M,
+            loss=language_loss, optimizer=adamw,
+        )  # fmt: skip
+
+
+def test_a_balance_has_a_number_for_each_rank() -> None:
+    assert vocabulary_parallel_gpt(SHAPE, 2, seed=0, balance=[4, 2]).partition == [4, 2, 1, 1, 1]
+    with pytest.raises(ConfigError, match="balance must hold 2 positive numbers that add up to the 6 blocks"):
+        vocabulary_parallel_gpt(SHAPE, 2, seed=0, balance=[4, 3])

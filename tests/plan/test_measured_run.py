@@ -21,7 +21,7 @@ from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline
 from penstock.train.export.weights_folder import save_index
-from penstock.train.setup.preflight import describe_model
+from penstock.train.setup.model_shape import describe_model
 from support.schedules import make_schedule
 
 SETTINGS = RunSettings("1f1b", 2, 1, 4, 2, False, (2, 1))

@@ -199,8 +199,12 @@ def older_state_dict(patch: Patch) -> None:
 
 def wrong_loss(patch: Patch) -> None:
     """The loss that is reported is too large, with the right gradients."""
-    real = build_pipeline.language_loss
-    patch.setattr(build_pipeline, "language_loss", lambda *pair: (real(*pair)[0] + 1e-3, real(*pair)[1]))
+    real = build_pipeline.pipeline_of
+
+    def pipeline_of(plan: Any, blocks: Any, loss: Any, *rest: Any) -> Any:
+        return real(plan, blocks, lambda *pair: (loss(*pair)[0] + 1e-3, loss(*pair)[1]), *rest)
+
+    patch.setattr(build_pipeline, "pipeline_of", pipeline_of)
 
 
 def buffers_changed_twice(patch: Patch) -> None:

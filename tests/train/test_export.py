@@ -12,7 +12,7 @@ from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
 from penstock.train.export.sample import generate, load_model, sample_text
 from penstock.train.export.weights_folder import load_index, load_weights, save_index, save_stage
-from penstock.train.setup.preflight import describe_model
+from penstock.train.setup.model_shape import describe_model
 
 SHAPE = GPTConfig(layers=2, width=16, heads=2, context=8, vocabulary=256)
 

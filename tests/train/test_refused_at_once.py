@@ -23,8 +23,9 @@ from penstock.train.config.load import load_config
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import load_corpus
 from penstock.train.setup import preflight
+from penstock.train.setup.model_shape import model_of, model_shape
 from penstock.train.setup.pipeline_options import pipeline_options
-from penstock.train.setup.preflight import model_shape, prepare
+from penstock.train.setup.preflight import prepare
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +162,7 @@ def test_a_key_with_the_name_of_an_option_is_that_option(text: str) -> None:
         "microbatches": "6", "offload": "activations", "tensor_parallel": "2", "cuda_graphs": "true",
     }  # fmt: skip
     config = load_config(None, [text, *(f"{key}={value}" for key, value in changes.items())])
-    options = pipeline_options(config, model_shape(config, load_corpus(config.data)))
+    options = pipeline_options(config, model_of(config, model_shape(config, load_corpus(config.data))))
     found = {name: value for group in vars(options).values() for name, value in vars(group).items()}
     assert {key: found[key] for key in changes} == {key: getattr(config, key) for key in changes}
     named = {"combine", "correction"}  # whose values are of another kind

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, VersionError
+from penstock.models import language_model
 from penstock.models.gpt_shape import GPTConfig
 from penstock.options import passes as passes_module
 from penstock.partition.blocks import LazyBlock
 from penstock.schedule.methods.table import METHODS
 from penstock.stage.module import StageModule
 from penstock.train.config.load import load_config
-from penstock.train.setup import build_pipeline, preflight
 from penstock.verify import runs, verify as verify_module
 from penstock.verify.differences import KINDS
 from penstock.verify.report import Verification
@@ -152,6 +152,10 @@ def test_slices_in_low_precision_are_refused(text: str) -> None:
         ("1f1b", ["max_grad_norm=null"]),
         ("2bw", ["max_grad_norm=null", "width=3", "balance=[1,3]"]),
         ("1f1b", ["stages=4", "optimizer.name=sgd"]),
+        ("vocabulary-1f1b", []),
+        ("vocabulary-1f1b", ["stages=4", "model.layers=4", "recompute=block"]),
+        ("vocabulary-1f1b", ["width=2", "sharding=full"]),  # whose gradients are added up in several pieces
+        ("vocabulary-1f1b", ["precision=bf16", "width=2", "sharding=gradients"]),
         ("zb-h2-post", ["max_grad_norm=1e9"]),
         ("zb-h2-post", ["max_grad_norm=1.2"]),
         ("zb-h2-post", ["precision=fp16", "width=2", "stages=3"]),
@@ -239,8 +243,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         return {name: LazyBlock(make, seed=seed + i) for i, (name, make) in enumerate(makers.items())}
 
-    for module in (build_pipeline, preflight, runs):
-        monkeypatch.setattr(module, "gpt_blocks", blocks)
+    monkeypatch.setattr(language_model, "gpt_blocks", blocks)
 
 
 def test_buffers_and_random_numbers(text: str, monkeypatch: pytest.MonkeyPatch) -> None:

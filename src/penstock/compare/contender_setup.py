@@ -102,6 +102,11 @@ def _plans(config: ComparisonConfig, task: Task, contender: Contender) -> tuple[
         PenstockError: the method cannot be trained, or cannot go on after these batches.
     """
     row, blocks = contender.method, task.blocks(0)
+    if row.divides_head:
+        raise ConfigError(
+            "the models of comparisons have a whole output layer; compare 1f1b in its place, whose numbers are the "
+            "same to rounding"
+        )
     _check_default_stages(config, len(blocks))
     if contender.sync and contender.sync >= config.batches:
         raise ConfigError(

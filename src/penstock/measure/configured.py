@@ -13,15 +13,14 @@ from penstock.comm.core.devices import find_device
 from penstock.job.cpus import Cpus, parts
 from penstock.measure.links import measure_link
 from penstock.measure.model_profile import check_microbatch_sizes, measure_blocks, profile_of
-from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.options.all_options import PipelineOptions
 from penstock.plan.profile.schema import Profile
 from penstock.runtime.malloc import keep_freed_memory
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import load_corpus
 from penstock.train.data.windows import Windows
+from penstock.train.setup.model_shape import model_of, model_shape
 from penstock.train.setup.optimizers import optimizer_factory
-from penstock.train.setup.preflight import model_shape
 from penstock.train.setup.run_folder import is_of_a_run
 
 _PASSES = ("precision", "tf32", "sdpa", "compile", "boundary_gradients", "max_grad_norm", "seed")
@@ -57,8 +56,8 @@ def measure_configured(
     config.check_undivided("profiles")
     device = find_device(config.device)
     corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)), config.model.vocabulary)
-    model = model_shape(config, corpus)
-    windows = Windows(corpus, model.context, config.held_out, config.seed)
+    model = model_of(config, model_shape(config, corpus))
+    windows = Windows(corpus, model.shape.context, config.held_out, config.seed, model.pair)
     options = PipelineOptions().changed(device=device, **{key: getattr(config, key) for key in _PASSES})
     threads, before = (
         config.threads or Cpus.of_this_process().threads(config.stages * config.width),
@@ -69,8 +68,7 @@ def measure_configured(
     try:
         samples = {size: windows.samples(0, size) for size in sizes}
         optimizer = optimizer_factory(config.optimizer)
-        blocks = gpt_blocks(model, config.seed)
-        measured = measure_blocks(blocks, samples, language_loss, optimizer, options, seconds, told)
+        measured = measure_blocks(model.blocks, samples, model.loss, optimizer, options, seconds, told)
     finally:
         torch.set_num_threads(before)
     link = [measure_link(config)] if links else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from penstock.measure.recompute_choice import RecomputeChoice, choose_for
-from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.partition.blocks import named_blocks
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.preflight import RecomputeQuestion
@@ -19,6 +18,6 @@ def chosen_recompute(question: RecomputeQuestion) -> RecomputeChoice:
     config = question.config
     limit = config.memory_limit
     assert limit is not None
-    blocks = named_blocks(gpt_blocks(question.model, config.seed))
+    blocks, loss = named_blocks(question.model.blocks), question.model.loss
     sample = question.windows.samples(0, config.microbatch_size)
-    return choose_for(question.plans, blocks, sample, limit, language_loss, optimizer_factory(config.optimizer))
+    return choose_for(question.plans, blocks, sample, limit, loss, optimizer_factory(config.optimizer))

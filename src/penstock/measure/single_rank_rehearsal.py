@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,18 +24,15 @@ from penstock.errors import ConfigError
 from penstock.job.cpus import Cpus
 from penstock.measure.own_work import OwnWork, own_work
 from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training
-from penstock.models.gpt import gpt_blocks, language_loss
+from penstock.models.language_model import LanguageModel
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.from_checked_plan import pipeline_of
 from penstock.runtime.malloc import keep_freed_memory
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.train.config.schema import TrainConfig
-from penstock.train.data.corpus import load_corpus
-from penstock.train.data.windows import Windows
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.pipeline_options import pipeline_options
-from penstock.train.setup.preflight import model_shape, prepare
-from penstock.train.setup.run_folder import is_of_a_run
+from penstock.train.setup.preflight import prepare
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 _WARM = 2  # batches before those that are timed
@@ -130,11 +125,8 @@ def rehearse(config: TrainConfig, rank: int, batches: int = 5) -> Rehearsal:
     prepared = prepare(alone)
     plan = prepared.plan
     check_whole("rank", rank, 0, plan.schedule.ranks - 1)
-    corpus = load_corpus(alone.data, partial(is_of_a_run, Path(alone.out)), alone.model.vocabulary)
-    model = model_shape(alone, corpus)
-    windows = Windows(corpus, model.context, alone.held_out, alone.seed)
-    options = pipeline_options(alone, model).changed(device=device, tied=None)
-    rehearsed = _Rehearsed(plan, rank, gpt_blocks(model, alone.seed), windows.samples(0, alone.microbatch_size))
+    options = pipeline_options(alone, prepared.model).changed(device=device, tied=None)
+    rehearsed = _Rehearsed(plan, rank, prepared.model, prepared.windows.samples(0, alone.microbatch_size))
     processes = config.stages * config.width
     threads = config.threads or Cpus.of_this_process().threads(processes)
     before = torch.get_num_threads()
@@ -176,8 +168,9 @@ class _Rehearsed:
         blocks: their names.
     """
 
-    def __init__(self, plan: PipelinePlan, rank: int, blocks: Mapping[str, Any], sample: tuple[Any, Any]) -> None:
-        self._plan, self._rank, self._all, self._sample = plan, rank, blocks, sample
+    def __init__(self, plan: PipelinePlan, rank: int, model: LanguageModel, sample: tuple[Any, Any]) -> None:
+        self._plan, self._rank, self._all, self._sample = plan, rank, model.blocks, sample
+        self._loss = model.loss
         self.own = tuple(sorted({stage.index for stage in plan.schedule.on_rank(rank)}))
         self.blocks = tuple(name for index in self.own for name in plan.parts[index])
 
@@ -186,14 +179,14 @@ class _Rehearsed:
     ) -> tuple[OwnWork, dict[str, int]]:
         """Return what the work takes, and the peak bytes."""
         depth = self._plan.schedule.num_stages
-        inputs = self._inputs(Training(language_loss, optimizer, options))
+        inputs = self._inputs(Training(self._loss, optimizer, options))
         blocks, balance = dict[str, Any](), []
         for index, part in enumerate(self._plan.parts):
             own = index in self.own
             balance.append(len(part) if own else 1)
             named = {name: self._all[name] for name in part}
             blocks |= named if own else {f"instead of stage {index}": StandIn(inputs.get(index + 1))}
-        loss = language_loss if depth - 1 in self.own else _no_loss
+        loss = self._loss if depth - 1 in self.own else _no_loss
         plan = PipelinePlan.make(blocks, self._plan.given, options.changed(balance=balance))
         pipeline = pipeline_of(plan, blocks, loss, optimizer)
         count = self._plan.schedule.microbatches

@@ -221,7 +221,7 @@ class Reporter:
             seconds=seconds,
             loss=self._loss,
             **validation,
-            entropy=unigram_entropy(*windows.count_tokens(self._prepared.model.vocabulary)),
+            entropy=unigram_entropy(*windows.count_tokens(self._prepared.model.shape.vocabulary)),
             bubble=timeline.bubble().bubble,
             peak_bytes=peaks,
             time=split_time(timeline),
@@ -245,7 +245,7 @@ class Reporter:
         if not (self._prepared.windows.corpus.text and config.sample_length):
             return None
         self._observer.sampling()
-        return sample_if_possible(self._folder, self._prepared.model.parameters, config)
+        return sample_if_possible(self._folder, self._prepared.model.shape.parameters, config)
 
     def _timeline(self) -> Timeline:
         """Return what all ranks have written; an empty one if that cannot be read."""

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.comm.core.devices import find_device, on_device
-from penstock.models.gpt import TIED_EMBEDDINGS, gpt_blocks, language_loss
 from penstock.options.number_formats import boundary_format, low_precision
 from penstock.schedule.ir.schedule import Op, Schedule, passes
 from penstock.train.data.windows import batches
@@ -34,10 +33,9 @@ def run_reference(prepared: Prepared, count: int) -> tuple[Reference, WatchedFac
         divisor = 2.0 ** round(math.log2(divisor))
     plan = prepared.plan
     num_stages = plan.schedule.num_stages
-    blocks = _blocks(prepared, one_object=num_stages == 1)
     result = train_reference(
-        [{name: blocks[name] for name in part} for part in plan.parts],
-        language_loss,
+        _stages(prepared, one_object=num_stages == 1),
+        prepared.model.loss,
         data_of(prepared, count),
         method=reference_method(config),
         optimizer=watch,
@@ -47,7 +45,7 @@ def run_reference(prepared: Prepared, count: int) -> tuple[Reference, WatchedFac
         scaling=Scaling(*astuple(LossScale())) if config.precision == "fp16" else None,
         seed=config.seed,
         parts=_parts(plan.schedule, config.width),
-        tied=TIED_EMBEDDINGS if config.model.tied and num_stages > 1 else {},
+        tied=prepared.model.tied or {} if num_stages > 1 else {},
         precision=low_precision(config.precision),
         boundary=boundary_format(config.boundary_gradients),
         options=reference_options(plan.options.staleness.correction, config.row.rule),
@@ -93,8 +91,8 @@ def run_plain(prepared: Prepared, count: int, begin: Sequence[Mapping[str, Tenso
     """Train in plain torch; return its numbers."""
     config = prepared.config
     record = train_plain(
-        _blocks(prepared, one_object=True),
-        language_loss,
+        {name: block for stage in _stages(prepared, one_object=True) for name, block in stage.items()},
+        prepared.model.loss,
         data_of(prepared, count),
         optimizer_factory(config.optimizer),
         rate_schedule(config.lr_schedule, config.batches),
@@ -109,13 +107,13 @@ def decides(prepared: Prepared) -> bool:
     return bool(prepared.plan.options.deciding)
 
 
-def _blocks(prepared: Prepared, one_object: bool) -> dict[str, nn.Module]:
-    """Make the model; with `one_object`, tied parameters are one object."""
-    device = find_device(prepared.config.device)
-    blocks = {name: block.make().to(device) for name, block in gpt_blocks(prepared.model, prepared.config.seed).items()}
-    if prepared.config.model.tied and one_object:
+def _stages(prepared: Prepared, one_object: bool) -> Sequence[Mapping[str, nn.Module]]:
+    """Make the model, as stages in a row; with `one_object`, tied parameters are one object."""
+    device, model = find_device(prepared.config.device), prepared.model
+    blocks = {name: block.make().to(device) for name, block in model.blocks.items()}
+    if model.tied and one_object:
         blocks["head"].get_submodule("out").weight = blocks["embedding"].weight
-    return blocks
+    return model.chain([{name: blocks[name] for name in part} for part in prepared.plan.parts])
 
 
 def data_of(prepared: Prepared, count: int) -> Iterator[Sequence[Any]]:

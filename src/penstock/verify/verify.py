@@ -13,6 +13,7 @@ pipeline, and in addition that of the weights and gradients of every batch (twic
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -54,18 +55,7 @@ def verify(config: TrainConfig, count: int) -> Verification:
     Raises:
         ConfigError: the configuration cannot be verified; also whatever `preflight.prepare` raises.
     """
-    if config.phased:
-        raise ConfigError(
-            "verify checks one method at a time: set sync.batches=0, fallback.at=null and fallback.when=[], and verify "
-            "each method separately"
-        )
-    if config.combine.chosen.apart:
-        raise ConfigError(
-            "verify supports only pipelines that add their gradients in every batch, not those that synchronize less "
-            f"often (combine.kind={config.combine.kind}); leave combine out"
-        )
-    if config.delayed:
-        raise ConfigError("delays: there is no reference to verify chosen delays against; leave delays out")
+    _check_comparable(config)
     prepared, left_out = prepare(config, choose=chosen_recompute), _no_plain(config)
     correction = prepared.plan.options.staleness.correction
     if isinstance(correction, ErrorFeedback) or (isinstance(correction, PipelinedBackprop) and correction.spike):
@@ -101,6 +91,32 @@ def verify(config: TrainConfig, count: int) -> Verification:
     return Verification(config, count, rows, left_out, error)
 
 
+def _check_comparable(config: TrainConfig) -> None:
+    """Refuse what has no reference.
+
+    Raises:
+        ConfigError: what, and what to verify instead.
+    """
+    if config.phased:
+        raise ConfigError(
+            "verify checks one method at a time: set sync.batches=0, fallback.at=null and fallback.when=[], and verify "
+            "each method separately"
+        )
+    if config.combine.chosen.apart:
+        raise ConfigError(
+            "verify supports only pipelines that add their gradients in every batch, not those that synchronize less "
+            f"often (combine.kind={config.combine.kind}); leave combine out"
+        )
+    if config.delayed:
+        raise ConfigError("delays: there is no reference to verify chosen delays against; leave delays out")
+    if config.row.divides_head and config.precision == "fp32" and config.boundary_gradients != "same":
+        raise ConfigError(
+            f"{config.row.name}: stages round the gradient of each part of the output layer to "
+            f"{config.boundary_gradients} before they add it, the reference that of all; verify it with "
+            "boundary_gradients=same"
+        )
+
+
 def _allowed(prepared: Prepared) -> float:
     """Return the relative difference that is allowed from the reference: 0, unless the run rounds differently."""
     schedule = prepared.plan.schedule
@@ -108,7 +124,7 @@ def _allowed(prepared: Prepared) -> float:
         return 10 * TOLERANCE
     if prepared.config.row.correction == "gap-aware":  # a gap is the difference of weights that are nearly the same
         return 10 * TOLERANCE
-    rounds = not _sums_in_order(schedule)  # the same sums in another order
+    rounds = not _sums_in_order(schedule) or not _summed_once(schedule)  # the same sums in another order
     rounds |= prepared.config.compile  # fused operations round once
     rounds |= is_accelerator(find_device(prepared.config.device))  # sums depend on how their terms lie in memory
     return TOLERANCE if rounds or prepared.config.undo == "in-place" else 0.0
@@ -126,6 +142,15 @@ def _sums_in_order(schedule: Schedule) -> bool:
                 return False
             last[p.stage] = p.unit.first
     return True
+
+
+def _summed_once(schedule: Schedule) -> bool:
+    """Return whether parallel pipelines add up each gradient of a batch in one piece.
+
+    Where full-size gradients have fewer places than stages take turns, a sum comes in several.
+    """
+    sums = Counter(a.stage for program in schedule.programs for a in program.period if a.op is Op.REDUCE)
+    return max(sums.values(), default=1) == 1
 
 
 def _no_plain(config: TrainConfig) -> str | None:

@@ -47,7 +47,7 @@ class TerminalObserver:
 
     def started(self, prepared: Prepared, parts: list[list[str]], batch: int) -> None:
         """Print what will run, and start the live display."""
-        config, model = prepared.config, prepared.model
+        config, model = prepared.config, prepared.model.shape
         windows, level = prepared.windows, prepared.plan.schedule.sharding.level
         pipelines = f" in each of {config.width} parallel pipelines" if config.width > 1 else ""
         sharded = f", sharding {level}" if level is not Level.NONE else ""

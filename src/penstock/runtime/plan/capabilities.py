@@ -5,6 +5,8 @@ A schedule that is refused here can still be proven, drawn and simulated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from penstock.comm.p2p.stage_neighbors import needs_decisions
@@ -90,6 +92,26 @@ def _check_provisional(schedule: Schedule) -> None:
             raise CapabilityError(
                 f"{schedule.name}: rank {rank} runs all forwards before VALIDATE; the last one must come after it"
             )
+
+
+def check_divided(schedule: Schedule, blocks: int, balance: Sequence[int] | None) -> None:
+    """Make sure that a model is not cut by cost for a method whose stages are no chain.
+
+    Args:
+        schedule: which.
+        blocks: of the model.
+        balance: blocks of each stage, if they are given.
+
+    Raises:
+        ConfigError: it is to be.
+    """
+    method = METHODS.get(schedule.name)
+    if method is not None and method.divides_head and balance is None and blocks != schedule.num_stages:
+        raise ConfigError(
+            f"{schedule.name}: its {schedule.num_stages} stages are no chain, but layers, parts of an output layer and "
+            "a loss; pass the blocks and the partition of a model made for it, such as those that "
+            "penstock.models.vocabulary_parallel_gpt.vocabulary_parallel_gpt returns"
+        )
 
 
 def check_slices(schedule: Schedule, recompute: Recompute, slicing: Slicing = EQUAL_SLICES) -> None:

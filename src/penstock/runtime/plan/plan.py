@@ -35,6 +35,7 @@ from penstock.runtime.plan.capabilities import (
     check_captured,
     check_compiled,
     check_correction,
+    check_divided,
     check_recomputed_blocks,
     check_slices,
 )
@@ -107,6 +108,7 @@ class UnprovenPlan:
         parallel, recompute = options.data_parallel, options.recompute
         recompute.check_stages(plain.num_stages)
         balance = options.partition.balance
+        check_divided(plain, len(blocks), balance)
         if balance is None and known is not None:
             balance = known.balance  # costs are counted once
         parts = cut_blocks(blocks, plain.num_stages, balance)

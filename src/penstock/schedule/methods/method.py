@@ -28,6 +28,8 @@ class Method:
         aliases: other names in use.
         limit: (stages, microbatches, options of the order) -> why they cannot be combined, beyond what the proof finds.
         settings: defaults of `penstock train --set` keys under this method, as it requires or as its paper says.
+        divides_head: whether its stages are no chain, but a graph that only a model with a divided output layer fits,
+            such as that of `penstock.models.vocabulary_parallel_gpt`.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Method:
     aliases: tuple[str, ...] = ()
     limit: Callable[..., str | None] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    divides_head: bool = False
 
     @property
     def needs_sharded_state(self) -> bool:

@@ -126,6 +126,15 @@ _TABLE = (
     Method("terapipe", "TeraPipe, slices of sequences", "arXiv 2102.07988", "terapipe", "flush"),
     Method("bpipe", "BPipe, 1F1B with balanced activations", "ICML 2023", "bpipe", "flush"),
     Method(
+        "vocabulary-1f1b",
+        "vocabulary parallelism: 1F1B with the output layer divided among all ranks",
+        "arXiv 2411.05288, Algorithm 1",
+        "vocabulary-1f1b",
+        "flush",
+        aliases=("vocabulary-parallel",),
+        divides_head=True,
+    ),
+    Method(
         "vertical-sync",
         "PipeDream with vertical sync",
         "arXiv 1806.03377",

@@ -204,11 +204,16 @@ class TrainConfig(Strict):
         return self.stages * self.width * self.tensor_parallel
 
     def check_undivided(self, what: str) -> None:
-        """Refuse tensor parallelism where it is not offered.
+        """Refuse tensor parallelism, and a divided output layer, where they are not offered.
 
         Raises:
-            CapabilityError: it is wanted; `what` says for what it is not offered.
+            CapabilityError: one is wanted; `what` says for what it is not offered.
         """
+        if self.row.divides_head:
+            raise CapabilityError(
+                f"{self.row.name}, whose stages are no chain, is not offered for {what} yet; take another method, such "
+                "as 1f1b, whose numbers are the same to rounding"
+            )
         if self.tensor_parallel > 1:
             raise CapabilityError(f"tensor_parallel={self.tensor_parallel} is not offered for {what} yet; set it to 1")
 

@@ -7,9 +7,10 @@ parallel pipelines and resumed runs all compute the same samples without communi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import DataError
+from penstock.models.language_model import as_they_are
 from penstock.train.data.corpus import Corpus
 
 _ROUNDS = 4
@@ -34,6 +36,7 @@ class Windows:
         context: L, tokens per sample.
         held_out: the fraction of windows kept for validation.
         seed: of the visiting order.
+        pair: (tokens, targets) -> what the model takes, and what its loss does.
 
     Raises:
         DataError: the text is too short for one training and one validation sample.
@@ -43,6 +46,7 @@ class Windows:
     context: int
     held_out: float
     seed: int
+    pair: Callable[[Tensor, Tensor], tuple[Any, Tensor]] = as_they_are
 
     def __post_init__(self) -> None:
         """Check that the text is long enough."""
@@ -74,24 +78,24 @@ class Windows:
         """The numbers of the held-out windows."""
         return np.flatnonzero(self._is_held_out)
 
-    def samples(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return the training samples first .. first + count - 1: inputs and targets, each (B, L), int64."""
+    def samples(self, first: int, count: int) -> tuple[Any, Tensor]:
+        """Return the training samples first .. first + count - 1: tokens and targets, each (B, L), int64, as a pair."""
         numbers = np.arange(first, first + count, dtype=np.int64)
         epochs, places = np.divmod(numbers, len(self.training))
         order = [shuffled(int(p), len(self.training), self.seed, int(e)) for e, p in zip(epochs, places, strict=True)]
         return self._read(self.training[order])
 
-    def validation_samples(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+    def validation_samples(self, first: int, count: int) -> tuple[Any, Tensor]:
         """Return held-out samples, spread evenly over the held-out text; numbers beyond the end wrap around."""
         windows = self.validation
         spread = (np.arange(first, first + count) * _spread(len(windows))) % len(windows)
         return self._read(windows[spread])
 
-    def _read(self, windows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def _read(self, windows: NDArray[np.int64]) -> tuple[Any, Tensor]:
         rows = [self.corpus.tokens[w * self.context : (w + 1) * self.context + 1] for w in windows]
         tokens_BL = torch.from_numpy(np.stack(rows).astype(np.int64))
         self._check(int(tokens_BL.min()), int(tokens_BL.max()))
-        return tokens_BL[:, :-1].contiguous(), tokens_BL[:, 1:].contiguous()
+        return self.pair(tokens_BL[:, :-1].contiguous(), tokens_BL[:, 1:].contiguous())
 
     def _check(self, least: int, most: int) -> None:
         """Refuse tokens outside of the vocabulary, which nobody has looked for if it was given.
@@ -121,7 +125,7 @@ class Windows:
         return counts[0], counts[1]
 
 
-class WindowMicrobatches(Sequence[tuple[Tensor, Tensor]]):
+class WindowMicrobatches(Sequence[tuple[Any, Tensor]]):
     """The m microbatches of a batch, from sample number `first` on, each read on access."""
 
     def __init__(self, windows: Windows, first: int, microbatches: int, size: int, validation: bool = False) -> None:
@@ -131,7 +135,7 @@ class WindowMicrobatches(Sequence[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return self._m
 
-    def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # slices are never asked for
+    def __getitem__(self, k: int) -> tuple[Any, Tensor]:  # type: ignore[override]  # slices are never asked for
         if not 0 <= k < self._m:
             raise IndexError(k)
         return self._read(self._first + k * self._size, self._size)

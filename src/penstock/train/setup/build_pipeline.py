@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.runtime.from_checked_plan import pipeline_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.setup.optimizers import optimizer_factory
@@ -26,8 +25,8 @@ def make_pipeline(
     config = prepared.config
     return pipeline_of(
         prepared.plan_of(Course(config).phase(0)),
-        gpt_blocks(prepared.model, config.seed),
-        language_loss,
+        prepared.model.blocks,
+        prepared.model.loss,
         optimizer or optimizer_factory(config.optimizer),
         group,
     )

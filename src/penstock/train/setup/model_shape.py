@@ -1,11 +1,12 @@
-"""The shape of the model of a run: what the configuration says, whether it has blocks enough, and that of a checkpoint.
+"""The model of a run: the shape that the configuration says, whether it has blocks enough, and that of a checkpoint.
 
-All but the last is known before torch, the text or a schedule.
+The shape is known before torch, the text or a schedule.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,10 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.models.gpt_shape import GPTConfig, count_blocks, preset
 from penstock.train.config.schema import TrainConfig
 
-if TYPE_CHECKING:  # as it imports torch
+if TYPE_CHECKING:  # as they import torch
     from penstock.checkpoint.format import Checkpoint
+    from penstock.models.language_model import LanguageModel
+    from penstock.train.data.corpus import Corpus
 
 
 def check_enough_blocks(config: TrainConfig) -> None:
@@ -25,11 +28,17 @@ def check_enough_blocks(config: TrainConfig) -> None:
     Raises:
         ConfigError: how many blocks there are, or a shape that cannot be.
     """
-    blocks = count_blocks(shape_of(config))
+    shape = shape_of(config)
+    if config.row.divides_head and shape.layers < config.stages:
+        raise ConfigError(
+            f"{config.row.name}: the model has {shape.layers} layers, which cannot be divided among {config.stages} "
+            f"stages; use fewer stages, or set model.layers to at least {config.stages}"
+        )
+    blocks = count_blocks(shape)
     if blocks < config.stages:
         raise ConfigError(
             f"the model has {blocks} blocks, which cannot be cut into {config.stages} stages; use fewer stages, or set "
-            f"model.layers to at least {config.stages - blocks + shape_of(config).layers}"
+            f"model.layers to at least {config.stages - blocks + shape.layers}"
         )
 
 
@@ -49,6 +58,40 @@ def shape_of(config: TrainConfig, vocabulary: int | None = None) -> GPTConfig:
     return preset(section.preset, **{name: value for name, value in changes.items() if value is not None})
 
 
+def model_shape(config: TrainConfig, corpus: Corpus) -> GPTConfig:
+    """Return the GPT's shape, with the vocabulary of the text where the configuration leaves it open.
+
+    Raises:
+        ConfigError: there is no such shape, or the text holds other tokens.
+    """
+    vocabulary = config.model.vocabulary or corpus.vocabulary
+    heads = shape_of(config, vocabulary).heads
+    if heads % config.tensor_parallel:
+        raise ConfigError(f"model.heads {heads} must be a multiple of tensor_parallel {config.tensor_parallel}")
+    if vocabulary < corpus.vocabulary:
+        raise ConfigError(
+            f"model.vocabulary is {vocabulary}, but {corpus.name} holds tokens up to {corpus.vocabulary - 1}"
+        )
+    return shape_of(config, vocabulary)
+
+
+def model_of(config: TrainConfig, shape: GPTConfig) -> LanguageModel:
+    """Return the model of a run, in the form that its method needs.
+
+    Raises:
+        ConfigError: it has none for this method.
+    """
+    from penstock.models.language_model import language_model
+
+    head_parts = config.stages if config.row.divides_head else None
+    return language_model(shape, config.seed, head_parts=head_parts, balance=config.balance, tied=config.model.tied)
+
+
+def describe_model(shape: GPTConfig) -> dict[str, int]:
+    """Return a GPT's shape as plain values, for the index of saved weights."""
+    return asdict(shape)
+
+
 def check_same_shape(config: TrainConfig, run: Path, checkpoint: Checkpoint) -> None:
     """Refuse to go on with the weights of another model.
 
@@ -60,7 +103,14 @@ def check_same_shape(config: TrainConfig, run: Path, checkpoint: Checkpoint) -> 
     Raises:
         ConfigError: what was changed of the model.
     """
-    now = shape_of(config)
+    now, parts = shape_of(config), config.stages if config.row.divides_head else 0
+    if (there := len(_head_parts(checkpoint))) != parts and checkpoint.names:
+        method = f"method=vocabulary-1f1b and stages={there}" if there else "a method with a whole output layer"
+        raise ConfigError(
+            f"method {config.row.name!r} has its output layer {_divided(parts)}, but the weights of the run in "
+            f"{str(run)!r} have it {_divided(there)}; go on with {method}, or train in a run of its own (without "
+            "--resume)"
+        )
     for name, there in _shape_in(checkpoint).items():
         if getattr(now, name) != there and (name != "vocabulary" or config.model.vocabulary is not None):
             raise ConfigError(
@@ -73,10 +123,20 @@ def _shape_in(checkpoint: Checkpoint) -> dict[str, int]:
     """Return what the weights in a checkpoint tell of the shape of a GPT; nothing if they cannot be read."""
     layers = [name for name in checkpoint.names if re.fullmatch(r"weights/layers\.\d+\.mlp_norm\.weight", name)]
     found = {"layers": len(layers)} if layers else {}
-    for name, tensor in (("width", "head.norm.weight"), ("vocabulary", "head.out.weight")):
-        if f"weights/{tensor}" in checkpoint.names:
+    heads = _head_parts(checkpoint) or ["weights/head.out.weight"]
+    for name, tensors in (("width", ["weights/head.norm.weight"]), ("vocabulary", heads)):
+        if all(tensor in checkpoint.names for tensor in tensors):
             try:
-                found[name] = len(checkpoint.tensor(f"weights/{tensor}"))
+                found[name] = sum(len(checkpoint.tensor(tensor)) for tensor in tensors)
             except CheckpointError:  # reported when it is loaded
                 return {}
     return found
+
+
+def _head_parts(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of the parts of a divided output layer; none if it is whole."""
+    return [name for name in checkpoint.names if re.fullmatch(r"weights/head\.out\.\d+\.weight", name)]
+
+
+def _divided(parts: int) -> str:
+    return f"in {parts} part{'s' if parts > 1 else ''}" if parts else "whole"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.models.gpt import TIED_EMBEDDINGS
 from penstock.models.gpt_shape import GPTConfig
+from penstock.models.language_model import LanguageModel
 from penstock.options.all_options import PipelineOptions
 from penstock.options.divergence import Divergence
 from penstock.schedule.methods.compatibility import correction_options
@@ -15,33 +15,34 @@ from penstock.weights.corrections.registry import make_correction
 from penstock.weights.updates.lr_schedulers import by_factor
 
 
-def pipeline_options(config: TrainConfig, model: GPTConfig) -> PipelineOptions:
+def pipeline_options(config: TrainConfig, model: LanguageModel) -> PipelineOptions:
     """The options of the pipeline under the method of a configuration.
 
     A key that has the name of an option is that option; only those whose values are of another kind are named here.
 
     Args:
         config: of the run.
-        model: the shape of its model.
+        model: its model.
 
     Raises:
         ConfigError: two keys do not go together, whatever the schedule.
     """
     alike = {key: getattr(config, key) for key in PipelineOptions.names() & TrainConfig.model_fields.keys()}
     others = {
+        "balance": model.balance,
         "combine": config.combine.chosen,
         "correction": _correction(config),
         "divergence": _divergence(config.fallback),
-        "divisor": tokens_per_batch(config, model),
+        "divisor": tokens_per_batch(config, model.shape),
         "lr_scheduler": by_factor(rate_schedule(config.lr_schedule, config.batches)),
-        "tied": TIED_EMBEDDINGS if config.model.tied else None,
+        "tied": model.tied,
     }
     return PipelineOptions().changed(**alike | others)
 
 
-def tokens_per_batch(config: TrainConfig, model: GPTConfig) -> int:
+def tokens_per_batch(config: TrainConfig, shape: GPTConfig) -> int:
     """Of all parallel pipelines together."""
-    return config.width * config.microbatches * config.microbatch_size * model.context
+    return config.width * config.microbatches * config.microbatch_size * shape.context
 
 
 def _correction(config: TrainConfig) -> Correction | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from penstock.comm.collective.broadcast import from_first
 from penstock.errors import ConfigError, PenstockError
-from penstock.models.gpt import gpt_blocks
-from penstock.models.gpt_shape import GPTConfig
+from penstock.models.language_model import LanguageModel
 from penstock.options.all_options import PipelineOptions
 from penstock.partition.sequence_slices import Slicing, equal_time_lengths
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
@@ -29,10 +28,10 @@ from penstock.schedule.methods.wave_lags import record_fault, stage_place
 from penstock.simulate.auto_in_flight import later_with
 from penstock.train.config.own_schedule import own_schedule
 from penstock.train.config.schema import TrainConfig
-from penstock.train.data.corpus import Corpus, Once, load_corpus
+from penstock.train.data.corpus import Once, load_corpus
 from penstock.train.data.windows import Windows
 from penstock.train.setup.machine_memory import check_machine_memory, check_workers
-from penstock.train.setup.model_shape import check_enough_blocks, shape_of
+from penstock.train.setup.model_shape import check_enough_blocks, model_of, model_shape
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import FALLBACK, MAIN, SYNC
 from penstock.train.setup.pipeline_options import pipeline_options, tokens_per_batch
@@ -48,13 +47,13 @@ class RecomputeQuestion(NamedTuple):
 
     Attributes:
         config: of the run.
-        model: its shape.
+        model: its model.
         windows: its data.
         plans: returns the proven plans of all phases of the run, given what stages recompute.
     """
 
     config: TrainConfig
-    model: GPTConfig
+    model: LanguageModel
     windows: Windows
     plans: Callable[[Any], Sequence[PipelinePlan]]
 
@@ -69,7 +68,7 @@ class Prepared:
 
     Attributes:
         config: as the user gave it, with what was chosen in place of `recompute=auto`.
-        model: its shape, with the vocabulary of the data filled in.
+        model: its model, with the vocabulary of the data filled in.
         plan: of its pipeline, under its method.
         windows: the data.
         others: the plans under methods that go on before or after that one, by phase
@@ -78,7 +77,7 @@ class Prepared:
     """
 
     config: TrainConfig
-    model: GPTConfig
+    model: LanguageModel
     plan: PipelinePlan
     windows: Windows
     others: Mapping[str, PipelinePlan] = field(default_factory=dict)
@@ -101,7 +100,7 @@ class Prepared:
     @property
     def tokens_per_batch(self) -> int:
         """Of all parallel pipelines together."""
-        return tokens_per_batch(self.config, self.model)
+        return tokens_per_batch(self.config, self.model.shape)
 
 
 def prepare(
@@ -138,10 +137,11 @@ def prepare(
     _check_meetings(config)
     known = None if local else config.model.vocabulary  # the launcher looks through all tokens, for all ranks
     corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)), known, once)
-    model = model_shape(config, corpus)
+    shape = model_shape(config, corpus)
     if local:
-        check_machine_memory(config, model)
-    windows = Windows(corpus, model.context, config.held_out, config.seed)
+        check_machine_memory(config, shape)
+    model = model_of(config, shape)
+    windows = Windows(corpus, shape.context, config.held_out, config.seed, model.pair)
     if corpus.text and config.sample_length and not config.prompt:
         raise ConfigError("prompt must not be empty while sample_length is not 0")
     options = pipeline_options(_decided(config), model)
@@ -167,16 +167,16 @@ def _decided(config: TrainConfig) -> TrainConfig:
 
 def _drafts(
     config: TrainConfig,
-    model: GPTConfig,
+    model: LanguageModel,
     request: ScheduleRequest | Schedule,
     others: Mapping[str, ScheduleRequest],
     options: PipelineOptions,
     known: Known,
 ) -> dict[str, UnprovenPlan]:
     """The plans of all phases, but for their proofs."""
-    draft = UnprovenPlan.of(gpt_blocks(model, config.seed), request, options, known.get(MAIN))
+    draft = UnprovenPlan.of(model.blocks, request, options, known.get(MAIN))
     if draft.schedule.slices > 1:
-        equal_times = Slicing(lengths=equal_time_lengths(1 / (12 * model.width)))
+        equal_times = Slicing(lengths=equal_time_lengths(1 / (12 * model.shape.width)))
         draft = replace(draft, options=options.changed(slicing=equal_times))
     _check_lags(config, draft.schedule)
     _check_optimizer(config, draft)
@@ -331,21 +331,3 @@ def _check_optimizer(config: TrainConfig, draft: UnprovenPlan) -> None:
     check_averages(optimizer, averages)
     if parts:
         check_steps_parts(optimizer)
-
-
-def model_shape(config: TrainConfig, corpus: Corpus) -> GPTConfig:
-    """The GPT's shape: the preset with what the configuration changes."""
-    vocabulary = config.model.vocabulary or corpus.vocabulary
-    heads = shape_of(config, vocabulary).heads
-    if heads % config.tensor_parallel:
-        raise ConfigError(f"model.heads {heads} must be a multiple of tensor_parallel {config.tensor_parallel}")
-    if vocabulary < corpus.vocabulary:
-        raise ConfigError(
-            f"model.vocabulary is {vocabulary}, but {corpus.name} holds tokens up to {corpus.vocabulary - 1}"
-        )
-    return shape_of(config, vocabulary)
-
-
-def describe_model(model: GPTConfig) -> dict[str, int]:
-    """A GPT's shape as plain values, for the index of saved weights."""
-    return asdict(model)

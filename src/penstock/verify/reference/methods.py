@@ -11,7 +11,7 @@ from penstock.errors import ConfigError
 FLUSH = (
     "sequential", "gpipe", "1f1b", "eager", "interleaved", "depth-first-full", "breadth-first", "layered", "zb-h1",
     "zb-h2", "zb-h2-post", "zb-interleaved", "zb-auto", "zb-auto-post", "zb-v", "v-half", "v-min", "v-auto", "hanayo",
-    "chimera", "dualpipe", "dualpipe-v", "bitpipe", "bpipe", "seq1f1b", "terapipe",
+    "chimera", "dualpipe", "dualpipe-v", "bitpipe", "bpipe", "vocabulary-1f1b", "seq1f1b", "terapipe",
 )  # fmt: skip
 DOUBLE_BUFFER = ("2bw", "2bw-eager", "error-feedback", "2bw-ahead", "2bw-layered")
 NF1B = ("timeprest", "v-timeprest", "i-timeprest")
