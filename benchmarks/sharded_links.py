@@ -30,7 +30,7 @@ from typing import Any
 import penstock
 from benchmarks.links import Turn, take
 from benchmarks.network.arms import MODELS, PARALLEL, REPLICATED, SHARDED, Case, case_named
-from benchmarks.network.compare import message_costs, stage_costs
+from benchmarks.network.compare import clock_means, message_costs, stage_costs
 from benchmarks.network.hosts import LINKS, Network, why_not
 from benchmarks.network.sharded_arms import CHUNKS, WIDTH
 from benchmarks.network.team import Team
@@ -129,7 +129,7 @@ def predict(row: dict[str, Any], proof: ProvenSchedule) -> float:
     model, schedule = MODELS[case.model], proof.schedule
     size = sum(p.numel() for part in model.task.stages(1) for p in part.parameters()) / schedule.num_stages
     traffic = Traffic(schedule, WIDTH, 1 / link.occupied(1), size)
-    passes = stage_costs(row, schedule.num_stages)
+    passes = stage_costs(clock_means(row), schedule.num_stages)
     costs = Costs(passes, **message_costs(link, model.message), network=traffic)
     seconds = proof.simulate(costs, row["microbatches"] // case.m).timeline.makespan
     if schedule.sharding.level is Level.FULL:

@@ -43,12 +43,15 @@ def stage_costs(means: Mapping[str, float], stages: int) -> tuple[StageCost, ...
     return tuple(found)
 
 
+def clock_means(row: Row) -> dict[str, float]:
+    """What passes and updates of a turn took by the clock, in the mean, by "stage:operation"."""
+    return {name: mean for rank in row["ranks"] for name, (_, mean) in rank["work"].items()}
+
+
 def measured_costs(row: Row, stages: int) -> Costs:
     """What a turn took by the clock: passes and updates as they were, and the link."""
-    case, means = case_named(row["case"]), dict[str, float]()
-    for rank in row["ranks"]:
-        means |= {name: mean for name, (_, mean) in rank["work"].items()}
-    return Costs(stage_costs(means, stages), **message_costs(LINKS[row["link"]], MODELS[case.model].message))
+    case = case_named(row["case"])
+    return Costs(stage_costs(clock_means(row), stages), **message_costs(LINKS[row["link"]], MODELS[case.model].message))
 
 
 def core_costs(row: Row, stages: int, cores: int) -> Costs | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.network.arms import CASES, MAKERS, MODELS, STREAMS, TINY, case_named
-from benchmarks.network.compare import stage_costs
+from benchmarks.network.compare import clock_means, stage_costs
 from benchmarks.network.hosts import LINKS
 from benchmarks.throughput import interval
 
@@ -148,7 +148,7 @@ def _of_link(turns: Turns, case: str, link: str) -> list[Aim]:
     if not rows or mbit is None:
         return []
     nbytes = MODELS[case_named(case).model].message
-    passes = [stage for row in rows for stage in stage_costs(row, case_named(case).hosts)]
+    passes = [stage for row in rows for stage in stage_costs(clock_means(row), case_named(case).hosts)]
     forward = statistics.median(cost.forward for cost in passes)
     work = statistics.median(cost.forward + cost.backward_input + cost.backward_weight for cost in passes)
     if LINKS[link].seconds(nbytes) < forward:
