@@ -116,7 +116,7 @@ def train_on_failing(group: dist.ProcessGroup, method: str) -> Any:
     try:
         for report in pipeline.run(failing(3)):
             reports.append(report.batch)
-    except DiskError as raised:
+    except (DiskError, DataError) as raised:
         error = str(raised)
     more = [report.batch for report in pipeline.run(make_loader(16, 8))]
     return reports, error, more, weights_of(pipeline)
@@ -124,12 +124,13 @@ def train_on_failing(group: dist.ProcessGroup, method: str) -> Any:
 
 @pytest.mark.parametrize("method", ["1f1b", "2bw"])
 def test_a_loader_that_fails_on_ranks(pool: Pool, method: str) -> None:
-    """The rank with the last stage reads further ahead, so it hears of it; the others end after the same batch."""
+    """The rank with the last stage reads further ahead; the others hear of it, and end after the same batch."""
     wanted = make_pipeline(method)
     list(wanted.run(list(make_loader(24, 8))))
     list(wanted.run(make_loader(16, 8)))
     found = pool.submit(train_on_failing, method, ranks=2, fresh=True)
-    assert [error for _, error, _, _ in found] == ["", "the disk of the user"]
+    assert found[1][1] == "the disk of the user"
+    assert "rank 1 could not read its next batch (DiskError: the disk of the user)" in found[0][1]
     weights: dict[str, Tensor] = {}
     for reports, _, more, state in found:
         assert (reports, more) == ([0, 1, 2], [3, 4])
