@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.comm.collective.shard_exchange import LocalShards
 from penstock.errors import VersionError
@@ -254,10 +254,15 @@ def test_nothing_else_keeps_whole_weights(level: str, precision: PrecisionName) 
     gc.collect()  # what tests before this one have left
     model = nn.Sequential(*(nn.Linear(44, 44, bias=False) for _ in range(6)))
     before = storages_of(size) - len(model)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        assert storages_of(size) - before == held() < 12
+        return nn.functional.mse_loss(output, target)
+
     pipeline = Pipeline(
         model,
         make_schedule("breadth-first", 2, 2, options={"chunks": 3}, sharding=level),
-        loss=nn.functional.mse_loss,
+        loss=loss,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.01),
         data_parallel=DataParallel(2),
         precision=precision,
@@ -270,7 +275,7 @@ def test_nothing_else_keeps_whole_weights(level: str, precision: PrecisionName) 
     batch = torch.randn(8, 44), torch.randn(8, 44)
     for _ in range(2):
         for _ in pipeline.run([batch] * 3):
-            assert storages_of(size) - before == held() < 12
+            pass
         between = 12 if level == "gradients" or precision == "fp32" else 18  # with casts of half the size
         assert storages_of(size) - before == 12
         assert held() == between
