@@ -324,8 +324,9 @@ def test_nothing_else_is_of_the_size_of_a_stage(motion: int) -> None:
     )  # fmt: skip
     batch = torch.randn(32, 52), torch.randn(32, 52)
     for _ in range(2):
-        for _ in pipeline.run([batch] * 4):
-            assert storages_of(size) - before == 2 * 4 * 3
+        for number, _ in enumerate(pipeline.run([batch] * 4)):
+            if number < 3:  # with the last report some ranks have ended the run
+                assert storages_of(size) - before == 2 * 4 * 3
         assert storages_of(size) - before == 2 * 4 * 4
 
 
