@@ -44,7 +44,12 @@ def reported(folder: Path, what: str) -> list[float]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "changes", [(), ("width=2", "sharding=gradients"), ("tensor_parallel=2",)], ids=["alone", "sharded", "shared"]
+    "changes",
+    [
+        pytest.param((), id="alone"),
+        pytest.param(("width=2", "sharding=gradients"), id="sharded"),
+        pytest.param(("tensor_parallel=2",), id="shared", marks=pytest.mark.long),
+    ],
 )
 def test_a_divided_output_layer_trains_like_a_whole_one(
     tmp_path: Path, text: Path, command: Command, changes: tuple[str, ...]
