@@ -18,6 +18,7 @@ from penstock.options.run import Device
 from penstock.runtime.data import batch_source
 from penstock.runtime.data.batch_source import BatchSource
 from penstock.stage.trained_stage_weights import TrainedWeights
+from penstock.verify.reference import Scaling
 from support.cases import Case, assert_same, expected, make_pipeline, train
 from support.recorder import CallsAgain, pairs, tiny
 
@@ -33,6 +34,7 @@ REPLAYED = [
     Case("breadth-first", 2, 2, loss="mean", options=(("chunks", 2),), precision="bf16"),
     Case("hanayo", 2, 2, loss="mean", options=(("waves", 1),)),
     Case("2bw", 2, 2, loss="mean", tied=True, width=2),
+    Case("1f1b", 2, 3, loss="mean", scaling=Scaling(8.0, 2.0, 0.5, 1)),
     Case("zb-h1", 3, 4, loss="mean"),
     Case("zb-v", 2, 4, loss="mean", precision="bf16"),
     Case("zb-h1", 2, 3, loss="even", skips=(), tied=True, model="gpt"),
