@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ MICROBATCH = 4
 STAGES = 2
 
 
+@runtime_checkable
 class Arm(Protocol):
     """A training engine to measure."""
 

@@ -61,6 +61,7 @@ def print_summary(turns: Turns) -> None:
             links, arms, lambda link, arm, case=case: f"{1e-3 * statistics.median(_sent(turns[case, link, arm])):.0f}"
         )
     print_ratios(turns)
+    print_work(turns)
     print_answer(turns)
     print("\nwhat was to be reached; ratios of throughput within a round, median (95 % interval)\n")
     print("| aim | case | link | at least | reached | |")
@@ -80,6 +81,28 @@ def print_ratios(turns: Turns) -> None:
         for arm in (arm for arm in MAKERS if arm != TORCH and any((case, link, arm) in turns for link in links)):
             found = [ratios(turns, case, (link, arm), (link, TORCH)) for link in links]
             print(f"| {case} | {arm} | " + " | ".join(_cell(of, 2) if of else "" for of in found) + " |")
+
+
+def print_work(turns: Turns) -> None:
+    """What a rank works per microbatch in each pipeline, and how long the rest takes: waits, messages and Python."""
+    rows = {key: found for key, found in turns.items() if found and found[0]["ranks"][0].get("work")}
+    links = [link for link in LINKS if any(link == other for _, other, _ in rows)]
+    print("\nms of work of a rank per microbatch + ms of all else, means over the ranks, medians of the rounds\n")
+    print("| case | arm | " + " | ".join(links) + " |")
+    print("|---" * (len(links) + 2) + "|")
+    for case, arm in dict.fromkeys((case, arm) for case, _, arm in rows):
+        cells = []
+        for found in (rows.get((case, link, arm), []) for link in links):
+            parts = zip(*map(_work_and_rest, found), strict=True)
+            cells.append(" + ".join(f"{1e3 * statistics.median(part):.1f}" for part in parts))
+        print(f"| {case} | {arm} | " + " | ".join(cells) + " |")
+
+
+def _work_and_rest(row: dict[str, Any]) -> tuple[float, float]:
+    """Seconds per microbatch."""
+    works = [sum(count * mean for count, mean in rank["work"].values()) for rank in row["ranks"]]
+    work = statistics.fmean(works) / row["microbatches"]
+    return work, row["seconds"] / row["microbatches"] - work
 
 
 def print_answer(turns: Turns) -> None:

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple, TextIO
 
 import torch.distributed as dist
 
-from benchmarks.arms import Arm, PenstockArm
+from benchmarks.arms import Arm, PenstockArm, TorchArm
 from benchmarks.machine import join
 from benchmarks.network.arms import arms_of, case_named
+from benchmarks.network.torch_passes import TorchPasses
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.launch.parent_death import end_with_parent
 from penstock.runtime.in_flight.adapted_in_flight import MEASURED
@@ -83,6 +84,7 @@ class Worker:
     def __init__(self, place: Place) -> None:
         self._arms: dict[tuple[str, str, str], Arm] = {}
         self._cpu: dict[tuple[str, str, str], CpuClock] = {}
+        self._passes: dict[tuple[str, str, str], TorchPasses] = {}
         self._counters = Path("/sys/class/net", place.interface, "statistics")
 
     def make(self, case: str, arms: list[str], link: str = "") -> dict[str, Any]:
@@ -98,6 +100,8 @@ class Worker:
             self._arms[case, name, link] = arm
             if isinstance(arm, PenstockArm):
                 self._cpu[case, name, link] = CpuClock(arm.pipeline._ranks[0].recorder)
+            elif isinstance(arm, TorchArm):
+                self._passes[case, name, link] = TorchPasses(arm)
             arm.run(max(4 // found.m, MEASURED + 2 if link else 2))
         return {}
 
@@ -106,20 +110,25 @@ class Worker:
 
         Returns:
             seconds: on this rank; cpu: seconds of a core of all its threads; sent, received: bytes of its interface,
-            the barrier's included; and of an arm of Penstock what its timeline says of the turn (`recorded`), and
-            cores: seconds of a core by kind of work and wait (`CpuClock`).
+            the barrier's included; of an arm of Penstock what its timeline says of the turn (`recorded`), and
+            cores: seconds of a core by kind of work and wait (`CpuClock`); of a pipeline of torch its work, too.
         """
-        engine, clock = self._arms[case, arm, link], self._cpu.get((case, arm, link))
+        engine, clock, passes = (of.get((case, arm, link)) for of in (self._arms, self._cpu, self._passes))
+        assert isinstance(engine, Arm)
         before = self._bytes()
         dist.barrier()
         start, cpu = time.perf_counter(), time.process_time()
         if clock is not None:
             clock.seconds.clear()
+        if passes is not None:
+            passes.clear()
         engine.run(batches)
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         dist.barrier()  # so that nothing of this turn is under way when the link changes
         sent, received = (now - then for now, then in zip(self._bytes(), before, strict=True))
         found = {"seconds": seconds, "cpu": cpu, "sent": sent, "received": received, **recorded(engine, start)}
+        if passes is not None:
+            found["work"] = passes.work()
         return found if clock is None else {**found, "cores": dict(clock.seconds)}
 
     def close(self) -> dict[str, Any]:
