@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,8 @@ def test_everything_that_a_user_meets_shows_itself_in_a_line(tmp_path: Path) -> 
     ("changes", "shown"),
     [
         ({}, "Decision(batch=1, loss=2.5, weight=8, norm=0.1235)"),
+        ({"loss": math.nan, "norm": math.nan}, "Decision(batch=1, weight=8)"),
+        ({"loss": math.nan, "finite": False}, "Decision(batch=1, loss=nan, weight=8, norm=0.1235)"),
         ({"factor": 0.0}, "Decision(batch=1, loss=2.5, weight=8, norm=0.1235, skipped)"),
         ({"scale": 512.0, "stop": True}, "Decision(batch=1, loss=2.5, weight=8, norm=0.1235, scale=512, stop)"),
     ],

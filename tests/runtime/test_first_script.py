@@ -160,7 +160,7 @@ def test_a_group_says_how_many_stages(pool: Pool, width: int) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "missing 1 required positional argument: 'method'"),
+        ({}, r"Pipeline takes a method, such as Pipeline\(blocks, method='1f1b'"),
         ({"method": None}, "method must be a name, .*, not None"),
         ({"schedule": penstock.make_schedule("2bw", 2, 4)}, "no argument 'schedule'. Did you mean 'method'"),
         ({"method": "2bw", "stages": 2}, "Give microbatches="),

@@ -172,6 +172,11 @@ class UserAdvice:
             unknown = [name for name in given if name not in known]
             if unknown:
                 raise TypeError(no_argument(unknown[0], list(known)[1:]))
+            if (places or given) and len(places) < 2 and "method" not in given:
+                raise TypeError(
+                    "Pipeline takes a method, such as Pipeline(blocks, method='1f1b', stages=2, microbatches=4, "
+                    "loss=..., optimizer=...); `penstock methods` lists all"
+                )
             return super().__new__(cls)
 
         def __getattr__(self, name):

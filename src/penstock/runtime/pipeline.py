@@ -26,6 +26,7 @@ from penstock.options.updates import UpdateOptions
 from penstock.partition.blocks import Blocks, check_same_blocks
 from penstock.runtime.attribute_hints import UserAdvice, names_checked
 from penstock.runtime.data.batch_source import Batches
+from penstock.runtime.data.microbatches import warn_of_short_end
 from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
 from penstock.runtime.plan.plan import UnprovenPlan
 from penstock.runtime.plan.schedule_from_arguments import Chosen, default_stages, request_for, with_asked_in_flight
@@ -234,6 +235,7 @@ class Pipeline(SavedStates, UserAdvice):
         """
         check_same_blocks(*self._given)
         self._sharing.check()
+        warn_of_short_end(batches, self.grid.width * self.schedule.microbatches)
         if save is not None:
             check_saving(save)
         if evaluate is not None:

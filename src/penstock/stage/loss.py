@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.loss import _Loss
+from torch.utils import _pytree as pytree
 
+from penstock.checks import in_short
 from penstock.comm.message.trees import leaves_of
 from penstock.errors import ConfigError
 
@@ -67,6 +69,20 @@ def _check_one(loss: Any) -> None:
             f"loss uses a GradScaler, {scaler}: it would scale gradients, and nobody divides them before the update. "
             "Leave it out; precision='fp16' brings a loss scale (Precision('fp16', loss_scale=LossScale(...)))"
         )
+
+
+def call_loss(loss: LossFunction, output: Any, target: Any) -> Any:
+    """Return what a loss returns; what it raises has a note with the shapes that it was given."""
+    try:
+        return loss(output, target)
+    except Exception as error:
+        shapes = " and ".join(in_short(pytree.tree_map(_shape, value)) for value in (output, target))
+        error.add_note(f"raised by the loss, whose output and target of a microbatch are {shapes}")
+        raise
+
+
+def _shape(leaf: Any) -> Any:
+    return tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
 def _scaler_in(loss: Any) -> str | None:

@@ -25,7 +25,7 @@ from penstock.partition.tensor_parallel import Division
 from penstock.stage.autograd.forward_graph import open_inputs
 from penstock.stage.checks.absent_weights import hide
 from penstock.stage.checks.changed_modules import check_changes, find_parameters, take_over_values
-from penstock.stage.loss import LossFunction, sum_and_weight
+from penstock.stage.loss import LossFunction, call_loss, sum_and_weight
 from penstock.stage.precision_casts import cast, check_formats, in_full, kept_full
 from penstock.stage.rng import BlockRng, RngKey
 
@@ -304,7 +304,9 @@ class StageModule:
             self.rng.seed_block(LOSS, key)
         open_dataclasses(target)
         given, wants = detached(target)
-        result = self.loss(in_full(output, self.precision), open_inputs(on_device(given, self.device), wants)[0])
+        result = call_loss(
+            self.loss, in_full(output, self.precision), open_inputs(on_device(given, self.device), wants)[0]
+        )
         if sliced and isinstance(result, Tensor):
             raise ConfigError(
                 f"{self.where}: with slices of sequences the loss must return (sum, weight), such as the sum over the "

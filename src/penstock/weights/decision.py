@@ -120,11 +120,14 @@ class Decision(NamedTuple):
     again: bool = False
 
     def __repr__(self) -> str:
-        """Return the figures; of the rest what is not as usual."""
-        scale = "" if self.scale == 1 else f", scale={self.scale:g}"
-        more = "".join(f", {name}" for name in ("skipped", "stop", "again") if getattr(self, name))
-        figures = f"loss={self.loss:.6g}, weight={self.weight:g}, norm={self.norm:.4g}"
-        return f"Decision(batch={self.batch}, {figures}{scale}{more})"
+        """Return the figures that somebody asked for; of the rest what is not as usual."""
+        figures = [f"batch={self.batch}", f"loss={self.loss:.6g}", f"weight={self.weight:g}", f"norm={self.norm:.4g}"]
+        if self.finite:  # so a figure is NaN only if nobody asked for it
+            figures = [figure for figure in figures if not figure.endswith("=nan")]
+        if self.scale != 1:
+            figures.append(f"scale={self.scale:g}")
+        figures += [name for name in ("skipped", "stop", "again") if getattr(self, name)]
+        return f"Decision({', '.join(figures)})"
 
     @property
     def skipped(self) -> bool:

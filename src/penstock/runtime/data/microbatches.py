@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence, Sized
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, default_collate
 
 from penstock.comm.message.tree_classes import open_dataclasses
 from penstock.errors import DataError
@@ -44,6 +46,21 @@ def microbatches_of(batch: Any, count: int, number: int) -> Microbatches:
     if isinstance(batch, tuple | list) and any(isinstance(part, Tensor) for part in batch):
         raise DataError(_several_tensors(batch, number))
     return batch
+
+
+def warn_of_short_end(batches: Any, count: int) -> None:
+    """Warn if the last batch of a DataLoader will have too few samples, before those before it are trained on."""
+    if not isinstance(batches, DataLoader) or not batches.batch_size or batches.drop_last:
+        return
+    if batches.collate_fn is not default_collate or not isinstance(batches.sampler, Sized):
+        return  # what it makes of samples, or how many there are, is not known
+    whole, left = divmod(len(batches.sampler), batches.batch_size)
+    if 0 < left < count:
+        warnings.warn(
+            f"the last batch of the DataLoader will have {left} samples, too few for {count} microbatches, which ends "
+            f"the run with a DataError after the {whole} before it; drop_last=True leaves it out",
+            stacklevel=3,
+        )
 
 
 def _is_pair(value: Any) -> bool:
