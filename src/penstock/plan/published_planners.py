@@ -1,0 +1,55 @@
+"""Planners of papers and their cost functions by name: those that need a graph, devices and microbatches, no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from penstock.plan.memory_knobs.mist import plan_as_mist
+from penstock.plan.memory_knobs.mist_cost import MistCost
+from penstock.plan.planners.dapple import plan_as_dapple, plan_for_dapple_cost
+from penstock.plan.planners.piper import plan_as_piper, plan_for_piper_cost
+from penstock.plan.profile.layer_graph import LayerGraph
+from penstock.plan.stage_graphs.graphpipe import plan_as_graphpipe, plan_for_graphpipe_cost
+from penstock.plan.stage_graphs.graphpipe_cost import GraphPipeCost
+from penstock.plan.stages.dapple_cost import DappleCost
+from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.piper_cost import PiperCost
+from penstock.plan.stages.planned import PlannedStage, Rating, Search
+from penstock.plan.stages.two_bw_cost import TwoBwCost
+
+
+class Rater(Protocol):
+    """A cost function of a graph and devices."""
+
+    def rate(self, stages: tuple[PlannedStage, ...]) -> Rating:
+        """Return what a plan costs."""
+
+
+GraphPlanner = Callable[[LayerGraph, Devices, int], Search]
+"""Plans a graph on devices, for so many microbatches per batch."""
+
+AS_PUBLISHED: Mapping[str, GraphPlanner] = {
+    "dapple": plan_as_dapple,
+    "graphpipe": plan_as_graphpipe,
+    "piper": plan_as_piper,
+    "mist": plan_as_mist,
+}
+"""By the name of the planner."""
+
+BEST_FOR_COST: Mapping[str, GraphPlanner] = {
+    **AS_PUBLISHED,
+    "dapple": plan_for_dapple_cost,
+    "graphpipe": plan_for_graphpipe_cost,
+    "piper": plan_for_piper_cost,
+}
+"""By the name of the cost function, for the planner "default"; some published ones are the best already."""
+
+RATERS: Mapping[str, Callable[[LayerGraph, Devices, int], Rater]] = {
+    "dapple": DappleCost,
+    "graphpipe": GraphPipeCost,
+    "piper": PiperCost,
+    "mist": MistCost,
+    "2bw-paper": TwoBwCost,
+}
+"""By the name of the cost function."""
