@@ -25,8 +25,8 @@ from penstock.plan.stages.pipedream_cost import PipeDreamCost
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Skipped
 from penstock.schedule.transforms.batch_ops import what_decides
 
-PLANNERS = ("default", "pipedream", "dapple", "spp", "graphpipe", "piper", "mist", "2bw-paper")
-COSTS = ("pipedream", "dapple", "spp", "graphpipe", "piper", "mist", "2bw-paper", SIMULATED)
+PLANNERS = ("default", "pipedream", "dapple", "spp", "graphpipe", "piper", "mist", "bapipe", "2bw-paper")
+COSTS = ("pipedream", "dapple", "spp", "graphpipe", "piper", "mist", "bapipe", "2bw-paper", SIMULATED)
 MICROBATCHES = 32  # per batch, where neither the profile nor the caller says
 
 

@@ -10,6 +10,8 @@ from penstock.plan.memory_knobs.mist_cost import MistCost
 from penstock.plan.planners.dapple import plan_as_dapple, plan_for_dapple_cost
 from penstock.plan.planners.piper import plan_as_piper, plan_for_piper_cost
 from penstock.plan.profile.layer_graph import LayerGraph
+from penstock.plan.schedule_choice.bapipe import plan_as_bapipe, plan_for_bapipe_cost
+from penstock.plan.schedule_choice.bapipe_cost import BaPipeCost
 from penstock.plan.stage_graphs.graphpipe import plan_as_graphpipe, plan_for_graphpipe_cost
 from penstock.plan.stage_graphs.graphpipe_cost import GraphPipeCost
 from penstock.plan.stages.dapple_cost import DappleCost
@@ -34,6 +36,7 @@ AS_PUBLISHED: Mapping[str, GraphPlanner] = {
     "graphpipe": plan_as_graphpipe,
     "piper": plan_as_piper,
     "mist": plan_as_mist,
+    "bapipe": plan_as_bapipe,
 }
 """By the name of the planner."""
 
@@ -42,6 +45,7 @@ BEST_FOR_COST: Mapping[str, GraphPlanner] = {
     "dapple": plan_for_dapple_cost,
     "graphpipe": plan_for_graphpipe_cost,
     "piper": plan_for_piper_cost,
+    "bapipe": plan_for_bapipe_cost,
 }
 """By the name of the cost function, for the planner "default"; some published ones are the best already."""
 
@@ -50,6 +54,7 @@ RATERS: Mapping[str, Callable[[LayerGraph, Devices, int], Rater]] = {
     "graphpipe": GraphPipeCost,
     "piper": PiperCost,
     "mist": MistCost,
+    "bapipe": BaPipeCost,
     "2bw-paper": TwoBwCost,
 }
 """By the name of the cost function."""

@@ -34,7 +34,7 @@ PlannerName = Annotated[
     typer.Option(
         "--planner",
         metavar="NAME",
-        help="default, or as published: pipedream, dapple, spp, graphpipe, piper, mist, 2bw-paper.",
+        help="default, or as published: pipedream, dapple, spp, graphpipe, piper, mist, bapipe, 2bw-paper.",
     ),
 ]
 CostName = Annotated[
@@ -42,9 +42,8 @@ CostName = Annotated[
     typer.Option(
         "--cost",
         metavar="NAME",
-        help="The cost function to plan for: pipedream, dapple, spp, graphpipe, piper, mist, 2bw-paper or simulated. "
-        "If not given, the planner's own; for default that of the program which the profile is from, simulated for "
-        "what we measured.",
+        help="The cost function to plan for: that of a planner, or simulated. If not given, the planner's own; for "
+        "default that of the program which the profile is from, simulated for what we measured.",
     ),
 ]
 PerBatch = Annotated[
