@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -78,12 +77,11 @@ class _BaPipeSearch:
 
     def answer(self, plans: list[Plan]) -> Search:
         """Return the best of some plans."""
-        if not plans:
-            return Search(None, why="no plan fits: no division into stages does, with either schedule")
         best = min(plans, key=lambda plan: plan.rating.seconds)
         if math.isinf(best.rating.seconds):
-            return Search(None, why=f"no plan fits: {best.rating.fault}")
-        return Search(replace(best, notes=(*best.notes, *self._notes)))
+            said = f"no pipeline does with either schedule, and of data parallelism {best.rating.fault}"
+            return Search(None, why=f"no plan fits: {said}")
+        return Search(best)
 
     def replicated(self, counts: Iterable[int]) -> Iterator[Plan]:
         """Yield data parallelism on so many devices each."""
@@ -108,7 +106,7 @@ class _BaPipeSearch:
                 if found is None:
                     continue
                 stages = row_stages(self._graph, found)
-                notes: tuple[str, ...] = (f"schedule {schedule.name}",) if len(stages) > 1 else ()
+                notes = (f"schedule {schedule.name}", *self._notes) if len(stages) > 1 else ()
                 notes += (_THINNED,) if cuts.thinned else ()
                 yield Plan(NAME, stages, self._cost.rate_with(stages, schedule), notes)
 
