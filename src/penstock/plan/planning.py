@@ -25,8 +25,32 @@ from penstock.plan.stages.pipedream_cost import PipeDreamCost
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Skipped
 from penstock.schedule.transforms.batch_ops import what_decides
 
-PLANNERS = ("default", "pipedream", "dapple", "spp", "graphpipe", "piper", "mist", "bapipe", "2bw-paper")
-COSTS = ("pipedream", "dapple", "spp", "graphpipe", "piper", "mist", "bapipe", "2bw-paper", SIMULATED)
+PLANNERS = (
+    "default",
+    "pipedream",
+    "dapple",
+    "spp",
+    "graphpipe",
+    "piper",
+    "mist",
+    "bapipe",
+    "dawnpiper",
+    "pase",
+    "2bw-paper",
+)
+COSTS = (
+    "pipedream",
+    "dapple",
+    "spp",
+    "graphpipe",
+    "piper",
+    "mist",
+    "bapipe",
+    "dawnpiper",
+    "pase",
+    "2bw-paper",
+    SIMULATED,
+)
 MICROBATCHES = 32  # per batch, where neither the profile nor the caller says
 
 
@@ -228,6 +252,8 @@ def _rate(cost: str, stages: tuple[PlannedStage, ...], sized: Sized, request: Pl
         return PipeDreamCost(sized.graph, request.devices, request.choices.compression).rate(stages) if known else None
     if any(stage.inner for stage in stages):
         return None
+    if len(stages) > 1 and (cost == "pase") != stages[0].in_turns:
+        return None  # a pipeline, or none
     if cost == "spp" and request.cost != "spp":
         return None  # ordering the devices takes long
     try:

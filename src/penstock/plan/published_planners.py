@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from penstock.plan.layer_configurations.pase import plan_as_pase
+from penstock.plan.layer_configurations.pase_cost import PaseCost
+from penstock.plan.memory_knobs.dawnpiper import plan_as_dawnpiper, plan_for_dawnpiper_cost
+from penstock.plan.memory_knobs.dawnpiper_cost import DawnPiperCost
 from penstock.plan.memory_knobs.mist import plan_as_mist
 from penstock.plan.memory_knobs.mist_cost import MistCost
 from penstock.plan.planners.dapple import plan_as_dapple, plan_for_dapple_cost
@@ -37,6 +41,8 @@ AS_PUBLISHED: Mapping[str, GraphPlanner] = {
     "piper": plan_as_piper,
     "mist": plan_as_mist,
     "bapipe": plan_as_bapipe,
+    "dawnpiper": plan_as_dawnpiper,
+    "pase": plan_as_pase,
 }
 """By the name of the planner."""
 
@@ -46,6 +52,7 @@ BEST_FOR_COST: Mapping[str, GraphPlanner] = {
     "graphpipe": plan_for_graphpipe_cost,
     "piper": plan_for_piper_cost,
     "bapipe": plan_for_bapipe_cost,
+    "dawnpiper": plan_for_dawnpiper_cost,
 }
 """By the name of the cost function, for the planner "default"; some published ones are the best already."""
 
@@ -55,6 +62,8 @@ RATERS: Mapping[str, Callable[[LayerGraph, Devices, int], Rater]] = {
     "piper": PiperCost,
     "mist": MistCost,
     "bapipe": BaPipeCost,
+    "dawnpiper": DawnPiperCost,
+    "pase": PaseCost,
     "2bw-paper": TwoBwCost,
 }
 """By the name of the cost function."""

@@ -29,12 +29,21 @@ DeviceMemory = Annotated[
     str | None,
     typer.Option("--memory", metavar="SIZE", help="Of each device, as in 16GiB; no limit if not given."),
 ]
+HostBandwidth = Annotated[
+    str | None,
+    typer.Option(
+        "--host-bandwidth",
+        metavar="B",
+        help="With dawnpiper's cost: bytes per second to the memory of the host, and as many back; swaps take it.",
+    ),
+]
 PlannerName = Annotated[
     str,
     typer.Option(
         "--planner",
         metavar="NAME",
-        help="default, or as published: pipedream, dapple, spp, graphpipe, piper, mist, bapipe, 2bw-paper.",
+        help="default, or as published: pipedream, dapple, spp, graphpipe, piper, mist, bapipe, dawnpiper, pase, "
+        "2bw-paper.",
     ),
 ]
 CostName = Annotated[
