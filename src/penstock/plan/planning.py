@@ -25,32 +25,9 @@ from penstock.plan.stages.pipedream_cost import PipeDreamCost
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Skipped
 from penstock.schedule.transforms.batch_ops import what_decides
 
-PLANNERS = (
-    "default",
-    "pipedream",
-    "dapple",
-    "spp",
-    "graphpipe",
-    "piper",
-    "mist",
-    "bapipe",
-    "dawnpiper",
-    "pase",
-    "2bw-paper",
-)
-COSTS = (
-    "pipedream",
-    "dapple",
-    "spp",
-    "graphpipe",
-    "piper",
-    "mist",
-    "bapipe",
-    "dawnpiper",
-    "pase",
-    "2bw-paper",
-    SIMULATED,
-)
+_PUBLISHED = ("pipedream", "dapple", "spp", "graphpipe", "piper", "mist", "bapipe", "dawnpiper", "pase", "2bw-paper")
+PLANNERS = ("default", *_PUBLISHED)
+COSTS = (*_PUBLISHED, SIMULATED)
 MICROBATCHES = 32  # per batch, where neither the profile nor the caller says
 
 
