@@ -62,10 +62,9 @@ def test_bounds_hold_and_meet_where_layers_are_alike():
         assert lower[0] == upper[0]
 
 
-def test_too_many_points_are_given_up(monkeypatch):
-    monkeypatch.setattr("penstock.plan.stages.knapsack.MOST_POINTS", 3)
+def test_too_many_points_are_given_up():
     random = Random(1)
     seconds = [np.array([0.0, random.random()]) for _ in range(8)]
     memory = [np.array([random.random(), 0.0]) for _ in range(8)]
     with pytest.raises(OverflowError):
-        least_time(seconds, memory, 4.0)
+        least_time(seconds, memory, 4.0, most=3)

@@ -90,6 +90,8 @@ def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
         yield "links of half the latency", replace(request, devices=replace(devices, latency=devices.latency / 2))
     if devices.memory is not None:
         yield "twice the memory", replace(request, devices=replace(devices, memory=2 * devices.memory))
+    if devices.host is not None and request.cost == "dawnpiper":
+        yield "twice the bandwidth to the host", replace(request, devices=replace(devices, host=2 * devices.host))
     last = devices.levels[-1]
     more = (*devices.levels[:-1], DeviceLevel(2 * last.units, last.bandwidth))
     yield "twice as many devices", replace(request, devices=replace(devices, levels=more))

@@ -5,45 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from penstock.checks import check_whole, did_you_mean, in_words
 from penstock.errors import ConfigError
 from penstock.plan.any_links.device_order import Floats, link_matrix, ordered_links
 from penstock.plan.any_links.spp import plan_as_spp
 from penstock.plan.any_links.spp_cost import SppCost
-from penstock.plan.memory_knobs.mist import plan_as_mist
-from penstock.plan.memory_knobs.mist_cost import MistCost
 from penstock.plan.planners.candidate_trial import NAME as SIMULATED
-from penstock.plan.planners.dapple import plan_as_dapple, plan_for_dapple_cost
 from penstock.plan.planners.pipedream import Choices, plan_as_pipedream, plan_for_pipedream_cost
-from penstock.plan.planners.piper import plan_as_piper, plan_for_piper_cost
 from penstock.plan.planners.proof_forecast import METHODS
 from penstock.plan.planners.simulated import simulated_plans
 from penstock.plan.planners.two_bw import Sized, plan_as_two_bw
 from penstock.plan.planners.two_bw_unequal_stages import plan_for_two_bw_cost
 from penstock.plan.profile.layer_graph import layer_graph, sizes_of
 from penstock.plan.profile.schema import Profile
-from penstock.plan.stage_graphs.graphpipe import plan_as_graphpipe, plan_for_graphpipe_cost
-from penstock.plan.stage_graphs.graphpipe_cost import GraphPipeCost
-from penstock.plan.stages.dapple_cost import DappleCost
+from penstock.plan.published_planners import AS_PUBLISHED, BEST_FOR_COST, RATERS
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.pipedream_cost import PipeDreamCost
-from penstock.plan.stages.piper_cost import PiperCost
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Skipped
-from penstock.plan.stages.two_bw_cost import TwoBwCost
 from penstock.schedule.transforms.batch_ops import what_decides
 
-PLANNERS = ("default", "pipedream", "dapple", "spp", "graphpipe", "piper", "mist", "2bw-paper")
-COSTS = ("pipedream", "dapple", "spp", "graphpipe", "piper", "mist", "2bw-paper", SIMULATED)
+_PUBLISHED = ("pipedream", "dapple", "spp", "graphpipe", "piper", "mist", "bapipe", "dawnpiper", "pase", "2bw-paper")
+PLANNERS = ("default", *_PUBLISHED)
+COSTS = (*_PUBLISHED, SIMULATED)
 MICROBATCHES = 32  # per batch, where neither the profile nor the caller says
-
-
-class _Rater(Protocol):
-    """A cost function of a graph and devices."""
-
-    def rate(self, stages: tuple[PlannedStage, ...]) -> Rating:
-        """Return what a plan costs."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +107,7 @@ def make_plan(request: PlanRequest) -> Planning:
     found, left_out, skipped = list[Plan](), dict[str, str](), list[Skipped]()
     for name in names:
         try:
-            answer = _same_as_default(name, request, found) or _SEARCHES[name](request, sizes)
+            answer = _same_as_default(name, request, found) or _search(name, request, sizes)
         except ConfigError as error:
             if name == request.planner:
                 raise
@@ -167,9 +152,9 @@ def with_cost(request: PlanRequest) -> PlanRequest:
         if name not in known:
             names = [each for each in known if each]
             raise ConfigError(f"{what} must be {in_words(names)}, got {name!r:.80}.{did_you_mean(name, names)}")
-    own = ("pipedream", "piper", "dapple", "graphpipe", "mist", "spp")
-    cost = request.cost or (request.planner if request.planner in own else _cost_of_source(request))
-    if request.planner in own and cost != request.planner:
+    own = request.planner not in ("default", "2bw-paper")
+    cost = request.cost or (request.planner if own else _cost_of_source(request))
+    if own and cost != request.planner:
         raise ConfigError(
             f"planner {request.planner!r} searches for its own cost function; leave --cost out (the plan is rated by "
             "the others, too), or use planner 'default'"
@@ -184,7 +169,7 @@ def with_cost(request: PlanRequest) -> PlanRequest:
             raise ConfigError(
                 f"methods that plans know are {in_words(METHODS)}, got {unknown!r:.80}.{did_you_mean(unknown, METHODS)}"
             )
-    if request.planner == "2bw-paper" and cost in ("pipedream", "dapple", "graphpipe", "mist", "spp", SIMULATED):
+    if request.planner == "2bw-paper" and cost not in ("2bw-paper", "piper"):
         if request.cost:
             raise ConfigError(f"planner '2bw-paper' takes cost '2bw-paper' or 'piper', not {cost!r}")
         cost = "2bw-paper"
@@ -234,15 +219,6 @@ def _rated(plan: Plan, sizes: Mapping[int, Sized], request: PlanRequest) -> Plan
     return None if rating is None else replace(plan, rating=rating)
 
 
-_RATERS: Mapping[str, Callable[..., _Rater]] = {
-    "piper": PiperCost,
-    "dapple": DappleCost,
-    "graphpipe": GraphPipeCost,
-    "mist": MistCost,
-    "2bw-paper": TwoBwCost,
-}
-
-
 def _rate(cost: str, stages: tuple[PlannedStage, ...], sized: Sized, request: PlanRequest) -> Rating | None:
     """Return what a cost function says of stages; None if it knows no such plans."""
     if cost == SIMULATED:
@@ -253,13 +229,15 @@ def _rate(cost: str, stages: tuple[PlannedStage, ...], sized: Sized, request: Pl
         return PipeDreamCost(sized.graph, request.devices, request.choices.compression).rate(stages) if known else None
     if any(stage.inner for stage in stages):
         return None
+    if len(stages) > 1 and (cost == "pase") != stages[0].in_turns:
+        return None  # a pipeline, or none
     if cost == "spp" and request.cost != "spp":
         return None  # ordering the devices takes long
     try:
         if cost == "spp":
             memory, links = request.devices.memory, ordered_links(_links(request))
             return SppCost(sized.graph, links, memory, sized.microbatches).rate(stages)
-        return _RATERS[cost](sized.graph, request.devices, sized.microbatches).rate(stages)
+        return RATERS[cost](sized.graph, request.devices, sized.microbatches).rate(stages)
     except ConfigError:  # a layer has no way with the tensor degree of its stage, or no forward apart from its backward
         return None
 
@@ -277,21 +255,20 @@ def _each(sizes: Mapping[int, Sized], search: Callable[[Sized], Search], why: st
     return Search(best, tuple(skipped), why)
 
 
-def _default(request: PlanRequest, sizes: Mapping[int, Sized]) -> Search:
-    """Search for the best plan by the cost function of a request."""
-    if request.cost == "pipedream":
-        return _each(sizes, lambda each: plan_for_pipedream_cost(each.graph, request.devices, request.choices))
-    if request.cost == "piper":
-        return _each(sizes, lambda each: plan_for_piper_cost(each.graph, request.devices, each.microbatches))
-    if request.cost == "spp":
+def _search(name: str, request: PlanRequest, sizes: Mapping[int, Sized]) -> Search:
+    """Search with a planner; "default" takes the best search for the cost function."""
+    devices, cost = request.devices, request.cost
+    named, searches = (cost, BEST_FOR_COST) if name == "default" else (name, AS_PUBLISHED)
+    if (search := searches.get(named or "")) is not None:
+        return _each(sizes, lambda each: search(each.graph, devices, each.microbatches))
+    if named == "pipedream":
+        best = plan_for_pipedream_cost if name == "default" else plan_as_pipedream
+        return _each(sizes, lambda each: best(each.graph, devices, request.choices))
+    if named == "spp":
         return _spp(request, sizes)
-    if request.cost == "mist":
-        return _each(sizes, lambda each: plan_as_mist(each.graph, request.devices, each.microbatches))
-    if request.cost == "dapple":
-        return _each(sizes, lambda each: plan_for_dapple_cost(each.graph, request.devices, each.microbatches))
-    if request.cost == "graphpipe":
-        return _each(sizes, lambda each: plan_for_graphpipe_cost(each.graph, request.devices, each.microbatches))
-    return plan_for_two_bw_cost(sizes, request.devices)
+    if name == "default":
+        return plan_for_two_bw_cost(sizes, devices)
+    return plan_as_two_bw(sizes, devices, "piper" if cost == "piper" else "2bw-paper")
 
 
 def _spp(request: PlanRequest, sizes: Mapping[int, Sized]) -> Search:
@@ -311,27 +288,3 @@ def _links(request: PlanRequest) -> Floats:
     if len(request.links) != request.devices.count:
         raise ConfigError(f"the matrix of links is that of {len(request.links)} devices, not {request.devices.count}")
     return request.links
-
-
-_SEARCHES: Mapping[str, Callable[[PlanRequest, Mapping[int, Sized]], Search]] = {
-    "default": _default,
-    "pipedream": lambda request, sizes: _each(
-        sizes, lambda each: plan_as_pipedream(each.graph, request.devices, request.choices)
-    ),
-    "dapple": lambda request, sizes: _each(
-        sizes, lambda each: plan_as_dapple(each.graph, request.devices, each.microbatches)
-    ),
-    "graphpipe": lambda request, sizes: _each(
-        sizes, lambda each: plan_as_graphpipe(each.graph, request.devices, each.microbatches)
-    ),
-    "mist": lambda request, sizes: _each(
-        sizes, lambda each: plan_as_mist(each.graph, request.devices, each.microbatches)
-    ),
-    "spp": _spp,
-    "piper": lambda request, sizes: _each(
-        sizes, lambda each: plan_as_piper(each.graph, request.devices, each.microbatches)
-    ),
-    "2bw-paper": lambda request, sizes: plan_as_two_bw(
-        sizes, request.devices, "piper" if request.cost == "piper" else "2bw-paper"
-    ),
-}

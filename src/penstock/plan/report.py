@@ -68,6 +68,8 @@ def _stage_json(stage: PlannedStage, rating: StageRating | None, graph: LayerGra
         found["options"] = list(stage.ways)
     if stage.sharded:
         found["sharded"] = True
+    if stage.in_turns:
+        found["in_turns"] = True
     if rating is not None:
         found |= {
             "seconds": rating.seconds,

@@ -22,6 +22,7 @@ from penstock.cli.plans.plan_options import (
     DevicePrice,
     EpochSamples,
     EpochsByBatch,
+    HostBandwidth,
     LinkMatrix,
     MethodsToTry,
     Objective,
@@ -46,6 +47,7 @@ def plan(
     devices: DeviceCounts = None,
     bandwidth: Bandwidths = None,
     memory: DeviceMemory = None,
+    host_bandwidth: HostBandwidth = None,
     cluster: PlannedCluster = None,
     link_matrix: LinkMatrix = None,
     planner: PlannerName = "default",
@@ -79,7 +81,7 @@ def plan(
     request = with_cost(
         PlanRequest(
             known,
-            devices_of(cluster, str(devices), bandwidth, memory, known, link_matrix is not None),
+            devices_of(cluster, str(devices), bandwidth, memory, known, link_matrix is not None, host_bandwidth),
             planner,
             cost,
             microbatches,
@@ -99,8 +101,7 @@ def plan(
         _draw_timeline(timeline, chosen.planning, as_json)
     if out is not None:
         written = _write_plans(out, chosen.planning, whole_numbers("--worlds", worlds) if worlds else [])
-        if not as_json:
-            _say_plans(written, chosen.planning)
+        _say_plans(written, chosen.planning, as_json)
 
 
 def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
@@ -125,8 +126,10 @@ def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
         console.print(Text(f"With {change}: {said}" + (f", {gain:.3g} times as fast." if gain else ".")))
 
 
-def _say_plans(paths: Sequence[Path], found: Any) -> None:
+def _say_plans(paths: Sequence[Path], found: Any, quiet: bool) -> None:
     """Print which plans were written, the best one last, and what to do with it."""
+    if quiet:
+        return
     for path in paths:
         say_written("plan", path, "penstock train --plan {}" if path == paths[-1] else "")
     if not found.request.profile.settings:

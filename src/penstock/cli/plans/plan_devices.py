@@ -33,6 +33,7 @@ def devices_of(
     memory: str | None,
     profile: Any,
     with_links: bool = False,
+    host_bandwidth: str | None = None,
 ) -> Any:
     """Return the devices of a cluster, or those that options describe: ranks of the profiled machine, if no links do.
 
@@ -43,7 +44,9 @@ def devices_of(
         if with_links and bandwidth is None:
             bandwidth = "1GB"  # not used
         found = _devices(devices, bandwidth, memory, profile.links)
-        return found if bandwidth is not None or not profile.links else replace(found, cores=profile.cores)
+        if bandwidth is None and profile.links:
+            found = replace(found, cores=profile.cores)
+        return _with_host(found, host_bandwidth)
     from penstock.plan.cluster.files import find_cluster
 
     if bandwidth is not None:
@@ -52,7 +55,17 @@ def devices_of(
     if more:
         raise ConfigError("--devices takes one number with --cluster, which knows its nodes")
     found = find_cluster(cluster).devices(count)
-    return found if memory is None else replace(found, memory=size_of("--memory", memory))
+    found = found if memory is None else replace(found, memory=size_of("--memory", memory))
+    return _with_host(found, host_bandwidth)
+
+
+def _with_host(devices: Any, bandwidth: str | None) -> Any:
+    """Return devices with the bandwidth to their hosts that is given, or the one that they have.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    return devices if bandwidth is None else replace(devices, host=size_of("--host-bandwidth", bandwidth))
 
 
 def known_profile(profile: Path | None, devices: str | None, bandwidth: str | None) -> Any:

@@ -29,12 +29,21 @@ DeviceMemory = Annotated[
     str | None,
     typer.Option("--memory", metavar="SIZE", help="Of each device, as in 16GiB; no limit if not given."),
 ]
+HostBandwidth = Annotated[
+    str | None,
+    typer.Option(
+        "--host-bandwidth",
+        metavar="B",
+        help="With dawnpiper's cost: bytes per second to the memory of the host, and as many back; swaps take it.",
+    ),
+]
 PlannerName = Annotated[
     str,
     typer.Option(
         "--planner",
         metavar="NAME",
-        help="default, or as published: pipedream, dapple, spp, graphpipe, piper, mist, 2bw-paper.",
+        help="default, or as published: pipedream, dapple, spp, graphpipe, piper, mist, bapipe, dawnpiper, pase, "
+        "2bw-paper.",
     ),
 ]
 CostName = Annotated[
@@ -42,9 +51,8 @@ CostName = Annotated[
     typer.Option(
         "--cost",
         metavar="NAME",
-        help="The cost function to plan for: pipedream, dapple, spp, graphpipe, piper, mist, 2bw-paper or simulated. "
-        "If not given, the planner's own; for default that of the program which the profile is from, simulated for "
-        "what we measured.",
+        help="The cost function to plan for: that of a planner, or simulated. If not given, the planner's own; for "
+        "default that of the program which the profile is from, simulated for what we measured.",
     ),
 ]
 PerBatch = Annotated[

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from penstock.byte_sizes import human_bytes
 from penstock.cli.plans.fitted_table import FittedTable
+from penstock.plan.memory_knobs.dawnpiper_cost import SWAP
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.planned import Plan, Rating, StageRating
@@ -20,7 +21,7 @@ from penstock.view.tables import UNBOUNDED
 _MOST_SKIPPED = 8  # lines
 _PARTS = ("compute", "links", "gradient sums", "updates", "bubble")  # of ratings, in this order
 _LEAST_NEEDED = (
-    "s per batch", "replicas", "devices", "stages", "limited by", "recompute", *reversed(_PARTS),
+    "s per batch", "replicas", "devices", "stages", "limited by", "swap", "recompute", *reversed(_PARTS),
 )  # fmt: skip
 
 
@@ -113,16 +114,17 @@ def _range_of(numbers: Sequence[int]) -> str:
 def _stages(plan: Plan, graph: LayerGraph) -> FittedTable:
     """Return the stages of a plan; times are those of a microbatch. A rating that is compute alone is left out."""
     shown = [part for part in _PARTS if part in plan.rating.stages[0].parts]
-    heads = ("stage", "layers", "devices", "replicas", "recompute", "rating", *shown, "memory")
+    heads = ("stage", "layers", "devices", "replicas", "recompute", "swap", "rating", *shown, "memory")
     cells: dict[str, list[str]] = {heading: [] for heading in heads}
     for at, (stage, rating) in enumerate(zip(plan.stages, plan.rating.stages, strict=True)):
-        again = sum("recomp" in way for way in stage.ways)
+        again, swapped = (sum(word in way for way in stage.ways) for word in ("recomp", SWAP))
         row = (
             str(at),
             _layer_names(stage.layers, graph),
             str(stage.devices),
             f"{stage.replicas}" + (f" x {stage.tensor}" if stage.tensor > 1 else ""),
             f"{again} of {len(stage.layers)}" if again else "",
+            f"{swapped} of {len(stage.layers)}" if swapped else "",
             f"{rating.seconds:.5g}",
             *(f"{_part(rating, part):.4g}" for part in shown),
             "" if rating.memory is None else human_bytes(round(rating.memory)),

@@ -20,6 +20,7 @@ from penstock.plan.any_links.device_order import Floats, device_order
 from penstock.plan.any_links.spp_cost import NAME, SppCost
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.dapple_cost import check_halves
+from penstock.plan.stages.layer_row import border_bytes, running_sums
 from penstock.plan.stages.planned import Plan, PlannedStage, Search
 
 _MOST_WORK = 2e9  # cells of the dynamic program
@@ -58,13 +59,9 @@ class SppSearch:
         self._graph, self._cost, self._order = graph, cost, graph.order
         layers = [graph.layers[number] for number in graph.order]
         self._seconds, self._parameters = (
-            np.concatenate(([0.0], np.cumsum(values)))
-            for values in ([layer.seconds for layer in layers], [layer.parameters for layer in layers])
+            running_sums(getattr(layer, key) for layer in layers) for key in ("seconds", "parameters")
         )
-        self._crossing = np.zeros(len(layers) + 1)
-        places = {number: at for at, number in enumerate(graph.order)}
-        for edge in graph.edges:
-            self._crossing[places[edge.source] + 1 : places[edge.target] + 1] += edge.bytes
+        self._crossing = border_bytes(graph)
         self._later = np.triu(np.ones((len(layers) + 1,) * 2, dtype=bool), 1)
 
     def balanced(self) -> Iterator[Plan]:

@@ -89,4 +89,4 @@ class Cluster(ClusterPart):
         levels = [DeviceLevel(inner, self.inside.value / 2)]
         if count > inner:
             levels.append(DeviceLevel(count // inner, self.between.value / 2))
-        return Devices(tuple(levels), self.memory.value)
+        return Devices(tuple(levels), self.memory.value, host=None if self.host is None else self.host.value / 2)

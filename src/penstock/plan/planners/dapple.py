@@ -23,10 +23,9 @@ from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.dapple_cost import NAME, DappleCost, check_halves
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.layer_row import Floats, border_bytes, running_sums
 from penstock.plan.stages.piper_cost import TOLERANCE
 from penstock.plan.stages.planned import Plan, PlannedStage, Search
-
-Floats = npt.NDArray[np.float64]
 
 _MOST_PLANS = 20_000  # that are all tried
 _MOST_WORK = 2e9  # cells of the dynamic program
@@ -160,12 +159,7 @@ class DappleSearch:
 
     def _blocks(self) -> Floats:
         """Return the larger one of a stage and of the messages before it: (replicas - 1, first layer, last layer)."""
-        layers = [self._graph.layers[number] for number in self._order]
-        sums = np.concatenate(([0.0], np.cumsum([layer.seconds for layer in layers])))
-        crossing = np.zeros(len(layers) + 1)
-        places = {number: at for at, number in enumerate(self._order)}
-        for edge in self._graph.edges:
-            crossing[places[edge.source] + 1 : places[edge.target] + 1] += edge.bytes
+        sums, crossing = running_sums(self._graph.layers[n].seconds for n in self._order), border_bytes(self._graph)
         compute = sums[None, :] - sums[:, None]
         messages = np.broadcast_to(2 * crossing[:, None] / self._devices.bandwidth, compute.shape)
         replicas = np.arange(1, self._devices.count + 1)[:, None, None]
@@ -175,8 +169,7 @@ class DappleSearch:
     def _fitting(self, flight: int) -> npt.NDArray[np.bool_]:
         """Return which stages fit with so many microbatches in flight: (first layer, last layer)."""
         ways = [self._graph.layers[number].ways[0] for number in self._order]
-        held = [way.memory + flight * way.memory_per_microbatch for way in ways]
-        sums = np.concatenate(([0.0], np.cumsum(held)))
+        sums = running_sums(way.memory + flight * way.memory_per_microbatch for way in ways)
         limit = math.inf if self._devices.memory is None else self._devices.memory * TOLERANCE
         return np.asarray(sums[None, :] - sums[:, None] <= limit)
 

@@ -33,12 +33,15 @@ class Devices:
         latency: seconds that a message takes besides its bytes, for costs that know it.
         cores: how many of them can work at full speed at once, as they share the cores of one machine, for costs that
             know it; None if each computes by itself.
+        host: bytes per second from each device to the memory of its host, and as many back, for costs that know it;
+            None if there is none.
     """
 
     levels: tuple[DeviceLevel, ...]
     memory: float | None = None
     latency: float = 0.0
     cores: float | None = None
+    host: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be.
@@ -56,6 +59,8 @@ class Devices:
             _check_positive("memory", self.memory)
         if self.cores is not None:
             _check_positive("cores", self.cores)
+        if self.host is not None:
+            _check_positive("bandwidth to the host", self.host)
         if not is_number(self.latency) or not 0 <= self.latency < 1e30:
             raise ConfigError(f"latency must be a number of seconds, not negative, got {in_short(self.latency)}")
 

@@ -26,7 +26,7 @@ class ChosenWays:
     ways: tuple[int, ...]
 
 
-def least_time(seconds: list[Floats], memory: list[Floats], limit: float) -> ChosenWays | None:
+def least_time(seconds: list[Floats], memory: list[Floats], limit: float, most: int = MOST_POINTS) -> ChosenWays | None:
     """Return the fastest choice that fits; None if none does.
 
     The Pareto front of (memory, time) is built layer by layer; it stays small where layers are alike.
@@ -35,9 +35,10 @@ def least_time(seconds: list[Floats], memory: list[Floats], limit: float) -> Cho
         seconds: the times of the ways of each layer.
         memory: their bytes.
         limit: what all layers together may take.
+        most: points of the front.
 
     Raises:
-        OverflowError: the front has more than `MOST_POINTS` points.
+        OverflowError: the front has more points.
     """
     left = np.cumsum([0.0, *(each.min() for each in reversed(memory))])[::-1]
     held, taken = np.zeros(1), np.zeros(1)
@@ -51,7 +52,7 @@ def least_time(seconds: list[Floats], memory: list[Floats], limit: float) -> Cho
             return None
         best = np.minimum.accumulate(new_taken[order])
         kept = order[np.concatenate(([True], best[1:] < best[:-1]))]
-        if len(kept) > MOST_POINTS:
+        if len(kept) > most:
             raise OverflowError
         held, taken = new_held[kept], new_taken[kept]
         trail.append((kept // len(sizes), kept % len(sizes)))

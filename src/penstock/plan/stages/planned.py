@@ -18,6 +18,7 @@ class PlannedStage:
         ways: names of the options by which the layers are executed, one each; empty where a planner knows none.
         inner: with levels of devices, the pipeline that each copy is, on one unit of this level; empty for one device.
         sharded: whether the copies divide the optimizer's state among them.
+        in_turns: whether it runs on the same devices as the other stages, one after the other.
     """
 
     layers: tuple[int, ...]
@@ -26,6 +27,7 @@ class PlannedStage:
     ways: tuple[str, ...] = ()
     inner: tuple[PlannedStage, ...] = ()
     sharded: bool = False
+    in_turns: bool = False
 
     @property
     def devices(self) -> int:
@@ -117,7 +119,8 @@ class Plan:
     @property
     def devices(self) -> int:
         """How many devices it uses."""
-        return sum(stage.devices for stage in self.stages)
+        each = [stage.devices for stage in self.stages]
+        return max(each) if self.stages[0].in_turns else sum(each)
 
     @property
     def seconds_per_sample(self) -> float:

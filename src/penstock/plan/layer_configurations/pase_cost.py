@@ -1,0 +1,203 @@
+"""A cost function after PaSE (Elango, IPDPS 2021, arXiv 2407.04001): every layer is divided among all devices.
+
+There are no stages: the devices run one layer after the other. The configuration of a layer is a data degree d and a
+tensor degree t with d t <= p devices: d parts of them take M / d microbatches of a batch each, and t share the layer.
+The paper minimizes the sum over layers of their compute and communication, and over edges of what is sent where the
+configurations of two layers differ. Here, per microbatch and with bandwidths B:
+
+- compute, over d t; or what the profile measured for t devices, over d. That includes their communication.
+- sums of activations within t devices, where the profile did not measure them: a ring, 2 (t - 1) / t of a layer's
+  output forwards and of its inputs backwards, over d B.
+- sums of gradients, once per batch: 2 (d - 1) / d of the parameters of a device, over M B.
+- an edge: the part of its bytes that some device needs and does not hold, the most of all devices, forwards and again
+  backwards. Layers begin and end with whole samples, so device n has part n // t of d, if it has one.
+
+The paper divides every dimension of a layer, with one bandwidth; data and tensor degrees, which divide p, are what
+profiles know of them. Links of the innermost level count for devices that all stand in one unit of it. Memory is not
+part of the paper's search: it is counted for one microbatch, and compared with the limit afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.byte_sizes import human_bytes
+from penstock.errors import ConfigError
+from penstock.plan.profile.layer_graph import GraphLayer, LayerGraph, Way
+from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.layer_row import Floats
+from penstock.plan.stages.piper_cost import TOLERANCE
+from penstock.plan.stages.planned import PlannedStage, Rating, StageRating
+
+NAME = "pase"
+_MOST_DEVICES = 4096
+
+
+class LayerConfiguration(NamedTuple):
+    """How a layer is divided.
+
+    Attributes:
+        data: parts of the devices, which share the microbatches.
+        tensor: devices of a part, which share the layer.
+    """
+
+    data: int
+    tensor: int
+
+    @property
+    def devices(self) -> int:
+        """Those that it uses."""
+        return self.data * self.tensor
+
+
+@dataclass(frozen=True)
+class PaseCost:
+    """Rates configurations of layers.
+
+    Attributes:
+        graph: all layers.
+        devices: of up to two speeds of links.
+        microbatches: M, per batch.
+    """
+
+    graph: LayerGraph
+    devices: Devices
+    microbatches: int
+
+    @cached_property
+    def configurations(self) -> tuple[LayerConfiguration, ...]:
+        """All that there are, in the order in which they are preferred where costs are equal.
+
+        Raises:
+            ConfigError: there are too many devices.
+        """
+        count = self.devices.count
+        if count > _MOST_DEVICES:
+            raise ConfigError(f"planner 'pase' divides layers among {_MOST_DEVICES} devices at most, got {count}")
+        degrees = [degree for degree in range(1, count + 1) if count % degree == 0]
+        data = [degree for degree in degrees if self.microbatches % degree == 0]
+        found = [LayerConfiguration(d, t) for d in data for t in degrees if d * t <= count]
+        return tuple(sorted(found, key=lambda each: (-each.devices, -each.data)))
+
+    @cached_property
+    def resharding(self) -> Floats:
+        """Seconds for each byte of an edge, by the configurations of its source and its target."""
+        every = np.array(self.configurations)
+        data, tensor = every[:, 0, None], every[:, 1, None]
+        device = np.arange(self.devices.count)
+        has = device < data * tensor
+        first = np.where(has, device // tensor / data, 0.0)
+        last = np.where(has, first + 1 / data, 0.0)
+        found = np.zeros((len(every), len(every)))
+        for at, own in enumerate(self.configurations):
+            both = np.minimum(last[at], last) - np.maximum(first[at], first)
+            held = np.where(has[at] & has, np.maximum(both, 0.0), 0.0)
+            missing = [np.where(has[at], 1 / own.data - held, 0.0), np.where(has, 1 / data - held, 0.0)]
+            speeds = [self.bandwidth(max(own.devices, other.devices)) for other in self.configurations]
+            found[at] = sum(each.max(axis=1) for each in missing) / speeds
+        return np.where(found < 1e-12 / self.devices.bandwidth, 0.0, found)  # rounding leaves some
+
+    def bandwidth(self, span: int) -> float:
+        """Return the bandwidth among the first devices."""
+        inner = self.devices.levels[0]
+        return inner.bandwidth if span <= inner.units else self.devices.bandwidth
+
+    def choices(self, number: int) -> list[int]:
+        """Return the configurations that a layer may have, by their numbers.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        layer = self.graph.layers[number]
+        measured = layer.tensor_degrees if _is_measured(layer) else None
+        found = [at for at, each in enumerate(self.configurations) if measured is None or each.tensor in measured]
+        if not found:
+            degrees = ", ".join(map(str, sorted(measured or ())))
+            raise ConfigError(
+                f"layer {layer.name!r} has options for {degrees} devices, none of which divides {self.devices.count}; "
+                "plan for another number of devices"
+            )
+        return found
+
+    def parts(self, number: int, chosen: LayerConfiguration) -> dict[str, float]:
+        """Return the seconds of a layer by cause, without those of its edges.
+
+        Raises:
+            ConfigError: it has no such configuration.
+        """
+        layer, (d, t) = self.graph.layers[number], chosen
+        sums = 2 * (d - 1) / d / self.bandwidth(chosen.devices) / self.microbatches
+        if _is_measured(layer):
+            way = _fastest(layer, t)
+            return {"compute": way.seconds / d, "links": 0.0, "gradient sums": sums * way.parameters}
+        activations = layer.output + sum(edge.bytes for edge in self.graph.inputs[number])
+        inner = self.devices.levels[0]
+        near = inner.bandwidth if inner.units % t == 0 else self.devices.bandwidth
+        return {
+            "compute": layer.seconds / chosen.devices,
+            "links": 2 * (t - 1) / t * activations / d / near,
+            "gradient sums": sums * layer.parameters / t,
+        }
+
+    def memory(self, number: int, tensor: int) -> float:
+        """Return the bytes of a layer on a device, with one microbatch."""
+        layer = self.graph.layers[number]
+        measured = _is_measured(layer)
+        way = _fastest(layer, tensor) if measured else layer.ways[0]
+        return (way.memory + way.memory_per_microbatch) / (1 if measured else tensor)
+
+    def rate(self, stages: tuple[PlannedStage, ...]) -> Rating:
+        """Return what a plan costs whose stages are groups of layers that take turns on the same devices.
+
+        Raises:
+            ConfigError: a layer has no way with the tensor degree of its stage.
+        """
+        if len(stages) > 1 and not all(stage.in_turns for stage in stages):
+            return Rating(NAME, math.inf, (), "its stages have devices of their own")
+        known = {each: at for at, each in enumerate(self.configurations)}
+        chosen = {n: LayerConfiguration(stage.replicas, stage.tensor) for stage in stages for n in stage.layers}
+        unknown = next((each for each in chosen.values() if each not in known), None)
+        if unknown is not None:
+            said = (
+                f"degrees of {unknown.data} x {unknown.tensor} do not divide {self.devices.count} devices and the batch"
+            )
+            return Rating(NAME, math.inf, (), said)
+        ratings, held = list[StageRating](), 0.0
+        for stage in stages:
+            parts = {"compute": 0.0, "links": 0.0, "gradient sums": 0.0}
+            for number in stage.layers:
+                for part, seconds in self.parts(number, chosen[number]).items():
+                    parts[part] += seconds
+                for edge in self.graph.inputs[number]:
+                    pair = known[chosen[edge.source]], known[chosen[number]]
+                    parts["links"] += edge.bytes * float(self.resharding[pair])
+            memory = sum(self.memory(number, stage.tensor) for number in stage.layers)
+            held += memory
+            ratings.append(StageRating(sum(parts.values()), parts, memory))
+        limit = self.devices.memory
+        fault = ""
+        if limit is not None and held > limit * TOLERANCE:
+            fault = f"all layers together need {human_bytes(held, 2)} of {human_bytes(limit, 2)}"
+        return Rating(NAME, math.inf if fault else sum(each.seconds for each in ratings), tuple(ratings), fault)
+
+
+def _is_measured(layer: GraphLayer) -> bool:
+    """Return whether the profile has options of a layer, which know their tensor degrees."""
+    return layer.forward is None or layer.tensor_degrees != {1}
+
+
+def _fastest(layer: GraphLayer, tensor: int) -> Way:
+    """Return the fastest way of a layer with a tensor degree.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    ways = [way for way in layer.ways if way.tensor == tensor]
+    if not ways:
+        raise ConfigError(f"layer {layer.name!r} has no option with tensor degree {tensor}")
+    return min(ways, key=lambda way: way.seconds)

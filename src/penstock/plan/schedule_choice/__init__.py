@@ -1,0 +1,1 @@
+"""Plans whose schedule is chosen together with the cut into stages."""
