@@ -196,7 +196,9 @@ def test_batches_are_numbered_as_in_reports_in_messages() -> None:
         list(pipeline.run(list(make_loader(11, 8))))
 
 
-@pytest.mark.parametrize("loader", [lambda: failing(3), lambda: iter(make_loader(27, 8))], ids=["exception", "too short"])
+@pytest.mark.parametrize(
+    "loader", [lambda: failing(3), lambda: iter(make_loader(27, 8))], ids=["exception", "too short"]
+)
 @pytest.mark.parametrize("method", ["1f1b", "2bw"])
 def test_what_was_trained_before_a_failure_is_saved(
     method: str, loader: Callable[[], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
