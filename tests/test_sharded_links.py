@@ -2,7 +2,10 @@
 
 import pytest
 from benchmarks.network.arms import MODELS, PARALLEL, PARALLEL_MAKERS, REPLICATED, SHARDED, case_named
-from benchmarks.sharded_links import CHUNKS, expected, predict, print_bytes, print_ratio, proof_of
+from benchmarks.network.sharded_arms import CHUNKS
+from benchmarks.sharded_bytes import expected, print_bytes
+from benchmarks.sharded_levels import print_ratio
+from benchmarks.sharded_links import predict, proof_of
 
 CASE = SHARDED[-1]
 WEIGHTS = sum(4 * p.numel() for part in MODELS[CASE.model].task.stages(1) for p in part.parameters())
