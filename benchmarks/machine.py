@@ -39,12 +39,16 @@ def command_line(name: str) -> str:
 
 
 def core_seconds() -> dict[str, float]:
-    """Seconds that the cores of this machine have been busy and idle, and that its host has withheld; on Linux."""
+    """Return seconds that the cores of this machine have been busy, of it in interrupts, and idle; on Linux.
+
+    "stolen" is what the host of this machine has withheld.
+    """
     names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
     counts = Path("/proc/stat").read_text().split()[1 : len(names) + 1]
     ticks = dict(zip(names, map(int, counts), strict=True))
     idle, stolen = ticks["idle"] + ticks["iowait"], ticks["steal"]
     found = {"busy": sum(ticks.values()) - idle - stolen, "idle": idle, "stolen": stolen}
+    found["interrupts"] = ticks["irq"] + ticks["softirq"]
     return {name: count / os.sysconf("SC_CLK_TCK") for name, count in found.items()}
 
 

@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import command_line, describe_machine
-from penstock.schedule.build import prove
+from penstock.schedule.add_options import extended
+from penstock.schedule.build import ScheduleRequest, prove
+from penstock.schedule.proof.check import check
+from penstock.schedule.proof.proof import Proof
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
@@ -35,7 +38,14 @@ def varied_costs(base: Costs, count: int) -> Iterator[Costs]:
         yield Costs(stages, latency=0.01 * i)
 
 
-def measure(method: str, stages: int, microbatches: int, count: int, plays: bool) -> dict[str, Any]:
+def make(method: str, stages: int, microbatches: int, recomputes: bool) -> Proof:
+    """Build and prove a schedule."""
+    if not recomputes:
+        return prove(method, stages, microbatches)
+    return check(extended(ScheduleRequest(method, stages, microbatches).schedule, recomputes=True))
+
+
+def measure(method: str, stages: int, microbatches: int, recomputes: bool, count: int, plays: bool) -> dict[str, Any]:
     """Return the seconds of every step, and the sizes of the graph."""
     seconds: dict[str, float] = {}
 
@@ -45,7 +55,7 @@ def measure(method: str, stages: int, microbatches: int, count: int, plays: bool
         seconds[what] = round(time.process_time() - start, 3)
         return result
 
-    proof = timed("make", lambda: prove(method, stages, microbatches))
+    proof = timed("make", lambda: make(method, stages, microbatches, recomputes))
     costs = Costs.uniform(proof.schedule)
     simulation = timed("simulate", lambda: simulate_schedule(proof, costs))
     span = timed("compile", lambda: CompiledSpan(simulation.lowered))
@@ -57,6 +67,7 @@ def measure(method: str, stages: int, microbatches: int, count: int, plays: bool
         "method": method,
         "stages": stages,
         "microbatches": microbatches,
+        "recomputes": recomputes,
         "window": simulation.window,
         "events": span.events,
         "seconds": seconds,
@@ -80,6 +91,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["1f1b", "2bw", "interleaved", "breadth-first", "zb-v"])
     parser.add_argument("--stages", type=int, default=64)
     parser.add_argument("--microbatches", type=int, default=1024)
+    parser.add_argument("--recompute", action="store_true", help="with forwards that are run again")
     parser.add_argument("--costs", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--play", action="store_true", help="play each span on the object machine, too, and compare")
@@ -89,7 +101,7 @@ def main() -> None:
     with path.open("w") as file:
         file.write(json.dumps({"command": command_line("simulator"), **describe_machine()}) + "\n")
         for method in arguments.methods:
-            size = arguments.stages, arguments.microbatches
+            size = arguments.stages, arguments.microbatches, arguments.recompute
             runs = []
             for _ in range(arguments.repeats):
                 with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:

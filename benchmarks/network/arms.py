@@ -200,7 +200,7 @@ PARALLEL_MAKERS: dict[str, Maker] = {
 LEVELS: dict[str, Maker] = {
     f"penstock 2bw x 2, {level}": partial(ParallelPipelinesArm, "2bw", 1, level) for level in ("none", "gradients")
 }
-"""The arms of `benchmarks.sharded_links` by name, and those of `benchmarks.sharded_links --levels`."""
+"""The arms of `benchmarks.sharded_links` by name, and those of `benchmarks.sharded_levels`."""
 
 DIVIDED = ("torch ddp", "torch fsdp2")
 """Arms whose batches all take the same time, so that a quarter of the microbatches is enough in a turn."""

@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 """A turn, as the raw data have it."""
 
 TOLERANCE = 0.1
-_WAITS = ("wait", "room", "data")
+WAITS = ("wait", "room", "data")
 _FILL = 4  # batches of a stream before those that are counted
 
 
@@ -67,7 +67,7 @@ def core_costs(row: Row, stages: int, cores: int) -> Costs | None:
     for rank in row["ranks"]:
         taken, counts = rank["cores"], {name: count for name, (count, _) in rank["work"].items()}
         means |= {name: taken[name] / count for name, count in counts.items()}
-        waiting, working = (sum(taken.get(name, 0.0) for name in names) for names in (_WAITS, counts))
+        waiting, working = (sum(taken.get(name, 0.0) for name in names) for names in (WAITS, counts))
         work, waits, messages = work + working, waits + waiting, messages + rank["cpu"] - working - waiting
         ends += 2 * sum(count for count, *_ in rank["messages"].values())
     longer = (row["cores"]["busy"] + row["cores"]["stolen"] - waits) / (work + messages)

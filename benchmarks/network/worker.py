@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections import defaultdict
@@ -109,24 +110,30 @@ class Worker:
         """Run batches of an arm from a common start.
 
         Returns:
-            seconds: on this rank; cpu: seconds of a core of all its threads; sent, received: bytes of its interface,
-            the barrier's included; of an arm of Penstock what its timeline says of the turn (`recorded`), and
-            cores: seconds of a core by kind of work and wait (`CpuClock`); of a pipeline of torch its work, too.
+            seconds: on this rank; cpu: seconds of a core of all its threads; threads: the same of those that live
+            longer than the turn, and for how long each was ready and had no core; sent, received: bytes of its
+            interface, the barrier's included; of an arm of Penstock what its timeline says of the turn (`recorded`),
+            and cores: seconds of a core by kind of work and wait (`CpuClock`); of a pipeline of torch its work, too.
         """
         engine, clock, passes = (of.get((case, arm, link)) for of in (self._arms, self._cpu, self._passes))
         assert isinstance(engine, Arm)
         before = self._bytes()
         dist.barrier()
-        start, cpu = time.perf_counter(), time.process_time()
+        start, cpu, threads = time.perf_counter(), time.process_time(), thread_seconds()
         if clock is not None:
             clock.seconds.clear()
         if passes is not None:
             passes.clear()
         engine.run(batches)
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        changed = {
+            name: [now - then for now, then in zip(each, threads.get(name, (0.0, 0.0)), strict=True)]
+            for name, each in thread_seconds().items()
+        }
         dist.barrier()  # so that nothing of this turn is under way when the link changes
         sent, received = (now - then for now, then in zip(self._bytes(), before, strict=True))
-        found = {"seconds": seconds, "cpu": cpu, "sent": sent, "received": received, **recorded(engine, start)}
+        counted = {"seconds": seconds, "cpu": cpu, "threads": changed, "sent": sent, "received": received}
+        found = {**counted, **recorded(engine, start)}
         if passes is not None:
             found["work"] = passes.work()
         return found if clock is None else {**found, "cores": dict(clock.seconds)}
@@ -143,13 +150,30 @@ class Worker:
         return sent, received
 
 
+def thread_seconds() -> dict[str, tuple[float, float]]:
+    """Return what each thread of this process has taken of a core, and how long it was ready and had none.
+
+    Threads that are not of Python, such as those of gloo, and those of one name count together.
+    """
+    names, found = {thread.native_id: thread.name for thread in threading.enumerate()}, dict[str, tuple[float, float]]()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            taken, ready, _ = (task / "schedstat").read_text().split()
+        except FileNotFoundError:  # it has ended
+            continue
+        name = names.get(int(task.name), "others")
+        before = found.get(name, (0.0, 0.0))
+        found[name] = before[0] + int(taken) / 1e9, before[1] + int(ready) / 1e9
+    return found
+
+
 def recorded(engine: Arm, start: float) -> dict[str, Any]:
     """What the recorder of an arm of Penstock has of the time since `start`; nothing of another arm.
 
     Returns:
-        work: "stage:operation" -> number and mean seconds; waits: reason -> seconds in all; messages: lane -> number,
-        and mean and median seconds from posting to completion; activations: the most microbatches in flight, per rank;
-        of a pipeline that has measured its link, in_flight: what it found.
+        work: "stage:operation" -> number and mean seconds; waits: reason -> seconds in all; messages: lane (and, of
+        collectives, the operation) -> number, and mean and median seconds from posting to completion; activations: the
+        most microbatches in flight, per rank; of a pipeline that has measured its link, in_flight: what it found.
         The timeline itself would be gathered over the link.
     """
     if not isinstance(engine, PenstockArm):
@@ -163,7 +187,7 @@ def recorded(engine: Arm, start: float) -> dict[str, Any]:
         if lane == "compute" and ended < start:  # transfers are recorded some time after their end
             break
         if lane != "compute" and begun >= start:
-            messages[lane].append(ended - begun)
+            messages[lane if lane != "collective" else f"collective {what}"].append(ended - begun)
         elif lane == "compute" and what.isupper():
             work[f"{stage}:{what}"].append(ended - begun)
         elif lane == "compute":

@@ -40,6 +40,7 @@ from .runtime.update.events import Evaluated as Evaluated
 from .schedule.ir.order import Order as Order
 from .schedule.ir.schedule import Schedule as Schedule, Stage as Stage
 from .schedule.machine.shared_cores import SharedCores as SharedCores
+from .schedule.machine.sharing.shared_links import SharedLinks as SharedLinks
 from .schedule.methods.choice import MethodChoice as MethodChoice, method as method
 from .schedule.methods.data_parallel_sync import Combine as Combine
 from .schedule.proof.proof import Proof as Proof

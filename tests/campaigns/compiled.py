@@ -131,6 +131,9 @@ def random_arrays(random):
         if random.random() < 0.3:
             options["group"] = random.randint(stages, stages + 4)
     schedule = ScheduleRequest(name, stages, m, options=options).schedule
+    if random.random() < 0.3:
+        some = [stage.index for stage in schedule.stages if random.random() < 0.8]
+        schedule = extended(schedule, recomputes=some or True)
     assert isinstance(schedule, ArraySchedule)
     return schedule
 

@@ -19,20 +19,25 @@ from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof import check as proofs
 from penstock.schedule.proof.check import check
 from penstock.schedule.transforms.apply_version_rule import apply_rule
+from penstock.schedule.transforms.recompute import with_recompute
 from penstock.simulate import simulate as simulation
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import play, simulate_schedule
 
 METHODS = ("1f1b", "eager", "2bw", "2bw-eager", "interleaved", "breadth-first", "zb-v")
+RECOMPUTING = ("1f1b, recomputing", "2bw, recomputing", "zb-v, recomputing")
 SIZES = ((1, 2), (2, 1), (2, 3), (3, 4), (3, 7), (4, 9))
 
 
 def of_arrays(method, stages, microbatches):
     """The schedule of a method, or None where the sizes are too small for it."""
+    name, _, recomputes = method.partition(", ")
     try:
-        schedule = ScheduleRequest(method, stages, microbatches).schedule
+        schedule = ScheduleRequest(name, stages, microbatches).schedule
     except (ScheduleError, ConfigError):
         return None
+    if recomputes:
+        schedule = with_recompute(schedule)
     assert isinstance(schedule, ArraySchedule)
     return schedule
 
@@ -64,6 +69,19 @@ def test_a_rule_is_written_into_arrays_as_into_actions(order, rule):
             assert getattr(fast, fact) == getattr(slow, fact)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_recomputes_are_added_to_arrays_as_to_actions(method):
+    for (stages, m), some in product(SIZES, (None, {0}, {1, 2})):
+        schedule = of_arrays(method, stages, m)
+        if schedule is None:
+            continue
+        fast, slow = (with_recompute(each, stages=some) for each in (schedule, replace(schedule)))
+        assert isinstance(fast, ArraySchedule)
+        assert fast == slow
+        for fact in ("operations", "first_trained", "recomputed", "slices", "deciding", "ranks"):
+            assert getattr(fast, fact) == getattr(slow, fact)
+
+
 def instructions(code, rank, part):
     """Readable rows of a program."""
     there, examples = code.programs[rank][part], code.classes.examples
@@ -72,7 +90,7 @@ def instructions(code, rank, part):
     return named, sorted(map(tuple, there.needs.tolist()))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS + RECOMPUTING)
 def test_arrays_are_lowered_as_actions_are(method):
     for (stages, m), window, lookahead in product(SIZES, (1, 2, 3, 50), (None, 0, 2)):
         schedule = of_arrays(method, stages, m)
@@ -85,7 +103,7 @@ def test_arrays_are_lowered_as_actions_are(method):
         assert fast == slow
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS + RECOMPUTING)
 def test_the_short_proof_derives_what_the_long_one_does(method):
     short = 0
     for stages, m in SIZES:
@@ -132,12 +150,12 @@ def with_actions(schedule, rank, part, actions):
     arrays[rank] = ProgramArrays(*(actions if i == part else old for i, old in enumerate(arrays[rank])))
     made = object.__new__(ArraySchedule)
     made.__dict__.update(schedule.__dict__, arrays=tuple(arrays))
-    for known in ("programs", "operations", "first_trained"):
+    for known in ("programs", "operations", "first_trained", "recomputed"):
         made.__dict__.pop(known, None)
     return made
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS + RECOMPUTING)
 def test_the_short_proof_refuses_what_the_long_one_refuses(method):
     """One defect each; where one is none (two forwards that may be swapped), both derive the same."""
     random, refused = Random(method), 0
@@ -169,7 +187,7 @@ def test_a_pass_of_the_next_batch_is_refused_by_both_proofs(method):
             assert found == outcome(replace(broken))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS + RECOMPUTING)
 def test_simulated_arrays_have_the_figures_of_the_object_machine(method):
     random, compiled = Random(method), 0
     for stages, m in SIZES:

@@ -19,8 +19,9 @@ from penstock.schedule.ir.op_table import OPS, Lane
 from penstock.schedule.ir.schedule import Action, Op
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.machine.play import Machine
-from penstock.schedule.machine.play_on_cores import CoreMachine
-from penstock.schedule.machine.shared_cores import CoreTime, SharedCores
+from penstock.schedule.machine.shared_cores import SharedCores
+from penstock.schedule.machine.sharing.shared_machine import SharedMachine, Sharing
+from penstock.schedule.machine.sharing.shared_time import SharedTime
 from penstock.schedule.proof.check import check
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.text import parse_schedule
@@ -80,24 +81,24 @@ def test_enough_cores_change_nothing_to_the_last_bit(data: st.DataObject, proof:
     costs, ranks = data.draw(costs_of(proof, messages=False)), proof.schedule.ranks
     shared = SharedCores(*data.draw(st.sampled_from([(ranks, None), (2, 2), (ranks + 0.5, ranks)])))
     assert shared.suffice(ranks)
-    assert recorded(CoreMachine, proof, costs, shared, 0.0) == recorded(Machine, proof, costs)
+    assert recorded(SharedMachine, proof, costs, Sharing(shared)) == recorded(Machine, proof, costs)
     found, alone = (simulate_schedule(proof, each, 2) for each in (replace(costs, cores=shared), costs))
     assert (found.figures(), found.timeline, found.time_split) == (alone.figures(), alone.timeline, alone.time_split)
 
 
-class Told(CoreMachine):
+class Told(SharedMachine):
     """Tells what each rank has to do in full speed, and from when to when it does it."""
 
     def __init__(self, proof: Proof, costs: Costs) -> None:
         assert costs.cores is not None
         times = costs.duration, costs.latency, self.ends, None, costs.transfer
-        super().__init__(proof.lowered, *times, costs.cores, costs.receive)
+        super().__init__(proof.lowered, *times, Sharing(costs.cores, receive=costs.receive))
         self.begun: dict[int, float] = {}
         self.told: list[tuple[int, float, float, float]] = []
 
     def _act(self, rank: int, action: Action, t: int, start: float, received: int) -> bool:
         assert rank not in self.begun
-        self.begun[rank] = self._duration(action) + received * self._receive
+        self.begun[rank] = self._duration(action) + received * self._sharing.receive
         return super()._act(rank, action, t, start, received)
 
     def ends(self, rank: int, action: Action, _t: int, start: float, end: float) -> None:
@@ -236,17 +237,17 @@ def test_a_long_run_on_shared_cores() -> None:
 def test_a_deadlock_is_told_on_shared_cores() -> None:
     lines = ["schedule mine", "microbatches 2", "nodes 0@0 1@1", "rank 0: F0 B0 F1 B1", "rank 1: F0 F1 B0 B1"]
     schedule = parse_schedule("\n".join(lines))
-    machine = CoreMachine(lower(schedule), lambda _: 1.0, 0.0, None, None, 0.0, SharedCores(1), 0.0)
+    machine = SharedMachine(lower(schedule), lambda _: 1.0, 0.0, None, None, 0.0, Sharing(SharedCores(1)))
     with pytest.raises(DeadlockError, match="2 ranks would wait for ever"):
         machine.play(1)
 
 
 def test_work_of_many_ranks_on_a_core_ends_in_the_order_of_its_amount() -> None:
-    time = CoreTime(SharedCores(2), 4)
+    time = SharedTime({("cores", 0): 2})
     for rank, work in enumerate([4.0, 1.0, 2.0, 3.0]):
-        time.begin(rank, 0.0, work)
+        time.begin((0, rank), 0.0, work, (("cores", 0),))
     ends = [time.next() for _ in range(4)]
-    assert [(each.rank, each.end) for each in ends if each] == [(1, 2), (2, 3.5), (3, 4.5), (0, 5.5)]
+    assert [(each.key[1], each.end) for each in ends if each] == [(1, 2), (2, 3.5), (3, 4.5), (0, 5.5)]
     assert time.next() is None
 
 

@@ -58,7 +58,7 @@ def extended(
             places than behind each STEP, or after other batches; or recomputes of its own, and segments are asked for.
         ScheduleError: its rule, or its order, is not one for recomputes.
     """
-    whole, operations = schedule, {a.op for program in schedule.programs for a in program.period}
+    whole, operations = schedule, schedule.operations
     level = schedule.sharding.level
     if level is not Level.NONE and (averages is not None or (recomputes and Op.R not in operations)):
         what = "pipelines with weights of their own have nothing to share" if averages else "add recomputes first"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from penstock.schedule.ir.schedule import Action, Op, Schedule
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.message_lanes import MessageObserver
 from penstock.schedule.machine.play import Machine, Observer
-from penstock.schedule.machine.play_on_cores import CoreMachine
 from penstock.schedule.machine.shared_cores import SharedCores
+from penstock.schedule.machine.sharing.shared_links import SharedLinks
+from penstock.schedule.machine.sharing.shared_machine import SharedMachine, Sharing
 from penstock.simulate.sharding_traffic import Network
 
 
@@ -58,7 +60,10 @@ class Costs:
         send, receive: time that a message takes its sender before it is posted, and its receiver at the beginning of
             the action that consumes it.
         cores: which ranks share the cores of a host (`penstock.SharedCores`); None if each has its own. While there are
-            not enough, all takes longer but `latency`, `transfer`, collectives and copies.
+            not enough, all takes longer but `latency`, `transfer`, copies, and collectives without the work of
+            `network`.
+        links: which ranks share the link of a host (`penstock.SharedLinks`), so that `transfer`, gathers and sums take
+            longer while several are under way; None if each lane has one of its own.
     """
 
     stages: tuple[StageCost, ...]
@@ -72,6 +77,7 @@ class Costs:
     send: float = 0.0
     receive: float = 0.0
     cores: SharedCores | None = None
+    links: SharedLinks | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is no time."""
@@ -85,7 +91,8 @@ class Costs:
         more = dict.fromkeys(("latency", "transfer", "collective", "copy", "send", "receive"), 0.0)
         more |= {"fused": 1.0, "left": 1.0}
         others = "".join(f", {key}={getattr(self, key):g}" for key, v in more.items() if getattr(self, key) != v)
-        return f"<Costs of {stages}{others}{'' if self.cores is None else f', {self.cores}'}>"
+        shared = "".join(f", {each}" for each in (self.cores, self.links) if each is not None)
+        return f"<Costs of {stages}{others}{shared}>"
 
     @classmethod
     def uniform(
@@ -116,15 +123,20 @@ class Costs:
 
     def slow_down(self, ranks: int) -> bool:
         """Return whether ranks slow each other down, or messages take them time: that is played, not compiled."""
-        return bool(self.send or self.receive) or not (self.cores is None or self.cores.suffice(ranks))
+        if self.send or self.receive or self.links is not None:
+            return True
+        return self.cores is not None and not (self._work_of_transfers is None and self.cores.suffice(ranks))
 
     def machine(self, lowered: Lowered, observer: Observer, on_message: MessageObserver | None = None) -> Machine:
         """Return a machine that plays a schedule with these times."""
-        ranks = lowered.schedule.ranks
         usual = lowered, self.duration, self.latency, observer, on_message, self.transfer
-        if not self.slow_down(ranks):
+        if not self.slow_down(lowered.schedule.ranks):
             return Machine(*usual)
-        return CoreMachine(*usual, self.cores or SharedCores(ranks), self.receive)
+        return SharedMachine(*usual, Sharing(self.cores, self.links, self.receive, self._work_of_transfers))
+
+    @property
+    def _work_of_transfers(self) -> Callable[[Action], float] | None:
+        return self.network.work_for if self.network is not None and self.network.work else None
 
     def duration(self, action: Action) -> float:
         """Return the time that an action occupies its lane."""
@@ -144,7 +156,7 @@ class Costs:
             case Op.STEP:
                 return cost.step
             case Op.REDUCE | Op.GATHER if self.network is not None:
-                return self.network.time(action)
+                return self.network.time(action) + self.network.work_for(action)
             case Op.REDUCE | Op.TIE | Op.AVERAGE | Op.GATHER:
                 return self.collective
             case Op.OFFLOAD | Op.FETCH if action.peer is None:
@@ -162,7 +174,7 @@ _LONGEST = 1e100  # so that sums of times are numbers, too
 
 def _check_times(costs: StageCost | Costs) -> None:
     for name, value in vars(costs).items():
-        if name in ("stages", "network", "cores"):
+        if name in ("stages", "network", "cores", "links"):
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST:
             raise ConfigError(f"{name} must be a finite number, not negative; got {in_short(value)}")

@@ -22,6 +22,8 @@ class Network:
         bandwidth: bytes that a rank sends in a unit of time, while it receives as many.
         parameters: of a stage.
         weight_bytes, gradient_bytes: of a parameter.
+        work: time of a core that a rank takes, beside its passes, for each byte that it sends in gathers and sums while
+            it receives as many: cutting, copying, adding, and the kernel's. The bytes are under way after that.
     """
 
     schedule: Schedule
@@ -30,6 +32,7 @@ class Network:
     parameters: float = 1.0
     weight_bytes: int = 4
     gradient_bytes: int = 4
+    work: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what is no network."""
@@ -38,6 +41,8 @@ class Network:
         for name in ("bandwidth", "parameters"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be greater than 0, got {getattr(self, name)}")
+        if not 0 <= self.work < math.inf:
+            raise ConfigError(f"work must be a finite number, not negative; got {self.work}")
 
     @classmethod
     def of_time(cls, schedule: Schedule, time: float) -> Network:
@@ -67,8 +72,12 @@ class Network:
         return 2 * (holders - 1) / holders * gradient
 
     def time(self, action: Action) -> float:
-        """Return how long a GATHER or REDUCE occupies its lane."""
+        """Return how long a GATHER or REDUCE is under way on a link of its own."""
         return self.sent(action) / self.bandwidth
+
+    def work_for(self, action: Action) -> float:
+        """Return the time of a core that a GATHER or REDUCE takes of each rank."""
+        return self.work * self.sent(action)
 
     def per_batch(self, rank: int) -> dict[str, float]:
         """Return the bytes that a rank sends in gathers and in sums for each batch, in the steady state."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.schedule.ir.arrays import OPERATIONS, STEP, ArraySchedule, B, F, I, Numbers, ProgramArrays, W
+from penstock.schedule.ir.arrays import OPERATIONS, STEP, ArraySchedule, B, F, I, Numbers, ProgramArrays, R, W
 
 
 def is_complete(schedule: ArraySchedule) -> bool:
@@ -30,10 +30,11 @@ def _is_complete(program: ProgramArrays, schedule: ArraySchedule, rank: int) -> 
     passes = period[period.op != STEP]
     keys = (local[passes.stage] * len(OPERATIONS) + passes.op) * m + passes.first % m
     counts = np.bincount(keys, minlength=len(own) * len(OPERATIONS) * m).reshape(len(own), len(OPERATIONS), m)
-    forwards, wholes, inputs, weights = (counts[:, op] for op in (F, B, I, W))
+    forwards, wholes, inputs, weights, again = (counts[:, op] for op in (F, B, I, W, R))
     steps = np.bincount(local[period.stage[period.op == STEP]], minlength=len(own))
     once = (forwards == 1).all() and (wholes + inputs == 1).all() and (inputs == weights).all()
-    return bool(once and (steps == 1).all() and _drains(program, m))
+    recomputes = np.array([stage.index in schedule.recomputed for stage in schedule.on_rank(rank)])
+    return bool(once and (again == recomputes[:, None]).all() and (steps == 1).all() and _drains(program, m))
 
 
 def _drains(program: ProgramArrays, m: int) -> bool:

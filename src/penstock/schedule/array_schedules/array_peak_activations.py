@@ -8,7 +8,7 @@ from math import lcm
 
 import numpy as np
 
-from penstock.schedule.ir.arrays import STEP, ActionArrays, ArraySchedule, B, F, I, Numbers, ProgramArrays, W
+from penstock.schedule.ir.arrays import STEP, ActionArrays, ArraySchedule, B, F, I, Numbers, ProgramArrays, R, W
 
 
 def most_held_in_arrays(schedule: ArraySchedule, batches: int, left: Fraction = Fraction(1)) -> list[Fraction]:
@@ -23,7 +23,9 @@ def most_held_in_arrays(schedule: ArraySchedule, batches: int, left: Fraction = 
     whole = np.array([scale // schedule.chunks[stage] for stage in schedule.stages])
     late = (whole * left.numerator) // left.denominator
     changes = np.zeros((STEP + 1, len(whole)), dtype=np.int64)
-    changes[F], changes[B], changes[I], changes[W] = whole, -whole, late - whole, -late
+    again = np.array([stage.index in schedule.recomputed for stage in schedule.stages])
+    changes[F], changes[R] = np.where(again, 0, whole), np.where(again, whole, 0)
+    changes[B], changes[I], changes[W] = -whole, late - whole, -late
     m = schedule.microbatches
     return [Fraction(_most_held(program, changes, batches, m), scale) for program in schedule.arrays]
 

@@ -2,11 +2,12 @@
 
 The proof plays every pass of every microbatch (`penstock.schedule.stage_state`). Where all passes of a batch on a
 stage read the same version (by rules flush and double-buffer), it is enough to play, on each stage, the microbatches
-whose forward is the first or the last of the batch, and those whose backward, or half of one, is. For any other one, k:
+whose forward is the first or the last of the batch, and those whose backward, half of one or recompute is. For any
+other one, k:
 
     its passes stand between such of the same kind and batch (checked here, in the endless stream of periods;
-    epilogues keep the order of that stream, which is checked, too), its forward before its backward, I before W
-    (checked).
+    epilogues keep the order of that stream, which is checked, too), its forward before its recompute, that before its
+    backward, I before W (checked).
 
     Versions. What k reads has been read by an earlier pass that is played, and will be by a later one. A
     version that is gone never comes back, so it is there between the two.
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.schedule.ir.arrays import BACKWARDS, NO_VERSION, STEP, ActionArrays, ArraySchedule, F, I, Numbers, W
+from penstock.schedule.ir.arrays import BACKWARDS, NO_VERSION, STEP, ActionArrays, ArraySchedule, F, I, Numbers, R, W
 from penstock.schedule.ir.schedule import Program, Schedule
 from penstock.schedule.ir.version_rules import RULES, Source
 
@@ -92,7 +93,7 @@ def _stream(own: list[ActionArrays], places: list[Numbers], length: int, m: int,
     if (np.diff(stream) <= 0).any():  # another order than that of later periods
         return None
     kept = set[int]()
-    for op in (F, *BACKWARDS):
+    for op in (F, R, *BACKWARDS):
         numbers = period.first[period.op == op] % m
         if len(numbers):
             kept |= {int(numbers[when[op, numbers].argmin()]), int(numbers[when[op, numbers].argmax()])}
@@ -100,11 +101,11 @@ def _stream(own: list[ActionArrays], places: list[Numbers], length: int, m: int,
 
 
 def _in_order(when: Numbers, period: ActionArrays) -> bool:
-    """Whether every forward stands before its backward, and I before W."""
-    m = when.shape[1]
-    for op in BACKWARDS:
+    """Whether each forward stands before its recompute, that before its backward, and I before W."""
+    m, again = when.shape[1], (period.op == R).any()
+    for op in (R, *BACKWARDS):
         numbers = period.first[period.op == op] % m
-        before = when[I if op == W else F, numbers]
+        before = when[I if op == W else F if op == R or not again else R, numbers]
         if (before >= when[op, numbers]).any():
             return False
     return True

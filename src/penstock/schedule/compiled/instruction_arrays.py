@@ -17,7 +17,8 @@ from penstock.schedule.ir.absolute_actions import since
 from penstock.schedule.ir.op_table import ACCEPTING, OPS, Lane
 from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, passes
 from penstock.schedule.ir.sharding import REPLICATED
-from penstock.schedule.machine.collective_state import ADDING, is_collective
+from penstock.schedule.machine.collective_state import is_collective
+from penstock.schedule.machine.gradient_room import ADDING
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Route
 
 Numbers = NDArray[np.signedinteger[Any]]

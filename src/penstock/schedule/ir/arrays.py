@@ -21,9 +21,9 @@ from penstock.schedule.ir.schedule import Action, Kind, Op, Program, Schedule, S
 
 Numbers = NDArray[np.signedinteger[Any]]
 
-OPERATIONS = (Op.F, Op.B, Op.I, Op.W, Op.STEP)
+OPERATIONS = (Op.F, Op.B, Op.I, Op.W, Op.R, Op.STEP)
 """The operations that arrays hold; their places here are their numbers."""
-F, B, I, W, STEP = range(len(OPERATIONS))  # noqa: E741
+F, B, I, W, R, STEP = range(len(OPERATIONS))  # noqa: E741
 BACKWARDS = (B, I, W)
 NO_VERSION = int(np.iinfo(np.int32).min)
 """In place of the version that an action reads, where it reads none."""
@@ -143,6 +143,11 @@ class ArraySchedule(Schedule):
         """Return the same with another window."""
         return _filled(ArraySchedule, **{**self.__dict__, "window": window})
 
+    def with_arrays(self, arrays: Sequence[ProgramArrays]) -> ArraySchedule:
+        """Return the same with other programs."""
+        names = [name for name in Schedule.__dataclass_fields__ if name != "programs"]
+        return _filled(ArraySchedule, arrays=tuple(arrays), **{name: getattr(self, name) for name in names})
+
     @cached_property
     def programs(self) -> tuple[Program, ...]:
         """What each rank runs; made at the first look.
@@ -163,6 +168,12 @@ class ArraySchedule(Schedule):
         """The operations of all periods."""
         found = {op for program in self.arrays for op in np.unique(program.period.op).tolist()}
         return frozenset(OPERATIONS[op] for op in found)
+
+    @cached_property
+    def recomputed(self) -> frozenset[int]:
+        """The stages whose forward is recomputed before the backward."""
+        places = [program.period.stage[program.period.op == R] for program in self.arrays]
+        return frozenset(self.stages[place].index for place in np.unique(np.concatenate(places)).tolist())
 
     @cached_property
     def first_trained(self) -> int:
@@ -188,7 +199,7 @@ _Made = TypeVar("_Made", ArrayOrder, ArraySchedule)
 
 def _filled(cls: type[_Made], **fields: Any) -> _Made:
     found = object.__new__(cls)
-    constant = {"recomputed": frozenset[int](), "slices": 1, "deciding": ()}  # what is none where there are no others
+    constant = {"slices": 1, "deciding": ()}  # what is none where there are no others
     found.__dict__.update({**constant, **fields})
     return found
 

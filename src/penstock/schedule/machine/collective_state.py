@@ -4,31 +4,31 @@ All ranks of a group have one first-in first-out lane per operation (one communi
 one after the other (`batch_ops.COLLECTIVES`), and its STEP waits for them (for the decision its VALIDATE, where it has
 one); a pass waits for the GATHER of the version that it reads. In a sharded schedule the GATHERs and REDUCEs of a rank
 that wait for no other rank of its pipeline have one lane together: its network.
-
-A sharded schedule may limit the full-size gradients that a rank has at once to k places. A backward that begins one
-takes a place, which is free again when the REDUCE of that gradient has ended; places are taken in the order in which
-their REDUCEs were issued, so the n-th gradient of a rank waits for the (n - k)-th REDUCE. (A rank whose places are all
-taken by gradients that it has not reduced yet waits for ever.)
 """
 
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.op_table import OPS, Lane
-from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, Stage, Unit, passes
+from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, Stage, Unit
 from penstock.schedule.ir.sharding import Level
+from penstock.schedule.machine.gradient_room import GradientRoom
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
-
-ADDING = (Op.B, Op.I, Op.W)
-"""Passes that add to a gradient."""
 
 Collective = tuple[Op, Stage, int]
 """Operation, first stage of the group, batch."""
+
+Joined = list[tuple[Op, Stage, float, float]]
+"""Operation, member, start, end: of all members of those that are complete."""
+
+Carrier = Callable[[Op, tuple[Stage, ...], float, Callable[[float, float], Joined]], bool]
+"""Takes a collective to a link, as (operation, its stages, when all have issued it, what to call with start and end);
+False where it occupies none, and so takes a time that is known."""
 
 
 @dataclass
@@ -58,56 +58,6 @@ class _GroupLane:
         self.places = {rank: place - 1 for rank, place in self.places.items()}
 
 
-@dataclass
-class GradientRoom:
-    """The places of a rank for full-size gradients.
-
-    Attributes:
-        begun: stage and batch of those that backwards add to.
-        freed: of the places that no backward adds to, in the order in which they are taken again: the gradient whose
-            REDUCE frees it, and when that ends (None while other ranks have not joined it).
-    """
-
-    begun: set[tuple[Stage, int]]
-    freed: deque[tuple[tuple[Stage, int] | None, float | None]]
-
-    @classmethod
-    def of(cls, places: int) -> GradientRoom:
-        """Return room of which nothing is taken."""
-        return cls(set(), deque([(None, 0.0)] * places))
-
-    def new(self, action: Action, t: int, microbatches: int) -> set[tuple[Stage, int]]:
-        """Return the gradients that an action in the period of batch t begins."""
-        return {
-            key
-            for p in passes(action)
-            if p.op in ADDING and (key := (p.stage, t + p.unit.first // microbatches)) not in self.begun
-        }
-
-    def has(self, places: int) -> bool:
-        """Whether it is known when so many places are free."""
-        return places <= len(self.freed) and all(self.freed[i][1] is not None for i in range(places))
-
-    def take(self, gradients: set[tuple[Stage, int]]) -> float:
-        """Begin gradients for which there is room; returns when there is."""
-        self.begun |= gradients
-        return max(self.freed.popleft()[1] or 0.0 for _ in gradients)
-
-    def reduce(self, gradient: tuple[Stage, int]) -> None:
-        """Issue the REDUCE of a gradient, which may be a part of it."""
-        if gradient in self.begun:
-            self.begun.remove(gradient)
-            self.freed.append((gradient, None))
-
-    def ends(self, gradient: tuple[Stage, int], end: float) -> None:
-        """Note when the REDUCE of a gradient ends."""
-        self.freed = deque((key, end if key == gradient and at is None else at) for key, at in self.freed)
-
-    def copy(self) -> GradientRoom:
-        """An independent twin."""
-        return GradientRoom(set(self.begun), self.freed.copy())
-
-
 class Collectives:
     """Those that are under way.
 
@@ -117,6 +67,7 @@ class Collectives:
 
     Attributes:
         waiting: the operations that wait for collectives of their batch and stage, and for which.
+        carrier: of those that share links; None where each lane has one of its own.
     """
 
     def __init__(self, schedule: Schedule, duration: Callable[[Action], float]) -> None:
@@ -127,18 +78,22 @@ class Collectives:
         self.waiting: dict[Op, tuple[Op, ...]] = {Op.STEP: COLLECTIVES}
         if any(a.op is Op.VALIDATE for a in actions):
             self.waiting = {Op.STEP: COLLECTIVES[:-1], Op.VALIDATE: COLLECTIVES[-1:]}
+        self.carrier: Carrier | None = None
         self._duration = duration
         self._lanes: dict[tuple[Op, tuple[int, ...]], _GroupLane] = {}
         self._issued: dict[Collective, dict[Stage, float]] = {}  # by some of the group
         self._ready: dict[Stage, float] = {}
-        self._gathered: dict[tuple[Stage, int], float] = {}  # when a version was whole, of the last two of each stage
+        # When a version was whole, of the last two of each stage; None while that is not known.
+        self._gathered: dict[tuple[Stage, int], float | None] = {}
+        self._gathering: dict[tuple[Stage, int], int] = {}  # which version, by stage and batch
+        self._averaging = set[tuple[Stage, int]]()  # whose end is not known
         self._sharded = schedule.sharding.level is not Level.NONE
         self._awaited: dict[Collective, float | None] = {}  # by a STEP: when done; None while others have not joined
         self._m, self._places = schedule.microbatches, schedule.sharding.gradients
         rooms = 0 if self._places is None else schedule.ranks
         self._rooms = [GradientRoom.of(self._places or 0) for _ in range(rooms)]
 
-    def issue(self, rank: int, action: Action, batch: int, now: float) -> list[tuple[Op, Stage, float, float]]:
+    def issue(self, rank: int, action: Action, batch: int, now: float) -> Joined:
         """Issue one; returns (operation, member, start, end) for all members of those that this makes complete.
 
         Raises:
@@ -153,25 +108,23 @@ class Collectives:
         issued[action.stage] = now
         if action.op in COLLECTIVES:
             self._awaited[action.op, action.stage, batch] = None
-        if self._rooms and action.op is Op.REDUCE:
-            self._rooms[rank].reduce((action.stage, batch))
-        done = self._complete(collective)
-        if action.op is Op.GATHER and action.reads is not None:  # no other rank of the pipeline takes part
+        elif action.op is not Op.GATHER:
+            self._averaging.add((action.stage, batch))
+        elif action.reads is not None:  # no other rank of the pipeline takes part
             version = action.reads.versions[0] + batch - action.unit.first
             self._gathered = {
                 (stage, v): end
                 for (stage, v), end in self._gathered.items()
                 if stage != action.stage or version - 1 <= v < version
             }
-            self._gathered[action.stage, version] = done[0][3]
-        if done and action.op in COLLECTIVES:
-            for op in COLLECTIVES[COLLECTIVES.index(action.op) + 1 :]:  # may have waited for just that
-                if self._joint[op]:
-                    done += self._complete((op, self._joint[op][0], batch))
-        return done
+            self._gathered[action.stage, version] = None
+            self._gathering[action.stage, batch] = version
+        if self._rooms and action.op is Op.REDUCE:
+            self._rooms[rank].reduce((action.stage, batch))
+        return self._complete(collective)
 
-    def _complete(self, collective: Collective) -> list[tuple[Op, Stage, float, float]]:
-        """The times of a collective if all have issued it, and what goes before it is done."""
+    def _complete(self, collective: Collective) -> Joined:
+        """Begin a collective if all have issued it, and what goes before it is done; returns what has a time then."""
         op, first, batch = collective
         group, issued = self.members(op, first), self._issued.get(collective, {})
         if len(issued) < len(group):
@@ -184,25 +137,51 @@ class Collectives:
                     return []
                 times.append(ended)
         lane = self._lanes[self.lane_key(op, group)]
-        start = max(lane.free, *times)
-        end = lane.free = start + self._duration(Action(op, first, Unit(batch, kind=Kind.BATCH)))
         lane.complete()
         del self._issued[collective]
+        if self.carrier is not None and self.carrier(op, group, max(times), partial(self._end, collective, group)):
+            return []
+        start = max(lane.free, *times)
+        end = lane.free = start + self._duration(Action(op, first, Unit(batch, kind=Kind.BATCH)))
+        return self._end(collective, group, start, end)
+
+    def _end(self, collective: Collective, group: tuple[Stage, ...], start: float, end: float) -> Joined:
+        """End a collective; returns its times, and those of what has waited for just that."""
+        op, _, batch = collective
         for stage in group:
             if self._rooms and op is Op.REDUCE:
                 self._rooms[stage.rank].ends((stage, batch), end)
             if op in COLLECTIVES:
                 self._awaited[op, stage, batch] = end
             elif op is not Op.GATHER:
+                self._averaging.discard((stage, batch))
                 self._ready[stage] = max(self._ready.get(stage, 0.0), end)
-        return [(op, stage, start, end) for stage in group]
+            elif (stage, batch) in self._gathering:
+                self._gathered[stage, self._gathering.pop((stage, batch))] = end
+        done = [(op, stage, start, end) for stage in group]
+        for later in COLLECTIVES[COLLECTIVES.index(op) + 1 :] if op in COLLECTIVES else ():
+            if self._joint[later]:
+                done += self._complete((later, self._joint[later][0], batch))
+        return done
 
     def joined(self, action: Action, batch: int, t: int) -> bool:
         """Whether every rank has joined the collectives that an action, in the period of batch t, waits for."""
         waiting = self.waiting.get(action.op, ())
         if waiting:
             return all(self._awaited.get((op, action.stage, batch), 0.0) is not None for op in waiting)
+        if self.carrier is not None and not self._has_weights(action, t):
+            return False
         return not self._rooms or self.has_room(action, t)
+
+    def _has_weights(self, action: Action, t: int) -> bool:
+        """Whether it is known when the weights that an action reads are gathered and averaged."""
+        for p in action.parts or (action,):
+            gathered = [(p.stage, version + t) for version in p.reads.versions] if p.reads is not None else []
+            if any(key in self._gathered and self._gathered[key] is None for key in gathered):
+                return False
+            if any(stage == p.stage for stage, _ in self._averaging):
+                return False
+        return True
 
     @property
     def why_no_room(self) -> str:
@@ -224,7 +203,7 @@ class Collectives:
         ready = max(self._ready.get(p.stage, 0.0) for p in action.parts or (action,))
         for p in (action.parts or (action,)) if self._gathered else ():
             for version in p.reads.versions if p.reads is not None else ():
-                ready = max(ready, self._gathered.get((p.stage, version + t), 0.0))
+                ready = max(ready, self._gathered.get((p.stage, version + t)) or 0.0)
                 if p.op is Op.RELEASE:  # which nothing reads any more
                     self._gathered.pop((p.stage, version + t), None)
         if self._rooms:
@@ -256,7 +235,7 @@ class Collectives:
         found = [lane.free for _, lane in sorted(self._lanes.items(), key=lambda item: item[0])]
         found += [by[stage] for _, by in sorted(self._issued.items()) for stage in sorted(by)]
         found += [self._ready[stage] for stage in sorted(self._ready)]
-        found += [self._gathered[key] for key in sorted(self._gathered)]
+        found += [end for _, end in sorted(self._gathered.items()) if end is not None]
         found += [end for room in self._rooms for _, end in room.freed if end is not None]
         return found + [end for _, end in sorted(self._awaited.items()) if end is not None]
 
@@ -267,6 +246,7 @@ class Collectives:
         twin._issued = {key: dict(by) for key, by in self._issued.items()}
         twin._ready, twin._gathered, twin._awaited = dict(self._ready), dict(self._gathered), dict(self._awaited)
         twin._rooms = [room.copy() for room in self._rooms]
+        twin._gathering, twin._averaging = dict(self._gathering), set(self._averaging)
         return twin
 
     def lane_key(self, op: Op, group: tuple[Stage, ...]) -> tuple[Op, tuple[int, ...]]:

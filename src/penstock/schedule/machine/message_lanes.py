@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.schedule import Payload
 from penstock.schedule.machine.instructions import Lowered, Message, Route
 from penstock.schedule.machine.lane_state import LaneState
+
+Carrier = Callable[[Route, float, Callable[[float], None]], bool]
+"""Takes a message to a link, as (route, when both ends are posted, what to call when it has been transferred); False
+where it occupies none, and so takes a time that is known."""
 
 MessageObserver = Callable[[Route, int, float, float], None]
 """Called as (route, first microbatch of the span, time at which the SEND is posted, time of arrival)."""
@@ -28,6 +33,7 @@ class MessageLanes:
     Attributes:
         arrived: per rank, the messages that have arrived and are not consumed yet, with the times.
         held_up: whether a SEND or RECV has waited for room, or a message on its way for its RECV.
+        carrier: of messages that share links; None where each lane has one of its own.
     """
 
     def __init__(
@@ -45,6 +51,7 @@ class MessageLanes:
         self._lanes = [LaneState(lowered.window, lane.payload is Payload.PARKED) for lane in lowered.lanes]
         self.arrived: list[dict[Message, float]] = [{} for _ in clock]
         self.held_up = False
+        self.carrier: Carrier | None = None
 
     def send(self, rank: int, message: Message, woken: set[int]) -> bool:
         """Post a SEND, or return False while the lane's window is full; adds the ranks whose message arrives."""
@@ -121,16 +128,22 @@ class MessageLanes:
         if ready > posted and (self._latency or self._transfer):  # else it is there when its consumer wants it
             self.held_up = True
         time = max(posted, ready)
+        if self.carrier and self.carrier(route, time, partial(self._arrive, lane, route, wanted, posted)):
+            return
         if self._transfer:
             time = lane.free = max(time, lane.free) + self._transfer
-        time += self._latency
+        self._arrive(lane, route, wanted, posted, time)
+        woken.update((route.source.rank, route.target.rank))
+
+    def _arrive(self, lane: LaneState, route: Route, wanted: Message, posted: float, transferred: float) -> None:
+        """Let a message arrive that has been transferred; the sender's buffer is free with it."""
+        time = transferred + self._latency
         lane.completes_send(time)
         self.arrived[route.target.rank][wanted] = time
         if lane.parks:
             lane.arrive(wanted, time)
         if self._on_message is not None:
             self._on_message(route, wanted.first, posted, time)
-        woken.update((route.source.rank, route.target.rank))
 
     def copy(self, clock: list[float]) -> MessageLanes:
         """Return independent lanes in the same state, for ranks with a clock of their own."""

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from penstock.schedule.ir.absolute_actions import existing
 from penstock.schedule.ir.op_table import ACCEPTING
 from penstock.schedule.ir.schedule import Action, Kind, Op, passes
-from penstock.schedule.machine.collective_state import ADDING, Collectives, is_collective
+from penstock.schedule.machine.collective_state import Collectives, is_collective
 from penstock.schedule.machine.deadlock import Blocked, blocked_at, deadlock
+from penstock.schedule.machine.gradient_room import ADDING
 from penstock.schedule.machine.instructions import Instruction, Lowered, LoweredProgram, Message
 from penstock.schedule.machine.lane_state import HostCopies, is_host_copy
 from penstock.schedule.machine.message_lanes import MessageLanes, MessageObserver

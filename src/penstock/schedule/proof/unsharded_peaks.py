@@ -18,7 +18,7 @@ from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Action, Op, Schedule, Stage, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Update
-from penstock.schedule.machine.collective_state import ADDING
+from penstock.schedule.machine.gradient_room import ADDING
 
 _SETTLED = 4  # batches after which everything has repeated
 

@@ -1,8 +1,11 @@
-"""Write a version rule into an order of arrays, as `transforms.apply_version_rule` does with actions."""
+"""Write a version rule, or recomputes, into arrays, as `apply_version_rule` and `recompute` do with actions."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.schedule.ir.arrays import (
     BACKWARDS,
@@ -11,10 +14,13 @@ from penstock.schedule.ir.arrays import (
     ActionArrays,
     ArrayOrder,
     ArraySchedule,
+    B,
     F,
+    I,
     ProgramArrays,
+    R,
 )
-from penstock.schedule.ir.version_rules import Placing, Source, VersionRule
+from penstock.schedule.ir.version_rules import RULES, Placing, Source, VersionRule
 
 
 def apply_rule_to_arrays(order: ArrayOrder, rule: VersionRule, microbatches: int, name: str) -> ArraySchedule | None:
@@ -59,6 +65,46 @@ def _with_steps(program: ProgramArrays, placing: Placing) -> ProgramArrays:
             ActionArrays.joined([late, epilogue, _step(stage, -1)]),
         )
     return program
+
+
+def recompute_in_arrays(schedule: ArraySchedule, stages: Collection[int] | None) -> ArraySchedule | None:
+    """Add a recompute directly before each backward of the stages whose backwards do not all follow their forwards.
+
+    Args:
+        schedule: without recomputes.
+        stages: which of them may recompute, by index; all if None.
+
+    Returns:
+        None where a recompute reads other weights than the backward.
+    """
+    if RULES[schedule.rule].recompute is not Source.FORWARD:
+        return None
+    later = set[int]()
+    for program in schedule.arrays:
+        whole = ActionArrays.joined(program)
+        before = [np.append(-1, column[:-1]) for column in (whole.stage, whole.first, whole.version)]
+        same = [a == b for a, b in zip(before, (whole.stage, whole.first, whole.version), strict=True)]
+        follows = np.logical_and.reduce(same) & (np.append(STEP, whole.op[:-1]) != STEP)
+        later |= set(whole.stage[_begins_backward(whole) & ~follows].tolist())
+    places = [i for i in later if stages is None or schedule.stages[i].index in stages]
+    return schedule.with_arrays(
+        [ProgramArrays(*(_recomputing(part, places) for part in program)) for program in schedule.arrays]
+    )
+
+
+def _begins_backward(actions: ActionArrays) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = (actions.op == B) | (actions.op == I)
+    return found
+
+
+def _recomputing(actions: ActionArrays, stages: Sequence[int]) -> ActionArrays:
+    """Put a recompute before each backward of these stages."""
+    again = _begins_backward(actions) & np.isin(actions.stage, stages)
+    doubled = actions[np.repeat(np.arange(len(actions)), 1 + again)]
+    first = np.flatnonzero(again) + np.arange(again.sum())
+    op = doubled.op.copy()
+    op[first] = R
+    return ActionArrays(op, doubled.stage, doubled.first, doubled.version)
 
 
 def _step(stage: int, batch: int) -> ActionArrays:

@@ -17,8 +17,10 @@ from typing import Literal, NamedTuple
 
 from penstock.checks import is_whole
 from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.ir.arrays import ArraySchedule
 from penstock.schedule.ir.schedule import Action, Copy, Op, Program, Schedule, Stage, WeightRef, passes
 from penstock.schedule.ir.version_rules import RULES, Source
+from penstock.schedule.transforms.array_rule import recompute_in_arrays
 
 Segments = int | Literal["auto"]
 """Stages per segment; "auto" is sqrt(stages), rounded."""
@@ -45,6 +47,10 @@ def with_recompute(schedule: Schedule, segments: Segments = 1, stages: Collectio
             segments of several stages, and units are not whole microbatches.
     """
     length = length_of(segments, schedule.num_stages)
+    if length == 1 and isinstance(schedule, ArraySchedule):
+        found = recompute_in_arrays(schedule, stages)
+        if found is not None:
+            return found
     rule = RULES[schedule.rule]
     if Source.COPY in (rule.backward, rule.recompute):
         raise ScheduleError(

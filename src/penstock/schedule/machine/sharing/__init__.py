@@ -1,0 +1,1 @@
+"""The machine whose ranks share cores and links: played in the order of time."""
