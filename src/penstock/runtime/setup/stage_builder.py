@@ -217,8 +217,8 @@ class StageBuilder:
         proof, low = self._plan.proof, self._low
         facts, apart, level = proof.stages[stage], _steps_apart(proof), proof.schedule.sharding.level
         if level is not Level.NONE:
-            holders = self._options.data_parallel.width, self._key.pipeline
-            return make_sharded_store(module, stage, proof, *holders, low)
+            where = self._options.data_parallel.width, self._key.pipeline
+            return make_sharded_store(module, stage, proof, *where, low)
         if low is None:
             return VersionStore(module.trained, facts.buffers, module.where, facts.copies)
         numbers = facts.versions, facts.gradients

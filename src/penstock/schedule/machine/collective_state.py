@@ -131,8 +131,10 @@ class Collectives:
         self._lanes: dict[tuple[Op, tuple[int, ...]], _GroupLane] = {}
         self._issued: dict[Collective, dict[Stage, float]] = {}  # by some of the group
         self._ready: dict[Stage, float] = {}
-        self._gathered: dict[tuple[Stage, int], float] = {}  # when a version was whole, of the last two of each stage
+        # When a version was whole, of the last two of each stage; None while other ranks have not joined its GATHER.
+        self._gathered: dict[tuple[Stage, int], float | None] = {}
         self._sharded = schedule.sharding.level is not Level.NONE
+        self._gathers_alone = schedule.sharding.level is Level.FULL or schedule.directions == 1
         self._awaited: dict[Collective, float | None] = {}  # by a STEP: when done; None while others have not joined
         self._m, self._places = schedule.microbatches, schedule.sharding.gradients
         rooms = 0 if self._places is None else schedule.ranks
@@ -156,14 +158,15 @@ class Collectives:
         if self._rooms and action.op is Op.REDUCE:
             self._rooms[rank].reduce((action.stage, batch))
         done = self._complete(collective)
-        if action.op is Op.GATHER and action.reads is not None:  # no other rank of the pipeline takes part
+        if action.op is Op.GATHER and action.reads is not None:
             version = action.reads.versions[0] + batch - action.unit.first
             self._gathered = {
                 (stage, v): end
                 for (stage, v), end in self._gathered.items()
                 if stage != action.stage or version - 1 <= v < version
             }
-            self._gathered[action.stage, version] = done[0][3]
+            self._gathered[action.stage, version] = None
+            self._gathered |= {(stage, version): end for _, stage, _, end in done}
         if done and action.op in COLLECTIVES:
             for op in COLLECTIVES[COLLECTIVES.index(action.op) + 1 :]:  # may have waited for just that
                 if self._joint[op]:
@@ -202,7 +205,14 @@ class Collectives:
         waiting = self.waiting.get(action.op, ())
         if waiting:
             return all(self._awaited.get((op, action.stage, batch), 0.0) is not None for op in waiting)
+        if not self._gathers_alone and None in self._read_by(action, t):
+            return False
         return not self._rooms or self.has_room(action, t)
+
+    def _read_by(self, action: Action, t: int) -> list[float | None]:
+        """When the versions were whole that an action reads."""
+        reads = [(p.stage, v + t) for p in passes(action) if p.reads is not None for v in p.reads.versions]
+        return [self._gathered.get(each, 0.0) for each in reads]
 
     @property
     def why_no_room(self) -> str:
@@ -224,7 +234,7 @@ class Collectives:
         ready = max(self._ready.get(p.stage, 0.0) for p in action.parts or (action,))
         for p in (action.parts or (action,)) if self._gathered else ():
             for version in p.reads.versions if p.reads is not None else ():
-                ready = max(ready, self._gathered.get((p.stage, version + t), 0.0))
+                ready = max(ready, self._gathered.get((p.stage, version + t)) or 0.0)
                 if p.op is Op.RELEASE:  # which nothing reads any more
                     self._gathered.pop((p.stage, version + t), None)
         if self._rooms:
@@ -256,7 +266,7 @@ class Collectives:
         found = [lane.free for _, lane in sorted(self._lanes.items(), key=lambda item: item[0])]
         found += [by[stage] for _, by in sorted(self._issued.items()) for stage in sorted(by)]
         found += [self._ready[stage] for stage in sorted(self._ready)]
-        found += [self._gathered[key] for key in sorted(self._gathered)]
+        found += [end for _, end in sorted(self._gathered.items()) if end is not None]
         found += [end for room in self._rooms for _, end in room.freed if end is not None]
         return found + [end for _, end in sorted(self._awaited.items()) if end is not None]
 
@@ -278,7 +288,7 @@ class Collectives:
         """Return the stages that take part in an operation on a stage; none where the schedule has none."""
         if op in self._joint:
             return self._joint[op]
-        return self._holders[stage] if op is Op.REDUCE else (stage,)
+        return self._holders[stage] if op is Op.REDUCE or (op is Op.GATHER and not self._gathers_alone) else (stage,)
 
 
 def is_collective(action: Action) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from penstock.schedule.ir.absolute_actions import existing
 from penstock.schedule.ir.op_table import ACCEPTING
 from penstock.schedule.ir.schedule import Action, Kind, Op, passes
+from penstock.schedule.ir.sharding import Level
 from penstock.schedule.machine.collective_state import ADDING, Collectives, is_collective
 from penstock.schedule.machine.deadlock import Blocked, blocked_at, deadlock
 from penstock.schedule.machine.instructions import Instruction, Lowered, LoweredProgram, Message
@@ -85,8 +86,10 @@ class Machine:
 
     def _variants(self, program: LoweredProgram) -> tuple[Sequence[Instruction], ...]:
         parts: list[Sequence[Instruction]] = list(program)
-        if self._proves:  # passes that wait for nobody take no part
-            limited = self.lowered.schedule.sharding.gradients is not None
+        sharding, directions = self.lowered.schedule.sharding, self.lowered.schedule.directions
+        joined = directions > 1 and sharding.level is not Level.NONE  # GATHERs, for which any pass may wait
+        if self._proves and not joined:  # passes that wait for nobody take no part
+            limited = sharding.gradients is not None
             parts = [[i for i in part if _interacts(i) or (limited and _adds(i))] for part in program]
         period, epilogue, rejected = parts
         return (
