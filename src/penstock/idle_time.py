@@ -40,6 +40,7 @@ from penstock.timeline import Interval, Timeline, Waiting
 
 _BACKWARD = ("B", "I")
 _SENT = ("F", *_BACKWARD)  # passes whose results travel
+_TAKEN = ("FETCH", "SWAPIN")  # copies that something waits for
 
 
 class Idle(NamedTuple):
@@ -179,7 +180,7 @@ class _Facts:
         self._waits: defaultdict[int, list[Interval]] = defaultdict(list)
         self._sent: defaultdict[tuple[int, int], list[Interval]] = defaultdict(list)
         self._joint: dict[tuple[int, int], float] = {}  # when the collectives of a (rank, batch) were done
-        self._back: dict[tuple[int, ...], float] = {}  # when what a pass waits for was back from the host
+        self._back: dict[tuple[int, ...], float] = {}  # when what an action waits for was back from the host
         self._arrived: dict[tuple[int, ...], float] = {}  # when the last message for a pass had come
         for i in sorted(timeline.intervals, key=lambda i: (i.start, i.end)):
             if i.is_work:
@@ -190,7 +191,7 @@ class _Facts:
                 self._waits[i.rank].append(i)
             elif i.lane == "collective":
                 self._joint[i.rank, i.batch] = max(i.end, self._joint.get((i.rank, i.batch), i.end))
-            elif i.lane == "copy" and i.what == "FETCH":
+            elif i.lane == "copy" and i.what in _TAKEN:
                 self._back[i.rank, *_handled(i)] = i.end
             elif i.what == "SEND":
                 key = i.peer, *_handled(i)
@@ -242,7 +243,9 @@ class _Facts:
         if action.what != "STEP":
             return self._copied(wait, action)
         done = min(self._joint.get((action.rank, action.batch), gap.start), gap.end)
-        return [wait._replace(what=Waiting.CONTROL, end=done), wait._replace(what=Waiting.ROOM, start=done)]
+        copied = self._back.get((action.rank, *_handled(action)), gap.start) >= gap.end
+        rest = wait._replace(what=Waiting.COPY if copied else Waiting.ROOM, start=done)
+        return [wait._replace(what=Waiting.CONTROL, end=done), rest]
 
     def _copied(self, wait: Interval, action: Interval) -> list[Interval]:
         """Divide the wait before a pass into that for its message and that for a copy, if that ends later."""
@@ -254,8 +257,8 @@ class _Facts:
 
 
 def _handled(i: Interval) -> tuple[int, ...]:
-    """Return what a pass, or a message or copy for it, belongs to: span, stage and microbatch."""
-    return i.span, i.stage, i.direction, i.microbatch
+    """Return what an action, or a message or copy for it, belongs to: span, stage and microbatch, or batch."""
+    return i.span, i.stage, i.direction, i.microbatch, i.batch if i.microbatch < 0 else -1
 
 
 def _during(intervals: list[Interval], gap: _Gap) -> list[Interval]:

@@ -194,7 +194,7 @@ class Backward(Consumer):
         return start
 
     def _wait_for_copies(self, turn: Turn) -> float | None:
-        """Have the device wait for activations that come back from the host; returns when work can begin, if it must."""
+        """Have a device wait for activations that come back from the host; returns when its work can begin."""
         flights = self._runtime.flights
         keys = [(k + turn.t * self._m, piece) for k, piece in self._keys]
         copies = [copy for key in keys for copy in self._runtime.graphs.arriving(flights[key].work)]

@@ -53,7 +53,7 @@ class Machine:
         transfer: time that a message occupies its lane.
 
     Attributes:
-        copies_beside: whether activations are copied to the host's memory, beside the passes.
+        copies_beside: whether something is copied to the host's memory and back, beside the passes.
         messages: those that are under way, or have come and are not consumed.
     """
 
@@ -214,7 +214,8 @@ class Machine:
                         break
                     start = max(start, ready)
                 if beside:
-                    start = max(start, self._collectives.done(action, first, t), self._host_copies.done(action, offset))
+                    copied = self._host_copies.done(action, t, self._m)
+                    start = max(start, self._collectives.done(action, first, t), copied)
                 if not self._act(rank, action, t, start, len(needs)):
                     segment.place = place + 1
                     return
@@ -245,7 +246,7 @@ class Machine:
             return True
         if not (self.copies_beside and is_host_copy(action)):
             return False
-        start, end = self._host_copies.issue(rank, action, t * self._m, self.clock[rank], self._duration(action))
+        start, end = self._host_copies.issue(rank, action, t, self._m, self.clock[rank], self._duration(action))
         if self.observer is not None:
             self.observer(rank, action, t, start, end)
         return True
