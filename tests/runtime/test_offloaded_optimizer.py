@@ -81,7 +81,9 @@ def train_plain(group: dist.ProcessGroup | None, case: Case, kind: str) -> Outco
 
 @pytest.mark.parametrize("kind", ["stages", "pieces"])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.method}-{c.optimizer}-{c.precision}")
-def test_states_that_were_away_have_the_numbers_of_the_reference(streams: list[LateCopies], case: Case, kind: Any) -> None:
+def test_states_that_were_away_have_the_numbers_of_the_reference(
+    streams: list[LateCopies], case: Case, kind: Any
+) -> None:
     found, wanted = train_plain(None, case, kind), said(case)
     assert repr((found.reports, found.decided)) == repr((wanted.reports, wanted.decided))
     assert_equal_tensors({name: found.weights[name] for name in wanted.weights}, wanted.weights, "weights")

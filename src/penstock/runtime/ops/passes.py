@@ -200,9 +200,12 @@ class Backward(Consumer):
         copies = [copy for key in keys for copy in self._runtime.graphs.arriving(flights[key].work)]
         if not copies:
             return None
-        return self._recorder.wait_on_device(
-            lambda: [copy.settle() for copy in copies], f"copy {turn.label}", *self._place, turn.batch, turn.first
-        )
+
+        def wait() -> None:
+            for copy in copies:
+                copy.settle()
+
+        return self._recorder.wait_on_device(wait, f"copy {turn.label}", *self._place, turn.batch, turn.first)
 
 
 class WeightBackward(Consumer):
