@@ -53,6 +53,27 @@ def test_every_cause_by_hand():
     assert result.shares(1)["imbalance"] == pytest.approx(3 / 30)
 
 
+def test_copies_by_hand():
+    """The gradients are sent at 5 and 8 and come at 6 and 9; what B0 reads is back from the host at 8, B1's at 8.
+
+    So rank 0 fills until 5, for 1 the message is in transit, and for 2 nothing but the copy is missing.
+    """
+    there = [did(1, 2, 3, "F0"), did(1, 3, 5, "B0"), did(1, 5, 6, "F1"), did(1, 6, 8, "B1")]
+    here = [did(0, 0, 1, "F0"), did(0, 1, 2, "F1"), did(0, 8, 8.5, "B0"), did(0, 9, 11, "B1")]
+    back = [Interval(0, "copy", 4, 8, "FETCH", f"FETCH{k}", batch=k, microbatch=k) for k in (0, 1)]
+    sent = [
+        Interval(1, "gradient 1>0", 5 + 3 * k, 6 + 3 * k, "SEND", f"gradient {k}", microbatch=k, peer=0) for k in (0, 1)
+    ]
+    assert split(2, *there, *here, *back, *sent).idle[0] == Idle(fill=3, communication=1.5, copy=2)
+
+
+def test_a_measured_copy_is_waited_for_by_name():
+    """The device waits from 6 to 8 for what comes back; before that the gradient travels, and was made at 4."""
+    passes = [*BATCH[:3], did(0, 8, 9, "B0")]
+    result = split(2, *passes, waited(0, 1, 6, "wait", 1), waited(0, 6, 8, "copy")).idle[0]
+    assert result == Idle(fill=3, communication=2, copy=2)
+
+
 BATCH = [did(0, 0, 1, "F0"), did(1, 1, 2, "F0"), did(1, 2, 4, "B0"), did(0, 4, 6, "B0")]
 NEXT = [did(0, 8, 9, "F0", 1), did(1, 10, 11, "F0", 1), did(1, 11, 13, "B0", 1), did(0, 13, 15, "B0", 1)]
 

@@ -10,6 +10,7 @@ idle moment is the first of these that holds:
     drain          the rank has finished its last pass of the section and other ranks have not (after the last section,
                    until the end of the timeline); or it waits for a gradient and has no forward left to run
     control        the rank waits for other ranks in a sum of gradients or a global decision
+    copy           the rank waits for nothing but what is on its way back from the memory of the host
     fill           the rank has not begun its first pass of the section; or it waits for its first gradient
     imbalance      the rank waits for a peer that is still working, or that is waiting itself
     engine         the rank waits for nothing recorded: Python between actions, the caller's loop, or the turns of other
@@ -22,7 +23,7 @@ imbalance, in any order.
 
 A measured timeline contains its waits. A simulated one only says when a rank posts a message, if that takes time. The
 others are derived: before a pass the rank waits for what another rank did last for the same microbatch, and before an
-update for its collectives.
+update for its collectives; if a copy from the host ends later, for that as soon as the message has come.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from penstock.timeline import Interval, Timeline, Waiting
 
 _BACKWARD = ("B", "I")
 _SENT = ("F", *_BACKWARD)  # passes whose results travel
+_TAKEN = ("FETCH", "SWAPIN")  # copies that something waits for
 
 
 class Idle(NamedTuple):
@@ -50,6 +52,7 @@ class Idle(NamedTuple):
     communication: float = 0.0
     data: float = 0.0
     control: float = 0.0
+    copy: float = 0.0
     engine: float = 0.0
 
 
@@ -156,8 +159,8 @@ class _Gap:
         border = self.before is not self.after
         if border and time < self._empty:
             return "drain"
-        if wait == Waiting.CONTROL:
-            return "control"
+        if wait in (Waiting.CONTROL, Waiting.COPY):
+            return "control" if wait == Waiting.CONTROL else "copy"
         if border and self.after is None:
             return "drain"
         if border:
@@ -177,6 +180,8 @@ class _Facts:
         self._waits: defaultdict[int, list[Interval]] = defaultdict(list)
         self._sent: defaultdict[tuple[int, int], list[Interval]] = defaultdict(list)
         self._joint: dict[tuple[int, int], float] = {}  # when the collectives of a (rank, batch) were done
+        self._back: dict[tuple[int, ...], float] = {}  # when what an action waits for was back from the host
+        self._arrived: dict[tuple[int, ...], float] = {}  # when the last message for a pass had come
         for i in sorted(timeline.intervals, key=lambda i: (i.start, i.end)):
             if i.is_work:
                 self._work[i.rank].append(i)
@@ -186,6 +191,11 @@ class _Facts:
                 self._waits[i.rank].append(i)
             elif i.lane == "collective":
                 self._joint[i.rank, i.batch] = max(i.end, self._joint.get((i.rank, i.batch), i.end))
+            elif i.lane == "copy" and i.what in _TAKEN:
+                self._back[i.rank, *_handled(i)] = i.end
+            elif i.what == "SEND":
+                key = i.peer, *_handled(i)
+                self._arrived[key] = max(i.end, self._arrived.get(key, i.end))
         self._derives = all(i.what == Waiting.POST for waits in self._waits.values() for i in waits)
         self._sections = _sections([i for work in self._work.values() for i in work if i.microbatch >= 0])
         self._start = timeline.start
@@ -231,9 +241,24 @@ class _Facts:
         """Derive the waits of a simulated rank, whose timeline has none."""
         wait = Interval(action.rank, "compute", gap.start, gap.end, Waiting.MESSAGE, "")
         if action.what != "STEP":
-            return [wait]
+            return self._copied(wait, action)
         done = min(self._joint.get((action.rank, action.batch), gap.start), gap.end)
-        return [wait._replace(what=Waiting.CONTROL, end=done), wait._replace(what=Waiting.ROOM, start=done)]
+        copied = self._back.get((action.rank, *_handled(action)), gap.start) >= gap.end
+        rest = wait._replace(what=Waiting.COPY if copied else Waiting.ROOM, start=done)
+        return [wait._replace(what=Waiting.CONTROL, end=done), rest]
+
+    def _copied(self, wait: Interval, action: Interval) -> list[Interval]:
+        """Divide the wait before a pass into that for its message and that for a copy, if that ends later."""
+        keys = [(action.rank, *_handled(part)) for part in action.parts or (action,)]
+        if max(self._back.get(key, wait.start) for key in keys) < wait.end:
+            return [wait]
+        come = max(min(self._arrived.get(key, wait.start), wait.end) for key in keys)
+        return [wait._replace(end=come), wait._replace(what=Waiting.COPY, start=come)]
+
+
+def _handled(i: Interval) -> tuple[int, ...]:
+    """Return what an action, or a message or copy for it, belongs to: span, stage and microbatch, or batch."""
+    return i.span, i.stage, i.direction, i.microbatch, i.batch if i.microbatch < 0 else -1
 
 
 def _during(intervals: list[Interval], gap: _Gap) -> list[Interval]:

@@ -23,6 +23,7 @@ class Waiting(StrEnum):
     ROOM = "room"  # until a peer has received an earlier message, so that the next may be posted
     DATA = "data"  # reading samples
     CONTROL = "control"  # for other ranks, in a sum of gradients or a global decision
+    COPY = "copy"  # what comes back from the memory of the host
     CALLER = "caller"  # the caller of the pipeline is handling the report of a batch
 
 

@@ -996,9 +996,30 @@ DEFECTS = (
     Defect(
         "a backward does not wait for the copy that brings its activations back",
         "schedule/machine",
-        "start = max(start, self._collectives.done(action, first, t), self._host_copies.done(action, offset))",
+        "start = max(start, self._collectives.done(action, first, t), copied)",
         "start = max(start, self._collectives.done(action, first, t))",
         ("tests/schedule/test_lane_state.py",),
+    ),
+    Defect(
+        "an update takes the state of a parameter that is still on its way from the host",
+        "weights/optim",
+        "            self.settle(names)\n            yield names",
+        "            yield names",
+        ("tests/runtime/test_offloaded_optimizer.py",),
+    ),
+    Defect(
+        "a snapshot reads an optimizer state before it has left the device",
+        "weights/optim",
+        "self._last.synchronize()",
+        "pass",
+        ("tests/runtime/test_offloaded_optimizer.py",),
+    ),
+    Defect(
+        "ranks that hold the same stages gather them in orders of their own",
+        "schedule/transforms",
+        "gathers = sorted((a for a in found if a.op is Op.GATHER), key=lambda a: a.stage)",
+        "gathers = [a for a in found if a.op is Op.GATHER]",
+        ("tests/runtime/test_sharded_directions.py",),
     ),
     Defect(
         "copies to the host begin before the ones before have ended",

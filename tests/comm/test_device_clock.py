@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +14,13 @@ from penstock.comm.core.trace_recorder import Recorder
 from penstock.idle_time import split_time
 from penstock.runtime.setup import rank_state
 from penstock.schedule.ir.absolute_actions import actions_of
+from penstock.schedule.text import parse_schedule
+from penstock.stage import graphs
 from penstock.timeline import Waiting
 from support.cases import Case, make_batches, make_pipeline
+from support.late_copies import LateCopies
 
+OFFLOAD = Path(__file__).parents[1] / "golden" / "offload.txt"
 ZERO = 5000.0  # seconds that the clock of the device is ahead
 
 
@@ -82,6 +87,25 @@ def test_work_has_the_times_of_the_device_and_waits_those_of_the_host() -> None:
 
 
 @pytest.mark.usefixtures("host")
+def test_a_wait_of_the_device_for_copies_is_no_work() -> None:
+    """The device waits for 0.03 before it works for 0.01; the host, which issues both, does not."""
+    device, recorder = SlowDevice(0.05), Recorder(0, time.perf_counter())
+    recorder.use_clock(DeviceClock(device.event))
+    recorder.align()
+    recorder.begin()
+    start = recorder.wait_on_device(lambda: time.sleep(0.03), "copy B0", 0, 0, 0, 0)
+    time.sleep(0.01)
+    recorder.add_work(start, recorder.now(), "B", "B0", 0, 0, 0, 0, 0)
+    recorder.pause()
+    wait, backward = recorder.recording()["intervals"]
+    assert wait[4:6] == ("copy", "copy B0")
+    assert wait[3] - wait[2] == pytest.approx(0.03)
+    assert backward[2] == pytest.approx(wait[3])
+    assert recorder.busy == pytest.approx(0.01)
+    assert recorder.totals["copy"] == [1, pytest.approx(0.03)]
+
+
+@pytest.mark.usefixtures("host")
 def test_events_are_used_again_and_bounded() -> None:
     """While none is left, work has the times at which it was issued."""
     device, told = SlowDevice(0.02), list[tuple[float, float]]()
@@ -112,6 +136,19 @@ def test_work_that_failed_leaves_no_mark() -> None:
     clock.end(lambda start, end: told.append(end - start))
     clock.read(wait=True)
     assert told == [0.0]
+
+
+def test_backwards_of_a_device_wait_for_copies_under_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two microbatches of the first rank are moved in each of three batches (tests/golden/offload.txt)."""
+    monkeypatch.setattr(rank_state, "device_clock", lambda _: DeviceClock(SlowDevice(0.01).event))
+    monkeypatch.setattr(graphs, "side_stream", lambda _: LateCopies())
+    case = Case("gpipe", 2, 4, spans=(3,), skips=())
+    pipeline = make_pipeline(case, method=parse_schedule(OFFLOAD.read_text()))
+    list(pipeline.run(make_batches(case)))
+    timeline = pipeline.timeline()
+    waits = [i for i in timeline.intervals if i.what == Waiting.COPY]
+    assert [(i.rank, i.label) for i in waits] == [(0, f"copy B{4 * t + k}") for t in range(3) for k in (2, 3)]
+    assert sum(split_time(timeline).idle[0]) > 0
 
 
 @pytest.mark.parametrize("method", ["1f1b", "2bw", "zb-h1"])

@@ -39,6 +39,7 @@ WORDS = {
     "recompute block": "recompute",
     "recompute stage": "recompute",
     **dict.fromkeys(SHARDS, "sharding|which data_parallel=2 needs"),
+    "offload optimizer": "offload_optimizer",
     "combine": "combine",
     "delays": "delays",
     "slices": "slices",

@@ -36,8 +36,8 @@ class MyOwn(torch.optim.SGD):
             "divides one state among pipelines, which with combine=average have states of their own",
         ),
         (
-            Case("chimera", 2, 2, width=2), {"sharding": "optimizer"}, CapabilityError,
-            "holds stages twice yet; take 1f1b",
+            Case("chimera", 2, 2, width=2), {"sharding": "full"}, CapabilityError,
+            "holds stages twice yet; take sharding gradients",
         ),
         (
             Case("2bw", 2, 2, "faint", "adafactor", width=2, tied=True), {"sharding": "gradients"}, CapabilityError,

@@ -139,6 +139,14 @@ OFFLOAD = [
     ("FETCH2 ", "FETCH2 FETCH2 ", "rank 0, FETCH2: its activations are not in flight"),
 ]  # fmt: skip
 
+SWAPPED = [
+    ("SWAPIN[t]@2 ", "", "stage 2 on rank 0 has 0 SWAPINs and 1 SWAPOUTs per batch; a stage that is trained may"),
+    ("SWAPIN[t]@0 B1@0^t SWAPIN[t]@2 STEP[t]@0", "B1@0^t SWAPIN[t]@2 STEP[t]@0 SWAPIN[t]@0", "rank 0, STEP[t]@0: its"),
+    ("STEP[t]@0 SWAPOUT[t]@0", "SWAPOUT[t]@0 STEP[t]@0", "rank 0, SWAPOUT[t]@0: must come behind the STEP of its"),
+    ("SWAPIN[t]@2", "SWAPIN[t-1]@2", "to drain, stage 2 must run SWAPIN for [-1]"),
+    ("SWAPIN[t]@0", "SWAPIN0@0", "rank 0, SWAPIN0@0: SWAPIN works on batches"),
+]  # fmt: skip
+
 AVERAGING = [  # after every fourth batch: the fault shows only there
     ("STEP[t] AVERAGE[t]%4\nrank 1", "AVERAGE[t]%4 STEP[t]\nrank 1", "AVERAGE"),
     ("STEP[t] AVERAGE[t]%4\nrank 1", "STEP[t]\nrank 1", "AVERAGE"),  # one stage's copies would drift apart
@@ -193,6 +201,7 @@ FAULTS = [
     *(("xpipe", *fault) for fault in PREDICTIONS),
     *(("blend", *fault) for fault in BLEND),
     *(("offload", *fault) for fault in OFFLOAD),
+    *(("swapped", *fault) for fault in SWAPPED),
     *(("periodic_averaging", *fault) for fault in AVERAGING),
     *(("nf1b", *fault) for fault in WIDE_UNITS),
     *(("wave_synchronous", *fault) for fault in WAVES),

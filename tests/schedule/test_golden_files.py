@@ -42,6 +42,7 @@ PEAKS = {
     "pipemare_recompute": [1, 1],  # recomputed for one backward at a time
     "post_validation": [3, 2],  # GPipe on rank 0; I0 frees nothing before W0, so 1F1B holds 2
     "seq1f1b": [Fraction(3, 2), 1],  # (p - r - 1 + k)/k
+    "swapped": [2, 2],  # breadth-first: m
     "two_branches": [2, 2, 1],  # both towers are one hop before the head
     "wave_synchronous": [2, 1],
     "xpipe": [2, 1],

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 
+from penstock.idle_time import Idle, split_time
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Op, Unit, passes
 from penstock.schedule.proof.check import check
@@ -42,6 +43,14 @@ def test_passes_go_on_while_activations_are_copied():
     assert at["B1"] == (9.5, 11.5)
     assert at["B0"] == (11.5, 13.5)
     assert timeline.bubble().busy == (12,)
+
+
+def test_what_a_rank_waits_for_is_a_copy():
+    """By hand, with copies of 5: B1 begins at 17, 9 after the last pass, and B0 at 22, 3 after B1."""
+    _, timeline = placed(5.0)
+    assert split_time(timeline).idle == (Idle(copy=9 + 3),)
+    _, timeline = placed(0.0)
+    assert split_time(timeline).idle == (Idle(),)
 
 
 def test_slow_copies_queue_and_hold_up_what_needs_them():

@@ -113,6 +113,7 @@ BUILDS: Mapping[str, Build] = {
     "evaluate": built_before,
     "average": given(ema_decay=AVERAGE),
     "resume": built_before,
+    "offload optimizer": given(offload_optimizer="stages"),
     "width": changed(width=2),
     **{feature: sharded(level) for feature, level in SHARDS.items()},
     "combine": lambda case: make_pipeline(replace(case, width=2), combine=MEETING),

@@ -165,10 +165,11 @@ def kept_and_looked_at(case: Case, chosen: Features) -> None:
     stopping = drained(case, 3) if {"evaluate", "resume"} & set(chosen) else case
     result, data = wanted(stopping), make_batches(replace(case, spans=(8,)))[6:]
     said, average = outcome_of(case, result), {"ema_decay": AVERAGE} if "average" in chosen else {}
+    away = {"offload_optimizer": "stages"} if "offload optimizer" in chosen else {}
     taken: list[Snapshot] = []
     evaluations: list[Evaluated] = []
     recording, outcome = Recording(OPTIMIZERS[case.optimizer]), Outcome()
-    pipeline = make_pipeline(case, optimizer=recording, **average)
+    pipeline = make_pipeline(case, optimizer=recording, **average, **away)
     save = Saving(3, taken.append) if "resume" in chosen else None
     look = Evaluating(3, lambda: data) if "evaluate" in chosen else None
     for report in pipeline.run(make_batches(case), save=save, evaluate=look):
@@ -368,7 +369,7 @@ def _going_on(factory: Callable[[Named], torch.optim.Optimizer], states: Iterato
 # --- the cells --------------------------------------------------------------------------------------------------------
 
 CHECKS: Mapping[tuple[str, ...], Check] = {
-    ("clip", "loss scale", "evaluate", "average", "resume"): kept_and_looked_at,
+    ("clip", "loss scale", "evaluate", "average", "resume", "offload optimizer"): kept_and_looked_at,
     ("bf16", "recompute block"): with_recompute("bf16", {"precision": "bf16"}, "block"),
     ("tied", "recompute stage"): with_recompute("tied", {"tied": True}, "stage"),
     ("width",): wide,

@@ -27,7 +27,7 @@ from support.cases import (
 )
 
 Parts = dict[str, list[tuple[int, dict[str, Any]]]]
-"""Of each parameter, the optimizer's state at the pipelines that have some, with the number of the pipeline."""
+"""Of each parameter, the optimizer's state at the holders that have some, with the number of the copy of the stage."""
 
 
 class Scaled(nn.Module):
@@ -53,7 +53,7 @@ def parts_of_state(pipeline: Pipeline) -> Parts:
             for name in weights.updater.own:
                 parameter = weights.updater.parameters[name]
                 state = weights.updater.optimizer.state.get(parameter, {})
-                found.setdefault(name, []).append((rank.key.pipeline, dict(state)))
+                found.setdefault(name, []).append((stage.place, dict(state)))
     return found
 
 

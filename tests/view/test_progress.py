@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.byte_sizes import human_bytes
-from penstock.idle_time import split_time
+from penstock.idle_time import Idle, TimeSplit, split_time
 from penstock.runtime.in_flight.adapted_in_flight import AdaptedInFlight
 from penstock.runtime.in_flight.pass_and_message_times import Measured
 from penstock.simulate.auto_in_flight import InFlightChoice
@@ -38,6 +38,16 @@ def test_a_table_of_where_the_time_went():
         ["rank", "1", "66.7", "11.1", "22.2", "0.0", "0.0", "0.0", "0.0", "0.0", "33.3"],
         ["all", "ranks", "66.7", "16.7", "16.7", "0.0", "0.0", "0.0", "0.0", "0.0", "33.3"],
     ]
+
+
+def test_a_table_has_a_column_for_copies_where_there_are_any():
+    split = TimeSplit(4.0, (3.0,), (Idle(copy=1.0),))
+    console = Console(file=StringIO(), width=100)
+    console.print(time_table(split))
+    lines = console.file.getvalue().splitlines()
+    assert lines[1].split()[-3:] == ["copy", "engine", "idle"]
+    assert lines[2].split()[-3:] == ["25.0", "0.0", "25.0"]
+    assert "copy: something comes back" in " ".join(lines)
 
 
 def test_a_table_of_the_end_of_a_long_run_says_so():

@@ -80,11 +80,12 @@ class Inspection(ModelWeights):
         processes set the same on all ranks: a run refuses copies of a stage that differ, and says in the log where a
         rate was set on some ranks only.
         """
-        return {
-            stage: runtime.weights.updater.optimizer
-            for stage, runtime in self.stages.items()
-            if isinstance(runtime.weights, TrainedWeights) and runtime.weights.updater.optimizer is not None
-        }
+        found = {}
+        for stage, runtime in self.stages.items():
+            if isinstance(runtime.weights, TrainedWeights) and runtime.weights.updater.optimizer is not None:
+                runtime.weights.updater.wait_for_copies()
+                found[stage] = runtime.weights.updater.optimizer
+        return found
 
     @property
     def doing(self) -> str:

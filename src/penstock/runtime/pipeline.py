@@ -42,6 +42,7 @@ from penstock.schedule.proof.proof import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.loss import LossFunction, check_loss
 from penstock.weights.corrections.base import Correction
+from penstock.weights.optim.offloaded_state import OffloadedOptimizer
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.update_hooks import UpdateHook
 from penstock.weights.updates.lr_schedulers import SchedulerFactory
@@ -92,6 +93,8 @@ class Pipeline(SavedStates, UserAdvice):
             scale or parallel pipelines).
         ema_decay: the decay of a moving average of the weights, A = decay A + (1 - decay) W after every update, for
             ``evaluate(..., averaged=True)`` and ``state_dict(averaged=True)``.
+        offload_optimizer: "stages" or "pieces" keep optimizer states in the host's memory between updates, from where
+            they come a stage at a time, or a few parameters at a time; see `UpdateOptions`.
         precision: "fp32", "bf16" or "fp16", the format of forwards and backwards; or a `Precision` with more options.
         recompute: "none", "block" or "stage": which forwards are run again to save memory; a list with one of these
             for each stage; or a `Recompute`.
@@ -137,6 +140,7 @@ class Pipeline(SavedStates, UserAdvice):
         lr_scheduler: SchedulerFactory | None = None,
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
+        offload_optimizer: OffloadedOptimizer = "none",
         precision: PrecisionName | Precision = "fp32",
         recompute: RecomputeMode | Sequence[RecomputeMode] | Recompute = "none",
         data_parallel: int | DataParallel = 1,
@@ -158,13 +162,16 @@ class Pipeline(SavedStates, UserAdvice):
             partition if isinstance(partition, Partition) else Partition(partition),
             microbatches if isinstance(microbatches, Microbatches) else Microbatches(microbatches),
             UpdateOptions(
-                max_grad_norm=max_grad_norm, lr_scheduler=lr_scheduler, ema_decay=ema_decay, divergence=divergence
+                max_grad_norm=max_grad_norm,
+                lr_scheduler=lr_scheduler,
+                ema_decay=ema_decay,
+                offload_optimizer=offload_optimizer,
+                divergence=divergence,
             ),
             RunOptions(seed=seed, **vars(place), timeout=processes.timeout, waits=processes.waits),
         )
-        mesh, split = options.data_parallel.mesh, options.microbatches
+        mesh, split, group = options.data_parallel.mesh, options.microbatches, processes.group
         correction, width = options.staleness.correction, options.data_parallel.width
-        group = processes.group
         check_group(group)
         if isinstance(method, Schedule | Proof) and not (stages is None and split.microbatches is None):
             raise ConfigError("a schedule has its stages and microbatches; leave stages and microbatches out")

@@ -21,7 +21,7 @@ from penstock.schedule.transforms.batch_ops import (
     with_ties,
     without_averages,
 )
-from penstock.schedule.transforms.offload import with_offload
+from penstock.schedule.transforms.offload import with_offload, with_swaps
 from penstock.schedule.transforms.recompute import Segments, with_recompute
 from penstock.schedule.transforms.sharding import with_sharding
 
@@ -34,6 +34,7 @@ def extended(
     recomputes: bool | Collection[int] = False,
     segments: Segments = 1,
     offloads: bool = False,
+    swaps: bool = False,
     tied: Collection[int] = (),
     averages: int | None = None,
     behind: int = 0,
@@ -48,6 +49,7 @@ def extended(
         recomputes: forwards are run again, in actions of their own; of all stages, or of some, by index.
         segments: how many stages do so together, where the schedule does not say (see `with_recompute`).
         offloads: activations of stages that recompute nothing are moved to the host's memory, and back.
+        swaps: optimizer states are in the host's memory between updates.
         tied: stages that share parameters.
         averages: parallel pipelines average their weights, or the like, after every so many batches.
         behind: they add there what they have made so many batches before.
@@ -58,22 +60,12 @@ def extended(
             places than behind each STEP, or after other batches; or recomputes of its own, and segments are asked for.
         ScheduleError: its rule, or its order, is not one for recomputes.
     """
-    whole, operations = schedule, schedule.operations
+    operations = schedule.operations
     level = schedule.sharding.level
     if level is not Level.NONE and (averages is not None or (recomputes and Op.R not in operations)):
         what = "pipelines with weights of their own have nothing to share" if averages else "add recomputes first"
         raise ConfigError(f"{schedule.name}: the schedule has sharding {level}; {what}")
-    if recomputes and Op.R not in operations:
-        whole = with_recompute(whole, segments, None if recomputes is True else recomputes)
-    elif not isinstance(recomputes, bool) and not schedule.recomputed <= set(recomputes) and Op.R in operations:
-        raise ConfigError(
-            f"{schedule.name}: the schedule recomputes stages {sorted(schedule.recomputed)} by itself, so recompute "
-            "cannot choose others; leave it out"
-        )
-    elif recomputes and segments != 1:
-        raise ConfigError(
-            f"{schedule.name}: the schedule has recomputes of its own, so leave segments={segments!r} out"
-        )
+    whole = _recomputed(schedule, recomputes, segments)
     if offloads and Op.OFFLOAD not in operations:
         whole = with_offload(whole)
     if reduces and Op.REDUCE not in operations:
@@ -83,9 +75,32 @@ def extended(
         whole = with_ties(whole, tied)
     if decides and Op.DECIDE not in operations:
         whole = with_decisions(whole)
+    if swaps and Op.SWAPIN not in operations:
+        whole = with_swaps(whole)
     if averages is not None:
         whole = _averaged(whole, averages, behind)
     return whole
+
+
+def _recomputed(schedule: Schedule, recomputes: bool | Collection[int], segments: Segments) -> Schedule:
+    """Add recomputes; arguments as of `extended`.
+
+    Raises:
+        ConfigError: there are others.
+    """
+    has = Op.R in schedule.operations
+    if recomputes and not has:
+        return with_recompute(schedule, segments, None if recomputes is True else recomputes)
+    if not isinstance(recomputes, bool) and not schedule.recomputed <= set(recomputes) and has:
+        raise ConfigError(
+            f"{schedule.name}: the schedule recomputes stages {sorted(schedule.recomputed)} by itself, so recompute "
+            "cannot choose others; leave it out"
+        )
+    if recomputes and segments != 1:
+        raise ConfigError(
+            f"{schedule.name}: the schedule has recomputes of its own, so leave segments={segments!r} out"
+        )
+    return schedule
 
 
 def _averaged(schedule: Schedule, averages: int, behind: int) -> Schedule:
@@ -113,6 +128,7 @@ def extend(
     recomputes: bool | Collection[int] = False,
     segments: Segments = 1,
     offloads: bool = False,
+    swaps: bool = False,
     tied: Collection[int] = (),
     averages: int | None = None,
     behind: int = 0,
@@ -123,7 +139,7 @@ def extend(
 
     Args:
         given: a schedule, or its proof.
-        decides, reduces, recomputes, segments, offloads, tied, averages, behind, sharding: as of `extended`.
+        decides, reduces, recomputes, segments, offloads, swaps, tied, averages, behind, sharding: as of `extended`.
         window: messages that may be outstanding on a lane; what the schedule says if None (see `make_schedule`).
 
     Raises:
@@ -138,6 +154,7 @@ def extend(
         recomputes=recomputes,
         segments=segments,
         offloads=offloads,
+        swaps=swaps,
         tied=tied,
         averages=averages,
         behind=behind,

@@ -54,6 +54,7 @@ class Costs:
         collective: time of a sum, average or gather over several ranks (REDUCE, TIE, AVERAGE, GATHER).
         copy: time to move the activations of a microbatch on one stage to the host's memory or back (OFFLOAD,
             FETCH), their bytes over the bandwidth. It occupies a lane of its own, not the rank.
+        swap: time to move the optimizer state of a stage to the host's memory or back (SWAPIN, SWAPOUT), on that lane.
         fused: time of a fused action as a fraction of the sum of its parts.
         left: the fraction of a microbatch's activations that is kept between the two halves of its backward (I and W);
             above 1 if gradients take more.
@@ -74,6 +75,7 @@ class Costs:
     left: float = 1.0
     network: Network | None = None
     copy: float = 0.0
+    swap: float = 0.0
     send: float = 0.0
     receive: float = 0.0
     cores: SharedCores | None = None
@@ -88,7 +90,7 @@ class Costs:
         """Return the times; of stages that are all alike those of one."""
         alike = len(set(self.stages)) == 1
         stages = f"{len(self.stages)} x {self.stages[0]!r}" if alike else f"{len(self.stages)} stages"
-        more = dict.fromkeys(("latency", "transfer", "collective", "copy", "send", "receive"), 0.0)
+        more = dict.fromkeys(("latency", "transfer", "collective", "copy", "swap", "send", "receive"), 0.0)
         more |= {"fused": 1.0, "left": 1.0}
         others = "".join(f", {key}={getattr(self, key):g}" for key, v in more.items() if getattr(self, key) != v)
         shared = "".join(f", {each}" for each in (self.cores, self.links) if each is not None)
@@ -161,6 +163,8 @@ class Costs:
                 return self.collective
             case Op.OFFLOAD | Op.FETCH if action.peer is None:
                 return self.copy * amount
+            case Op.SWAPIN | Op.SWAPOUT:
+                return self.swap
             case Op.SEND:
                 return self.send
             case Op.DECIDE:

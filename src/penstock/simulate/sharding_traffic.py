@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from penstock.errors import ConfigError
 from penstock.schedule.ir.schedule import Action, Op, Schedule, Stage
+from penstock.schedule.ir.sharding import Level
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,19 @@ class Network:
     def sent_for(self, op: Op, stage: Stage) -> float:
         """Return the bytes that a rank sends for a GATHER or REDUCE of a stage.
 
-        Of w shards a gather sends the own one to w - 1 pipelines. A reduce-scatter over n holders sends each of them
-        its part of a gradient; a whole sum sends the sums back, too.
+        Of s shards a gather sends the own one to s - 1 others. A reduce-scatter over n holders sends each of them its
+        part of a gradient; a whole sum sends the sums back, too. All holders of a stage have shards of their own, but
+        with level full the copies in a pipeline are taken to have the same.
         """
+        holders = self.width * sum(other.index == stage.index for other in self.schedule.stages)
+        shards = self.width if self.schedule.sharding.level is Level.FULL else holders
         if op is Op.GATHER:
-            return (self.width - 1) / self.width * self.parameters * self.weight_bytes
+            return (shards - 1) / shards * self.parameters * self.weight_bytes
         if op is not Op.REDUCE:
             return 0.0
-        holders = self.width * sum(other.index == stage.index for other in self.schedule.stages)
         gradient = self.parameters * self.gradient_bytes
         if self.schedule.sharding.level.splits_gradients:
-            return (holders - 1) / self.width * gradient
+            return (holders - 1) / shards * gradient
         return 2 * (holders - 1) / holders * gradient
 
     def time(self, action: Action) -> float:

@@ -193,6 +193,10 @@ class StageGraphs:
         """Return the bytes of the saved tensors that can be moved."""
         return sum(offload.nbytes for offload in _offloads(work))
 
+    def arriving(self, work: Sequence[Graph | RecomputeInput]) -> list[ActivationOffload]:
+        """Return what may still be on its way back of what a backward reads; an accelerator copies beside its work."""
+        return [] if self._side is None else [offload for offload in _offloads(work) if offload.arrives]
+
     def take_bytes(self, work: Sequence[Graph | RecomputeInput]) -> list[list[Tensor]]:
         """Take the saved tensors out of graphs, as bytes to be sent to another rank."""
         given = [offload.take_bytes() for offload in _offloads(work)]

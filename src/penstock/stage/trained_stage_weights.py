@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -162,6 +162,15 @@ class TrainedWeights(StageWeights):
         self.pending = factor  # the rest of the version comes later
         if factor and self.average_rows is not None and self.store.rows is not None:
             self.average_rows.own.approach(self.store.rows.own, self._towards)
+
+    def swap(self, *, away: bool) -> None:
+        """Begin to bring the optimizer state from the host's memory, or to move it there."""
+        (self.updater.swap_out if away else self.updater.swap_in)()
+
+    def settle_swap(self) -> Callable[[], None] | None:
+        """Return what has the device wait for a state that is on its way; None where there is none."""
+        offloaded = self.updater.offloaded
+        return offloaded.settle if offloaded is not None and offloaded.arrives else None
 
     def version_shards(self, version: int) -> list[list[Tensor]] | None:
         """Return the memory of a version of which only the own shard is there, by owner; None if it is whole."""
@@ -328,8 +337,13 @@ class TrainedWeights(StageWeights):
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes that the optimizer remembers."""
+        """Bytes that the optimizer remembers on the device."""
         return self.updater.nbytes
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that it remembers in the memory of the host."""
+        return self.updater.offloaded_nbytes
 
     def bytes_by_role(self) -> dict[str, int]:
         """Return the parameter-sized bytes by role, without the optimizer's."""

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -89,6 +89,13 @@ class StageWeights:
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
+    def swap(self, *, away: bool) -> None:
+        """Begin to bring the optimizer state from the host's memory, or to move it there."""
+
+    def settle_swap(self) -> Callable[[], None] | None:
+        """Return what has the device wait for a state that is on its way; None where there is none."""
+        return None
+
     def step(self, batch: int, factor: float, keeps_old: bool) -> None:
         """Create version batch + 1: the optimizer update.
 
@@ -168,7 +175,12 @@ class StageWeights:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes that the optimizer remembers."""
+        """Bytes that the optimizer remembers on the device."""
+        return 0
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that it remembers in the memory of the host."""
         return 0
 
     def bytes_by_role(self) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -270,6 +270,7 @@ _CAUSES = (
     "posted or in transit. data: samples are read. control: gradients are summed, or all stages decide. engine: the "
     "rest. Idle time of all ranks is the bubble."
 )
+_COPY = " copy: something comes back from the memory of the host."
 
 
 def time_table(split: TimeSplit, unit: str = " s") -> Table:
@@ -277,16 +278,23 @@ def time_table(split: TimeSplit, unit: str = " s") -> Table:
     part = "the last " if split.partial else ""
     title = f"where the time went, % of {part}{split.makespan:.4g}{unit}"
     table = Table(title=title, title_justify="left", title_style="dim", box=None, padding=(0, 0, 0, 1), pad_edge=False)
-    table.caption, table.caption_justify = _CAUSES, "left"
     everything = split.shares()
+    copies = everything["copy"] > 0  # which few runs have
+    table.caption, table.caption_justify = _CAUSES + (_COPY if copies else ""), "left"
+    left_out = () if copies else ("copy",)
+    everything = _without(everything, left_out)
     for column in ("", *everything, "idle"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    rows = [(f"rank {rank}", split.shares(rank)) for rank in range(len(split.busy))]
+    rows = [(f"rank {rank}", _without(split.shares(rank), left_out)) for rank in range(len(split.busy))]
     for name, shares in [*rows, ("all ranks", everything)]:
         figures = [*shares.values(), sum(shares.values()) - shares["work"]]
         style = "bold" if shares is everything else None
         table.add_row(name, *(f"{100 * share:.1f}" for share in figures), style=style)
     return table
+
+
+def _without(shares: dict[str, float], causes: Collection[str]) -> dict[str, float]:
+    return {cause: share for cause, share in shares.items() if cause not in causes}
 
 
 def keys_table(keys: list[tuple[str, Any, str]], title: str = "keys of --set and --config") -> Table:

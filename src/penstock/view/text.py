@@ -179,10 +179,8 @@ class _TextDrawing:
             said.append(f"all read version {versions[0]} of the weights")
         heads = [lane.head for lane in self._beside]
         said += [f"net: network; G{_JOINED}gather, S{_JOINED}sum of gradients"] if "net" in heads else []
-        up, down = COPIES.values()
-        said += (
-            [f"host: activations copied; {up}{_JOINED}to its memory, {down}{_JOINED}back"] if "host" in heads else []
-        )
+        up, down = COPIES["OFFLOAD"], COPIES["FETCH"]
+        said += [f"host: copies; {up}{_JOINED}to its memory, {down}{_JOINED}back"] if "host" in heads else []
         said += [f"{_UPDATE}{_JOINED}update"] if any(i.what == "STEP" for i in work) else []
         idle = any(_IDLE in row.characters[start:end] for row in self._rows for start, end in blocks)
         return "; ".join([*said, f"{_IDLE}{_JOINED}idle"] if idle else said)

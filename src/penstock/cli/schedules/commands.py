@@ -22,11 +22,11 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import print_json
 from penstock.cli.schedules.schedule_from_options import (
-    asked_copy_time,
     asked_cores,
     asked_network,
     asked_window,
     prove_asked,
+    with_copy_times,
 )
 from penstock.cli.schedules.study_options import (
     Bandwidth,
@@ -41,6 +41,7 @@ from penstock.cli.schedules.study_options import (
     PipelineNumber,
     Segments,
     ShardingLevel,
+    SwapTime,
     WindowSize,
     at_least_0,
 )
@@ -94,6 +95,7 @@ def show(
     sharding: ShardingLevel = None,
     gather: GatherTime = 1.0,
     offload: OffloadTime = None,
+    offload_optimizer: SwapTime = None,
     text: Annotated[
         bool, typer.Option("--text", metavar=FLAG, help="Print the text form, which --file reads, instead.")
     ] = False,
@@ -113,15 +115,14 @@ def show(
 
     times = forward, backward / 2, backward / 2
     share = Costs((StageCost(*times),), latency), 1
-    own, sizes = (file, rule, correction), (stages, microbatches)
+    own, sizes, copies = (file, rule, correction), (stages, microbatches), (offload, offload_optimizer)
     with Console(stderr=True).status("proving the schedule"):  # a search for an order may take minutes
-        proof, choice = prove_asked(method, own, sizes, changes, segments, order, in_flight, share, sharding, offload)
+        proof, choice = prove_asked(method, own, sizes, changes, segments, order, in_flight, share, sharding, copies)
     schedule = proof.schedule
     span = batches or (3 if any(program.epilogue for program in schedule.programs) else 1)
-    costs = replace(Costs.uniform(schedule, *times, latency=latency), copy=asked_copy_time(proof, offload))
-    if proof.shards and gather:
-        costs = replace(costs, network=Network.of_time(schedule, gather))
-    simulation = simulate_schedule(proof, costs, span)
+    network = Network.of_time(schedule, gather) if proof.shards and gather else None
+    costs = replace(Costs.uniform(schedule, *times, latency=latency), network=network)
+    simulation = simulate_schedule(proof, with_copy_times(costs, proof, copies), span)
     if svg is not None:
         write_svg(svg, simulation, span)
     console = Console() if width is None else Console(width=width)
@@ -169,6 +170,7 @@ def simulate(
     bandwidth: Bandwidth = None,
     parameters: ParameterNumber = 1.0,
     offload: OffloadTime = None,
+    offload_optimizer: SwapTime = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict makespan, bubble, activations, versions and messages of a span of batches."""
@@ -182,14 +184,14 @@ def simulate(
     else:
         share = Costs((StageCost(forward, backward_input, backward_weight),), latency, transfer), 1
     share = replace(share[0], left=left), share[1]
-    own, sizes = (file, rule, correction), (stages, microbatches)
+    own, sizes, copies = (file, rule, correction), (stages, microbatches), (offload, offload_optimizer)
     with Console(stderr=True).status("proving the schedule"):  # a search for an order may take minutes
-        proof, choice = prove_asked(method, own, sizes, changes, segments, order, in_flight, share, sharding, offload)
+        proof, choice = prove_asked(method, own, sizes, changes, segments, order, in_flight, share, sharding, copies)
     if per_stage is not None:
         costs = read_stage_costs(per_stage, proof.schedule.num_stages, latency, transfer)
     else:
         costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=latency, step=step)
-    costs = replace(costs, transfer=transfer, fused=fused, left=left, copy=asked_copy_time(proof, offload))
+    costs = with_copy_times(replace(costs, transfer=transfer, fused=fused, left=left), proof, copies)
     costs = replace(costs, network=asked_network(proof, width, bandwidth, parameters), cores=asked_cores(cores))
     simulation = simulate_schedule(proof, costs, batches, window=asked_window(window))
     in_a_long_run = max(steady_bubble(simulation.lowered, costs, proof.steady_from + 2), 0.0)
@@ -198,6 +200,5 @@ def simulate(
         print_json(simulation.figures() | {"bubble_in_a_long_run": in_a_long_run} | chosen)
     else:
         table = simulation_table(simulation, batches, in_a_long_run)
-        sharded = sharding_table(simulation)
-        Console().print(table, *([] if sharded is None else [sharded]), time_table(simulation.time_split, ""))
+        Console().print(*filter(None, (table, sharding_table(simulation))), time_table(simulation.time_split, ""))
         _say(Console(), choice)

@@ -27,7 +27,7 @@ def prove_asked(
     in_flight: str | None,
     costs: tuple[Costs, int],
     sharding: str | None = None,
-    offload: float | None = None,
+    copies: tuple[float | None, float | None] = (None, None),
 ) -> tuple[Proof, InFlightChoice | None]:
     """Prove the schedule of a method or in a file, with recompute if asked for; and how `auto` was decided.
 
@@ -38,7 +38,7 @@ def prove_asked(
         changes, segments, order: as given.
         costs: of so many ranks together: an order that is searched for given times gets them as options.
         sharding: as given, in place of the method's; added behind recomputes.
-        offload: time of a copy to the host's memory, if activations are moved there.
+        copies: times of a copy of activations, and of optimizer states, if they are moved to the host's memory.
     """
     from penstock.schedule.build import ScheduleRequest
     from penstock.schedule.ir.in_flight import read_in_flight
@@ -72,14 +72,14 @@ def prove_asked(
         request = replace(request, sharding=added if whole else "none")
         request, choice = choose_in_flight(request, of_every_rank(costs[0], request.stages))
         proof = request.prove()
-    return _offloaded(proof if whole else _extended(proof, segments, added), offload), choice
+    return _offloaded(proof if whole else _extended(proof, segments, added), *copies), choice
 
 
-def _offloaded(proof: Proof, offload: float | None) -> Proof:
-    """Add copies of activations to the host's memory, if a time of these is given."""
+def _offloaded(proof: Proof, offload: float | None, swap: float | None) -> Proof:
+    """Add copies of activations and of optimizer states to the host's memory, if a time of these is given."""
     from penstock.schedule.add_options import extend
 
-    return proof if offload is None else extend(proof, offloads=True)
+    return extend(proof, offloads=offload is not None, swaps=swap is not None)
 
 
 def _extended(proof: Proof, segments: str | None, sharding: str) -> Proof:
@@ -164,9 +164,10 @@ def asked_window(text: str | None) -> int | Literal["unlimited"] | None:
     return int(text)
 
 
-def asked_copy_time(proof: Proof, offload: float | None) -> float:
-    """Return the time of a copy of one stage's activations, given that of a rank's whole share."""
-    return (offload or 0.0) / max(proof.schedule.chunks.values())
+def with_copy_times(costs: Costs, proof: Proof, copies: tuple[float | None, float | None]) -> Costs:
+    """Return costs with the times of copies of one stage, given those of a rank's whole share."""
+    offload, swap = ((time or 0.0) / max(proof.schedule.chunks.values()) for time in copies)
+    return replace(costs, copy=offload, swap=swap)
 
 
 def asked_network(proof: Proof, width: int | None, bandwidth: float | None, parameters: float) -> Network | None:

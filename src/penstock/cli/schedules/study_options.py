@@ -50,6 +50,12 @@ OffloadTime = Annotated[
         "TIME", "Move activations to the host's memory and back; TIME is that of a copy of a rank's whole share."
     ),
 ]
+SwapTime = Annotated[
+    float | None,
+    at_least_0(
+        "TIME", "Keep optimizer states in the host's memory; TIME is that of a copy of a rank's whole share, one way."
+    ),
+]
 DrawingWidth = Annotated[
     int | None,
     typer.Option(metavar="N", help="Columns of the drawing.", min=40, max=10**6, show_default="those of the terminal"),

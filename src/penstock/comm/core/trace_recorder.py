@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from penstock.comm.core.device_clock import DeviceClock
 from penstock.schedule.ir.op_table import Lane
-from penstock.timeline import Interval, Timeline, Total
+from penstock.timeline import Interval, Timeline, Total, Waiting
 
 KEEP = 50_000
 _COMPUTE = Lane.COMPUTE.value
@@ -150,6 +150,37 @@ class Recorder:
         total = self.totals.get(what)
         if total is None:
             total = self.totals[what] = [0, 0.0]
+        total[0] += 1
+        total[1] += end - start
+
+    def wait_on_device(
+        self, wait: Callable[[], object], label: str, stage: int, direction: int, batch: int, microbatch: int = -1
+    ) -> float | None:
+        """Have a device wait for what comes back from the host's memory, and record for how long.
+
+        Args:
+            wait: has the work that follows wait; it returns at once.
+            label, stage, direction, batch, microbatch: of the interval.
+
+        Returns:
+            The start of the work that follows; None where no device computes.
+        """
+        if self._clock is None:
+            wait()
+            return None
+        start = self.begin()
+        wait()
+        numbers = stage, direction, batch, -1, "", microbatch, self.span, -1
+        entry = [self.rank, _COMPUTE, start, self.now(), Waiting.COPY, label, *numbers]
+        self._entries.append(entry)
+        if not self._clock.end(partial(self._waited, entry)):
+            self._waited(entry, start, start)
+        return self.begin()
+
+    def _waited(self, entry: list[Any], start: float, end: float) -> None:
+        """Take down when a device has waited."""
+        entry[_START], entry[_END] = start, end
+        total = self.totals.setdefault(Waiting.COPY, [0, 0.0])
         total[0] += 1
         total[1] += end - start
 

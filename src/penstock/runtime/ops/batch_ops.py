@@ -49,9 +49,12 @@ class StepAction(BoundAction):
         self._span.capture.before_update(self._runtime)
         self.act(turn)
 
-    def work(self, turn: Turn) -> None:
+    def work(self, turn: Turn) -> float | None:
         """Update, and take a snapshot if it is time."""
-        span, batch = self._span, turn.batch
+        span, batch, start = self._span, turn.batch, None
+        settle = self._runtime.weights.settle_swap()
+        if settle is not None:
+            start = self._recorder.wait_on_device(settle, f"copy {turn.label}", *self._place, batch)
         weight = span.losses.weight_for_update(batch)
         decision = span.updates.step(self._runtime, batch, weight, self.stage.books.last.rotated)
         span.stop.agreed |= decision.stop
@@ -59,6 +62,7 @@ class StepAction(BoundAction):
         gathers = span.updates.gathers
         final = (gathers is None or gathers.full) and not span.meetings.meets(batch)
         (span.capture.after_step if final else span.capture.keep_older)(self._runtime, batch + 1)
+        return start
 
 
 class ProvisionalStep(StepAction):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from penstock.comm.core.coroutine_wait import Wait
 from penstock.runtime.rank.span import RankSpan
 from penstock.schedule.ir.absolute_actions import since
+from penstock.schedule.ir.op_table import SWAPS
 from penstock.schedule.ir.schedule import Copy, Kind, Op, Unit, format_unit
 from penstock.schedule.machine.instructions import Instruction
 from penstock.stage.trained_stage_weights import TrainedWeights
@@ -114,6 +115,7 @@ class BoundAction(Bound):
         plain = self._whole or (action.unit.count == 1 and not action.unit.slice and not self._evaluates)
         self._named = ActionName(self.stage.name, self._name, None if plain else action.unit)
         self._is_pass, self._bears = self.op in _PASSES, self.op in (Op.STEP, Op.VALIDATE, Op.AVERAGE)
+        self._optimizers = self._bears or self.op in SWAPS  # whose bytes change
         weights = runtime.weights
         self._store = weights.store if isinstance(weights, TrainedWeights) and self.stage.trained else None
         self._copies = bool(self.stage.spec.copy_uses)
@@ -172,7 +174,7 @@ class BoundAction(Bound):
         if self._is_pass:
             stage.memory.after_pass()
         else:
-            stage.memory.after_action(optimizers=self._bears)
+            stage.memory.after_action(optimizers=self._optimizers)
         batch = -1 if self._evaluates else turn.batch  # evaluation is no batch of the training
         version = batch + 1 if self._bears else turn.version
         first, index, direction = -1 if self._whole else turn.first, *self._place

@@ -16,7 +16,7 @@ from penstock.runtime.ops.batch_ops import (
 )
 from penstock.runtime.ops.bound import Bound
 from penstock.runtime.ops.messages import Receive, Send
-from penstock.runtime.ops.moves import bind_move
+from penstock.runtime.ops.moves import SwapAction, bind_move
 from penstock.runtime.ops.passes import Backward, Predict, RecomputeForward, WeightBackward, bind_forward
 from penstock.runtime.ops.post_validation import Redo, Validate
 from penstock.runtime.ops.sharded_passes import HeldBackward, HeldForward, HeldRecomputeForward, HeldWeightBackward
@@ -47,6 +47,8 @@ HANDLERS: Mapping[Op, Callable[[Instruction, RankSpan], Bound]] = MappingProxyTy
         Op.FETCH: bind_move,
         Op.HOLD: bind_move,
         Op.RETURN: bind_move,
+        Op.SWAPIN: SwapAction,
+        Op.SWAPOUT: SwapAction,
     }
 )
 

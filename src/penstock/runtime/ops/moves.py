@@ -1,4 +1,5 @@
-"""Activations that leave a stage and come back: OFFLOAD and FETCH, and HOLD and RETURN on the rank that keeps them.
+"""What leaves a stage and comes back: activations (OFFLOAD and FETCH; HOLD and RETURN on a rank that keeps them for
+a stage of another one) and optimizer states (SWAPOUT and SWAPIN).
 
 What comes from a peer is taken at the first look after it has come: HOLD and FETCH do not wait for it, but RETURN
 and the next action on the microbatch do.
@@ -86,6 +87,14 @@ class MoveFromPeer(BoundAction):
         message = self._in.take(key)
         _begin_use(message)
         self._runtime.graphs.put_bytes(self._runtime.flights[key].work, message.tree)
+
+
+class SwapAction(BoundAction):
+    """Brings the optimizer state of a stage from the host's memory (SWAPIN), or moves it back (SWAPOUT)."""
+
+    def work(self, turn: Turn) -> None:  # noqa: ARG002
+        """Begin; only the update waits."""
+        self._runtime.weights.swap(away=self.op is Op.SWAPOUT)
 
 
 def _begin_use(message: TensorMessage) -> None:

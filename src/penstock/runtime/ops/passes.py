@@ -175,9 +175,10 @@ class Backward(Consumer):
         super().__init__(instruction, span)
         self._run = self._runtime.backward if self.op is Op.B else self._runtime.backward_for_inputs
 
-    def work(self, turn: Turn) -> None:
+    def work(self, turn: Turn) -> float | None:
         """Run them one after the other, so that gradients are added in the order of the microbatches."""
         span, routes, version = self._span, self.stage.routes, turn.version
+        start = self._wait_for_copies(turn)
         copy = None if self._derive is None else self.copy(turn)
         for k, piece in self._keys:
             k += turn.t * self._m
@@ -190,6 +191,21 @@ class Backward(Consumer):
             # The weight of a batch is known to the last stage before its last backward, so it rides on gradients.
             known, asked = span.losses.weight(batch), span.stop.asked
             routes.put_input_gradients(Header(batch, k, span.more, weight=known, piece=piece, stop=asked), found)
+        return start
+
+    def _wait_for_copies(self, turn: Turn) -> float | None:
+        """Have a device wait for activations that come back from the host; returns when its work can begin."""
+        flights = self._runtime.flights
+        keys = [(k + turn.t * self._m, piece) for k, piece in self._keys]
+        copies = [copy for key in keys for copy in self._runtime.graphs.arriving(flights[key].work)]
+        if not copies:
+            return None
+
+        def wait() -> None:
+            for copy in copies:
+                copy.settle()
+
+        return self._recorder.wait_on_device(wait, f"copy {turn.label}", *self._place, turn.batch, turn.first)
 
 
 class WeightBackward(Consumer):

@@ -32,7 +32,7 @@ def check_sharding(schedule: Schedule, options: PipelineOptions) -> None:
     if fault is not None:  # an own order, or a schedule from a file, has been looked at itself
         raise ConfigError(f"{schedule.name}: {fault}")
     who = f"{schedule.name}: sharding {level}"
-    if parallel.width == 1:
+    if parallel.width * schedule.directions == 1:
         raise ConfigError(
             f"{who} divides state among parallel pipelines, but there is one; set data_parallel (penstock train: "
             "width) to 2 or more"
@@ -76,6 +76,9 @@ def _missing(schedule: Schedule, level: Level, options: PipelineOptions) -> str 
         )
     if options.staleness.chosen:
         return "with chosen delays yet; take 2bw or a method that flushes, or sharding none"
-    if schedule.directions > 1:
-        return "where a pipeline holds stages twice yet; take 1f1b or interleaved, or sharding none"
+    if schedule.directions > 1 and level is Level.FULL:
+        return "where a pipeline holds stages twice yet; take sharding gradients, or 1f1b or interleaved"
+    places = [(stage.index, stage.rank) for stage in schedule.stages]
+    if len(set(places)) < len(places):
+        return "where a rank holds a stage twice; take another order, such as chimera, or sharding none"
     return None

@@ -10,7 +10,7 @@ from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.stage.untrained_stage_weights import StageWeights
 
-_OPTIMIZER = "optimizer"
+_OPTIMIZER, _OFFLOADED = "optimizer", "offloaded optimizer"
 
 
 class MemoryLedger:
@@ -41,13 +41,15 @@ class MemoryLedger:
         totals: Counter[str] = Counter()
         for stage in self._stages:
             totals.update(stage.weights.bytes_by_role())
-            if optimizers and stage.weights.optimizer_bytes:
-                totals[_OPTIMIZER] += stage.weights.optimizer_bytes
-        roles = totals.keys() - {_OPTIMIZER}
+        roles, live = totals.keys(), self._recorder.live
         for role in self._recorder.roles - roles:  # of a method before this one
             self._recorder.hold(role, 0)
-        self._recorder.roles = roles
-        live = self._recorder.live
+        self._recorder.roles = set(roles)
+        if optimizers:
+            held = [(stage.weights.optimizer_bytes, stage.weights.offloaded_bytes) for stage in self._stages]
+            for role, bytes_of_stages in zip((_OPTIMIZER, _OFFLOADED), zip(*held, strict=True), strict=False):
+                if any(bytes_of_stages) or role in live:
+                    totals[role] = sum(bytes_of_stages)
         # First those that shrink: a buffer that changes its role must not count twice meanwhile.
         for role, nbytes in sorted(totals.items(), key=lambda each: each[1] > live.get(each[0], 0)):
             self._recorder.hold(role, nbytes)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from penstock.comm.communicators import holders_of
+from penstock.comm.core.rank_grid import Holder
 from penstock.errors import CapabilityError
 from penstock.partition.tied import Tie
 from penstock.schedule.ir.schedule import Op, Stage
@@ -27,7 +29,7 @@ from penstock.weights.updates.updater import Updater
 
 
 def make_sharded_store(
-    module: StageModule, stage: Stage, proof: Proof, holders: int, place: int, low: torch.dtype | None
+    module: StageModule, stage: Stage, proof: Proof, width: int, pipeline: int, low: torch.dtype | None
 ) -> ShardedStore:
     """Make the store of a stage.
 
@@ -35,9 +37,11 @@ def make_sharded_store(
         module: its blocks.
         stage: which.
         proof: of a sharded schedule.
-        holders, place: the number of pipelines, and which of them this is.
+        width, pipeline: the number of pipelines, and which of them this is.
         low: the precision of passes, if not that of the weights.
     """
+    members = holders_of(proof.schedule, width)[stage.index]
+    holders, place = len(members), members.index(Holder(pipeline, stage))
     level, facts, where = proof.schedule.sharding.level, proof.stages[stage], module.where
     overlapping = RULES[proof.schedule.rule].update is Update.ROTATE
     if low is not None:

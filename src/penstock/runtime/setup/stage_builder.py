@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.comm.core.devices import find_device
 from penstock.comm.core.rank_grid import RankKey
+from penstock.comm.core.side_stream import side_stream
 from penstock.comm.core.tensor_group import TensorGroup
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.comm.p2p.stage_neighbors import neighbors_of
@@ -200,6 +201,8 @@ class StageBuilder:
             divide_updates(store, updater, ties, stage)
         if module.division.splits and updater.optimizer is not None:
             check_steps_parts(updater.optimizer)
+        if update.offload_optimizer != "none":
+            updater.offload(update.offload_optimizer == "pieces", side_stream(module.device))
         elsewhere = {name for tie in ties for name in tie.names_at(stage.index) if tie.stages[0] != stage.index}
         if module.division.index:  # the first tensor rank counts what all have
             elsewhere |= module.trained.keys() - module.division.splits.keys()
@@ -217,8 +220,8 @@ class StageBuilder:
         proof, low = self._plan.proof, self._low
         facts, apart, level = proof.stages[stage], _steps_apart(proof), proof.schedule.sharding.level
         if level is not Level.NONE:
-            holders = self._options.data_parallel.width, self._key.pipeline
-            return make_sharded_store(module, stage, proof, *holders, low)
+            where = self._options.data_parallel.width, self._key.pipeline
+            return make_sharded_store(module, stage, proof, *where, low)
         if low is None:
             return VersionStore(module.trained, facts.buffers, module.where, facts.copies)
         numbers = facts.versions, facts.gradients

@@ -164,6 +164,8 @@ OPS: Mapping[Op, OpSpec] = MappingProxyType(
         Op.FETCH: OpSpec(Lane.COPY, _none, lambda a, _s: _parked("U", a), _fetch_memory),
         Op.HOLD: OpSpec(Lane.COPY, _none, lambda a, _s: _parked("P", a), _hold_memory),
         Op.RETURN: OpSpec(Lane.COPY, lambda a: _parked("U", a), _none, _hold_memory),
+        Op.SWAPIN: _plain(Lane.COPY),
+        Op.SWAPOUT: _plain(Lane.COPY),
         Op.SEND: _plain(Lane.TRANSFER),
         Op.RECV: _plain(Lane.TRANSFER),
     }
@@ -174,6 +176,9 @@ PASSES: frozenset[Op] = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R, Op.REDO})
 
 MOVES: frozenset[Op] = frozenset({Op.OFFLOAD, Op.FETCH, Op.HOLD, Op.RETURN})
 """Operations on microbatches that move the activations that a forward has kept."""
+
+SWAPS: frozenset[Op] = frozenset({Op.SWAPIN, Op.SWAPOUT})
+"""Operations on batches that move the optimizer state of a stage."""
 
 ACCEPTING: frozenset[Op] = frozenset({Op.HOLD, Op.FETCH})
 """Moves that take what comes from a peer as soon as it comes: whoever uses it waits for it."""

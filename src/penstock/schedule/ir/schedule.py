@@ -51,6 +51,8 @@ class Op(StrEnum):
     FETCH = "FETCH"  # move them back
     HOLD = "HOLD"  # receive the activations of a peer's unit, to hold them
     RETURN = "RETURN"  # send them back
+    SWAPIN = "SWAPIN"  # fetch the optimizer state of a stage from the memory of the host
+    SWAPOUT = "SWAPOUT"  # move it back there
     SEND = "SEND"
     RECV = "RECV"
     FUSED = "FUSED"  # several passes run as one overlapped action

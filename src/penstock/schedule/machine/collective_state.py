@@ -15,7 +15,7 @@ from functools import partial
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.op_table import OPS, Lane
-from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, Stage, Unit
+from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, Stage, Unit, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.machine.gradient_room import GradientRoom
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
@@ -88,6 +88,7 @@ class Collectives:
         self._gathering: dict[tuple[Stage, int], int] = {}  # which version, by stage and batch
         self._averaging = set[tuple[Stage, int]]()  # whose end is not known
         self._sharded = schedule.sharding.level is not Level.NONE
+        self._gathers_alone = schedule.sharding.level is Level.FULL or schedule.directions == 1
         self._awaited: dict[Collective, float | None] = {}  # by a STEP: when done; None while others have not joined
         self._m, self._places = schedule.microbatches, schedule.sharding.gradients
         rooms = 0 if self._places is None else schedule.ranks
@@ -110,7 +111,7 @@ class Collectives:
             self._awaited[action.op, action.stage, batch] = None
         elif action.op is not Op.GATHER:
             self._averaging.add((action.stage, batch))
-        elif action.reads is not None:  # no other rank of the pipeline takes part
+        elif action.reads is not None:
             version = action.reads.versions[0] + batch - action.unit.first
             self._gathered = {
                 (stage, v): end
@@ -169,19 +170,16 @@ class Collectives:
         waiting = self.waiting.get(action.op, ())
         if waiting:
             return all(self._awaited.get((op, action.stage, batch), 0.0) is not None for op in waiting)
-        if self.carrier is not None and not self._has_weights(action, t):
+        if self.carrier is not None and any(p.stage == stage for p in passes(action) for stage, _ in self._averaging):
+            return False
+        if (self.carrier is not None or not self._gathers_alone) and None in self._read_by(action, t):
             return False
         return not self._rooms or self.has_room(action, t)
 
-    def _has_weights(self, action: Action, t: int) -> bool:
-        """Whether it is known when the weights that an action reads are gathered and averaged."""
-        for p in action.parts or (action,):
-            gathered = [(p.stage, version + t) for version in p.reads.versions] if p.reads is not None else []
-            if any(key in self._gathered and self._gathered[key] is None for key in gathered):
-                return False
-            if any(stage == p.stage for stage, _ in self._averaging):
-                return False
-        return True
+    def _read_by(self, action: Action, t: int) -> list[float | None]:
+        """When the versions were whole that an action reads."""
+        reads = [(p.stage, v + t) for p in passes(action) if p.reads is not None for v in p.reads.versions]
+        return [self._gathered.get(each, 0.0) for each in reads]
 
     @property
     def why_no_room(self) -> str:
@@ -258,7 +256,7 @@ class Collectives:
         """Return the stages that take part in an operation on a stage; none where the schedule has none."""
         if op in self._joint:
             return self._joint[op]
-        return self._holders[stage] if op is Op.REDUCE else (stage,)
+        return self._holders[stage] if op is Op.REDUCE or (op is Op.GATHER and not self._gathers_alone) else (stage,)
 
 
 def is_collective(action: Action) -> bool:

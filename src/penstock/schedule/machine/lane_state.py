@@ -1,9 +1,9 @@
 """The state of lanes while a schedule is played: what is posted, what is under way, which buffers are free.
 
-A rank also has one lane for copies of activations to the host's memory and back, beside its passes. An OFFLOAD or FETCH
-without a peer begins when all actions before it have ended, and the copy before it, too; neither holds up the rank. Of
-what comes later only the first action on the microbatch behind its FETCH (a backward, a recompute) waits for the copy.
-So copies cost time but cannot block.
+A rank also has one lane for copies to the host's memory and back, beside its passes. An OFFLOAD or FETCH without a
+peer, a SWAPIN or SWAPOUT begins when all actions before it have ended, and the copy before it, too; none holds up the
+rank. Of what comes later only the first action on the microbatch behind its FETCH (a backward, a recompute) waits for
+the copy, and the STEP behind a SWAPIN. So copies cost time but cannot block.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class LaneState:
 
 
 _Key = tuple[Stage, int, int]
-"""Stage, microbatch of the span, and slice."""
+"""Stage, microbatch of the span, and slice; of an optimizer state the batch, and -1."""
+_TAKEN = frozenset({Op.FETCH, Op.SWAPIN})
 
 
 class HostCopies:
@@ -131,27 +132,31 @@ class HostCopies:
         self._free = [0.0] * ranks
         self._back: dict[_Key, float] = {}  # when what was fetched is there, until it is used
 
-    def issue(self, rank: int, action: Action, offset: int, now: float, duration: float) -> tuple[float, float]:
-        """Issue an OFFLOAD or FETCH; returns when it starts and ends.
+    def issue(
+        self, rank: int, action: Action, t: int, microbatches: int, now: float, duration: float
+    ) -> tuple[float, float]:
+        """Issue a copy; returns when it starts and ends.
 
         Args:
             rank: whose.
             action: with relative numbers.
-            offset: what they are relative to, in microbatches.
+            t: the batch that they are relative to.
+            microbatches: of a batch.
             now: when the rank issues it.
             duration: of the copy.
         """
         start = max(now, self._free[rank])
         end = self._free[rank] = start + duration
-        if action.op is Op.FETCH:
-            self._back.update(dict.fromkeys(_keys(action, offset), end))
+        if action.op in _TAKEN:
+            self._back.update(dict.fromkeys(_keys(action, t, microbatches), end))
         return start, end
 
-    def done(self, action: Action, offset: int) -> float:
+    def done(self, action: Action, t: int, microbatches: int) -> float:
         """Return when all that an action uses is back."""
         if not self._back:
             return 0.0
-        used = [key for p in passes(action) if p.unit.kind is Kind.TRAIN for key in _keys(p, offset)]
+        users = [p for p in passes(action) if p.unit.kind is Kind.TRAIN or p.op is Op.STEP]
+        used = [key for p in users for key in _keys(p, t, microbatches)]
         return max([self._back.pop(key, 0.0) for key in used], default=0.0)
 
     def times(self) -> list[float]:
@@ -167,10 +172,12 @@ class HostCopies:
 
 
 def is_host_copy(action: Action) -> bool:
-    """Return whether an action copies activations to the host's memory, or back."""
+    """Return whether an action copies something to the host's memory, or back."""
     return not action.parts and action.peer is None and OPS[action.op].lane is Lane.COPY
 
 
-def _keys(action: Action, offset: int) -> list[_Key]:
+def _keys(action: Action, t: int, microbatches: int) -> list[_Key]:
+    if action.unit.kind is Kind.BATCH:
+        return [(action.stage, action.unit.first + t, -1)]
     piece = action.unit.slice[0] if action.unit.slice else 0
-    return [(action.stage, number + offset, piece) for number in action.unit.microbatches]
+    return [(action.stage, number + t * microbatches, piece) for number in action.unit.microbatches]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from penstock.schedule.ir.absolute_actions import existing
 from penstock.schedule.ir.op_table import ACCEPTING
 from penstock.schedule.ir.schedule import Action, Kind, Op, passes
+from penstock.schedule.ir.sharding import Level
 from penstock.schedule.machine.collective_state import Collectives, is_collective
 from penstock.schedule.machine.deadlock import Blocked, blocked_at, deadlock
 from penstock.schedule.machine.gradient_room import ADDING
@@ -53,7 +54,7 @@ class Machine:
         transfer: time that a message occupies its lane.
 
     Attributes:
-        copies_beside: whether activations are copied to the host's memory, beside the passes.
+        copies_beside: whether something is copied to the host's memory and back, beside the passes.
         messages: those that are under way, or have come and are not consumed.
     """
 
@@ -86,8 +87,10 @@ class Machine:
 
     def _variants(self, program: LoweredProgram) -> tuple[Sequence[Instruction], ...]:
         parts: list[Sequence[Instruction]] = list(program)
-        if self._proves:  # passes that wait for nobody take no part
-            limited = self.lowered.schedule.sharding.gradients is not None
+        sharding, directions = self.lowered.schedule.sharding, self.lowered.schedule.directions
+        joined = directions > 1 and sharding.level is not Level.NONE  # GATHERs, for which any pass may wait
+        if self._proves and not joined:  # passes that wait for nobody take no part
+            limited = sharding.gradients is not None
             parts = [[i for i in part if _interacts(i) or (limited and _adds(i))] for part in program]
         period, epilogue, rejected = parts
         return (
@@ -212,7 +215,8 @@ class Machine:
                         break
                     start = max(start, ready)
                 if beside:
-                    start = max(start, self._collectives.done(action, first, t), self._host_copies.done(action, offset))
+                    copied = self._host_copies.done(action, t, self._m)
+                    start = max(start, self._collectives.done(action, first, t), copied)
                 if not self._act(rank, action, t, start, len(needs)):
                     segment.place = place + 1
                     return
@@ -243,7 +247,7 @@ class Machine:
             return True
         if not (self.copies_beside and is_host_copy(action)):
             return False
-        start, end = self._host_copies.issue(rank, action, t * self._m, self.clock[rank], self._duration(action))
+        start, end = self._host_copies.issue(rank, action, t, self._m, self.clock[rank], self._duration(action))
         if self.observer is not None:
             self.observer(rank, action, t, start, end)
         return True

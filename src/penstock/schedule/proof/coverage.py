@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ir.op_table import MOVES, PASSES
+from penstock.schedule.ir.op_table import MOVES, PASSES, SWAPS
 from penstock.schedule.ir.schedule import (
     Action,
     Kind,
@@ -30,7 +30,7 @@ from penstock.schedule.ir.schedule import (
 )
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
 
-_COUNTED = PASSES | {Op.STEP, Op.VALIDATE, Op.REDUCE, Op.TIE, Op.DECIDE, Op.AVERAGE}
+_COUNTED = PASSES | {Op.STEP, Op.VALIDATE, Op.REDUCE, Op.TIE, Op.DECIDE, Op.AVERAGE, *SWAPS}
 
 
 class _Slot(NamedTuple):
@@ -223,6 +223,12 @@ def _check_updates(schedule: Schedule, trained: set[int], periods: _Table) -> No
             )
         if ties > steps:
             raise ScheduleError(f"{where} has {ties} TIEs per batch; a stage that is trained may have one")
+        swaps = [len(periods.get(_Slot(f"stage {stage.name}", op, 0, 1), ())) for op in (Op.SWAPIN, Op.SWAPOUT)]
+        if swaps not in ([0, 0], [steps, steps]):
+            raise ScheduleError(
+                f"{where} has {swaps[0]} SWAPINs and {swaps[1]} SWAPOUTs per batch; a stage that is trained may have "
+                "one of each, around its STEP"
+            )
         if decides != (decided and steps):
             raise ScheduleError(
                 f"{where} has {decides} DECIDEs per batch; either all stages that are trained have one, or none"

@@ -28,6 +28,7 @@ class StageSpec:
         admits: True for the first trained stage, where microbatches are admitted.
         sharding: what is split over parallel pipelines.
         transient: the first batch in whose period nothing that its actions work on, or read, lies before the span.
+        swaps: True if its optimizer state is in the memory of the host between two updates.
         alone: True if its rank holds no other stage, so that its actions need not name it.
     """
 
@@ -43,6 +44,7 @@ class StageSpec:
     collectives: tuple[Op, ...]
     admits: bool
     transient: int
+    swaps: bool
     alone: bool
 
     @property
@@ -84,6 +86,7 @@ def stage_specs(schedule: Schedule, older: int, ranks: Collection[int] | None = 
             ),
             admits=stage.index == schedule.first_trained,
             transient=_transient(here, schedule.microbatches),
+            swaps=any(a.op is Op.SWAPIN for a in here),
             alone=len(schedule.on_rank(stage.rank)) == 1,
         )
         for stage, here in actions.items()

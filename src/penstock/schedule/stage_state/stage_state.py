@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
+from penstock.schedule.ir.op_table import SWAPS
 from penstock.schedule.ir.schedule import Action, Copy, Op, Stage, Unit, format_action
 from penstock.schedule.ir.version_rules import Source, Update
 from penstock.schedule.stage_state.derived_weight_copies import Copies
@@ -41,6 +42,7 @@ class StageState:
         draining: the number of batches of the span, once its last period is over.
         newest_read: True if a pass has read the newest version.
         rotated: True if the last update was written over its gradient instead of over the version it started from.
+        swapped_in: the batch for whose update the optimizer state has come from the host; None while it is there.
         rejecting: True if the next VALIDATE rejects its version.
     """
 
@@ -57,6 +59,7 @@ class StageState:
     newest_read: bool = False
     rotated: bool = False
     draining: int | None = None
+    swapped_in: int | None = None
     rejecting: bool = False
     peak_versions: int = 0
     peak_gradients: int = 0
@@ -95,6 +98,7 @@ class StageState:
         twin.gradients = self.gradients.shifted(batches)
         twin.shards = self.shards.shifted(batches)
         twin.held = {(peer, unit._replace(first=unit.first + k)) for peer, unit in self.held}
+        twin.swapped_in = None if self.swapped_in is None else self.swapped_in + batches
         twin.forwards += batches * len(self.spec.forwards.period)
         return twin
 
@@ -106,7 +110,9 @@ class StageState:
         versions = sorted(v - t for v in self.versions), sorted(v - t for v in self.provisional), self.newest - t
         place = self.forwards - t * len(self.spec.forwards.period)
         held = sorted((peer, unit.first - t * self.spec.microbatches, unit.slice) for peer, unit in self.held)
-        return versions, flights, self.gradients.state(t), copies, self.shards.state(t), held, place, self.newest_read
+        swapped = None if self.swapped_in is None else self.swapped_in - t
+        rest = held, place, self.newest_read, swapped
+        return versions, flights, self.gradients.state(t), copies, self.shards.state(t), *rest
 
     def drain(self, batches: int) -> None:
         """Begin the epilogue of a span of `batches` batches."""
@@ -267,6 +273,8 @@ class StageState:
             self._step(batch)
         elif op in COLLECTIVES:
             self._join(op, batch)
+        elif op in SWAPS:
+            self._swap(op, batch)
         elif op is Op.VALIDATE:
             if batch + 1 not in self.provisional:
                 raise BooksError("version {} is not provisional", VersionNumber(batch + 1))
@@ -309,7 +317,17 @@ class StageState:
                 return  # a part of the sum, to which the next REDUCE adds
         self.gradients.join(op, batch)
 
+    def _swap(self, op: Op, batch: int) -> None:
+        """Move the optimizer state from the host for an update, or back behind it."""
+        if op is Op.SWAPIN and self.swapped_in is not None:
+            raise BooksError("its optimizer state is here already, for batch {}", VersionNumber(self.swapped_in))
+        if op is Op.SWAPOUT and (self.swapped_in != batch or self.newest <= batch):
+            raise BooksError("must come behind the STEP of its batch, and that behind a SWAPIN")
+        self.swapped_in = batch if op is Op.SWAPIN else None
+
     def _step(self, batch: int) -> None:
+        if self.spec.swaps and self.swapped_in != batch:
+            raise BooksError("its optimizer state is in the memory of the host; there must be a SWAPIN before")
         gradient, rule = self.gradients.ready_for(Op.STEP, batch), self.spec.rule
         if self.newest != batch or batch in self.provisional:
             raise BooksError("starts from version {}, which is not the newest valid version", VersionNumber(batch))

@@ -1,21 +1,29 @@
-"""Add copies of activations to the host's memory: an OFFLOAD behind a forward, and a FETCH some passes before its
-backward, so that both copies are made beside passes.
+"""Add copies to the host's memory and back, which are made beside passes.
 
-A rank then has the activations of about three microbatches of a stage at a time, however many are in flight: those
-that a forward makes, those that a backward uses, and those that are on their way back.
+Of activations: an OFFLOAD behind a forward, and a FETCH a pass before its backward. A rank then has the activations of
+about three microbatches of a stage at a time, however many are in flight: those that a forward makes, those that a
+backward uses, and those that are on their way back.
+
+Of optimizer states: a SWAPIN a pass before a STEP, and a SWAPOUT behind it. Where STEPs of several stages follow one
+another, the state of a stage comes during the update of the one before. So the states of at most two stages of a rank
+are on its device at a time, and a third one on its way back.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from penstock.errors import ConfigError, ScheduleError
+from penstock.schedule.ir.op_table import PASSES
 from penstock.schedule.ir.schedule import Action, Op, Program, Schedule, Stage, passes
+from penstock.schedule.ir.version_rules import RULES
+from penstock.schedule.transforms.batch_ops import batch_unit
 
 _USING = (Op.B, Op.I)
-_AHEAD = 1  # passes between a FETCH and the backward, beside which the copy is made
+_AHEAD = 1  # passes between a FETCH and the backward, or a SWAPIN and the STEP, beside which the copy is made
+_TOGETHER = 2  # optimizer states that are here at a time
 _LEAST = 2 + _AHEAD  # passes from a forward to its backward from which on there is something to gain
 
 _Unit = tuple[Stage, int, tuple[int, int] | None]
@@ -111,3 +119,81 @@ def _units(action: Action, m: int, ops: Collection[Op]) -> Iterator[tuple[_Unit,
 def _copy(action: Action, op: Op, unit: _Unit, first: int) -> Action:
     like = next(p for p in passes(action) if p.stage == unit[0])
     return Action(op, unit[0], like.unit._replace(first=first, count=1, slice=unit[2]))
+
+
+# --- optimizer states -------------------------------------------------------------------------------------------------
+
+
+def with_swaps(schedule: Schedule) -> Schedule:
+    """Keep the optimizer states of all stages in the memory of the host between their updates.
+
+    Raises:
+        ScheduleError: updates may be taken back, which needs the state when it has gone.
+    """
+    if RULES[schedule.rule].provisional:
+        raise ScheduleError(
+            f"{schedule.name}: an update that may be taken back needs the optimizer state until it is decided on; set "
+            "offload_optimizer to none"
+        )
+    return replace(schedule, programs=tuple(map(_swapped, schedule.programs)))
+
+
+def _swapped(program: Program) -> Program:
+    """Add the copies of one rank to its program."""
+    period, early = _swaps_before(program.period)
+    epilogue, _ = _swaps_before(program.epilogue, {stage: batch - 1 for stage, batch in early.items()})
+    last = _carried_to(program.period)
+    period[last] += [_swap(Op.SWAPIN, stage, batch) for stage, batch in early.items()]
+    return Program(tuple(_with_swapouts(program.period, period)), tuple(_with_swapouts(program.epilogue, epilogue)))
+
+
+def _swaps_before(
+    actions: tuple[Action, ...], here: Mapping[Stage, int] | None = None
+) -> tuple[dict[int, list[Action]], dict[Stage, int]]:
+    """Return which SWAPINs stand before which actions of a part of a program.
+
+    Args:
+        actions: the part.
+        here: of an epilogue, the batches whose states have come in the period before, by stage.
+
+    Returns:
+        Them by position; and those for whose STEP no pass stands before it, which come at the end of the period before:
+        their batches by stage, relative to that.
+    """
+    works = [i for i, action in enumerate(actions) if passes(action)[0].op in PASSES]
+    steps = [i for i, action in enumerate(actions) if action.op is Op.STEP]
+    found: dict[int, list[Action]] = defaultdict(list)
+    early: dict[Stage, int] = {}
+    for number, position in enumerate(steps):
+        stage, batch = actions[position].stage, actions[position].unit.first
+        if here is not None and here.get(stage) == batch:
+            continue
+        before = [i for i in works if i < position]
+        free = [steps[number - _TOGETHER]] if number >= _TOGETHER else []
+        free += [i for i in steps[:number] if actions[i].stage == stage]
+        if here is None and not before and not free:
+            early[stage] = batch + 1
+            continue
+        place = before[-_AHEAD] if len(before) >= _AHEAD else min(position, steps[0])
+        found[max([place, *(i + 1 for i in free)])].append(_swap(Op.SWAPIN, stage, batch))
+    return found, early
+
+
+def _carried_to(period: tuple[Action, ...]) -> int:
+    """Return where the SWAPINs for the beginning of the next period stand: before the last pass, behind all STEPs."""
+    works = [i for i, action in enumerate(period) if passes(action)[0].op in PASSES]
+    steps = [i for i, action in enumerate(period) if action.op is Op.STEP]
+    return max([*works[-_AHEAD:][:1], *(i + 1 for i in steps)], default=0)
+
+
+def _with_swapouts(actions: tuple[Action, ...], before: Mapping[int, list[Action]]) -> Iterator[Action]:
+    for position, action in enumerate(actions):
+        yield from before.get(position, ())
+        yield action
+        if action.op is Op.STEP:
+            yield _swap(Op.SWAPOUT, action.stage, action.unit.first)
+    yield from before.get(len(actions), ())
+
+
+def _swap(op: Op, stage: Stage, batch: int) -> Action:
+    return Action(op, stage, batch_unit(batch))

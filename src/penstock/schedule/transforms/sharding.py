@@ -95,8 +95,12 @@ def with_sharding(schedule: Schedule, sharding: Sharding) -> Schedule:
 
 
 def _with_completions(schedule: Schedule) -> Schedule:
-    """Add a GATHER behind each STEP, and where batches overlap move both into the slack."""
-    programs = schedule.programs
+    """Add a GATHER behind each STEP, and where batches overlap move both into the slack.
+
+    Where stages are held several times, ranks of a pipeline take part in the GATHERs of each other. So they are in one
+    order on all ranks there, that of stages, behind the last STEP: a sum that is late then holds up no other GATHER.
+    """
+    programs, several = schedule.programs, _held_several_times(schedule)
     if schedule.rule == "double-buffer":
         programs = tuple(_in_slack(program, schedule.microbatches) for program in programs)
 
@@ -106,6 +110,9 @@ def _with_completions(schedule: Schedule) -> Schedule:
             found.append(action)
             if action.op is Op.STEP:
                 found.append(action._replace(op=Op.GATHER, reads=WeightRef((action.unit.first + 1,))))
+        if several:
+            gathers = sorted((a for a in found if a.op is Op.GATHER), key=lambda a: a.stage)
+            found = [*(a for a in found if a.op is not Op.GATHER), *gathers]
         return tuple(found)
 
     return replace(schedule, programs=tuple(Program(*map(completed, program)) for program in programs))

@@ -19,7 +19,7 @@ from penstock.schedule.compiled.instruction_arrays import Flags, Numbers
 from penstock.schedule.ir.arrays import OPERATIONS, B, F, I
 from penstock.timeline import Bubble
 
-_FILL, _DRAIN, _IMBALANCE, _COMMUNICATION, _DATA, _CONTROL, _ENGINE = range(len(Idle._fields))
+_FILL, _DRAIN, _IMBALANCE, _COMMUNICATION, _DATA, _CONTROL, _COPY, _ENGINE = range(len(Idle._fields))
 _NOBODY = -1
 
 

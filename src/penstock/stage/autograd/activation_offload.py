@@ -85,6 +85,11 @@ class ActivationOffload(SavedBytes):
         """Bytes of all recorded storages that can be moved, wherever they are."""
         return sum(place.storage.nbytes() for place in self._movable())
 
+    @property
+    def arrives(self) -> bool:
+        """Whether something may still be on its way back."""
+        return self._arriving is not None
+
     def settle(self) -> None:
         """Have the work that follows on the device wait for what comes back; called before a backward reads it."""
         if self._arriving is not None and self._side is not None:

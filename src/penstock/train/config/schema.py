@@ -122,6 +122,11 @@ class TrainConfig(Strict):
         default="none",
         description="what is moved to the host's memory between forward and backward, of stages that recompute nothing",
     )
+    offload_optimizer: Literal["none", "stages", "pieces"] = Field(
+        default="none",
+        description="where optimizer states are between updates: on the device (none) or in the host's memory, from "
+        "where they come a stage at a time (stages), or a few parameters at a time (pieces)",
+    )
     undo: Literal["copies", "in-place"] = Field(
         default="copies",
         description="how methods with post-validation take an update back: exactly, from copies, or off by roundings",

@@ -21,6 +21,8 @@ OPERATIONS = {
     "VALIDATE": "update decided on",
     "OFFLOAD": "activations moved away",
     "FETCH": "activations moved back",
+    "SWAPIN": "optimizer state brought from the host",
+    "SWAPOUT": "optimizer state moved back there",
     "HOLD": "activations of another rank taken",
     "RETURN": "activations of another rank returned",
 }
@@ -45,7 +47,7 @@ _ONCE_PER_BATCH = {
 WORK = OPERATIONS | _ONCE_PER_BATCH
 """Words for all that a rank may do, as tables for people list it."""
 
-COPIES = {"OFFLOAD": "↑", "FETCH": "↓"}
+COPIES = {"OFFLOAD": "↑", "FETCH": "↓", "SWAPOUT": "↑", "SWAPIN": "↓"}
 """Signs of what a lane of copies to the host's memory, and back, shows."""
 
 _ORDINALS = ("first", "second", "third", "fourth")

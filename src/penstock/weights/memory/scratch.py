@@ -26,10 +26,15 @@ class Scratch:
     """
 
     def __init__(self, layout: Layout, separable: bool) -> None:
-        chunks = list(_chunks(layout, separable))
+        chunks = step_groups(layout, separable)
         memory = _memory(layout, chunks)
         self.groups = [_places(layout, chunk, memory) for chunk in chunks]
         self.nbytes = sum(tensor.nbytes for tensor in memory.values())
+
+
+def step_groups(layout: Layout, separable: bool) -> list[list[str]]:
+    """Return groups of parameters that are stepped together; one if they are not separable."""
+    return list(_chunks(layout, separable))
 
 
 def _chunks(layout: Layout, separable: bool) -> Iterator[list[str]]:

@@ -10,17 +10,19 @@ versions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from penstock.comm.core.side_stream import SideStream
 from penstock.errors import CapabilityError
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.memory.row_shards import RowShards, Steppable
-from penstock.weights.memory.scratch import Scratch
+from penstock.weights.memory.scratch import Scratch, step_groups
+from penstock.weights.optim.offloaded_state import OffloadedState
 from penstock.weights.optim.optimizer_adapters import is_separable, name_of
 from penstock.weights.optim.optimizer_factory import OptimizerFactory, make_optimizer
 from penstock.weights.optim.optimizer_state import copy_state, remembered_values, restore_state, state_tensors
@@ -30,6 +32,8 @@ from penstock.weights.updates.lr_schedulers import SchedulerFactory
 from penstock.weights.updates.optimizer_step import OptimizerStep, drop_gradients
 from penstock.weights.updates.parameter_change import Step, Stepped
 from penstock.weights.updates.rates import Factor, Rates
+
+_Group = TypeVar("_Group", bound=Collection[str])
 
 
 class Updater:
@@ -49,6 +53,7 @@ class Updater:
         parameters: by name, as the optimizer has them.
         own: the names of those that are stepped here, or some rows of them.
         optimizer: None for a stage without parameters.
+        offloaded: the optimizer state, if it is in the memory of the host between updates.
         updates: made so far.
         rates: the learning rates of all updates.
 
@@ -71,6 +76,7 @@ class Updater:
         for name, parameter in self.parameters.items():
             parameter.data = first.views[name]
         self.optimizer = make_optimizer(factory, self.parameters) if self.parameters else None
+        self.offloaded: OffloadedState | None = None
         self.updates = 0
         self._told: Callable[[torch.optim.Optimizer], None] | None = getattr(factory, "undone", None)
         self._scratch: Scratch | None = None
@@ -87,8 +93,37 @@ class Updater:
         if not rotates or self.optimizer is None:
             self._scratch = None
         elif self._scratch is None:
-            separable = is_separable(self.optimizer) and not step_hooks(self.optimizer)
-            self._scratch = Scratch(layout, separable)
+            self._scratch = Scratch(layout, self._separable)
+
+    def offload(self, in_pieces: bool, side: SideStream | None) -> None:
+        """Keep the optimizer state in the memory of the host between updates; arguments as of `OffloadedState`."""
+        if self.optimizer is not None:
+            self.offloaded = OffloadedState(self.optimizer, self.parameters, in_pieces, side)
+
+    def swap_in(self) -> None:
+        """Begin to bring the optimizer state to the device, or that of the parameters that are stepped first."""
+        if self.offloaded is not None:
+            self.offloaded.fetch(self._pieces[0])
+
+    def swap_out(self) -> None:
+        """Begin to move it back."""
+        if self.offloaded is not None:
+            self.offloaded.store()
+
+    @property
+    def _pieces(self) -> Sequence[Collection[str]]:
+        """The names of the parameters that are stepped together where updates are in place."""
+        if self.offloaded is None or not self.offloaded.in_pieces or self.optimizer is None:
+            return [self.own]
+        return self._groups or step_groups(self._layout, self._separable) or [self.own]
+
+    @property
+    def _separable(self) -> bool:
+        return self.optimizer is not None and is_separable(self.optimizer) and not step_hooks(self.optimizer)
+
+    def _brought(self, groups: Sequence[_Group]) -> Iterable[_Group]:
+        """Return groups of parameters, each with its state where it is stepped."""
+        return groups if self.offloaded is None else self.offloaded.bring(groups)
 
     def divide(self, shards: RowShards, weights: Steppable) -> None:
         """Step only the own rows from now on.
@@ -137,13 +172,26 @@ class Updater:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of optimizer state and scratch."""
-        return sum(t.nbytes for t in self.tensors) + (self._scratch.nbytes if self._scratch else 0)
+        """Bytes of optimizer state and scratch, without what is in the memory of the host."""
+        state = [] if self.optimizer is None else state_tensors(self.optimizer)
+        scratch = self._scratch.nbytes if self._scratch else 0
+        return sum(tensor.nbytes for tensor in state) - self.offloaded_nbytes + scratch
+
+    @property
+    def offloaded_nbytes(self) -> int:
+        """Bytes of optimizer state in the memory of the host."""
+        return 0 if self.offloaded is None else self.offloaded.nbytes
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return the tensors of the optimizer state."""
+        """Return the tensors of the optimizer state, wherever they are."""
+        self.wait_for_copies()
         return [] if self.optimizer is None else state_tensors(self.optimizer)
+
+    def wait_for_copies(self) -> None:
+        """Wait until the optimizer state can be read, wherever it is."""
+        if self.offloaded is not None:
+            self.offloaded.wait()
 
     def state(self, copied: Callable[[Tensor], Tensor] = torch.clone) -> dict[tuple[str, str], Any]:
         """Copy the optimizer state, by kind and parameter: tensors and plain values.
@@ -160,6 +208,7 @@ class Updater:
                 f"{self.name} changes {', '.join(changed)} in its parameter groups during training; a checkpoint "
                 "holds only state by parameter, so a run could not be resumed from it"
             )
+        self.wait_for_copies()
         return {} if self.optimizer is None else copy_state(self.optimizer, self.parameters, copied)
 
     def load(self, updates: int, state: Mapping[tuple[str, str], Any]) -> None:
@@ -172,6 +221,8 @@ class Updater:
         self.updates = updates
         if self.optimizer is not None:
             restore_state(self.optimizer, self.parameters, state)
+        if self.offloaded is not None:
+            self.offloaded.replaced()
 
     def remembered(self) -> list[Tensor]:
         """Return the state tensors with a value per element of a parameter, in a fixed order; no step counters."""
@@ -198,7 +249,8 @@ class Updater:
             self._tell_steps(weights, gradient, stepped)
             return
         self.rates.put(self.updates)
-        self._make_step.make(self.own, weights.views, gradient.views)
+        for names in self._brought(self._pieces):
+            self._make_step.make(names, weights.views, gradient.views)
         self._updated()
 
     def _tell_steps(self, weights: Steppable, gradient: Steppable, stepped: Stepped) -> None:
@@ -209,9 +261,10 @@ class Updater:
         self.rates.put(self.updates)
         with torch.no_grad():
             if self._scratch is None:
-                self._make_step.make(self.own, weights.views, gradient.views)
-                self._tell_of(self.own, weights.views, weights.views, gradient.views, stepped)
-            for before in self._groups:
+                for names in self._brought(self._pieces):
+                    self._make_step.make(names, weights.views, gradient.views)
+                    self._tell_of(names, weights.views, weights.views, gradient.views, stepped)
+            for before in self._brought(self._groups):
                 for name, scratch in before.items():
                     scratch.copy_(weights.views[name])
                 self._make_step.make(before, weights.views, gradient.views)
@@ -291,7 +344,7 @@ class Updater:
         new.rewrite()
         self.rates.put(self.updates)
         with torch.no_grad():
-            for gradients in self._groups:
+            for gradients in self._brought(self._groups):
                 for name, scaled in gradients.items():
                     if factor == 1.0:
                         scaled.copy_(source[name])
