@@ -27,10 +27,11 @@ class Team:
         network: whose hosts they are on.
         ranks: one on each of the first hosts; or all on the loopback.
         alone: whether it is the loopback.
+        module: what each of them runs.
     """
 
-    def __init__(self, network: Network, ranks: int, alone: bool) -> None:
-        self.network, self.ranks, self.alone = network, ranks, alone
+    def __init__(self, network: Network, ranks: int, alone: bool, module: str = "benchmarks.network.worker") -> None:
+        self.network, self.ranks, self.alone, self._module = network, ranks, alone, module
         self._workers: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Team:
@@ -91,7 +92,7 @@ class Team:
         interface = LOOPBACK if self.alone else INTERFACE
         address = "127.0.0.1" if self.alone else self.network.address(0)
         place = Place(rank, self.ranks, address, _FIRST_PORT + self.ranks, interface, os.getpid())
-        command = [sys.executable, "-m", "benchmarks.network.worker", json.dumps(place._asdict())]
+        command = [sys.executable, "-m", self._module, json.dumps(place._asdict())]
         return subprocess.Popen(
             self.network.inside(LOOPBACK if self.alone else rank, *command),
             stdin=subprocess.PIPE,

@@ -216,7 +216,7 @@ def serve(worker: Worker, answers: TextIO) -> None:
         answers.flush()
 
 
-def main() -> None:
+def serve_as(kind: type[Worker]) -> None:
     """Join the others, and serve."""
     place = Place(**json.loads(sys.argv[1]))
     end_with_parent()
@@ -225,7 +225,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed is no answer
     join(place.rank, place.port, place.ranks, place.address)
-    worker = Worker(place)
+    worker = kind(place)
     try:
         serve(worker, answers)
     finally:
@@ -233,4 +233,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve_as(Worker)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.stage.autograd import other_generators
 from support.plain_training import assert_close_weights, make_data, make_model, pipeline_of_model
 
 
@@ -50,3 +52,14 @@ def test_recomputed_forwards_draw_the_same_numbers(source: str, recompute: str) 
         list(pipeline.run(make_data()))
         states.append(pipeline.state_dict())
     assert_close_weights(*states)
+
+
+def test_states_of_pythons_generator_are_compared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not number by number: that took longer than a small block's forward."""
+    compare = Mock(wraps=other_generators._same)
+    monkeypatch.setattr(other_generators, "_same", compare)
+    before = other_generators.generator_states([])
+    assert other_generators.drawn_from(before) == []
+    assert compare.call_count < 20
+    random.random()
+    assert [known.get for known in other_generators.drawn_from(before)] == [random.getstate]

@@ -10,7 +10,7 @@ from torch import nn
 from penstock.errors import ConfigError, DataError
 from penstock.measure.configured import _said_of_links
 from penstock.measure.distinct_blocks import kind_of
-from penstock.measure.links import Ping, fit, ping
+from penstock.measure.links import SIZES, Ping, fit, ping, sizes_around
 from penstock.measure.model_profile import measure_blocks, profile_of
 from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training
 from penstock.models.gpt import gpt_blocks, language_loss
@@ -201,6 +201,27 @@ def test_a_link_is_fitted_by_relative_errors():
     assert fit(falling).bandwidth == pytest.approx(1e15)
 
 
+def test_the_work_of_a_message_is_fitted_by_relative_errors():
+    found = fit([Ping(n, 1e-4 + n / 2e9, 5e-5 + n * 1e-9) for n in (256, 4096, 1 << 20)])
+    assert (found.work, found.work_per_byte) == (pytest.approx(5e-5), pytest.approx(1e-9))
+
+
+def test_a_link_is_measured_with_messages_like_those_of_the_model():
+    """A burst that passes at once hides the rate of the link from small messages."""
+    sizes = sizes_around([0, 1 << 16, 1 << 18])
+    assert (sizes[0], sizes[-1]) == (1 << 15, 1 << 19)
+    assert list(sizes) == sorted(set(sizes))
+
+    def seconds(n):
+        return 1e-4 + max(n - 8_000, 0) / 12.5e6  # of 100 Mbit/s
+
+    assert fit([Ping(n, seconds(n)) for n in SIZES]).bandwidth > 1.3 * 12.5e6
+    assert fit([Ping(n, seconds(n)) for n in sizes]).bandwidth == pytest.approx(12.5e6, rel=0.02)
+    assert sizes_around([]) == SIZES
+    assert len(set(sizes_around([1]))) > 1
+    assert max(sizes_around([1 << 40])) == 64 << 20
+
+
 def test_a_profile_says_that_its_link_is_not_that_of_its_devices():
     assert "on the cpu, not between cuda devices" in _said_of_links(torch.device("cuda", 0))
 
@@ -212,8 +233,8 @@ def pings(group):
 @pytest.mark.processes
 def test_messages_go_there_and_back(pool):
     found, other = pool.submit(pings, ranks=2)
-    assert [nbytes for nbytes, _ in found] == [64, 4096, 1 << 16]
-    assert all(seconds > 0 for _, seconds in found + other)
+    assert [each.nbytes for each in found] == [64, 4096, 1 << 16]
+    assert all(each.seconds > 0 and each.work > 0 for each in found + other)
 
 
 @pytest.mark.processes

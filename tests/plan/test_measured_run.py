@@ -13,7 +13,7 @@ import penstock
 from penstock.errors import ConfigError
 from penstock.models.gpt import Head, gpt_blocks, language_loss
 from penstock.models.gpt_shape import GPTConfig
-from penstock.plan.measured_run import RunSettings, compare_with_run, recalibrated
+from penstock.plan.measured_run import RunSettings, compare_with_run, predicted_batch, recalibrated
 from penstock.plan.profile.files import profile_text, read_profile
 from penstock.plan.profile.schema import Profile, ProfiledLayer, ProfiledLink
 from penstock.schedule.machine.shared_cores import SharedCores
@@ -61,6 +61,17 @@ def test_ranks_that_share_cores_are_predicted_to():
         assert [stage.error(kind) for kind in ("F", "B")] == pytest.approx([0, 0], abs=1e-6)
     assert found.batch == pytest.approx((60.3, 60.3), rel=1e-3)  # all work of both
     assert alone.batch[0] < 0.8 * found.batch[0]
+
+
+@pytest.mark.parametrize(("cores", "work"), [(None, 0.0), (4.0, 0.0), (2.0, 0.25 + 2 * 0.125)])
+def test_messages_keep_ranks_from_their_passes_where_no_core_is_free(cores, work):
+    """A pass of either stage receives a message or sends one, of two bytes; both ranks have two cores, or four."""
+    profile = small_profile(cores=cores)
+    link = ProfiledLink(bandwidth=1e9, work=0.25, work_per_byte=0.125)
+    stages = [StageCost(3.0 + work, 5.0 + work, 0.0, 0.2), StageCost(3.0 + work, 4.0 + work, 0.0, 0.1)]
+    expected = [simulate_schedule(make_schedule("1f1b", 2, 4), Costs(tuple(stages)), n).bubble.makespan for n in (4, 8)]
+    found = predicted_batch(profile.model_copy(update={"links": [link]}), SETTINGS)
+    assert found == pytest.approx((expected[1] - expected[0]) / 4, rel=1e-6)
 
 
 def test_factors_are_found_again():

@@ -11,7 +11,7 @@ import torch
 
 from penstock.comm.core.devices import find_device
 from penstock.job.cpus import Cpus, parts
-from penstock.measure.links import measure_link
+from penstock.measure.links import measure_link, sizes_around
 from penstock.measure.model_profile import check_microbatch_sizes, measure_blocks, profile_of
 from penstock.options.all_options import PipelineOptions
 from penstock.plan.profile.schema import Profile
@@ -71,7 +71,8 @@ def measure_configured(
         measured = measure_blocks(model.blocks, samples, model.loss, optimizer, options, seconds, told)
     finally:
         torch.set_num_threads(before)
-    link = [measure_link(config)] if links else []
+    messages = (size.output for block in measured for size in block.passes.values())
+    link = [measure_link(config, sizes_around(messages))] if links else []
     said = f"measured on {_named(device, threads)}, {config.precision}, {config.optimizer.name}"
     said += _said_of_links(device) if links else ""
     (cpus,) = parts([Cpus.of_this_process()])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -25,6 +26,7 @@ from penstock.train.process_group import process_group
 
 SIZES = tuple(4**k << 8 for k in range(8))  # bytes, 256 to 4 MiB
 _REPEATS, _WARM = 15, 3
+_LEAST, _MOST = 64, 32 << 20  # bytes of messages around which links are measured
 _THERE, _BACK = LaneKey(0, 1, Payload.ACTIVATION), LaneKey(1, 0, Payload.GRADIENT)
 _FILE = "pings.json"
 
@@ -35,17 +37,33 @@ class Ping(NamedTuple):
     Attributes:
         nbytes: of its tensor.
         seconds: from SEND to the end of the wait for it, half of the way there and back.
+        work: seconds of a core that it takes at each end, in all threads; but for waits, which look for it.
     """
 
     nbytes: int
     seconds: float
+    work: float = 0.0
 
 
-def measure_link(config: TrainConfig) -> ProfiledLink:
+def sizes_around(messages: Iterable[float]) -> tuple[int, ...]:
+    """Return sizes from half of the smallest message to twice the largest one; `SIZES` if there are no messages.
+
+    A link need not be linear: with a token bucket, as in clouds, small messages are faster than its rate.
+    """
+    known = [min(max(nbytes, _LEAST), _MOST) for nbytes in messages if nbytes > 0]
+    if not known:
+        return SIZES
+    least, most = min(known) / 2, max(known) * 2
+    steps = max(math.ceil(math.log(most / least, 4)), 2)
+    return tuple(4 * max(round(least * (most / least) ** (n / steps) / 4), 1) for n in range(steps + 1))
+
+
+def measure_link(config: TrainConfig, sizes: Sequence[int] = SIZES) -> ProfiledLink:
     """Measure the link between two processes of this machine.
 
     Args:
         config: of a run, whose time-out counts; messages go over gloo.
+        sizes: of messages, in bytes.
 
     Raises:
         WorkerError: a process failed.
@@ -53,17 +71,17 @@ def measure_link(config: TrainConfig) -> ProfiledLink:
     """
     two = {"stages": 2, "width": 1, "timeout": config.timeout, "device": "cpu", "backend": "gloo"}
     with tempfile.TemporaryDirectory() as folder:
-        launch_local(2, _work, two, folder, timeout=config.timeout)
+        launch_local(2, _work, two, folder, tuple(sizes), timeout=config.timeout)
         pings = [Ping(*pair) for pair in json.loads((Path(folder) / _FILE).read_text())]
     return fit(pings)
 
 
-def _work(values: dict[str, object], folder: str, drain: str) -> None:  # noqa: ARG001
+def _work(values: dict[str, object], folder: str, sizes: Sequence[int], drain: str) -> None:  # noqa: ARG001
     """Measure as one of the two processes; rank 0 writes what it has found."""
     config = TrainConfig.model_validate(values)
     torch.set_num_threads(1)
     with process_group(config):
-        pings = ping(dist.group.WORLD, SIZES, config.timeout)
+        pings = ping(dist.group.WORLD, sizes, config.timeout)
         if dist.get_rank() == 0:
             (Path(folder) / _FILE).write_text(json.dumps(pings))
 
@@ -88,8 +106,9 @@ def ping(group: dist.ProcessGroup | None, sizes: Sequence[int], timeout: float, 
     try:
         number = 0
         for size in sizes:
-            payload, times = torch.zeros(max(size // 4, 1)), list[float]()
+            payload, times, work = torch.zeros(max(size // 4, 1)), list[float](), list[float]()
             for _ in range(_WARM + repeats):
+                cpu = time.process_time()
                 what, message = (
                     f"measuring the link, message {number}",
                     TensorMessage(Header(0, number, False), payload),
@@ -97,26 +116,44 @@ def ping(group: dist.ProcessGroup | None, sizes: Sequence[int], timeout: float, 
                 start = time.perf_counter()
                 coming = receiver.receive()
                 sent = sender.send(message) if rank == 0 else None
+                looked = time.thread_time()
                 coming.wait(timeout, what)
+                cpu += time.thread_time() - looked
                 times.append((time.perf_counter() - start) / 2)
                 (sent or sender.send(message)).wait(timeout, what)
+                work.append((time.process_time() - cpu) / 2)
                 number += 1
-            found.append(Ping(payload.nbytes, median(times[_WARM:])))
+            found.append(Ping(payload.nbytes, median(times[_WARM:]), median(work[_WARM:])))
     finally:
         transport.close()
     return found
 
 
 def fit(pings: Sequence[Ping]) -> ProfiledLink:
-    """Return the latency and bandwidth with which a message of n bytes takes latency + n / bandwidth.
+    """Return the latency and bandwidth with which a message of n bytes takes latency + n / bandwidth, and its work."""
+    latency, per_byte = _line([(p.nbytes, p.seconds) for p in pings])
+    work, work_per_byte = _line([(p.nbytes, max(p.work, 1e-9)) for p in pings])
+    return ProfiledLink(
+        latency=_rounded(latency),
+        bandwidth=_rounded(1 / max(per_byte, 1e-15)),  # faster than any link: noise of messages that take no time
+        work=_rounded(work),
+        work_per_byte=_rounded(work_per_byte),
+    )
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return a and b >= 0 with which y is about a + b x.
 
     Relative errors count, squared, so that the times of small messages count as much as those of large ones.
     """
-    weights = [1 / p.seconds**2 for p in pings]
+    weights = [1 / y**2 for _, y in points]
     total = sum(weights)
-    size = sum(w * p.nbytes for w, p in zip(weights, pings, strict=True)) / total
-    took = sum(w * p.seconds for w, p in zip(weights, pings, strict=True)) / total
-    spread = sum(w * (p.nbytes - size) ** 2 for w, p in zip(weights, pings, strict=True))
-    slope = sum(w * (p.nbytes - size) * (p.seconds - took) for w, p in zip(weights, pings, strict=True)) / spread
-    slope = max(slope, 1e-15)  # faster than any link: noise of messages that take no time
-    return ProfiledLink(latency=float(f"{max(took - slope * size, 0.0):.4g}"), bandwidth=float(f"{1 / slope:.4g}"))
+    x0, y0 = (sum(w * point[axis] for w, point in zip(weights, points, strict=True)) / total for axis in (0, 1))
+    spread = sum(w * (x - x0) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    slope = max(sum(w * (x - x0) * (y - y0) for w, (x, y) in zip(weights, points, strict=True)) / spread, 0.0)
+    return max(y0 - slope * x0, 0.0), slope
+
+
+def _rounded(value: float) -> float:
+    """Return a number with the digits that mean something."""
+    return float(f"{value:.4g}")

@@ -25,7 +25,9 @@ from penstock.plan.planning import stages_decide
 from penstock.plan.profile.layer_graph import layer_graph, sizes_of
 from penstock.plan.profile.schema import Numbers, Profile
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
-from penstock.simulate.simulate import simulate_schedule
+from penstock.schedule.proof.proof import Proof
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import Simulation, simulate_schedule
 from penstock.timeline import Timeline
 
 _PASSES = ("F", "B", "STEP")
@@ -106,7 +108,7 @@ def compare_with_run(profile: Profile, settings: RunSettings, timeline: Timeline
     trial, known, candidate = _trial(profile, settings)
     costs = trial.costs(np.array([0, *accumulate(settings.balance)]))
     proof = known.proof(candidate.schedule)
-    played, longer = (simulate_schedule(proof, costs, batches) for batches in (_SPAN, 2 * _SPAN))
+    played, longer = _spans(proof, costs)
     batch = (longer.bubble.makespan - played.bubble.makespan) / _SPAN
     stages = []
     for at, cost in enumerate(costs.stages):
@@ -119,6 +121,19 @@ def compare_with_run(profile: Profile, settings: RunSettings, timeline: Timeline
         stages.append(StageTimes({k: v for k, v in predicted.items() if k in measured}, measured))
     shares = idle_shares(longer.timeline), idle_shares(timeline)
     return RunComparison(tuple(stages), (batch, _batch_seconds(timeline)), shares)
+
+
+def predicted_batch(profile: Profile, settings: RunSettings) -> float:
+    """Return the seconds that one more batch of a long run takes by a profile.
+
+    Raises:
+        ConfigError: the profile is of another model or lacks the microbatch size, or the method is none that plans
+            know.
+    """
+    trial, known, candidate = _trial(profile, settings)
+    costs = trial.costs(np.array([0, *accumulate(settings.balance)]))
+    played, longer = _spans(known.proof(candidate.schedule), costs)
+    return (longer.bubble.makespan - played.bubble.makespan) / _SPAN
 
 
 def recalibrated(profile: Profile, settings: RunSettings, comparison: RunComparison, run: str) -> Profile:
@@ -170,11 +185,17 @@ def _trial(profile: Profile, settings: RunSettings) -> tuple[CandidateTrial, Kno
         raise ConfigError(f"layer {unknown!r} of the profile has options only; forward and backward are needed")
     link = profile.links[0] if profile.links else None
     level = DeviceLevel(settings.stages * settings.width, link.bandwidth if link else _FAST / 10)
-    devices = Devices((level,), None, link.latency if link else 0.0, profile.cores)
+    latency, work = (link.latency, (link.work, link.work_per_byte)) if link else (0.0, (0.0, 0.0))
+    devices = Devices((level,), None, latency, profile.cores, link_work=work)
     sized = Sized(graph, settings.microbatch_size, settings.microbatches * settings.width)
     candidate = Candidate(sized, settings.method, settings.stages, settings.width, settings.recompute)
     known = KnownSchedules(stages_decide(profile))
     return CandidateTrial(candidate, BlockChain(graph, settings.recompute, 2.0), devices, known), known, candidate
+
+
+def _spans(proof: Proof, costs: Costs) -> tuple[Simulation, Simulation]:
+    """Return two simulated spans of a schedule, one of which has `_SPAN` batches more."""
+    return simulate_schedule(proof, costs, _SPAN), simulate_schedule(proof, costs, 2 * _SPAN)
 
 
 def _medians(timeline: Timeline, stage: int) -> dict[str, float]:

@@ -45,7 +45,8 @@ def devices_of(
             bandwidth = "1GB"  # not used
         found = _devices(devices, bandwidth, memory, profile.links)
         if bandwidth is None and profile.links:
-            found = replace(found, cores=profile.cores)
+            link = profile.links[0]
+            found = replace(found, cores=profile.cores, link_work=(link.work, link.work_per_byte))
         return _with_host(found, host_bandwidth)
     from penstock.plan.cluster.files import find_cluster
 

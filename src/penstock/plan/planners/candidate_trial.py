@@ -237,11 +237,15 @@ class CandidateTrial:
         of, chain = self._of, self._chain
         across, along = bandwidths(self._devices, of.width, of.depth)
         forwards, times, steps = (np.diff(sums[cuts]) for sums in (chain.forward, chain.seconds, chain.steps))
-        none = np.zeros(of.depth)
+        none, largest = np.zeros(of.depth), float(chain.crossing[cuts[1:-1]].max(initial=0.0))
+        # Every pass receives a message and sends one, but for the first and the last stage's.
+        ends = 2.0 - (np.arange(of.depth) == 0) - (np.arange(of.depth) == of.depth - 1)
+        messages = ends * self._devices.message_work(largest, of.depth * of.width)
+        forwards, times = forwards + messages, times + 2 * messages
         return Costs(
             tuple(StageCost(*map(float, each)) for each in zip(forwards, times - forwards, none, steps, strict=True)),
             latency=self._devices.latency,
-            transfer=float(chain.crossing[cuts[1:-1]].max(initial=0.0)) / along,
+            transfer=largest / along,
             collective=of.reduction(float(chain.parameters[cuts[:-1], cuts[1:]].max()), across),
             cores=None if self._devices.cores is None else SharedCores(self._devices.cores / of.width),  # in step
         )

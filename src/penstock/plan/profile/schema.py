@@ -114,10 +114,13 @@ class ProfiledLink(_Strict):
     Attributes:
         latency: seconds.
         bandwidth: bytes per second.
+        work, work_per_byte: seconds of a core that a message takes at each of its ends: work + bytes x work_per_byte.
     """
 
     latency: Number = 0.0
     bandwidth: Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
+    work: Number = 0.0
+    work_per_byte: Number = 0.0
 
 
 class Profile(_Strict):

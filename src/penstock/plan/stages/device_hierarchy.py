@@ -35,6 +35,8 @@ class Devices:
             know it; None if each computes by itself.
         host: bytes per second from each device to the memory of its host, and as many back, for costs that know it;
             None if there is none.
+        link_work: seconds of a core that a message takes at each of its ends, besides its bytes and for each of them,
+            where devices share cores.
     """
 
     levels: tuple[DeviceLevel, ...]
@@ -42,6 +44,7 @@ class Devices:
     latency: float = 0.0
     cores: float | None = None
     host: float | None = None
+    link_work: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be.
@@ -73,6 +76,15 @@ class Devices:
     def bandwidth(self) -> float:
         """The bandwidth of the slowest level, for costs that know one only."""
         return min(level.bandwidth for level in self.levels)
+
+    def message_work(self, nbytes: float, ranks: int) -> float:
+        """Return by how long a message keeps the rank at each of its ends from its passes.
+
+        Threads of the rank send and receive it. They have cores of their own if there are two for each rank.
+        """
+        if self.cores is None or self.cores >= 2 * ranks:
+            return 0.0
+        return self.link_work[0] + nbytes * self.link_work[1]
 
     def __str__(self) -> str:
         """Return how many there are, level by level."""

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+_NO_GENERATORS = frozenset({bool, int, float, str, type(None), dict, OrderedDict, set})
+"""Types of most attributes of a module, told at once: this is asked at every recomputed block."""
 
 
 class GeneratorState(NamedTuple):
@@ -32,7 +36,8 @@ def generator_states(blocks: Iterable[Any]) -> list[GeneratorState]:
     if numpy is not None:
         ways.append((numpy.random.get_state, numpy.random.set_state))
     modules = [module for block in blocks if isinstance(block, nn.Module) for module in block.modules()]
-    ways += [_ways(value, numpy) for module in modules for value in vars(module).values() if _is_own(value, numpy)]
+    values = [v for module in modules for v in vars(module).values() if type(v) not in _NO_GENERATORS]
+    ways += [_ways(value, numpy) for value in values if _is_own(value, numpy)]
     return [GeneratorState(get(), get, set_) for get, set_ in ways]
 
 
@@ -78,5 +83,7 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return all(_same(value, other[key]) for key, value in one.items())
     if isinstance(one, tuple):
+        if set(map(type, one)) <= {int}:  # 625 of Python's generator
+            return bool(one == other)
         return len(one) == len(other) and all(map(_same, one, other))
     return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)

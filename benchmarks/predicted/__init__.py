@@ -1,0 +1,1 @@
+"""What `benchmarks.predictions` runs: configurations, profiles that predict them, ranks that train them, and tables."""

@@ -1,0 +1,117 @@
+"""What is predicted before anything runs: profiles of models and links, step times, and the cuts of a planner."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.arms import make_optimizer, mean_loss
+from benchmarks.network.hosts import Link
+from benchmarks.network.team import Team
+from benchmarks.predicted.configurations import ALL_MODELS, Configuration
+from penstock import gpt_blocks, keep_freed_memory
+from penstock.measure.links import Ping, fit, sizes_around
+from penstock.measure.model_profile import measure_blocks, profile_of
+from penstock.options.all_options import PipelineOptions
+from penstock.plan.measured_run import predicted_batch
+from penstock.plan.planners.block_chain import BlockChain
+from penstock.plan.planners.candidate_trial import Candidate, CandidateTrial
+from penstock.plan.planners.schedule_cache import KnownSchedules
+from penstock.plan.planners.two_bw import Sized
+from penstock.plan.profile.layer_graph import layer_graph
+from penstock.plan.profile.schema import Profile, ProfiledLink
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
+from penstock.plan.stages.planned import Plan
+
+_TURNS = 3
+
+
+def profiled(sizes: Mapping[str, Iterable[int]], seconds: float) -> dict[str, Profile]:
+    """Measure the blocks of models in this process, with one thread, as `penstock profile` does.
+
+    Models take turns, so that a slow moment of the machine does not fall on one of them; the median counts.
+
+    Args:
+        sizes: samples of a microbatch, by the name of the model.
+        seconds: for each size of each block, once for every kind of pass.
+    """
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    found: dict[str, list[Profile]] = {name: [] for name in sizes}
+    for _ in range(_TURNS):
+        for name in sizes:
+            model = ALL_MODELS[name]
+            samples = {size: model._replace(samples=size).data().pairs[0] for size in sorted(set(sizes[name]))}
+            blocks = gpt_blocks(model.shape, seed=0)
+            measured = measure_blocks(
+                blocks, samples, mean_loss, make_optimizer, PipelineOptions(), seconds / _TURNS
+            )  # fmt: skip
+            # Updates of these runs wait for no norm.
+            given = {"settings": {"max_grad_norm": None}, "cores": float(os.cpu_count() or 1)}
+            found[name].append(profile_of(name, measured, **given))
+    return {name: typical(several) for name, several in found.items()}
+
+
+def typical(several: Sequence[Profile]) -> Profile:
+    """Return the profile whose times are the medians of several of one model."""
+    layers = []
+    for alike in zip(*(profile.layers for profile in several), strict=True):
+        times = {key: [getattr(layer, key) for layer in alike] for key in ("forward", "backward", "step")}
+        layers.append(alike[0].model_copy(update={key: _median(values) for key, values in times.items()}))
+    return several[0].model_copy(update={"layers": layers})
+
+
+def _median(values: Sequence[Any]) -> Any:
+    """Return the median of numbers, or of those at each microbatch size."""
+    if isinstance(values[0], list):
+        return [median(each) for each in zip(*values, strict=True)]
+    return median(values)
+
+
+def measured_link(team: Team, link: Link, messages: Iterable[int]) -> ProfiledLink:
+    """Measure a link as `penstock profile` does.
+
+    Args:
+        team: of ranks, the first two of which it joins.
+        link: which.
+        messages: bytes of those that will be sent.
+    """
+    team.network.set(link)
+    sizes = sizes_around(messages)
+    return fit([Ping(*each) for each in team.ask("ping", sizes=sizes)[0]["pings"]])
+
+
+def predicted(of: Configuration, profile: Profile, link: ProfiledLink) -> float:
+    """Return the seconds that a batch is predicted to take."""
+    return predicted_batch(profile.model_copy(update={"links": [link]}), of.settings)
+
+
+def planned(
+    configurations: Iterable[Configuration], profile: Profile, link: ProfiledLink
+) -> list[tuple[Configuration, float]]:
+    """Return configurations with the planner's cut, and the seconds of a batch by which it ranks them.
+
+    The planner (`--cost simulated`) takes the least of these over samples.
+
+    Raises:
+        RuntimeError: it refuses one of them.
+    """
+    known, found = KnownSchedules(decides=False), []
+    for of in configurations:
+        graph = layer_graph(profile, of.samples)
+        level, work = DeviceLevel(of.ranks, link.bandwidth), (link.work, link.work_per_byte)
+        devices = Devices((level,), None, link.latency, profile.cores, link_work=work)
+        candidate = Candidate(
+            Sized(graph, of.samples, of.m * of.width), of.method, of.depth, of.width, of.recompute
+        )  # fmt: skip
+        plan = CandidateTrial(candidate, BlockChain(graph, of.recompute, 2.0), devices, known).plan(math.inf)
+        if not isinstance(plan, Plan):
+            raise RuntimeError(f"the planner refuses {of}: {plan}")
+        balance = tuple(plan.settings["balance"])
+        found.append((of._replace(balance=balance), plan.seconds_per_sample * of.samples * of.m * of.width))
+    return found
