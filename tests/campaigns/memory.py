@@ -1,8 +1,8 @@
 """Compares predicted memory with the ledger of runs in one process: `make memory`; ARGS="--runs 500" for less.
 
 Every method on 1 to 4 ranks with several numbers of microbatches, recompute none, block and stage, fp32 and bf16, and
-one pipeline, or two whose optimizer states or gradients are sharded. What the runtime refuses is counted; every other
-run must have exactly the peak that was predicted, on every rank.
+one pipeline, or two to four that share nothing or are sharded in every level. What the runtime refuses is counted;
+every other run must have exactly the peak that was predicted, on every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from penstock.errors import PenstockError
 from penstock.schedule.methods.table import METHODS
 from support.predicted_memory import Run, peaks_of_a_run
 
-PARALLEL = ((1, None), (2, None), (2, "optimizer"), (2, "gradients"))
+PARALLEL = (
+    (1, None),
+    (2, None),
+    (2, "optimizer"),
+    (2, "gradients"),
+    (3, "gradients:gradients=1"),
+    (2, "full"),
+    (4, "full"),
+    (3, "full:weights=3:gradients=1"),
+)
 
 
 def runs(methods: list[str]) -> list[Run]:
