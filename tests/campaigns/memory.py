@@ -55,12 +55,16 @@ def main() -> None:
         except PenstockError as error:
             counts[f"refused: {type(error).__name__}"] += 1
             continue
+        except Exception as error:  # the runtime must run it, or refuse it
+            counts["broken"] += 1
+            sys.stdout.write(f"{run}: {type(error).__name__}: {str(error).splitlines()[0]}\n")
+            continue
         counts["equal" if predicted == found else "different"] += 1
         if predicted != found:
             sys.stdout.write(f"{run}: predicted {predicted}, recorded {found}\n")
     for what, count in sorted(counts.items()):
         sys.stdout.write(f"{what}: {count}\n")
-    sys.exit(bool(counts["different"]))
+    sys.exit(bool(counts["different"] or counts["broken"]))
 
 
 if __name__ == "__main__":
