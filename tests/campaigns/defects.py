@@ -1052,8 +1052,8 @@ DEFECTS = (
     Defect(
         "where one stage recomputes its blocks, all are predicted to",
         "simulate/memory",
-        "self._blockwise = is_blockwise(rank.shared.blockwise, stage.index)",
-        "self._blockwise = bool(rank.shared.blockwise)",
+        "self._blockwise = is_blockwise(rank.blockwise, stage.index)",
+        "self._blockwise = bool(rank.blockwise)",
         ("tests/runtime/test_recompute_per_stage.py",),
     ),
     Defect(

@@ -1,8 +1,8 @@
 """Compares predicted memory with the ledger of runs in one process: `make memory`; ARGS="--runs 500" for less.
 
 Every method on 1 to 4 ranks with several numbers of microbatches, recompute none, block and stage, fp32 and bf16, and
-one pipeline, or two whose optimizer states or gradients are sharded. What the runtime refuses is counted; every other
-run must have exactly the peak that was predicted, on every rank.
+one pipeline, or two to four that share nothing or are sharded in every level. What the runtime refuses is counted;
+every other run must have exactly the peak that was predicted, on every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from penstock.errors import PenstockError
 from penstock.schedule.methods.table import METHODS
 from support.predicted_memory import Run, peaks_of_a_run
 
-PARALLEL = ((1, None), (2, None), (2, "optimizer"), (2, "gradients"))
+PARALLEL = (
+    (1, None),
+    (2, None),
+    (2, "optimizer"),
+    (2, "gradients"),
+    (3, "gradients:gradients=1"),
+    (2, "full"),
+    (4, "full"),
+    (3, "full:weights=3:gradients=1"),
+)
 
 
 def runs(methods: list[str]) -> list[Run]:
@@ -46,12 +55,16 @@ def main() -> None:
         except PenstockError as error:
             counts[f"refused: {type(error).__name__}"] += 1
             continue
+        except Exception as error:  # the runtime must run it, or refuse it
+            counts["broken"] += 1
+            sys.stdout.write(f"{run}: {type(error).__name__}: {str(error).splitlines()[0]}\n")
+            continue
         counts["equal" if predicted == found else "different"] += 1
         if predicted != found:
             sys.stdout.write(f"{run}: predicted {predicted}, recorded {found}\n")
     for what, count in sorted(counts.items()):
         sys.stdout.write(f"{what}: {count}\n")
-    sys.exit(bool(counts["different"]))
+    sys.exit(bool(counts["different"] or counts["broken"]))
 
 
 if __name__ == "__main__":

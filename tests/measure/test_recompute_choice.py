@@ -10,7 +10,7 @@ import torch
 import yaml
 
 import penstock
-from penstock.errors import CapabilityError, ConfigError
+from penstock.errors import ConfigError
 from penstock.measure.recompute_choice import _groups, _ways, choose_recompute
 from penstock.measure.recompute_for_config import chosen_recompute
 from penstock.options.all_options import PipelineOptions
@@ -19,6 +19,7 @@ from penstock.train.config.load import load_config
 from penstock.train.setup.preflight import prepare
 from penstock.train.setup.run_folder import make_run_folder
 from support.command_line import TINY
+from support.grouped import grouped
 from support.predicted_memory import SAMPLES, WIDTH, blocks_for, optimizer_for, squared
 from support.schedules import make_schedule
 
@@ -146,12 +147,36 @@ def test_blocks_of_the_user_are_left_alone():
 def test_methods_whose_numbers_depend_on_it_are_refused():
     with pytest.raises(ConfigError, match="which only you should choose"):
         choose(1e9, "pipemare:reschedule=4")
-    with pytest.raises(CapabilityError, match="sharding=full"):
-        choose(1e9, "layered:chunks=2", 2, width=2)
-    with pytest.raises(
-        CapabilityError, match="2bw-layered: recompute=auto needs .*sharding=full; set recompute to none"
-    ):
-        choose(1e9, "2bw-layered:chunks=2", 2, width=2)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("layered:chunks=2", {}),
+        pytest.param("2bw-layered:chunks=2", {"precision": "bf16"}, marks=pytest.mark.long),
+        pytest.param("1f1b", {"sharding": "gradients"}, marks=pytest.mark.long),
+    ],
+)
+def test_with_sharded_state_too(method, changes):
+    """A limit just below the peak without recompute: the choice has the peaks of a run, and they fit."""
+    stages, width = (4 if method == "1f1b" else 2), 2
+
+    def peaks_of(recompute):
+        torch.manual_seed(3)
+        data = [[tuple(torch.randn(2, SAMPLES, WIDTH)) for _ in range(M * width)] for _ in range(3)]
+        options = {"width": width, "recompute": recompute, "balance": [2] * 4, **changes}
+        arguments = {"method": method, "stages": stages, "microbatches": M, "loss": squared}
+        pipeline = Pipeline(blocks_for(4), **grouped({"optimizer": optimizer_for("1f1b"), **arguments, **options}))
+        list(pipeline.run(data))
+        peaks = [kinds["total"] for _, kinds in sorted(pipeline.peak_bytes().items())]
+        return tuple(map(max, peaks[:stages], peaks[stages:]))
+
+    without = choose(1e9, method, stages, width=width, **changes).without
+    limit = max(without) - 1
+    found = choose(limit, method, stages, width=width, **changes)
+    assert set(found.recompute) != {"none"}
+    assert found.peaks == peaks_of(found.recompute)
+    assert max(found.peaks) <= limit
 
 
 def test_it_is_public():

@@ -21,6 +21,8 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.ir.schedule import Op
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.verify.reference import Scaling
+from penstock.weights.fully_sharded.exact_versions import ExactShardsOfVersions
+from penstock.weights.fully_sharded.one_version import FullyShardedExactStore, FullyShardedStore
 from support.cases import Case, Outcome, assert_equal_tensors, expected, make_batches, make_pipeline
 from support.pool import Pool
 from support.schedules import make_schedule
@@ -162,6 +164,21 @@ def test_weights_are_whole_between_two_runs_only() -> None:
         with pytest.raises(VersionError, match=r"stage \d on rank \d: \S+ is not whole at the moment, only its rows"):
             pipeline.state_dict()
     assert pipeline.is_finite()
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        FullyShardedExactStore({"w": torch.ones(4, 3)}, "stage 0", 2, 1),
+        ExactShardsOfVersions({"w": torch.ones(4, 3)}, 3, "stage 0", 2, 1),
+    ],
+    ids=lambda store: type(store).__name__,
+)
+def test_memory_that_a_span_gives_back_is_not_taken_for_weights(store: FullyShardedStore) -> None:
+    """Activations may get the same place, and count."""
+    assert not store.storages & store.master.storages
+    store.begin_run()
+    assert store.storages > store.versions[0].storages
 
 
 def test_what_users_write_between_two_runs_is_taken_over() -> None:

@@ -12,6 +12,7 @@ from penstock.measure.stage_bytes import measure_stages
 from penstock.measure.stage_trial import Training
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
+from penstock.schedule.methods.choice import method as method_choice
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.find_method import find_method
 from penstock.simulate.memory.predicted import MemoryOptions, peak_bytes
@@ -40,6 +41,8 @@ class Run:
     offload: str = "none"
     motion: bool = False  # of 2bw-ahead
     muon: bool = False
+    chunks: int | None = None  # of the order, if it has another number by itself
+    tied: bool = False  # the first stage shares a parameter with the last one
 
 
 class Widening(nn.Module):
@@ -54,13 +57,15 @@ class Widening(nn.Module):
         return x + self.narrow(torch.tanh(self.wide(self.norm(x))))
 
 
-def blocks_for(stages: int) -> dict[str, Any]:
+def blocks_for(stages: int, tied: bool = False) -> dict[str, Any]:
     """Two blocks for each stage, some of them functions."""
     torch.manual_seed(1)
     blocks: dict[str, Any] = {}
     for n in range(stages):
         blocks[f"layer{n}"] = Widening(16 + 8 * (n % 3))
         blocks[f"sin{n}"] = torch.sin
+    if tied:
+        blocks[f"layer{stages - 1}"].norm.weight = blocks["layer0"].norm.weight
     return blocks
 
 
@@ -92,28 +97,32 @@ def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
     """The predicted peaks of all ranks, and those that the ledger has recorded."""
     row = find_method(run.method)
     m = int(row.settings.get("microbatches", run.m))
-    options = {"precision": run.precision, "recompute": run.recompute, "width": run.width, "sharding": run.sharding}
-    options |= {"offload": run.offload}
+    options = {"precision": run.precision, "recompute": run.recompute, "width": run.width, "offload": run.offload}
+    options |= {"sharding": run.sharding}
     given = {"motion": 1} if run.motion else _options(row.correction)
     correction = None if row.correction == "none" else correction_of(row.correction, **given)
-    schedule = make_schedule(run.method, run.depth, m)
-    blocks = blocks_for(schedule.num_stages)
+    order = {} if run.chunks is None else {"chunks": run.chunks}
+    schedule = make_schedule(run.method, run.depth, m, options=order)
+    blocks = blocks_for(schedule.num_stages, run.tied)
     optimizer = muon if run.muon else optimizer_for(run.method)
     arguments = {
         "blocks": blocks,
-        "method": schedule,
+        "method": method_choice(run.method, **order, **given),
+        "stages": run.depth,
+        "microbatches": m,
         "loss": squared,
         "optimizer": optimizer,
         "max_grad_norm": run.clip,
     }
-    divided = {"balance": [2] * schedule.num_stages, "correction": correction}
+    divided = {"balance": [2] * schedule.num_stages}
     pipeline = Pipeline(**grouped(arguments | divided | options))
     data = [[tuple(torch.randn(2, SAMPLES, WIDTH)) for _ in range(m * run.width)] for _ in range(BATCHES)]
     list(pipeline.run(data))
     found = {rank: kinds["total"] for rank, kinds in pipeline.peak_bytes().items()}
+    options |= {"sharding": str(pipeline.schedule.sharding.level)}
     training = Training(squared, optimizer, PipelineOptions().changed(**options), correction)
     sizes = measure_stages(
-        blocks_for(schedule.num_stages), pipeline.parts, data[0][0], training, run.recompute != "none"
+        blocks_for(schedule.num_stages, run.tied), pipeline.parts, data[0][0], training, run.recompute != "none"
     )
     each = run.recompute if isinstance(run.recompute, tuple) else (run.recompute,) * schedule.num_stages
     blockwise = frozenset(index for index, mode in enumerate(each) if mode == "block")

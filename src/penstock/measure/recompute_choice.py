@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
 
 from penstock.byte_sizes import human_bytes
-from penstock.errors import CapabilityError, ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.measure.stage_bytes import measure_stages
 from penstock.measure.stage_trial import Training
 from penstock.options.all_options import PipelineOptions
@@ -27,10 +27,9 @@ from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.plan.schedule_from_arguments import request_for
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.order import OrderFunction
-from penstock.schedule.ir.schedule import Op, Program, Schedule, Stage, passes
+from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Source
-from penstock.schedule.lowering.lower import lower
 from penstock.schedule.methods.choice import MethodChoice
 from penstock.schedule.proof.proof import Proof
 from penstock.simulate.memory.held import HeldKind
@@ -163,14 +162,8 @@ def _check_free(plans: Sequence[PipelinePlan]) -> None:
 
     Raises:
         ConfigError: they do.
-        CapabilityError: memory is not predicted where weights are sharded, too.
     """
     for schedule in (plan.schedule for plan in plans):
-        if schedule.sharding.level is Level.FULL:
-            raise CapabilityError(
-                f"{schedule.name}: recompute=auto needs memory that is predicted, but it is not for sharding=full; set "
-                "recompute to none, block or stage"
-            )
         if RULES[schedule.rule].recompute is Source.NEWEST:
             raise ConfigError(
                 f"{schedule.name}: a forward that is run again reads newer weights under rule {schedule.rule}, so the "
@@ -250,6 +243,9 @@ def _ways(group: set[int], modes: Mapping[int, Sequence[RecomputeMode]], cost: S
 class _Savings:
     """The most that recomputing stages can save on a rank: what their microbatches in flight hold less.
 
+    A stage that is recomputed as a whole reads its weights at other moments, so where these are gathered they count,
+    too.
+
     Args:
         plan: that recomputes nothing.
         sizes: of its stages.
@@ -268,6 +264,8 @@ class _Savings:
                 graph = max(passes[HeldKind.GRAPH], passes[HeldKind.HALVED])
                 kept = passes[HeldKind.INPUT if mode == "stage" else HeldKind.SAVED]
                 saved += self._in_flight[stage] * max(graph - kept, 0)
+                if mode == "stage" and self._schedule.sharding.level is Level.FULL:
+                    saved += self._sizes[stage.index].version
         return saved
 
 
@@ -286,7 +284,7 @@ def _peaks(plans: Sequence[PipelinePlan], sizes: Mapping[int, StageBytes]) -> tu
     """Return the most bytes of every rank, of all pipelines and plans."""
     most = [0] * plans[0].schedule.ranks
     for plan in plans:
-        options, proof = plan.options, _without_ties(plan.proof)
+        options, proof = plan.options, plan.proof
         recompute = options.recompute
         asked = MemoryOptions(
             options.data_parallel.width,
@@ -298,18 +296,6 @@ def _peaks(plans: Sequence[PipelinePlan], sizes: Mapping[int, StageBytes]) -> tu
         for (_, rank), peak in peak_bytes(proof, sizes, asked).items():
             most[rank] = max(most[rank], peak)
     return tuple(most)
-
-
-def _without_ties(proof: Proof) -> Proof:
-    """Return a proof without sums of tied gradients, whose memory is not predicted: they hold little, for a moment."""
-    schedule = proof.schedule
-    if Op.TIE not in schedule.operations:
-        return proof
-    programs = tuple(
-        Program(*(tuple(action for action in part if action.op is not Op.TIE) for part in program))
-        for program in schedule.programs
-    )
-    return replace(proof, lowered=lower(replace(schedule, programs=programs), window=proof.lowered.window))
 
 
 def _too_little(rank: int, least: int, limit: float, refused: Sequence[str]) -> ConfigError:

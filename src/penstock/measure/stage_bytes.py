@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training, Trial
 from penstock.partition.blocks import LazyBlock, named_blocks
+from penstock.schedule.ir.sharding import Level, read_sharding
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.predicted import StageBytes
 from penstock.stage.trained_stage_weights import TrainedWeights
@@ -19,6 +20,8 @@ from penstock.weights.corrections.base import StagePlace
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.memory.scratch import Scratch
 from penstock.weights.optim.optimizer_adapters import is_separable
+from penstock.weights.sharded_store import ShardedStore
+from penstock.weights.store import VersionStore
 
 
 class _Joined(nn.Module):
@@ -73,8 +76,8 @@ def _measure_stage(
     if recompute:
         kinds |= _recomputed(blocks, place, given, alone)
     stage = replace(stage, passes=kinds, output=passes.output, gradient=passes.gradient)
-    optimizers, scratches, rows = zip(*_of_pipelines(blocks, place, given, training), strict=True)
-    return replace(stage, optimizer=optimizers, scratch=scratches, rows=rows), behind
+    optimizers, scratches, rows, low = zip(*_of_pipelines(blocks, place, given, training), strict=True)
+    return replace(stage, optimizer=optimizers, scratch=scratches, rows=rows, low_rows=low), behind
 
 
 def _halved(blocks: Mapping[str, Any], place: BlockPlace, given: BlockInput, training: Training) -> dict[HeldKind, int]:
@@ -112,26 +115,45 @@ def _weights(trial: StageTrial) -> StageBytes:
     return StageBytes(trial.buffer, trial.whole, (0,), trial.frozen)
 
 
+class _OfPipeline(NamedTuple):
+    """Bytes of a stage that depend on the pipeline, as of `StageBytes`."""
+
+    optimizer: int
+    scratch: int
+    rows: int
+    low_rows: int
+
+
 def _of_pipelines(
     blocks: Mapping[str, Any], place: BlockPlace, given: BlockInput, training: Training
-) -> list[tuple[int, int, int]]:
+) -> list[_OfPipeline]:
     """Return, by pipeline, what the optimizer remembers after an update, the scratch that it may take, and its rows."""
     training = training._replace(options=training.options.changed(recompute="none"))
     parallel = training.options.data_parallel
     if parallel.sharding in (None, "none"):
         training = training._replace(options=training.options.changed(width=1))
+    elif read_sharding(parallel.sharding).level is Level.FULL:  # it divides updates in the same way
+        training = training._replace(options=training.options.changed(sharding=Level.GRADIENTS.value))
     found = []
     for pipeline in range(training.options.data_parallel.width):
         with closing(StageTrial(blocks, place, training, pipeline=pipeline)) as trial:
             weights = trial.weights
             if not isinstance(weights, TrainedWeights) or weights.updater.optimizer is None:
-                found.append((0, 0, 0))
+                found.append(_OfPipeline(0, 0, 0, 0))
                 continue
             trial.update(given, clips=False)
             layout, optimizer = weights.store.own_layout, weights.updater.optimizer
             scratch = Scratch(layout, is_separable(optimizer)).nbytes if _takes_scratch(training, optimizer) else 0
-            found.append((sum(tensor.nbytes for tensor in weights.updater.tensors), scratch, layout.nbytes))
+            remembered = sum(tensor.nbytes for tensor in weights.updater.tensors)
+            found.append(_OfPipeline(remembered, scratch, layout.nbytes, _version_rows(weights.store)))
     return found
+
+
+def _version_rows(store: VersionStore) -> int:
+    """Return the bytes of the own rows of a version."""
+    if not isinstance(store, ShardedStore):
+        return 0
+    return Layout(store.shards.own(store.versions[store.newest].views)).nbytes
 
 
 def _takes_scratch(training: Training, optimizer: torch.optim.Optimizer) -> bool:

@@ -38,6 +38,10 @@ class HeldKind(StrEnum):
     BEFORE = "optimizer before"  # a copy of what the optimizer remembers, while an update may be taken back
     SCRATCH = "scratch"
     WHOLE = "weights between runs"  # of which rows are there always
+    GATHERED = "gathered weights"  # of one version
+    FULL_GRADIENT = "full-size gradient"  # where it is there for a while only
+    SUM = "rows of a sum"  # from the first backward of a batch to its update
+    OLDER = "older version"  # than the newest, or its rows
 
     __hash__ = str.__hash__  # an enum's own is a call of Python, and kinds are looked up at every change
 

@@ -1,9 +1,9 @@
 """A run of all ranks in one process without tensors: what each rank holds, as the runtime's ledger counts it.
 
 It follows the runtime action by action: who goes on when (`runtime.execute.drive_ranks`), when a SEND counts as
-taken, and what passes and updates begin and cease to hold. Activations that are moved to the host's memory count like
-others, as all kinds are counted together. What takes the same room from beginning to end is not
-counted here (`penstock.simulate.memory.predicted`).
+taken, and what passes and updates begin and cease to hold (`stage_run`, `sharded_stage`). Activations that are moved
+to the host's memory count like others, as all kinds are counted together. What takes the same room from beginning to
+end is not counted here (`penstock.simulate.memory.predicted`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.machine.deadlock import Blocked, blocked_at, deadlock
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Message
-from penstock.schedule.split_backward_microbatches import halved_units
-from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, Holdings, is_blockwise
-from penstock.simulate.memory.message_completion import Completion, InProcessLane, Part, Rendezvous, take_turns
+from penstock.schedule.stage_state.stage_constants import stage_specs
+from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, Holdings
+from penstock.simulate.memory.message_completion import Completion, InProcessLane, Part, Rendezvous, take_turns, wait
+from penstock.simulate.memory.sharded_stage import PendingChanges, PlacesForGradients, ShardedStage, Tracked
+from penstock.simulate.memory.stage_run import StageRun, message_of
 
-_NOT_PREDICTED = (Op.HOLD, Op.RETURN, Op.AVERAGE, Op.TIE, Op.RELEASE)
+_NOT_PREDICTED = (Op.HOLD, Op.RETURN, Op.AVERAGE)
 
 
 @dataclass
@@ -35,6 +37,7 @@ class _Shared:
         lowered: the schedule with its messages.
         width: parallel pipelines.
         blockwise: stages whose blocks are recomputed one by one, by index; all or none if a truth value.
+        low_precision: passes compute in 16 bits.
         lanes: of messages, by pipeline.
         meet: collectives of ranks.
     """
@@ -42,6 +45,7 @@ class _Shared:
     lowered: Lowered
     width: int
     blockwise: Blockwise
+    low_precision: bool
     lanes: dict[tuple[int, LaneKey], InProcessLane]
     meet: Rendezvous
 
@@ -54,13 +58,9 @@ class _Shared:
         """Return a lane of a pipeline."""
         return self.lanes.setdefault((pipeline, lane), InProcessLane())
 
-    def members(self, stage: Stage) -> int:
-        """Return how many hold the weights of a stage."""
-        return self.width * sum(other.index == stage.index for other in self.schedule.stages)
-
 
 def most_held(
-    lowered: Lowered, batches: int, width: int = 1, blockwise: Blockwise = False
+    lowered: Lowered, batches: int, width: int = 1, blockwise: Blockwise = False, low_precision: bool = False
 ) -> dict[Part, tuple[Combination, ...]]:
     """Return what every rank holds in a span, at the moments at which it may be the most.
 
@@ -70,6 +70,7 @@ def most_held(
         width: parallel pipelines.
         blockwise: stages whose blocks are recomputed one by one before their backwards, by index; all or none if a
             truth value.
+        low_precision: passes compute in 16 bits.
 
     Raises:
         CapabilityError: the schedule does something that is not predicted.
@@ -78,10 +79,10 @@ def most_held(
     schedule = lowered.schedule
     ops = {i.action.op for program in lowered.programs for part in program for i in part}
     unknown = sorted(op.value for op in ops.intersection(_NOT_PREDICTED))
-    if unknown or schedule.slices > 1 or schedule.sharding.level is Level.FULL:
-        what = ", ".join(unknown) or ("slices of sequences" if schedule.slices > 1 else "sharding=full")
+    if unknown or schedule.slices > 1:
+        what = ", ".join(unknown) or "slices of sequences"
         raise CapabilityError(f"{schedule.name}: memory is not predicted for schedules with {what}")
-    shared = _Shared(lowered, width, blockwise, {}, Rendezvous())
+    shared = _Shared(lowered, width, blockwise, low_precision, {}, Rendezvous())
     parts = [(pipeline, rank) for pipeline in range(width) for rank in range(schedule.ranks)]
     ranks = {part: _RankRun(shared, *part) for part in parts}
     stuck = take_turns({part: rank.run(batches) for part, rank in ranks.items()})
@@ -105,10 +106,13 @@ class _RankRun:
 
     def __init__(self, shared: _Shared, pipeline: int, rank: int) -> None:
         self.shared, self.pipeline, self.rank = shared, pipeline, rank
-        schedule = self._schedule = shared.schedule
-        self._m, self._program = schedule.microbatches, shared.lowered.programs[rank]
+        self.schedule, self.meet = shared.schedule, shared.meet
+        self.width, self.blockwise = shared.width, shared.blockwise
+        self._m, self._program = self.schedule.microbatches, shared.lowered.programs[rank]
         self.holdings = Holdings()
-        self._stages = {stage: _StageRun(self, stage) for stage in schedule.on_rank(rank)}
+        self._pending = PendingChanges(self.holdings)
+        self._shards = self._sharded_stages()
+        self._stages = {stage: StageRun(self, stage, self._shards.get(stage)) for stage in self.schedule.on_rank(rank)}
         self._sent: dict[LaneKey, deque[_HeldMessage]] = {}
         self._posted: dict[Message, Completion] = {}
         self._lanes: dict[int, InProcessLane] = {}  # by route
@@ -116,18 +120,35 @@ class _RankRun:
         self._at = self._program.period[0], 0  # the instruction at which it stands, and the batch that it counts from
         self._wanted: Message | None = None  # for which it has waited last
 
+    def members(self, stage: Stage) -> int:
+        """Return how many hold the weights of a stage."""
+        return self.width * sum(other.index == stage.index for other in self.schedule.stages)
+
+    def _sharded_stages(self) -> dict[Stage, ShardedStage]:
+        """Return those of the rank of which something is whole for a while only."""
+        tracked = Tracked.on(self.schedule, self.rank, self.shared.low_precision)
+        if not tracked.gradients:
+            return {}
+        number = self.schedule.sharding.gradients
+        places = PlacesForGradients(number) if tracked.apart and number is not None else None
+        specs = stage_specs(self.schedule, 0, [self.rank])
+        made = (ShardedStage(s, tracked, self._pending, places, self.meet, self.members(s.stage)) for s in specs)
+        return {spec.stage: stage for spec, stage in zip(specs, made, strict=True)}
+
     def run(self, batches: int) -> Iterator[Completion]:
         """Run the span; yields what the rank waits for."""
         for t in range(-1, batches):
             yield from self._play(self._program.period, t, more=t + 1 < batches)
+        for shards in self._shards.values():
+            shards.drain(batches)
         yield from self._play(self._program.epilogue, batches, more=False)
         for stage in self._stages.values():
             yield from stage.whole()
-        for each in self._stages if self._schedule.sharding.level is not Level.NONE else ():
+        for each in self._stages if self.schedule.sharding.level is not Level.NONE else ():
             self.holdings.change(Held(HeldKind.WHOLE, each.index), 1)
         for sent in (sent for queue in self._sent.values() for sent in queue):
             self._at = sent.instruction, sent.t
-            yield from _wait(sent.received)
+            yield from wait(sent.received)
 
     def blocked(self) -> Blocked:
         """Say what the rank waits for."""
@@ -157,9 +178,21 @@ class _RankRun:
                     raise deadlock([self.blocked()])
                 if not came.done:
                     yield came
-            waits = self._stages[action.stage].act(action, first)
-            if waits is not None:
-                yield from waits
+            yield from self._act(action, t, first)
+
+    def _act(self, action: Action, t: int, first: int) -> Iterator[Completion]:
+        """Do an action of a stage, and take account of it."""
+        shards = self._shards.get(action.stage)
+        if shards is not None:
+            yield from shards.before(action, t)
+        waits = self._stages[action.stage].act(action, first)
+        if waits is not None:
+            yield from waits
+        if shards is not None:
+            shards.after(action, t)
+            self._pending.report()
+        if action.op is Op.STEP:
+            self._count_update(action.stage)
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
@@ -176,7 +209,7 @@ class _RankRun:
         queue = self._sent.setdefault(there.lane, deque())
         self._make_room(there.lane)
         if len(queue) >= self.shared.lowered.window:
-            yield from _wait(queue[0].received)
+            yield from wait(queue[0].received)
             self._make_room(there.lane)
         what = message_of(there.payload, there.source.index, there.target.index)
         self.holdings.change(what, there.count)
@@ -196,7 +229,7 @@ class _RankRun:
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
-    def stepped(self, stage: Stage) -> None:
+    def _count_update(self, stage: Stage) -> None:
         """Count what the optimizer of a stage remembers from its first update on, and the scratches of all."""
         if not self._stepped:
             for each in self._stages:
@@ -204,7 +237,7 @@ class _RankRun:
         if stage not in self._stepped:
             self._stepped.add(stage)
             self.holdings.change(Held(HeldKind.OPTIMIZER, stage.index), 1)
-        elif RULES[self._schedule.rule].provisional:
+        elif RULES[self.schedule.rule].provisional:
             self.holdings.change(Held(HeldKind.BEFORE, stage.index), 1)
 
     def settled(self, stage: Stage) -> None:
@@ -212,178 +245,3 @@ class _RankRun:
         what = Held(HeldKind.BEFORE, stage.index)
         if self.holdings.counts.get(what):
             self.holdings.change(what, -1)
-
-
-class _StageRun:
-    """One stage of a rank during a span."""
-
-    def __init__(self, rank: _RankRun, stage: Stage) -> None:
-        self._rank, self._stage, self._shared = rank, stage, rank.shared
-        schedule = rank.shared.schedule
-        at, direction = schedule.stage_at, stage.direction
-        self._inputs = [at[edge.source, direction] for edge in schedule.predecessors[stage.index]]
-        self._outputs = [at[edge.target, direction] for edge in schedule.successors[stage.index]]
-        self._gradients = [
-            at[edge.target, direction]
-            for edge in schedule.successors[stage.index]
-            if edge.backward and stage.index not in schedule.frozen
-        ]
-        self._returns = [
-            at[edge.source, direction]
-            for edge in schedule.predecessors[stage.index]
-            if edge.backward and not {edge.source, stage.index} & schedule.frozen
-        ]
-        self._m, self._halved = schedule.microbatches, halved_units(schedule, stage, bool(self._returns))
-        self._again = stage.index in schedule.recomputed
-        self._blockwise = is_blockwise(rank.shared.blockwise, stage.index)
-        self._before, after = schedule.segment_before(stage.index), dict[int | None, int]()
-        for index in range(schedule.num_stages):
-            after[schedule.segment_before(index)] = index
-        self._behind = after.get(stage.index)
-        self._trained = any(p.op in (Op.B, Op.I) and p.stage == stage for p in schedule.program(stage.rank).period)
-        self._kinds = {kind: Held(kind, stage.index) for kind in HeldKind}
-        self._sums: dict[int, list[Completion]] = {}
-        self._votes: dict[int, Completion] = {}
-        self._gathering: Completion | None = None
-        self._begun = -1
-        self._deciding = len(schedule.deciding) * rank.shared.width
-        self._provisional = RULES[schedule.rule].provisional
-
-    def act(self, action: Action, first: int) -> Iterator[Completion] | None:
-        """Do an action; returns what it waits for first, where it may have to."""
-        op, numbers = action.op, range(first, first + action.unit.count)
-        if op is Op.F:
-            if first // self._m > self._begun:
-                return self._begin(first // self._m, numbers)
-            for k in numbers:
-                self._forward(k)
-        elif op in (Op.B, Op.I):
-            for k in numbers:
-                self._backward(k, whole=op is Op.B)
-        elif op is Op.W:
-            for k in numbers:
-                if self._is_halved(k):
-                    self._change(HeldKind.LATE, -1)
-        elif op is Op.R:
-            for k in numbers:
-                self._recompute(k)
-        elif op in (Op.REDUCE, Op.DECIDE, Op.GATHER):
-            self._join(op, first)
-        elif op is Op.STEP:
-            return self._step(first)
-        elif op is Op.VALIDATE:
-            return self._validate(first)
-        return None
-
-    def whole(self) -> Iterator[Completion]:
-        """Wait until the newest version is whole."""
-        if self._gathering is not None:
-            yield from _wait(self._gathering)
-            self._gathering = None
-
-    # --- passes -----------------------------------------------------------------------------------------------------
-
-    def _begin(self, batch: int, numbers: range) -> Iterator[Completion]:
-        """Run the first forwards of a batch."""
-        self._begun = batch
-        yield from self.whole()
-        for k in numbers:
-            self._forward(k)
-
-    def _change(self, kind: HeldKind, count: int) -> None:
-        self._rank.holdings.change(self._kinds[kind], count)
-
-    def _is_halved(self, k: int) -> bool:
-        return (k % self._m, 0) in self._halved
-
-    def _graph(self, k: int) -> HeldKind:
-        return HeldKind.HALVED if self._is_halved(k) else HeldKind.GRAPH
-
-    def _forward(self, k: int) -> None:
-        for source in self._inputs:
-            self._rank.inside(Payload.ACTIVATION, source, self._stage, -1)
-        if self._trained:
-            graph = self._graph(k)
-            if self._again:
-                self._replace(graph, HeldKind.INPUT)
-            elif self._blockwise:
-                halved = graph is HeldKind.HALVED
-                self._replace(HeldKind.FORWARD_HALVED if halved else HeldKind.FORWARD, HeldKind.SAVED)
-            else:
-                self._change(graph, 1)
-        for target in self._outputs:
-            self._rank.inside(Payload.ACTIVATION, self._stage, target, 1)
-
-    def _replace(self, early: HeldKind, later: HeldKind) -> None:
-        """Hold something for a while, and then something smaller."""
-        self._change(early, 1)
-        self._change(early, -1)
-        self._change(later, 1)
-
-    def _recompute(self, k: int) -> None:
-        at, direction = self._shared.schedule.stage_at, self._stage.direction
-        if self._before is not None:
-            self._rank.inside(Payload.RECOMPUTE, at[self._before, direction], self._stage, -1)
-        self._change(self._graph(k), 1)
-        self._change(HeldKind.INPUT, -1)
-        if self._behind is not None:
-            self._rank.inside(Payload.RECOMPUTE, self._stage, at[self._behind, direction], 1)
-
-    def _backward(self, k: int, whole: bool) -> None:
-        for source in self._gradients:
-            self._rank.inside(Payload.GRADIENT, source, self._stage, -1)
-        halved = self._is_halved(k)
-        if self._blockwise and not self._again:
-            self._change(HeldKind.SAVED, -1)
-            while_ = HeldKind.BACKWARD_HALVED if halved else HeldKind.BACKWARD
-            self._change(while_, 1)
-            self._change(while_, -1)
-        else:
-            self._change(self._graph(k), -1)
-        if halved and not whole:
-            self._change(HeldKind.LATE, 1)
-        for target in self._returns:
-            self._rank.inside(Payload.GRADIENT, self._stage, target, 1)
-
-    # --- updates ----------------------------------------------------------------------------------------------------
-
-    def _join(self, op: Op, batch: int) -> None:
-        """Join a collective; stages decide once their gradients have been added."""
-        index, meet = self._stage.index, self._shared.meet
-        if op is Op.GATHER:
-            self._gathering = meet.join((op, index, batch), self._shared.members(self._stage))
-        elif op is Op.REDUCE:
-            self._sums[batch] = [meet.join((op, index, batch), self._shared.members(self._stage))]
-        else:
-            vote = self._votes[batch] = Completion()
-            before = self._sums.get(batch, [])
-            if before:
-                before[0].then(lambda: _ignore(meet.join((op, batch), self._deciding, vote)))
-            else:
-                meet.join((op, batch), self._deciding, vote)
-
-    def _validate(self, batch: int) -> Iterator[Completion]:
-        yield from _wait(self._votes.pop(batch))
-        self._rank.settled(self._stage)
-
-    def _step(self, batch: int) -> Iterator[Completion]:
-        yield from self.whole()
-        for each in self._sums.pop(batch, []):
-            yield from _wait(each)
-        if batch in self._votes and not self._provisional:
-            yield from _wait(self._votes.pop(batch))
-        self._rank.stepped(self._stage)
-
-
-def _wait(what: Completion) -> Iterator[Completion]:
-    if not what.done:
-        yield what
-
-
-def _ignore(_: Completion) -> None:
-    """Take no notice of a result."""
-
-
-def message_of(payload: Payload, source: int, target: int) -> Held:
-    """Return a message between two stages; recomputed and repaired outputs are outputs."""
-    return Held(HeldKind.GRADIENT if payload is Payload.GRADIENT else HeldKind.OUTPUT, source, target)

@@ -32,6 +32,12 @@ class Completion:
             self._followers.append(follow)
 
 
+def wait(what: Completion) -> Iterator[Completion]:
+    """Wait for something."""
+    if not what.done:
+        yield what
+
+
 class InProcessLane:
     """A lane of messages: a SEND is complete once its RECV is posted, a RECV once its SEND is."""
 

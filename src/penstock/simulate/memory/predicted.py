@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.errors import CapabilityError
-from penstock.schedule.ir.schedule import Stage
+from penstock.schedule.ir.schedule import Schedule, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Update
 from penstock.schedule.methods.corrections import CORRECTIONS
@@ -34,6 +33,7 @@ class StageBytes:
         whole: bytes of one gradient, or of weights that are updated; `version` unless passes compute in low precision.
         optimizer: bytes that the optimizer remembers; of a sharded one, by pipeline.
         rows: bytes of the rows of weights that are updated, where pipelines divide these; as `optimizer`.
+        low_rows: the same of a version as passes read it; as `optimizer`.
         frozen: bytes of frozen parameters and module buffers.
         scratch: bytes to which gradients move while weights are written over them, or previous values are kept while
             somebody asks for them; as `optimizer`.
@@ -48,6 +48,7 @@ class StageBytes:
     frozen: int = 0
     scratch: Sequence[int] = (0,)
     rows: Sequence[int] = (0,)
+    low_rows: Sequence[int] = (0,)
     passes: Mapping[HeldKind, int] = field(default_factory=dict)
     output: int = 0
     gradient: int = 0
@@ -97,13 +98,7 @@ def peak_bytes(proof: Proof, sizes: Mapping[int, StageBytes], options: MemoryOpt
     Raises:
         CapabilityError: the schedule does something that is not predicted.
     """
-    schedule = proof.schedule
-    if any(sums_wait(schedule, rank, options.low_precision) for rank in range(schedule.ranks)):
-        raise CapabilityError(
-            f"{schedule.name}: memory is not predicted where a rank has fewer places for full-size gradients than "
-            f"gradients ({schedule.sharding}), whose sums wait elsewhere; leave gradients= out"
-        )
-    held = most_held(proof.lowered, options.batches, options.width, options.blockwise)
+    held = most_held(proof.lowered, options.batches, options.width, options.blockwise, options.low_precision)
     return {part: peak_of(proof, part, held[part], sizes, options) for part in held}
 
 
@@ -121,15 +116,36 @@ def peak_of(
     for what in {what for each in combinations for what, _ in each}:
         of_each[what] = _bytes_of(what, sizes, proof, pipeline, options)
         if what.kind is HeldKind.WHOLE:
-            of_each[what] = there[what.stage].rows * sizes[what.stage].whole
+            of_each[what] = _between_runs(proof.schedule, rank, there[what.stage], sizes[what.stage], options)
     always = sum(fixed_bytes(each, sizes[index], pipeline) for index, each in there.items())
     return always + most_bytes(combinations, of_each)
 
 
 def _always_there(proof: Proof, stage: Stage, options: MemoryOptions) -> AlwaysThere:
-    again = is_blockwise(options.blockwise, stage.index) or stage.index in proof.schedule.recomputed
-    divided = proof.schedule.sharding.level is not Level.NONE
-    return always_there(proof.schedule.rule, proof.stages[stage], options, again, divided)
+    schedule, facts = proof.schedule, proof.stages[stage]
+    again = is_blockwise(options.blockwise, stage.index) or stage.index in schedule.recomputed
+    level, rotates_ = schedule.sharding.level, RULES[schedule.rule].update is Update.ROTATE
+    there = always_there(schedule.rule, facts, options, again, level is not Level.NONE)
+    if level is Level.FULL and rotates_:  # in low precision those of sums and older versions come and go
+        return AlwaysThere(0, 0, 1 if options.low_precision else facts.buffers)
+    apart = _sums_wait(schedule, stage.rank, options)
+    if level is Level.FULL:
+        return AlwaysThere(0, 0, 1 + apart)
+    if apart:  # of the versions and gradients only the newest version is there always
+        return AlwaysThere(1, 0, there.rows + 1)
+    return there
+
+
+def _sums_wait(schedule: Schedule, rank: int, options: MemoryOptions) -> bool:
+    """Return whether rows of sums have a place of their own."""
+    return schedule.sharding.level is not Level.NONE and sums_wait(schedule, rank, options.low_precision)
+
+
+def _between_runs(schedule: Schedule, rank: int, there: AlwaysThere, stage: StageBytes, options: MemoryOptions) -> int:
+    """Return what is whole of a stage between two runs, and rows in them."""
+    if schedule.sharding.level is Level.FULL:
+        return stage.whole + (stage.version if options.low_precision else 0)
+    return (there.rows - _sums_wait(schedule, rank, options)) * stage.whole
 
 
 def fixed_bytes(there: AlwaysThere, stage: StageBytes, pipeline: int = 0) -> int:
@@ -192,4 +208,17 @@ def _bytes_of(what: Held, sizes: Mapping[int, StageBytes], proof: Proof, pipelin
     if kind is HeldKind.SCRATCH:
         facts = next(facts for key, facts in proof.stages.items() if key.index == what.stage)
         return stage.scratch[place] if rotates(proof.schedule.rule, facts, options) else 0
+    if kind in (HeldKind.GATHERED, HeldKind.FULL_GRADIENT):
+        return stage.version if kind is HeldKind.GATHERED else stage.whole
+    if kind in (HeldKind.SUM, HeldKind.OLDER):
+        return _waiting_bytes(what, stage, proof.schedule, place, options)
     return stage.passes.get(kind, 0)
+
+
+def _waiting_bytes(what: Held, stage: StageBytes, schedule: Schedule, place: int, options: MemoryOptions) -> int:
+    """Return the bytes of the rows of a sum, or of an older version, where these come and go."""
+    if schedule.sharding.level is not Level.FULL:
+        return 0 if what.kind is HeldKind.SUM else stage.version
+    if not options.low_precision:
+        return 0  # updates are written over sums, so there are always as many rows
+    return (stage.rows if what.kind is HeldKind.SUM else stage.low_rows)[place]

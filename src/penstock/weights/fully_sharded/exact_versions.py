@@ -105,9 +105,10 @@ class ExactShardsOfVersions(ShardsOfVersions):
 
     @property
     def storages(self) -> set[int]:
-        """Return the identities of all its storages, to tell weights from activations."""
+        """Return the identities of what a span has, to tell weights from activations, which may get others' places."""
         held = (self._slot, *self._spare, *self._older.values(), *self._sums_of.values())
-        return super().storages.union(*(buffer.storages for buffer in held))
+        found = super().storages.union(*(buffer.storages for buffer in held))
+        return found if self._rows.whole is None else found - self._rows.whole.storages
 
     def bytes_by_role(self) -> dict[str, int]:
         """Return the bytes of rows, of what is gathered, of gradients and sums."""

@@ -199,8 +199,9 @@ class FullyShardedExactStore(FullyShardedStore):
 
     @property
     def storages(self) -> set[int]:
-        """Return the identities of all its storages, to tell weights from activations."""
-        return super().storages | self._rows.own.storages | self._gathered.storages
+        """Return the identities of what a span has, to tell weights from activations, which may get others' places."""
+        found = super().storages | self._rows.own.storages | self._gathered.storages
+        return found if self._rows.whole is None else found - self._rows.whole.storages
 
     def bytes_by_role(self) -> dict[str, int]:
         """Return the bytes of rows, of what is gathered, of gradients and sums."""
