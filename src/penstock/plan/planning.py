@@ -14,16 +14,16 @@ from penstock.plan.any_links.spp import plan_as_spp
 from penstock.plan.any_links.spp_cost import SppCost
 from penstock.plan.memory_knobs.mist import plan_as_mist
 from penstock.plan.memory_knobs.mist_cost import MistCost
-from penstock.plan.planners.candidate_trial import NAME as SIMULATED
 from penstock.plan.planners.dapple import plan_as_dapple, plan_for_dapple_cost
 from penstock.plan.planners.pipedream import Choices, plan_as_pipedream, plan_for_pipedream_cost
 from penstock.plan.planners.piper import plan_as_piper, plan_for_piper_cost
-from penstock.plan.planners.proof_forecast import METHODS
-from penstock.plan.planners.simulated import simulated_plans
 from penstock.plan.planners.two_bw import Sized, plan_as_two_bw
 from penstock.plan.planners.two_bw_unequal_stages import plan_for_two_bw_cost
 from penstock.plan.profile.layer_graph import layer_graph, sizes_of
 from penstock.plan.profile.schema import Profile
+from penstock.plan.simulated.candidate_trial import NAME as SIMULATED
+from penstock.plan.simulated.plan_search import simulated_plans
+from penstock.plan.simulated.planned_methods import METHODS
 from penstock.plan.stage_graphs.graphpipe import plan_as_graphpipe, plan_for_graphpipe_cost
 from penstock.plan.stage_graphs.graphpipe_cost import GraphPipeCost
 from penstock.plan.stages.dapple_cost import DappleCost
@@ -96,7 +96,7 @@ class Planning:
     def ratings(self, plan: Plan) -> dict[str, Rating]:
         """Return what every cost function says of a plan; those that cannot rate it are left out."""
         found = {}
-        for name in COSTS:
+        for name in COSTS if plan.chunks == 1 else ():  # published ones know one stage on each device
             rating = _rate(name, plan.stages, self.sizes[plan.samples], self.request)
             if rating is not None:
                 found[name] = rating

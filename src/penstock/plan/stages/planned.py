@@ -105,6 +105,7 @@ class Plan:
         notes: what there is to say about it.
         samples: of a microbatch.
         settings: keys of `penstock train` that run it; empty where no run is possible.
+        chunks: stages on each device.
     """
 
     planner: str
@@ -113,11 +114,12 @@ class Plan:
     notes: tuple[str, ...] = ()
     samples: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
+    chunks: int = 1
 
     @property
     def devices(self) -> int:
         """How many devices it uses."""
-        return sum(stage.devices for stage in self.stages)
+        return sum(stage.devices for stage in self.stages) // self.chunks
 
     @property
     def seconds_per_sample(self) -> float:
