@@ -17,7 +17,7 @@ from penstock.plan.simulated.block_chain import BlockChain
 from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.fitting_cuts import FittingCuts
 from penstock.plan.simulated.proof_forecast import StageForecast, least_microbatches, stage_forecast
-from penstock.plan.simulated.rank_memory import Cuts, Moment, RankMemory
+from penstock.plan.simulated.rank_memory import Cuts, Moment, RankMemory, StageSizes
 from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Skipped, StageRating
@@ -25,7 +25,7 @@ from penstock.plan.stages.two_bw_cost import bandwidths
 from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.held import HeldKind
-from penstock.simulate.memory.predicted import MemoryOptions, always_there, rotates
+from penstock.simulate.memory.predicted import AlwaysThere, MemoryOptions, always_there, rotates
 from penstock.simulate.sharding_traffic import Network
 
 NAME = "simulated"
@@ -64,6 +64,7 @@ class CandidateTrial:
         self._between = [s for s in range(1, candidate.stages) if self._ranks[s - 1] != self._ranks[s]]  # cuts
         self._on = [[s for s, r in enumerate(self._ranks) if r == rank] for rank in range(candidate.depth)]
         self._limit = math.inf if devices.memory is None else devices.memory
+        self._sizes: dict[AlwaysThere, StageSizes] = {}
 
     def plan(self, best: float) -> Plan | Skipped:
         """Return the plan, or why there is none that is faster than `best` seconds per sample."""
@@ -142,7 +143,9 @@ class CandidateTrial:
         there = always_there(foreseen.rule, foreseen.facts, options, again, of.shards > 1)
         if not rotates(foreseen.rule, foreseen.facts, options):  # updates take no scratch
             moments = [{key: n for key, n in each.items() if key[1] is not HeldKind.SCRATCH} for each in moments]
-        return RankMemory(self._chain, stages, there, moments, of.shards)
+        if there not in self._sizes:
+            self._sizes[there] = StageSizes(self._chain, there, of.shards)
+        return RankMemory(stages, self._sizes[there], moments)
 
     def _too_large(self, fit: FittingCuts) -> Skipped:
         least, limit = fit.least(), human_bytes(self._limit, 2)

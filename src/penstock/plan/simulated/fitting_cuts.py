@@ -52,6 +52,10 @@ class FittingCuts:
     ) -> None:
         self._passes, self._depth, self._limit, self._memory = passes, depth, limit, memory
         self._blocks, self.stages = len(passes.forward) - 1, depth * method.chunks
+        later = np.triu(np.ones((self._blocks + 1,) * 2, dtype=bool), 1)
+        self._busy, self._twice = (
+            np.where(later, between(sums), np.inf) for sums in (passes.busy, passes.busy + passes.forward)
+        )
         alone = method.chunks == 1
         self._matrices = [tuple(each.between_cuts() for each in both) for both in memory] if alone else None
 
@@ -77,8 +81,7 @@ class FittingCuts:
         """Return the cuts to begin with; None if there are none that fit, or none was found."""
         if self._matrices is not None:
             return self._best_slowest([self._times(plain, again) for plain, again in self._matrices])
-        later = np.triu(np.ones((self._blocks + 1,) * 2, dtype=bool), 1)
-        found = self._best_slowest([np.where(later, between(self._passes.busy), np.inf)] * self.stages)
+        found = self._best_slowest([self._busy] * self.stages)
         assert found is not None, "there are as many blocks as stages, or more"
         cuts: Cuts | None = found.cuts
         if self.are_few():
@@ -118,10 +121,8 @@ class FittingCuts:
 
     def _times(self, plain: Floats, again: Floats) -> Floats:
         """Return the seconds of a stage between two cuts; infinite where it does not fit."""
-        later = np.triu(np.ones(plain.shape, dtype=bool), 1)
-        busy, twice = between(self._passes.busy), between(self._passes.busy + self._passes.forward)
-        times: Floats = np.where(plain <= self._limit, busy, np.where(again <= self._limit, twice, np.inf))
-        return np.where(later, times, np.inf)
+        times: Floats = np.where(plain <= self._limit, self._busy, np.where(again <= self._limit, self._twice, np.inf))
+        return times
 
     def _best_slowest(self, times: Sequence[Floats]) -> Division | None:
         """Return the cuts of which the slowest stage is fastest; None if no cuts fit."""

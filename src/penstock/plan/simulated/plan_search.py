@@ -28,7 +28,7 @@ from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, Skipped
 
-_MOST_TRIED = 1 << 14  # passes of the candidates of a method that is not one of the usual ones
+_MOST_TRIED = 1 << 12  # passes of the candidates of a method that is not one of the usual ones
 
 
 def simulated_plans(

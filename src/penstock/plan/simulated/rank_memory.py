@@ -20,31 +20,41 @@ Cuts: TypeAlias = tuple[int, ...]
 _DIVIDED = (HeldKind.OPTIMIZER, HeldKind.SCRATCH)  # by parallel pipelines that shard
 
 
+class StageSizes:
+    """What a stage takes between two cuts: always, and of each kind.
+
+    Attributes:
+        fixed: bytes that are always there.
+        kinds: bytes of each kind of what comes and goes.
+
+    Args:
+        chain: of blocks.
+        there: weights and gradients that are always there.
+        shards: pipelines that divide what the optimizer remembers, and its weights.
+    """
+
+    def __init__(self, chain: BlockChain, there: AlwaysThere, shards: int = 1) -> None:
+        self.fixed: Floats = (
+            chain.frozen + there.versions * chain.buffer + (there.whole + there.rows / shards) * chain.whole
+        )
+        self.kinds = {**chain.sizes, **{kind: chain.sizes[kind] / shards for kind in _DIVIDED}}
+        self.kinds[HeldKind.WHOLE] = there.rows * chain.whole
+
+
 class RankMemory:
     """The most bytes of one rank.
 
     Args:
-        chain: of blocks.
         stages: that it has.
-        there: weights and gradients of each that are always there.
+        sizes: of each of them.
         moments: what it holds at each moment that counts.
-        shards: pipelines that divide what the optimizer remembers, and its weights.
     """
 
-    def __init__(
-        self,
-        chain: BlockChain,
-        stages: Sequence[int],
-        there: AlwaysThere,
-        moments: Sequence[Moment],
-        shards: int = 1,
-    ) -> None:
-        self._stages, kinds = stages, sorted({key for each in moments for key in each})
+    def __init__(self, stages: Sequence[int], sizes: StageSizes, moments: Sequence[Moment]) -> None:
+        self._stages, self._fixed = stages, sizes.fixed
+        kinds = sorted({key for each in moments for key in each})
         self._counts = np.array([[each.get(key, 0.0) for key in kinds] for each in moments])
-        self._fixed = chain.frozen + there.versions * chain.buffer + (there.whole + there.rows / shards) * chain.whole
-        sizes = chain.sizes | {kind: chain.sizes[kind] / shards for kind in _DIVIDED}
-        sizes[HeldKind.WHOLE] = there.rows * chain.whole
-        self._sizes = [(stage, sizes[kind]) for stage, kind in kinds]
+        self._sizes = [(stage, sizes.kinds[kind]) for stage, kind in kinds]
 
     def between_cuts(self) -> Floats:
         """Return the bytes of a rank with one stage, between each cut and each later one."""
