@@ -94,7 +94,6 @@ def test_planned_memory_is_that_of_the_ledger(method, precision, recompute):
         assert planned == found
 
 
-@pytest.mark.all_cases
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("method", ["zb-h1", "zb-v", "interleaved:chunks=2", "breadth-first:chunks=2"])

@@ -28,7 +28,7 @@ from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, Skipped
 
-_MOST_TRIED = 1 << 12  # passes of the candidates of a method that is not one of the usual ones
+_MOST_TRIED = 1 << 11  # passes of all candidates of a method that is not one of the usual ones
 
 
 def simulated_plans(
@@ -96,8 +96,8 @@ class _Search:
         for bound, name, each, chain in sorted(bounded, key=lambda found: found[:2]):
             if bound >= seconds:
                 said = f"takes {bound:.4g} s per sample at least, the best plan so far {seconds:.4g}"
-            elif tried > _MOST_TRIED and not usual:
-                said = f"not tried, after others with lower bounds; takes {bound:.4g} s per sample at least"
+            elif tried + each.passes > _MOST_TRIED and not usual:
+                said = f"takes {bound:.4g} s per sample at least, and too many passes to try it beside the usual methods"
             else:
                 plan = CandidateTrial(each, chain, self._devices, self._schedules).plan(seconds)
                 tried += each.passes
