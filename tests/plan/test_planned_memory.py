@@ -68,7 +68,7 @@ def planned_and_found(method, precision, frozen=0, recompute=False, count=4, wid
     del run["microbatch_size"]
     whole = {"blocks": blocks(frozen, count), "loss": squared, "optimizer": adam, "max_grad_norm": None}
     pipeline = Pipeline(**grouped(whole | run | {"precision": precision}))
-    list(pipeline.run([[(torch.randn(2, WIDTH), torch.randn(2, WIDTH)) for _ in range(M)] for _ in range(4)]))
+    list(pipeline.run([[(torch.randn(2, WIDTH), torch.randn(2, WIDTH)) for _ in range(M * width)] for _ in range(4)]))
     found = [each["total"] for each in pipeline.peak_bytes().values()]
     return [fit.held(rank, cuts, recompute) for rank in range(2)], found[:2]
 

@@ -111,8 +111,7 @@ def memory(graph, of, proof, cuts, again):
         optimizer = tuple(2 * each for each in part)
         sizes[stage] = StageBytes(weights, weights, optimizer, 0, part, part, passes, *ends)
     blockwise = {stage for stage, rank in enumerate(of.method.ranks(of.depth)) if again[rank]}
-    options = MemoryOptions(width=of.width if of.shards > 1 else 1, blockwise=blockwise, batches=5)
-    peaks = peak_bytes(proof, sizes, options)
+    peaks = peak_bytes(proof, sizes, MemoryOptions(blockwise=blockwise, batches=5))  # of pipelines in step
     return [peaks[0, rank] for rank in range(of.depth)]
 
 

@@ -34,7 +34,7 @@ _SPANS = (3, 5)  # batches: what two more of them take
 _NO_BYTES = 1e-30  # of a network, which has to carry something
 
 
-class _Found(NamedTuple):
+class _TimedCuts(NamedTuple):
     """Cuts that fit.
 
     Attributes:
@@ -77,10 +77,10 @@ class CandidateTrial:
         if of.microbatches < least:
             return Skipped(name, f"refused: it needs at least {least} microbatches for each pipeline")
         fit = self._fit(self._foreseen)
-        division = fit.first()
-        if division is None:
+        begun = fit.first()
+        if begun is None:
             return self._too_large(fit)
-        bound = of.bound(self._chain, self._devices, division.slowest, division.total)
+        bound = of.bound(self._chain, self._devices, begun.slowest, begun.total)
         if bound >= best:
             return Skipped(
                 name, f"its best stages take {bound:.4g} s per sample at least, the best plan so far {best:.4g}"
@@ -155,17 +155,17 @@ class CandidateTrial:
 
     # --- time -------------------------------------------------------------------------------------------------------
 
-    def _fastest(self, fit: FittingCuts, best: float) -> _Found | Skipped:
+    def _fastest(self, fit: FittingCuts, best: float) -> _TimedCuts | Skipped:
         """Find the fastest cuts that fit: of all if they are few, otherwise of those near, as long as that helps."""
-        division = fit.first()
-        if division is None:
+        begun = fit.first()
+        if begun is None:
             return self._too_large(fit)
-        found = self._faster(fit, [division.cuts], None)
+        found = self._faster(fit, [begun.cuts], None)
         assert found is not None, "the first cuts fit"
         if fit.are_few():
             found = self._faster(fit, fit.all(), found) or found
         else:
-            better: _Found | None = found
+            better: _TimedCuts | None = found
             while better is not None:
                 found, better = better, self._faster(fit, fit.near(better.cuts), better)
         seconds = found.batch / self._of.samples
@@ -173,14 +173,14 @@ class CandidateTrial:
             return Skipped(str(self._of), f"takes {seconds:.4g} s per sample, the best plan so far {best:.4g}")
         return found
 
-    def _faster(self, fit: FittingCuts, trials: Iterable[Cuts], than: _Found | None) -> _Found | None:
+    def _faster(self, fit: FittingCuts, trials: Iterable[Cuts], than: _TimedCuts | None) -> _TimedCuts | None:
         """Return the fastest of some cuts; None if it is not faster than what was found."""
         limit = math.inf if than is None else than.batch
         fitting = [(cuts, again) for cuts in trials if (again := fit.recomputes(cuts)) is not None]
         several = [each for each in fitting if self.least_batch(*each) < limit]
         times = self.batch_times(several) if several else [limit]
         least = int(np.argmin(times))
-        return _Found(*several[least], times[least]) if times[least] < limit else None
+        return _TimedCuts(*several[least], times[least]) if times[least] < limit else None
 
     def batch_times(self, several: Sequence[tuple[Cuts, Sequence[bool]]]) -> list[float]:
         """Return what one more batch of a long run takes, for cuts and the ranks that recompute."""
@@ -231,7 +231,7 @@ class CandidateTrial:
 
     # --- the plan ---------------------------------------------------------------------------------------------------
 
-    def _planned(self, fit: FittingCuts, found: _Found) -> Plan:
+    def _planned(self, fit: FittingCuts, found: _TimedCuts) -> Plan:
         """Return the plan with cuts."""
         of, cuts, graph = self._of, found.cuts, self._of.sized.graph
         seconds, width = found.batch / of.sized.microbatches, of.width

@@ -17,7 +17,7 @@ MOST_CUTS = 256
 """That are all tried."""
 
 
-class Division(NamedTuple):
+class FirstCuts(NamedTuple):
     """Cuts, and what those that fit take at least.
 
     Attributes:
@@ -77,7 +77,7 @@ class FittingCuts:
             found.append(again)
         return tuple(found)
 
-    def first(self) -> Division | None:
+    def first(self) -> FirstCuts | None:
         """Return the cuts to begin with; None if there are none that fit, or none was found."""
         if self._matrices is not None:
             return self._best_slowest([self._times(plain, again) for plain, again in self._matrices])
@@ -90,7 +90,7 @@ class FittingCuts:
         while cuts is not None and self.recomputes(cuts) is None:
             most, better = min((self._most(each), each) for each in (cuts, *self.near(cuts)))
             cuts = better if most < self._most(cuts) else None
-        return None if cuts is None else Division(cuts, 0.0, float(self._passes.busy[-1]))
+        return None if cuts is None else FirstCuts(cuts, 0.0, float(self._passes.busy[-1]))
 
     def are_few(self) -> bool:
         """Return whether all cuts are to be tried."""
@@ -124,7 +124,7 @@ class FittingCuts:
         times: Floats = np.where(plain <= self._limit, self._busy, np.where(again <= self._limit, self._twice, np.inf))
         return times
 
-    def _best_slowest(self, times: Sequence[Floats]) -> Division | None:
+    def _best_slowest(self, times: Sequence[Floats]) -> FirstCuts | None:
         """Return the cuts of which the slowest stage is fastest; None if no cuts fit."""
         reached, total = np.full(self._blocks + 1, np.inf), np.full(self._blocks + 1, np.inf)
         reached[0] = total[0] = 0.0
@@ -138,4 +138,4 @@ class FittingCuts:
         cuts = [self._blocks]
         for from_ in reversed(trail):
             cuts.append(int(from_[cuts[-1]]))
-        return Division(tuple(reversed(cuts)), float(reached[-1]), float(total[-1]))
+        return FirstCuts(tuple(reversed(cuts)), float(reached[-1]), float(total[-1]))

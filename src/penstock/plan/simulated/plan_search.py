@@ -97,7 +97,9 @@ class _Search:
             if bound >= seconds:
                 said = f"takes {bound:.4g} s per sample at least, the best plan so far {seconds:.4g}"
             elif tried + each.passes > _MOST_TRIED and not usual:
-                said = f"takes {bound:.4g} s per sample at least, and too many passes to try it beside the usual methods"
+                said = (
+                    f"takes {bound:.4g} s per sample at least, and too many passes to try it beside the usual methods"
+                )
             else:
                 plan = CandidateTrial(each, chain, self._devices, self._schedules).plan(seconds)
                 tried += each.passes
