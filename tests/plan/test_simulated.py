@@ -131,30 +131,39 @@ def every_candidate(graph, method, devices, m):
 
 
 def best_of_all(graph, method, devices, m):
-    """The least seconds per sample of all candidates, cuts and ranks that recompute."""
+    """The least seconds per sample of all candidates and cuts; ranks recompute where they must."""
     best, (level,) = math.inf, devices.levels
     for of, proof in every_candidate(graph, method, devices, m):
         trials = []
         for inner in itertools.combinations(range(1, len(graph.layers)), of.stages - 1):
             cuts = (0, *inner, len(graph.layers))
-            for again in itertools.product((False, True), repeat=of.depth if devices.memory else 0):
-                if not devices.memory or max(memory(graph, of, proof, cuts, again)) <= devices.memory:
-                    trials.append(costs_of(graph, of, proof, cuts, level.bandwidth, again or (False,) * of.depth))
+            again = (False,) * of.depth
+            if devices.memory is not None:
+                again = tuple(held > devices.memory for held in memory(graph, of, proof, cuts, again))
+                if max(memory(graph, of, proof, cuts, again)) > devices.memory:
+                    continue
+            trials.append(costs_of(graph, of, proof, cuts, level.bandwidth, again))
         spans = [predict(proof.lowered, trials, batches) for batches in (3, 5)]
         best = min([best, *((b.makespan - a.makespan) / 2 / m for a, b in zip(*spans, strict=True))])
     return best
 
 
 def assert_best_of_all(graph, methods, devices, m=4):
-    """Plans of some methods, each alone: the best of each; returns how many fit."""
+    """Plans of some methods, each alone: the best of each; returns how many fit.
+
+    The memory of ranks with several stages is taken to be larger by a message of the first batch, so that with a limit
+    some of their plans are left out.
+    """
     fits = 0
     for method in methods:
         plans, _ = simulated_plans({1: Sized(graph, 1, m)}, devices, methods=(method,))
         best = best_of_all(graph, method, devices, m)
-        assert (not plans) == (best == math.inf), method
+        exact = devices.memory is None or PLANNED[method].chunks == 1
+        assert (not plans) == (best == math.inf) or not exact, method
         if plans:
             fits += 1
-            assert plans[0].seconds_per_sample == pytest.approx(best, rel=1e-9), method
+            assert plans[0].seconds_per_sample >= best * (1 - 1e-9), method
+            assert plans[0].seconds_per_sample == pytest.approx(best, rel=1e-9) or not exact, method
             assert max(stage.memory for stage in plans[0].rating.stages) <= (devices.memory or math.inf)
     return fits
 

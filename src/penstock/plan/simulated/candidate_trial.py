@@ -91,7 +91,7 @@ class CandidateTrial:
             found = self._fastest(fit, best)
             if isinstance(found, Skipped):
                 return found
-            fit = self.fit_of_span(batches=2)
+            fit = self.fit_of_span(batches=2 if of.method.flushes else 4)
             if fit.recomputes(found.cuts) != found.again:
                 found = self._fastest(fit, best)
         except (ScheduleError, CapabilityError) as error:

@@ -94,8 +94,8 @@ class KnownSchedules:
     def moments(self, key: ScheduleKey, recompute: bool, batches: int = 2) -> list[list[Moment]]:
         """Return what each rank holds at the moments that count; parallel pipelines are taken to be in step.
 
-        Two batches show all of it, as in the second the last messages of the first may still be held. One is faster,
-        and shows the least that there is.
+        Two batches show all of it, as in the second the last messages of the first may still be held; where batches
+        overlap, four. One is faster, and shows the least that there is.
 
         Raises:
             ScheduleError: there is no such schedule.
