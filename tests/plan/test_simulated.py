@@ -152,13 +152,14 @@ def assert_best_of_all(graph, methods, devices, m=4):
     """Plans of some methods, each alone: the best of each; returns how many fit.
 
     The memory of ranks with several stages is taken to be larger by a message of the first batch, so that with a limit
-    some of their plans are left out.
+    some of their plans are left out. Of 2bw-eager, with some ranks recomputing, five batches less three may take less
+    than two batches of the slowest stage, which no plan is believed to.
     """
     fits = 0
     for method in methods:
         plans, _ = simulated_plans({1: Sized(graph, 1, m)}, devices, methods=(method,))
         best = best_of_all(graph, method, devices, m)
-        exact = devices.memory is None or PLANNED[method].chunks == 1
+        exact = devices.memory is None or (PLANNED[method].chunks == 1 and method != "2bw-eager")
         assert (not plans) == (best == math.inf) or not exact, method
         if plans:
             fits += 1
