@@ -61,7 +61,7 @@ def planned_and_found(method, precision, frozen=0, recompute=False, count=4, wid
     graph = layer_graph(parse_profile(profile_text(profile_of("model", measured, [], "", {})), "again"), 2)
     candidate = Candidate(Sized(graph, 2, M * width), PLANNED[method], 2, width, sharding)
     trial = CandidateTrial(candidate, BlockChain(graph, 2.0), DEVICES, KnownSchedules(decides=precision == "fp16"))
-    cuts = (*range(0, count, count // candidate.stages), count)
+    cuts = (0, 3, 4) if frozen else (*range(0, count, count // candidate.stages), count)  # no stage is frozen whole
     fit = trial.fit_of_span(batches=2)
     run = trial.settings(cuts, (recompute,) * 2)
     run["method"] = penstock.method(run["method"], **run.pop("options", {}))
