@@ -12,8 +12,8 @@ from benchmarks.predicted.forecasts import planned, predicted
 from benchmarks.predicted.report import paced_steps, percentile
 from benchmarks.predictions import summarize
 
-from penstock.plan.planners.proof_forecast import METHODS
 from penstock.plan.profile.schema import Profile, ProfiledLink
+from penstock.plan.simulated.planned_methods import USUAL
 
 ROOT = Path(__file__).parents[1]
 LINK = ProfiledLink(bandwidth=1e9)
@@ -39,7 +39,7 @@ def turn(of: Configuration, seconds: float, copy: int = 0) -> dict[str, object]:
 def test_configurations_whose_times_are_predicted():
     found = [of for processes in (2, 4) for of in timed(processes)]
     assert len(found) == len(set(found)) >= 24
-    assert {of.method for of in found} == set(METHODS)
+    assert {of.method for of in found} == set(USUAL)
     assert 2 * sum(of.link == LOOPBACK for of in found) == len(found)
     assert all(sum(of.stages) == of.shape.shape.layers + 2 and len(of.stages) == of.depth for of in found)
     assert all(of_row(json.loads(json.dumps(of._asdict()))) == of for of in found)

@@ -69,7 +69,7 @@ class Configuration(NamedTuple):
     def settings(self) -> RunSettings:
         """The same as profiles know it."""
         sizes = self.depth, self.width, self.m, self.samples
-        return RunSettings(self.method, *sizes, self.recompute, self.stages)
+        return RunSettings(self.method, *sizes, (self.recompute,) * self.depth, self.stages)
 
     def __str__(self) -> str:
         """Return it in words."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -19,12 +20,14 @@ from penstock.measure.links import Ping, fit, sizes_around
 from penstock.measure.model_profile import measure_blocks, profile_of
 from penstock.options.all_options import PipelineOptions
 from penstock.plan.measured_run import predicted_batch
-from penstock.plan.planners.block_chain import BlockChain
-from penstock.plan.planners.candidate_trial import Candidate, CandidateTrial
-from penstock.plan.planners.schedule_cache import KnownSchedules
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.profile.schema import Profile, ProfiledLink
+from penstock.plan.simulated.block_chain import BlockChain
+from penstock.plan.simulated.candidate import Candidate
+from penstock.plan.simulated.candidate_trial import CandidateTrial
+from penstock.plan.simulated.planned_methods import PLANNED
+from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.plan.stages.planned import Plan
 
@@ -96,7 +99,8 @@ def planned(
 ) -> list[tuple[Configuration, float]]:
     """Return configurations with the planner's cut, and the seconds of a batch by which it ranks them.
 
-    The planner (`--cost simulated`) takes the least of these over samples.
+    The planner (`--cost simulated`) takes the least of these over samples. As it recomputes only what does not fit
+    otherwise, one that recomputes gets the cut of the same without.
 
     Raises:
         RuntimeError: it refuses one of them.
@@ -106,12 +110,12 @@ def planned(
         graph = layer_graph(profile, of.samples)
         level, work = DeviceLevel(of.ranks, link.bandwidth), (link.work, link.work_per_byte)
         devices = Devices((level,), None, link.latency, profile.cores, link_work=work)
-        candidate = Candidate(
-            Sized(graph, of.samples, of.m * of.width), of.method, of.depth, of.width, of.recompute
-        )  # fmt: skip
-        plan = CandidateTrial(candidate, BlockChain(graph, of.recompute, 2.0), devices, known).plan(math.inf)
+        candidate = Candidate(Sized(graph, of.samples, of.m * of.width), PLANNED[of.method], of.depth, of.width)
+        trial = CandidateTrial(candidate, BlockChain(graph, optimizer_copies=2.0), devices, known)
+        plan = trial.plan(math.inf)
         if not isinstance(plan, Plan):
             raise RuntimeError(f"the planner refuses {of}: {plan}")
         balance = tuple(plan.settings["balance"])
-        found.append((of._replace(balance=balance), plan.seconds_per_sample * of.samples * of.m * of.width))
+        (seconds,) = trial.batch_times([(tuple(accumulate(balance, initial=0)), [of.recompute] * of.depth)])
+        found.append((of._replace(balance=balance), seconds))
     return found

@@ -94,9 +94,9 @@ DEFECTS = (
     ),
     Defect(
         "of a recomputed block the graph is not counted while it is made",
-        "plan/planners",
-        "HeldKind.BACKWARD: _most_of(inputs[1:] + stored, inputs)",
-        "HeldKind.BACKWARD: _most_of(inputs[1:], inputs)",
+        "plan/simulated",
+        "_most_of(inputs[1:] + stored, inputs)",
+        "_most_of(inputs[1:], inputs)",
         ("tests/plan/test_planned_memory.py", "tests/plan/test_simulated.py"),
     ),
     Defect(
@@ -136,10 +136,24 @@ DEFECTS = (
     ),
     Defect(
         "a plan's batch is one of a short run, with fill and drain",
-        "plan/planners",
+        "plan/simulated",
         "_SPANS = (3, 5)",
         "_SPANS = (0, 2)",
         ("tests/plan/test_simulated.py",),
+    ),
+    Defect(
+        "ranks recompute though their stages fit as they are",
+        "plan/simulated",
+        "again = self.held(rank, cuts, again=False) > self._limit",
+        "again = True",
+        ("tests/plan/test_simulated.py",),
+    ),
+    Defect(
+        "of a rank with several stages the memory of the largest counts",
+        "plan/simulated",
+        "fixed + (self._counts @ sizes).max(initial=0.0)",
+        "fixed + (self._counts * sizes).max(initial=0.0)",
+        ("tests/plan/test_planned_memory.py", "tests/plan/test_simulated.py"),
     ),
     # --- the command line ---------------------------------------------------------------------------------------------
     Defect(

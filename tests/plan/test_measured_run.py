@@ -24,7 +24,7 @@ from penstock.train.export.weights_folder import save_index
 from penstock.train.setup.model_shape import describe_model
 from support.schedules import make_schedule
 
-SETTINGS = RunSettings("1f1b", 2, 1, 4, 2, False, (2, 1))
+SETTINGS = RunSettings("1f1b", 2, 1, 4, 2, (False, False), (2, 1))
 
 
 def small_profile(**values):
@@ -92,7 +92,7 @@ def test_factors_are_found_again():
 
 def test_backwards_that_recompute_are_taken_apart():
     """A measured backward holds another forward, which the profile does not count."""
-    settings = replace(SETTINGS, recompute=True)
+    settings = replace(SETTINGS, recompute=(True, True))
     timeline = played((6.0, 3.0), (20.0, 7.0), (0.2, 0.1))
     profile = small_profile()
     found = compare_with_run(profile, settings, timeline)

@@ -1,20 +1,21 @@
 """Measured, planned and run: the memory of a plan is that of the run's ledger, weights byte for byte."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
 
+import penstock
 import penstock.plan.planning as planning
 from penstock.measure.model_profile import measure_blocks, profile_of
 from penstock.options.all_options import PipelineOptions
-from penstock.plan.planners.block_chain import BlockChain
-from penstock.plan.planners.candidate_trial import Candidate, CandidateTrial
-from penstock.plan.planners.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.files import parse_profile, profile_text
 from penstock.plan.profile.layer_graph import layer_graph
+from penstock.plan.simulated.block_chain import BlockChain
+from penstock.plan.simulated.candidate import Candidate
+from penstock.plan.simulated.candidate_trial import CandidateTrial
+from penstock.plan.simulated.planned_methods import PLANNED
+from penstock.plan.simulated.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.ir.op_table import Op
@@ -36,9 +37,9 @@ class Buffered(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def blocks(frozen=0):
+def blocks(frozen=0, count=4):
     torch.manual_seed(0)
-    found = {f"layer{n}": Buffered() for n in range(4)}
+    found = {f"layer{n}": Buffered() for n in range(count)}
     for name in list(found)[:frozen]:
         found[name].requires_grad_(False)
     return found
@@ -52,20 +53,24 @@ def adam(named):
     return torch.optim.AdamW(named, lr=0.01)
 
 
-def planned_and_found(method, precision, frozen=0, recompute=False):
-    """Plan two stages with a profile of the blocks, run the plan; returns both peaks."""
+def planned_and_found(method, precision, frozen=0, recompute=False, count=4, width=1, sharding="none"):
+    """Plan two ranks with a profile of the blocks, run the plan; returns both peaks."""
     options = PipelineOptions().changed(precision=precision, max_grad_norm=None)
     sample = {2: (torch.randn(2, WIDTH), torch.randn(2, WIDTH))}
-    measured = measure_blocks(blocks(frozen), sample, squared, adam, options, 0.0)
+    measured = measure_blocks(blocks(frozen, count), sample, squared, adam, options, 0.0)
     graph = layer_graph(parse_profile(profile_text(profile_of("model", measured, [], "", {})), "again"), 2)
-    candidate = Candidate(Sized(graph, 2, M), method, 2, 1, recompute)
-    known = KnownSchedules(decides=precision == "fp16")
-    plan = CandidateTrial(candidate, BlockChain(graph, recompute, 2.0), DEVICES, known).plan(math.inf)
-    run = {key: value for key, value in plan.settings.items() if key != "microbatch_size"}
-    whole = {"blocks": blocks(frozen), "loss": squared, "optimizer": adam, "max_grad_norm": None}
+    candidate = Candidate(Sized(graph, 2, M * width), PLANNED[method], 2, width, sharding)
+    trial = CandidateTrial(candidate, BlockChain(graph, 2.0), DEVICES, KnownSchedules(decides=precision == "fp16"))
+    cuts = (0, 3, 4) if frozen else (*range(0, count, count // candidate.stages), count)  # no stage is frozen whole
+    fit = trial.fit_of_span(batches=2)
+    run = trial.settings(cuts, (recompute,) * 2)
+    run["method"] = penstock.method(run["method"], **run.pop("options", {}))
+    del run["microbatch_size"]
+    whole = {"blocks": blocks(frozen, count), "loss": squared, "optimizer": adam, "max_grad_norm": None}
     pipeline = Pipeline(**grouped(whole | run | {"precision": precision}))
-    list(pipeline.run([[(torch.randn(2, WIDTH), torch.randn(2, WIDTH)) for _ in range(M)] for _ in range(4)]))
-    return [stage.memory for stage in plan.rating.stages], [each["total"] for each in pipeline.peak_bytes().values()]
+    list(pipeline.run([[(torch.randn(2, WIDTH), torch.randn(2, WIDTH)) for _ in range(M * width)] for _ in range(4)]))
+    found = [each["total"] for each in pipeline.peak_bytes().values()]
+    return [fit.held(rank, cuts, recompute) for rank in range(2)], found[:2]
 
 
 def assert_equal_but_for_a_message(planned, found):
@@ -89,6 +94,24 @@ def test_planned_memory_is_that_of_the_ledger(method, precision, recompute):
         assert planned == found
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", ["zb-h1", "zb-v", "interleaved:chunks=2", "breadth-first:chunks=2"])
+def test_planned_memory_of_several_stages_and_halves(method, precision, recompute):
+    """Eight blocks: of a rank with two stages both count at one time."""
+    planned, found = planned_and_found(method, precision, recompute=recompute, count=8)
+    for ours, ledger in zip(planned, found, strict=True):
+        assert abs(ours - ledger) <= 0.02 * ledger
+
+
+@pytest.mark.parametrize(("method", "precision"), [("1f1b", "fp32"), ("2bw", "bf16"), ("zb-v", "fp32")])
+def test_planned_memory_of_divided_updates(method, precision):
+    level = "optimizer" if method == "zb-v" else "gradients"
+    planned, found = planned_and_found(method, precision, count=8, width=2, sharding=level)
+    for ours, ledger in zip(planned, found, strict=True):
+        assert abs(ours - ledger) <= 0.02 * ledger
+
+
 @pytest.mark.parametrize(("precision", "frozen"), [("fp32", 2), ("bf16", 1)])
 def test_frozen_parameters_count(precision, frozen):
     planned, found = planned_and_found("1f1b", precision, frozen=frozen)
@@ -104,5 +127,5 @@ def test_loss_scales_and_parallel_pipelines_decide(monkeypatch):
         planning.make_plan(planning.PlanRequest(parse_profile(text + settings, "p"), DEVICES, cost="simulated"))
     assert asked == [False, True, True]
     for parallel in (False, True):
-        proof = KnownSchedules(decides=False).proof(ScheduleKey("1f1b", 2, 4, parallel))
+        proof = KnownSchedules(decides=False).proof(ScheduleKey(PLANNED["1f1b"], 2, 4, parallel))
         assert (Op.DECIDE in proof.schedule.operations) == parallel

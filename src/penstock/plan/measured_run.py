@@ -16,14 +16,15 @@ import numpy as np
 from penstock.checks import in_words
 from penstock.errors import ConfigError
 from penstock.plan.planned_timeline import idle_shares
-from penstock.plan.planners.block_chain import BlockChain
-from penstock.plan.planners.candidate_trial import Candidate, CandidateTrial
-from penstock.plan.planners.proof_forecast import METHODS
-from penstock.plan.planners.schedule_cache import KnownSchedules
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.planning import stages_decide
 from penstock.plan.profile.layer_graph import layer_graph, sizes_of
 from penstock.plan.profile.schema import Numbers, Profile
+from penstock.plan.simulated.block_chain import BlockChain
+from penstock.plan.simulated.candidate import Candidate
+from penstock.plan.simulated.candidate_trial import CandidateTrial
+from penstock.plan.simulated.planned_methods import PLANNED, USUAL
+from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.schedule.proof.proof import Proof
 from penstock.simulate.costs import Costs
@@ -40,9 +41,9 @@ class RunSettings:
     """How a run was configured.
 
     Attributes:
-        method: one of `penstock.plan.planners.proof_forecast.METHODS`.
+        method: one of `penstock.plan.simulated.planned_methods.USUAL`.
         stages, width, microbatches, microbatch_size: of the run.
-        recompute: forwards are run again, block by block.
+        recompute: of each stage, whether forwards are run again, block by block.
         balance: blocks of each stage.
     """
 
@@ -51,7 +52,7 @@ class RunSettings:
     width: int
     microbatches: int
     microbatch_size: int
-    recompute: bool
+    recompute: tuple[bool, ...]
     balance: tuple[int, ...]
 
 
@@ -94,8 +95,8 @@ def check_comparable(method: str) -> None:
     Raises:
         ConfigError: they do not.
     """
-    if method not in METHODS:
-        raise ConfigError(f"runs of {in_words(METHODS)} can be compared with a profile, not {method!r}")
+    if method not in USUAL:
+        raise ConfigError(f"runs of {in_words(USUAL)} can be compared with a profile, not {method!r}")
 
 
 def compare_with_run(profile: Profile, settings: RunSettings, timeline: Timeline) -> RunComparison:
@@ -106,7 +107,7 @@ def compare_with_run(profile: Profile, settings: RunSettings, timeline: Timeline
             or the timeline holds too little.
     """
     trial, known, candidate = _trial(profile, settings)
-    costs = trial.costs(np.array([0, *accumulate(settings.balance)]))
+    costs = trial.costs(np.array([0, *accumulate(settings.balance)]), settings.recompute)
     proof = known.proof(candidate.schedule)
     played, longer = _spans(proof, costs)
     batch = (longer.bubble.makespan - played.bubble.makespan) / _SPAN
@@ -131,7 +132,7 @@ def predicted_batch(profile: Profile, settings: RunSettings) -> float:
             know.
     """
     trial, known, candidate = _trial(profile, settings)
-    costs = trial.costs(np.array([0, *accumulate(settings.balance)]))
+    costs = trial.costs(np.array([0, *accumulate(settings.balance)]), settings.recompute)
     played, longer = _spans(known.proof(candidate.schedule), costs)
     return (longer.bubble.makespan - played.bubble.makespan) / _SPAN
 
@@ -147,11 +148,12 @@ def recalibrated(profile: Profile, settings: RunSettings, comparison: RunCompari
     """
     at = sizes_of(profile).index(settings.microbatch_size) if profile.microbatch_sizes else 0
     layers = list(profile.layers)
-    for stage, (first, last) in zip(comparison.stages, pairwise((0, *accumulate(settings.balance))), strict=True):
+    ends = pairwise((0, *accumulate(settings.balance)))
+    for stage, (first, last), recomputed in zip(comparison.stages, ends, settings.recompute, strict=True):
         forward, whole, step = (_factor(stage, kind) for kind in _PASSES)
         for number in range(first, last):
             layer = layers[number]
-            again = _value(layer.forward, at) if settings.recompute else 0.0
+            again = _value(layer.forward, at) if recomputed else 0.0
             base = _value(layer.backward, at)
             backward = max((base + again) * whole - again * forward, 0.0) / base if base else 1.0
             layers[number] = layer.model_copy(
@@ -188,9 +190,9 @@ def _trial(profile: Profile, settings: RunSettings) -> tuple[CandidateTrial, Kno
     latency, work = (link.latency, (link.work, link.work_per_byte)) if link else (0.0, (0.0, 0.0))
     devices = Devices((level,), None, latency, profile.cores, link_work=work)
     sized = Sized(graph, settings.microbatch_size, settings.microbatches * settings.width)
-    candidate = Candidate(sized, settings.method, settings.stages, settings.width, settings.recompute)
+    candidate = Candidate(sized, PLANNED[settings.method], settings.stages, settings.width)
     known = KnownSchedules(stages_decide(profile))
-    return CandidateTrial(candidate, BlockChain(graph, settings.recompute, 2.0), devices, known), known, candidate
+    return CandidateTrial(candidate, BlockChain(graph, 2.0), devices, known), known, candidate
 
 
 def _spans(proof: Proof, costs: Costs) -> tuple[Simulation, Simulation]:

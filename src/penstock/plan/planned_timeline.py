@@ -11,11 +11,13 @@ import numpy as np
 
 from penstock.errors import ConfigError
 from penstock.idle_time import Idle, split_time
-from penstock.plan.planners.block_chain import BlockChain
-from penstock.plan.planners.candidate_trial import NAME, Candidate, CandidateTrial
-from penstock.plan.planners.schedule_cache import KnownSchedules
 from penstock.plan.planning import Planning, PlanRequest, make_plan, stages_decide
 from penstock.plan.profile.schema import Numbers, Profile
+from penstock.plan.simulated.block_chain import BlockChain
+from penstock.plan.simulated.candidate import Candidate
+from penstock.plan.simulated.candidate_trial import NAME, CandidateTrial
+from penstock.plan.simulated.planned_methods import PLANNED
+from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import DeviceLevel
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline
@@ -39,11 +41,14 @@ def planned_timeline(planning: Planning) -> Timeline:
             f"a timeline of {settings['stages']} x {settings['microbatches']} passes is too long to be drawn; plan for "
             "a smaller batch"
         )
-    recompute = settings["recompute"] != "none"
-    candidate = Candidate(sized, settings["method"], settings["stages"], settings["width"], recompute)
+    method, sharding = PLANNED[plan.planner], settings.get("sharding", "none")
+    candidate = Candidate(sized, method, settings["stages"], settings["width"], sharding)
+    modes = settings["recompute"]
+    modes = [modes] * candidate.stages if isinstance(modes, str) else modes
+    again = [mode != "none" for _, mode in sorted(dict(zip(method.ranks(candidate.depth), modes, strict=True)).items())]
     known = KnownSchedules(stages_decide(request.profile))
-    trial = CandidateTrial(candidate, BlockChain(sized.graph, recompute, 2.0), request.devices, known)
-    costs = trial.costs(np.array([0, *accumulate(settings["balance"])]))
+    trial = CandidateTrial(candidate, BlockChain(sized.graph, 2.0), request.devices, known)
+    costs = trial.costs(np.array([0, *accumulate(settings["balance"])]), again)
     return simulate_schedule(known.proof(candidate.schedule), costs, _BATCHES).timeline
 
 

@@ -11,15 +11,15 @@ from penstock.errors import ConfigError
 from penstock.plan.any_links.device_order import Floats, link_matrix, ordered_links
 from penstock.plan.any_links.spp import plan_as_spp
 from penstock.plan.any_links.spp_cost import SppCost
-from penstock.plan.planners.candidate_trial import NAME as SIMULATED
 from penstock.plan.planners.pipedream import Choices, plan_as_pipedream, plan_for_pipedream_cost
-from penstock.plan.planners.proof_forecast import METHODS
-from penstock.plan.planners.simulated import simulated_plans
 from penstock.plan.planners.two_bw import Sized, plan_as_two_bw
 from penstock.plan.planners.two_bw_unequal_stages import plan_for_two_bw_cost
 from penstock.plan.profile.layer_graph import layer_graph, sizes_of
 from penstock.plan.profile.schema import Profile
 from penstock.plan.published_planners import AS_PUBLISHED, BEST_FOR_COST, RATERS
+from penstock.plan.simulated.candidate_trial import NAME as SIMULATED
+from penstock.plan.simulated.plan_search import simulated_plans
+from penstock.plan.simulated.planned_methods import METHODS
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.pipedream_cost import PipeDreamCost
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Skipped
@@ -81,7 +81,7 @@ class Planning:
     def ratings(self, plan: Plan) -> dict[str, Rating]:
         """Return what every cost function says of a plan; those that cannot rate it are left out."""
         found = {}
-        for name in COSTS:
+        for name in COSTS if plan.chunks == 1 else ():  # published ones know one stage on each device
             rating = _rate(name, plan.stages, self.sizes[plan.samples], self.request)
             if rating is not None:
                 found[name] = rating

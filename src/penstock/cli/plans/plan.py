@@ -139,11 +139,14 @@ def _say_plans(paths: Sequence[Path], found: Any, quiet: bool) -> None:
 def _in_python(plan: Any) -> str:
     """Return the best plan as a call, for a model that `penstock train` does not have."""
     of = plan.settings
-    more = f", data_parallel={of['width']}" * (of["width"] > 1) + f", recompute={of['recompute']!r}" * (
+    options = "".join(f", {key}={value}" for key, value in of.get("options", {}).items())
+    method = f"penstock.method({of['method']!r}{options})" if options else repr(of["method"])
+    parallel = f"penstock.DataParallel({of['width']}, sharding={of['sharding']!r})" if "sharding" in of else of["width"]
+    more = f", data_parallel={parallel}" * (of["width"] > 1) + f", recompute={of['recompute']!r}" * (
         of["recompute"] != "none"
     )
     return (
-        f"For blocks of your own: Pipeline(blocks, method={of['method']!r}, stages={of['stages']}, "
+        f"For blocks of your own: Pipeline(blocks, method={method}, stages={of['stages']}, "
         f"microbatches={of['microbatches']}, partition={of['balance']}{more}, ...), with batches of "
         f"{of['width'] * of['microbatches'] * of['microbatch_size']} samples."
     )

@@ -72,13 +72,14 @@ def _settings(config: TrainConfig, run: Path) -> RunSettings:
 
     check_comparable(config.row.name)
     config.check_undivided("comparisons of runs with profiles")
+    modes = [config.recompute] * config.stages if isinstance(config.recompute, str) else config.recompute
     return RunSettings(
         config.row.name,
         config.stages,
         config.width,
         config.microbatches,
         config.microbatch_size,
-        config.recompute != "none",
+        tuple(mode != "none" for mode in modes),
         tuple(config.balance or _balance(config, run)),
     )
 

@@ -45,6 +45,7 @@ class GraphLayer:
         whole: bytes of one of their gradients or master weights, if passes compute in 16 bits; None if not.
         frozen: bytes of frozen parameters and module buffers.
         data: bytes of the model's own input that it reads.
+        halves: seconds of the two halves of a backward, and bytes kept between them; None if the profile does not say.
     """
 
     name: str
@@ -62,6 +63,7 @@ class GraphLayer:
     whole: float | None = None
     frozen: float = 0.0
     data: float = 0.0
+    halves: tuple[float, float, float] | None = None
 
     @property
     def tensor_degrees(self) -> frozenset[int]:
@@ -244,16 +246,19 @@ class _GraphReader:
                 raise ConfigError(f"{where} needs forward and backward, in seconds, or options")
             seconds = alone[0].seconds
         output = self._value(layer.output, f"{where}, output")
-        for key in ("backward_input", "backward_weight", "late"):
-            if (given := getattr(layer, key)) is not None:
-                self._value(given, f"{where}, {key}")
+        first, second, late = (
+            None if (given := getattr(layer, key)) is None else self._value(given, f"{where}, {key}")
+            for key in ("backward_input", "backward_weight", "late")
+        )
+        halves = None if first is None or second is None else (first, second, stored if late is None else late)
         shared, data = (
             0.0 if given is None else self._value(given, f"{where}, {key}")
             for given, key in ((layer.shared, "shared"), (layer.data, "data"))
         )
         buffer = layer.parameters if layer.buffer is None else layer.buffer
         costs = layer.parameters, ways, forward, stored, layer.optimizer, layer.step, shared
-        return GraphLayer(layer.name, layer.kind, seconds, output, *costs, buffer, layer.whole, layer.frozen, data)
+        more = buffer, layer.whole, layer.frozen, data, halves
+        return GraphLayer(layer.name, layer.kind, seconds, output, *costs, *more)
 
     def _way(self, number: int, option: LayerOption, where: str) -> Way:
         """Return an option at this microbatch size."""

@@ -107,6 +107,7 @@ class Plan:
         notes: what there is to say about it.
         samples: of a microbatch.
         settings: keys of `penstock train` that run it; empty where no run is possible.
+        chunks: stages on each device.
     """
 
     planner: str
@@ -115,12 +116,13 @@ class Plan:
     notes: tuple[str, ...] = ()
     samples: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
+    chunks: int = 1
 
     @property
     def devices(self) -> int:
         """How many devices it uses."""
         each = [stage.devices for stage in self.stages]
-        return max(each) if self.stages[0].in_turns else sum(each)
+        return max(each) if self.stages[0].in_turns else sum(each) // self.chunks
 
     @property
     def seconds_per_sample(self) -> float:

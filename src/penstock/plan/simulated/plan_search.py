@@ -1,12 +1,15 @@
-"""The fastest run that fits: method, depth, width, microbatch size and recompute, rated by simulating the schedule.
+"""The fastest run that fits: method, depth, width, microbatch size, sharding and recompute, rated by simulation.
 
 For every candidate a lower bound comes first: all compute evenly divided, messages and sums of gradients as small as
 can be, with fill and drain where the method flushes. Candidates are taken in the order of their bounds, until the next
 bound is no better than the best plan. Each is cut where its slowest stage is fastest and every stage fits, by what its
 proof will say; if that is promising, its messages are added, what it holds is played (`penstock.simulate.memory`), it
 is cut again by that, and simulated: what one more batch takes in a long run. Other cuts are simulated, too: all of them
-if they are few, otherwise those that differ by one block, as long as that helps. The schedule of the best plan is
-proven.
+if they are few, otherwise those that differ by one block, as long as that helps. Ranks recompute where their stages do
+not fit otherwise. The schedule of the best plan is proven.
+
+The usual methods have a best plan each. The others, whose ranks have several stages or whose backwards come in halves,
+are tried only where they may be faster than all plans so far whose weights are as late.
 """
 
 from __future__ import annotations
@@ -14,17 +17,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
-
 from penstock.errors import ConfigError, ScheduleError
-from penstock.plan.planners.block_chain import BlockChain
-from penstock.plan.planners.candidate_trial import Candidate, CandidateTrial
-from penstock.plan.planners.proof_forecast import METHODS
-from penstock.plan.planners.schedule_cache import KnownSchedules
 from penstock.plan.planners.two_bw import Sized, widths
 from penstock.plan.profile.layer_graph import LayerGraph
+from penstock.plan.simulated.block_chain import BlockChain
+from penstock.plan.simulated.candidate import Candidate
+from penstock.plan.simulated.candidate_trial import CandidateTrial
+from penstock.plan.simulated.planned_methods import METHODS, PLANNED, USUAL, PlannedMethod
+from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, Skipped
+
+_MOST_TRIED = 1 << 11  # passes of all candidates of a method that is not one of the usual ones
 
 
 def simulated_plans(
@@ -51,15 +55,14 @@ def simulated_plans(
     """
     for sized in sizes.values():
         _check_chain(sized.graph)
-    chains = {
-        (s.samples, again): BlockChain(s.graph, again, optimizer_copies)
-        for s in sizes.values()
-        for again in (False, True)
-    }
+    chains = {s.samples: BlockChain(s.graph, optimizer_copies) for s in sizes.values()}
     search = _Search(chains, devices, KnownSchedules(decides))
-    candidates = list(_candidates(sizes, devices, methods or METHODS))
-    for method in methods or METHODS:
-        search.look_into([each for each in candidates if each.method == method])
+    for name in METHODS if methods is None else [name for name in METHODS if name in methods]:
+        method = PLANNED[name]
+        if method.halved and any(chain.halved is None for chain in chains.values()):
+            search.refuse(Skipped(name, "the profile does not tell the halves of backwards of every layer apart"))
+        else:
+            search.look_into(method, list(_candidates(sizes, devices, method)))
     return search.plans()
 
 
@@ -67,41 +70,50 @@ class _Search:
     """The best plan of every method so far, and what was skipped.
 
     Args:
-        chains: of blocks, by samples of a microbatch and recompute.
+        chains: of blocks, by samples of a microbatch.
         devices: to plan for.
         schedules: of all candidates.
     """
 
-    def __init__(
-        self, chains: Mapping[tuple[int, bool], BlockChain], devices: Devices, schedules: KnownSchedules
-    ) -> None:
+    def __init__(self, chains: Mapping[int, BlockChain], devices: Devices, schedules: KnownSchedules) -> None:
         self._chains, self._devices, self._schedules = chains, devices, schedules
-        self._best: dict[str, tuple[Candidate, Plan]] = {}
+        self._best: dict[PlannedMethod, tuple[Candidate, Plan]] = {}
         self._skipped: list[Skipped] = []
         self._refused: list[Skipped] = []
 
-    def look_into(self, candidates: Sequence[Candidate]) -> None:
+    def refuse(self, skipped: Skipped) -> None:
+        """Note a class that cannot be tried."""
+        self._refused.append(skipped)
+
+    def look_into(self, method: PlannedMethod, candidates: Sequence[Candidate]) -> None:
         """Look for the best plan among the candidates of one method, in the order of their bounds."""
         bounded = []
         for each in candidates:
-            chain = self._chains[each.sized.samples, each.recompute]
-            least = max(float(chain.seconds[-1]) / each.depth, float(np.diff(chain.seconds).max()))
-            bounded.append((each.bound(chain, self._devices, least), str(each), each, chain))
-        best: tuple[Candidate, Plan] | None = None
+            chain = self._chains[each.sized.samples]
+            bounded.append((each.bound(chain, self._devices), str(each), each, chain))
+        usual, tried = method.name in USUAL, 0
+        seconds = math.inf if usual else self._fastest_of(method.flushes)
         for bound, name, each, chain in sorted(bounded, key=lambda found: found[:2]):
-            seconds = math.inf if best is None else best[1].seconds_per_sample
             if bound >= seconds:
-                self._skipped.append(
-                    Skipped(name, f"takes {bound:.4g} s per sample at least, the best plan so far {seconds:.4g}")
+                said = f"takes {bound:.4g} s per sample at least, the best plan so far {seconds:.4g}"
+            elif tried + each.passes > _MOST_TRIED and not usual:
+                said = (
+                    f"takes {bound:.4g} s per sample at least, and too many passes to try it beside the usual methods"
                 )
+            else:
+                plan = CandidateTrial(each, chain, self._devices, self._schedules).plan(seconds)
+                tried += each.passes
+                if isinstance(plan, Skipped):
+                    self._refused.append(plan)
+                elif plan.seconds_per_sample < seconds:
+                    self._best[method], seconds = (each, plan), plan.seconds_per_sample
                 continue
-            plan = CandidateTrial(each, chain, self._devices, self._schedules).plan(seconds)
-            if isinstance(plan, Skipped):
-                self._refused.append(plan)
-            elif plan.seconds_per_sample < seconds:
-                best = each, plan
-        if best is not None:
-            self._best[best[0].method] = best
+            self._skipped.append(Skipped(name, said))
+
+    def _fastest_of(self, flushes: bool) -> float:
+        """Return the seconds per sample of the best plan so far whose weights are late, or are not."""
+        known = (plan for each, plan in self._best.values() if each.method.flushes == flushes)
+        return min((plan.seconds_per_sample for plan in known), default=math.inf)
 
     def plans(self) -> tuple[list[Plan], list[Skipped]]:
         """Return the best plan of every method, the fastest of which has been proven, and what was skipped.
@@ -133,12 +145,16 @@ def _check_chain(graph: LayerGraph) -> None:
         raise ConfigError("cost 'simulated' cuts consecutive layers: order the profile so that each reads earlier ones")
 
 
-def _candidates(sizes: Mapping[int, Sized], devices: Devices, methods: Sequence[str]) -> Iterator[Candidate]:
-    """Return all configurations."""
+def _candidates(sizes: Mapping[int, Sized], devices: Devices, method: PlannedMethod) -> Iterator[Candidate]:
+    """Return all configurations of a method; on one rank the others are as the usual ones.
+
+    State is divided where memory is limited. With one stage on each rank the gradients are, too: these sums take less
+    time than those of whole gradients, and as many bytes.
+    """
+    first, level = (1, "gradients") if method.name in USUAL else (2, "gradients" if method.chunks == 1 else "optimizer")
     for sized in sizes.values():
-        for depth in range(1, min(devices.count, len(sized.graph.layers)) + 1):
+        for depth in range(first, min(devices.count, len(sized.graph.layers) // method.chunks) + 1):
             for width in widths(devices.count // depth, 1, sized.microbatches):
-                for method in methods:
-                    yield Candidate(sized, method, depth, width, False)
-                    if devices.memory is not None:
-                        yield Candidate(sized, method, depth, width, True)
+                yield Candidate(sized, method, depth, width)
+                if devices.memory is not None and width > 1:
+                    yield Candidate(sized, method, depth, width, level)

@@ -1,0 +1,1 @@
+"""The planner that simulates the schedules of methods."""

@@ -1,0 +1,125 @@
+"""A graph as a chain of blocks: what stands between any two cuts takes, in seconds and bytes, as matrices."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.plan.profile.layer_graph import LayerGraph
+from penstock.simulate.memory.held import HeldKind
+
+Floats = npt.NDArray[np.float64]
+_SCRATCH = 4.0 * (1 << 20)  # bytes: `penstock.weights.memory.scratch`, in float32
+
+
+class PassSums(NamedTuple):
+    """Seconds of a microbatch in the first 0, 1, .. blocks.
+
+    Attributes:
+        forward: of forwards.
+        first, second: of the halves of backwards; a whole one is a first half.
+    """
+
+    forward: Floats
+    first: Floats
+    second: Floats
+
+    @property
+    def busy(self) -> Floats:
+        """All passes."""
+        return self.forward + self.first + self.second
+
+    @property
+    def path(self) -> Floats:
+        """What other stages wait for."""
+        return self.forward + self.first
+
+
+class BlockChain:
+    """A graph as a chain of blocks.
+
+    A row stands for a cut and a column for a later one.
+
+    Attributes:
+        blocks: how many.
+        passes: of one microbatch, without recompute, with whole backwards.
+        halved: the same with backwards in halves; None if the profile does not know them of every layer.
+        steps: seconds of updates of the first 0, 1, .. blocks.
+        low_precision: passes compute in 16 bits, so there are master weights.
+        buffer, whole: bytes of one copy of the weights as passes read it, and of one gradient or master weights.
+        parameters, frozen: bytes of what replicas add up, and of frozen parameters and module buffers.
+        crossing: bytes of the edges that cross a cut.
+        sizes: bytes of each kind of what is held, of a microbatch or at all.
+    """
+
+    def __init__(self, graph: LayerGraph, optimizer_copies: float) -> None:
+        layers = graph.layers
+        self.blocks = len(layers)
+        forward = _sums([layer.forward or 0.0 for layer in layers])
+        backward = _sums([layer.seconds - (layer.forward or 0.0) for layer in layers])
+        self.passes = PassSums(forward, backward, np.zeros(self.blocks + 1))
+        halves = [layer.halves for layer in layers if layer.halves is not None]
+        known = len(halves) == self.blocks
+        self.halved = PassSums(forward, *(_sums([h[n] for h in halves]) for n in (0, 1))) if known else None
+        self.steps = _sums([layer.step for layer in layers])
+        self.parameters = between(_sums([layer.parameters for layer in layers]))
+        self.buffer = between(_sums([layer.buffer for layer in layers]))
+        self.low_precision = any(layer.whole is not None for layer in layers)
+        whole = [layer.buffer if layer.whole is None else layer.whole for layer in layers]
+        self.whole, self.frozen = between(_sums(whole)), between(_sums([layer.frozen for layer in layers]))
+        self.crossing = np.zeros(self.blocks + 1)
+        for edge in graph.edges:
+            self.crossing[edge.source + 1 : edge.target + 1] += edge.bytes
+        optimizer = between(_sums([
+            optimizer_copies * size if layer.optimizer is None else layer.optimizer
+            for layer, size in zip(layers, whole, strict=True)
+        ]))  # fmt: skip
+        largest = _most_of(np.array(whole), np.zeros(self.blocks + 1))
+        self.sizes = self._activations(graph, known) | {
+            HeldKind.OPTIMIZER: optimizer,
+            HeldKind.SCRATCH: np.minimum(self.whole, np.maximum(largest, _SCRATCH)),
+        }
+
+    def _activations(self, graph: LayerGraph, halves_known: bool) -> dict[HeldKind, Floats]:
+        """Return the bytes of what passes of a microbatch hold, and of its messages."""
+        layers, shape = graph.layers, (self.blocks + 1, self.blocks + 1)
+        stored = np.array([layer.stored for layer in layers])
+        inputs = _sums([
+            layer.data + sum(edge.bytes for edge in edges) for layer, edges in zip(layers, graph.inputs, strict=True)
+        ])  # fmt: skip
+        shared = _sums([layer.shared for layer in layers])
+        graphs = between(_sums(stored)) - (shared[None, :] - np.append(shared[1:], shared[-1])[:, None])
+        late = between(_sums([layer.halves[2] if layer.halves else 0.0 for layer in layers]))
+        forward, backward = _most_of(inputs[:-1] + stored, inputs), _most_of(inputs[1:] + stored, inputs)
+        sizes = {
+            HeldKind.GRAPH: graphs,
+            HeldKind.SAVED: between(inputs),
+            HeldKind.FORWARD: forward,
+            HeldKind.BACKWARD: backward,
+            HeldKind.OUTPUT: np.broadcast_to(self.crossing[None, :], shape),
+            HeldKind.GRADIENT: np.broadcast_to(self.crossing[:, None], shape),
+        }
+        if halves_known:
+            sizes[HeldKind.HALVED], sizes[HeldKind.FORWARD_HALVED], sizes[HeldKind.LATE] = graphs, forward, late
+            sizes[HeldKind.BACKWARD_HALVED] = np.maximum(backward, late)
+        return sizes
+
+
+def _sums(values: npt.ArrayLike) -> Floats:
+    """Return sums of the first 0, 1, .. values."""
+    return np.concatenate(([0.0], np.cumsum(values)))
+
+
+def between(sums: Floats) -> Floats:
+    """Return sums between two cuts."""
+    return sums[None, :] - sums[:, None]
+
+
+def _most_of(values: Floats, before: Floats) -> Floats:
+    """Return the largest of the values between two cuts, less what stands at the first cut."""
+    found = np.zeros((len(before), len(before)))
+    for first in range(len(values)):
+        found[first, first + 1 :] = np.maximum.accumulate(values[first:]) - before[first]
+    return found

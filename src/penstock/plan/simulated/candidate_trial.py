@@ -1,0 +1,280 @@
+"""One configuration, tried: cut where it fits and is fastest, and simulated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.byte_sizes import human_bytes
+from penstock.errors import CapabilityError, ScheduleError
+from penstock.plan.planners.two_bw import single_device_ways
+from penstock.plan.simulated.block_chain import BlockChain
+from penstock.plan.simulated.candidate import Candidate
+from penstock.plan.simulated.fitting_cuts import FittingCuts
+from penstock.plan.simulated.proof_forecast import StageForecast, least_microbatches, stage_forecast
+from penstock.plan.simulated.rank_memory import Cuts, Moment, RankMemory, StageSizes
+from penstock.plan.simulated.schedule_cache import KnownSchedules
+from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Skipped, StageRating
+from penstock.plan.stages.two_bw_cost import bandwidths
+from penstock.schedule.machine.shared_cores import SharedCores
+from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.memory.held import HeldKind
+from penstock.simulate.memory.predicted import AlwaysThere, MemoryOptions, always_there, rotates
+from penstock.simulate.sharding_traffic import Network
+
+NAME = "simulated"
+_MOST_PASSES = 1 << 16  # forwards of a schedule that is proven and simulated
+_SPANS = (3, 5)  # batches: what two more of them take
+_NO_BYTES = 1e-30  # of a network, which has to carry something
+
+
+class _TimedCuts(NamedTuple):
+    """Cuts that fit.
+
+    Attributes:
+        cuts: where stages begin, and where the last one ends.
+        again: which ranks recompute.
+        batch: seconds of one more batch of a long run.
+    """
+
+    cuts: Cuts
+    again: tuple[bool, ...]
+    batch: float
+
+
+class CandidateTrial:
+    """One configuration: cut, proven and simulated.
+
+    Args:
+        candidate: which.
+        chain: its blocks.
+        devices: to plan for.
+        known: schedules of this candidate and others.
+    """
+
+    def __init__(self, candidate: Candidate, chain: BlockChain, devices: Devices, known: KnownSchedules) -> None:
+        self._of, self._chain, self._devices, self._known = candidate, chain, devices, known
+        self._passes, self._ranks = candidate.passes_of(chain), candidate.method.ranks(candidate.depth)
+        self._between = [s for s in range(1, candidate.stages) if self._ranks[s - 1] != self._ranks[s]]  # cuts
+        self._on = [[s for s, r in enumerate(self._ranks) if r == rank] for rank in range(candidate.depth)]
+        self._limit = math.inf if devices.memory is None else devices.memory
+        self._sizes: dict[AlwaysThere, StageSizes] = {}
+
+    def plan(self, best: float) -> Plan | Skipped:
+        """Return the plan, or why there is none that is faster than `best` seconds per sample."""
+        of, name = self._of, str(self._of)
+        if of.passes > _MOST_PASSES:
+            return Skipped(
+                name, f"{of.stages} x {of.microbatches} passes are too many to prove it here ({_MOST_PASSES:,})"
+            )
+        least = least_microbatches(of.method, of.depth)
+        if of.microbatches < least:
+            return Skipped(name, f"refused: it needs at least {least} microbatches for each pipeline")
+        fit = self._fit(self._foreseen)
+        begun = fit.first()
+        if begun is None:
+            return self._too_large(fit)
+        bound = of.bound(self._chain, self._devices, begun.slowest, begun.total)
+        if bound >= best:
+            return Skipped(
+                name, f"its best stages take {bound:.4g} s per sample at least, the best plan so far {best:.4g}"
+            )
+        try:
+            if self._limit < math.inf:
+                fit = self.fit_of_span(batches=1)
+            found = self._fastest(fit, best)
+            if isinstance(found, Skipped):
+                return found
+            fit = self.fit_of_span(batches=2 if of.method.flushes else 4)
+            if fit.recomputes(found.cuts) != found.again:
+                found = self._fastest(fit, best)
+        except (ScheduleError, CapabilityError) as error:
+            return Skipped(name, f"refused: {str(error).splitlines()[0]}")
+        return found if isinstance(found, Skipped) else self._planned(fit, found)
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def _forecast(self, stage: int) -> StageForecast:
+        return stage_forecast(self._of.method, self._of.depth, self._of.microbatches, stage)
+
+    def _foreseen(self, rank: int, again: bool) -> list[Moment]:
+        """Return what a rank holds at least at one moment."""
+        found: dict[tuple[int, HeldKind], float] = {}
+        for stage in self._on[rank]:
+            flight = self._forecast(stage).activations
+            found |= {(stage, HeldKind.OPTIMIZER): 1.0, (stage, HeldKind.SCRATCH): 1.0}
+            if not again:
+                found[stage, HeldKind.GRAPH] = flight
+            elif self._of.method.chunks > 1:
+                found[stage, HeldKind.SAVED] = flight
+            else:
+                found |= {(stage, HeldKind.SAVED): flight - 1, (stage, HeldKind.BACKWARD): 1.0}
+        return [found]
+
+    def fit_of_span(self, batches: int) -> FittingCuts:
+        """Return which cuts fit, by what ranks hold in a span of so many batches.
+
+        Raises:
+            ScheduleError: there is no schedule.
+            CapabilityError: what it holds is not predicted.
+        """
+        return self._fit(lambda rank, again: self._known.moments(self._of.schedule, again, batches)[rank])
+
+    def _fit(self, moments: Callable[[int, bool], Sequence[Moment]]) -> FittingCuts:
+        """Return which cuts fit, given what ranks hold, without recompute and with it."""
+        of = self._of
+        memory = []
+        for rank, stages in enumerate(self._on):
+            plain = again = self._rank_memory(stages, moments(rank, False), again=False)
+            if self._limit < math.inf:
+                again = self._rank_memory(stages, moments(rank, True), again=True)
+            memory.append((plain, again))
+        return FittingCuts(self._passes, of.method, of.depth, self._limit, memory)
+
+    def _rank_memory(self, stages: Sequence[int], moments: Sequence[Moment], again: bool) -> RankMemory:
+        of, foreseen = self._of, self._forecast(stages[0])
+        options = MemoryOptions(low_precision=self._chain.low_precision, blockwise=again)
+        there = always_there(foreseen.rule, foreseen.facts, options, again, of.shards > 1)
+        if not rotates(foreseen.rule, foreseen.facts, options):  # updates take no scratch
+            moments = [{key: n for key, n in each.items() if key[1] is not HeldKind.SCRATCH} for each in moments]
+        if there not in self._sizes:
+            self._sizes[there] = StageSizes(self._chain, there, of.shards)
+        return RankMemory(stages, self._sizes[there], moments)
+
+    def _too_large(self, fit: FittingCuts) -> Skipped:
+        least, limit = fit.least(), human_bytes(self._limit, 2)
+        return Skipped(
+            str(self._of), f"does not fit: at least {human_bytes(least, 2)} per device on average, but it has {limit}"
+        )
+
+    # --- time -------------------------------------------------------------------------------------------------------
+
+    def _fastest(self, fit: FittingCuts, best: float) -> _TimedCuts | Skipped:
+        """Find the fastest cuts that fit: of all if they are few, otherwise of those near, as long as that helps."""
+        begun = fit.first()
+        if begun is None:
+            return self._too_large(fit)
+        found = self._faster(fit, [begun.cuts], None)
+        assert found is not None, "the first cuts fit"
+        if fit.are_few():
+            found = self._faster(fit, fit.all(), found) or found
+        else:
+            better: _TimedCuts | None = found
+            while better is not None:
+                found, better = better, self._faster(fit, fit.near(better.cuts), better)
+        seconds = found.batch / self._of.samples
+        if seconds >= best:
+            return Skipped(str(self._of), f"takes {seconds:.4g} s per sample, the best plan so far {best:.4g}")
+        return found
+
+    def _faster(self, fit: FittingCuts, trials: Iterable[Cuts], than: _TimedCuts | None) -> _TimedCuts | None:
+        """Return the fastest of some cuts; None if it is not faster than what was found."""
+        limit = math.inf if than is None else than.batch
+        fitting = [(cuts, again) for cuts in trials if (again := fit.recomputes(cuts)) is not None]
+        several = [each for each in fitting if self.least_batch(*each) < limit]
+        times = self.batch_times(several) if several else [limit]
+        least = int(np.argmin(times))
+        return _TimedCuts(*several[least], times[least]) if times[least] < limit else None
+
+    def batch_times(self, several: Sequence[tuple[Cuts, Sequence[bool]]]) -> list[float]:
+        """Return what one more batch of a long run takes, for cuts and the ranks that recompute."""
+        costs = [self.costs(np.array(cuts), again) for cuts, again in several]
+        short, long = (self._known.span(self._of.schedule, batches)(costs) for batches in _SPANS)
+        return [(b.makespan - a.makespan) / (_SPANS[1] - _SPANS[0]) for a, b in zip(short, long, strict=True)]
+
+    def costs(self, cuts: npt.NDArray[np.intp], again: Sequence[bool]) -> Costs:
+        """Return the times of stages and messages; all messages take the time of the largest.
+
+        Args:
+            cuts: where stages begin, and where the last one ends.
+            again: which ranks recompute.
+        """
+        of, chain = self._of, self._chain
+        across, along = bandwidths(self._devices, of.width, of.depth)
+        forward, first, second = (np.diff(sums[cuts]) for sums in self._passes)
+        first = first + forward * np.array([again[rank] for rank in self._ranks])
+        largest, between = float(chain.crossing[cuts[self._between]].max(initial=0.0)), np.array(self._between, int)
+        ends = np.bincount([*between - 1, *between], minlength=of.stages)  # messages of a pass
+        messages = ends * self._devices.message_work(largest, of.depth * of.width)
+        forward, first = forward + messages, first + messages
+        steps = np.diff(chain.steps[cuts]) / of.shards
+        parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())
+        network = None
+        if of.shards > 1:
+            made = self._known.schedule(of.schedule)
+            network = Network(made, of.width, across, max(parameters, _NO_BYTES), weight_bytes=1, gradient_bytes=1)
+        return Costs(
+            tuple(StageCost(*map(float, each)) for each in zip(forward, first, second, steps, strict=True)),
+            latency=self._devices.latency,
+            transfer=largest / along,
+            collective=of.sums(parameters, across)[0],
+            network=network,
+            cores=None if self._devices.cores is None else SharedCores(self._devices.cores / of.width),  # in step
+        )
+
+    def least_batch(self, cuts: Cuts, again: Sequence[bool]) -> float:
+        """Return the seconds that a batch takes at least with these cuts, as `Candidate.bound` says."""
+        of, at, ranks = self._of, np.array(cuts), list(self._ranks)
+        costs, across = self.costs(at, again), bandwidths(self._devices, of.width, of.depth)[0]
+        sums = of.sums(float(self._chain.parameters[at[:-1], at[1:]].max()), across)
+        path = np.array([each.forward + each.backward_input for each in costs.stages])
+        through, second = np.zeros(of.depth), np.zeros(of.depth)
+        np.add.at(through, ranks, path)
+        np.add.at(second, ranks, [each.backward_weight for each in costs.stages])
+        steady = of.microbatches * max(float((through + second).max()), of.messages * costs.transfer)
+        if not of.method.flushes:
+            return max(steady, *sums)
+        before = (np.cumsum(path) - path)[: of.depth] + 2 * np.arange(of.depth) * (costs.transfer + costs.latency)
+        return max(float((of.microbatches * through + before).max()), steady) + of.after(sums)
+
+    # --- the plan ---------------------------------------------------------------------------------------------------
+
+    def _planned(self, fit: FittingCuts, found: _TimedCuts) -> Plan:
+        """Return the plan with cuts."""
+        of, cuts, graph = self._of, found.cuts, self._of.sized.graph
+        seconds, width = found.batch / of.sized.microbatches, of.width
+        busy = np.diff(self._passes.busy[list(cuts)]) + [
+            found.again[rank] * (self._passes.forward[last] - self._passes.forward[first])
+            for rank, (first, last) in zip(self._ranks, pairwise(cuts), strict=True)
+        ]
+        updates = np.diff(self._chain.steps[list(cuts)]) / of.shards / of.sized.microbatches
+        stages, ratings = [], []
+        for stage, (rank, (first, last)) in enumerate(zip(self._ranks, pairwise(cuts), strict=True)):
+            again, own = found.again[rank], self._on[rank]
+            ways, layers = single_device_ways(graph, again), tuple(range(first, last))
+            named = tuple(ways[n].name for n in layers) if ways else ()
+            stages.append(PlannedStage(layers, width, 1, named, sharded=of.shards > 1))
+            idle = seconds - float((busy[own] / width + updates[own]).sum())
+            parts = {"compute": float(busy[stage]) / width, "updates": float(updates[stage])}
+            parts["bubble"] = max(idle, 0.0) / len(own)
+            ratings.append(StageRating(parts["compute"], parts, fit.held(rank, cuts, again)))
+        notes = (f"{of}: one more batch of a long run takes {found.batch:.4g} s",)
+        rating = Rating(NAME, seconds, tuple(ratings))
+        settings = self.settings(cuts, found.again)
+        return Plan(of.method.name, tuple(stages), rating, notes, of.sized.samples, settings, of.method.chunks)
+
+    def settings(self, cuts: Cuts, again: Sequence[bool]) -> dict[str, Any]:
+        """Return the keys of `penstock train` that run it.
+
+        Args:
+            cuts: where stages begin, and where the last one ends.
+            again: which ranks recompute.
+        """
+        of, modes = self._of, ["block" if again[rank] else "none" for rank in self._ranks]
+        found: dict[str, Any] = {"method": of.method.row, "stages": of.depth, "width": of.width}
+        if of.method.options:
+            found["options"] = of.method.options
+        if of.shards > 1:
+            found["sharding"] = of.sharding
+        return found | {
+            "microbatches": of.microbatches,
+            "microbatch_size": of.sized.samples,
+            "recompute": modes[0] if len(set(modes)) == 1 else modes,
+            "balance": [last - first for first, last in pairwise(cuts)],
+        }

@@ -1,0 +1,77 @@
+"""Plans of each kind, as files, are what `penstock train` takes: built and run in this process."""
+
+import math
+
+import pytest
+import torch
+import yaml
+
+from penstock.plan.planning import PlanRequest, make_plan
+from penstock.plan.profile.files import parse_profile
+from penstock.plan.report import plan_file
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
+from penstock.train.config.load import load_config
+from penstock.train.setup.build_pipeline import make_pipeline
+from penstock.train.setup.preflight import prepare
+
+TINY = (
+    "model.layers=6", "model.width=8", "model.heads=2", "model.context=8", "model.vocabulary=300", "threads=1",
+)  # fmt: skip
+
+
+def profile_of(large=0):
+    """Eight blocks, as an embedding, six layers and a head are; the first has so many bytes of parameters."""
+    block = "backward: 2, backward_input: 1, backward_weight: 1, late: 100, output: 1, stored: 1000, parameters: {}}}\n"
+    rows = [f"- {{name: b{n}, forward: 1, {block.format(large if n == 0 else 10)}" for n in range(8)]
+    return parse_profile("format: penstock profile 1\nlayers:\n" + "".join(rows), "p")
+
+
+KINDS = {
+    "zb-h1": {"method": "zb-h1"},
+    "zb-v": {"method": "zb-v"},
+    "v-min": {"method": "v-min"},
+    "zb-interleaved:chunks=2": {"options": {"chunks": 2}},
+    "interleaved:chunks=4": {"options": {"chunks": 4}, "balance": [1] * 8},
+    "breadth-first:chunks=2": {"options": {"chunks": 2}},
+    "interleaved:chunks=2": {"options": {"chunks": 2}},
+}
+
+
+def run_of(plan, tmp_path):
+    """Train a batch by the file of a plan."""
+    (tmp_path / "plan.yaml").write_text(plan)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 50)
+    config = load_config(tmp_path / "plan.yaml", [*TINY, f"data={tmp_path / 'text.txt'}", "held_out=0.2"])
+    tokens = torch.randint(256, (config.width * config.microbatches * config.microbatch_size, 8))
+    (report,) = make_pipeline(prepare(config)).run([(tokens, tokens)])
+    assert math.isfinite(report.loss)
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_a_plan_of_each_kind_is_trained(tmp_path, method):
+    devices, settings = Devices((DeviceLevel(2, 1.0),)), KINDS[method]
+    found = make_plan(PlanRequest(profile_of(), devices, cost="simulated", microbatches=4, methods=(method,)))
+    plan = plan_file(found)
+    assert settings.items() <= yaml.safe_load(plan).items()
+    assert found.plans[0].devices == 2
+    run_of(plan, tmp_path)
+
+
+@pytest.mark.parametrize(("method", "limit"), [("1f1b", 5_500.0), ("interleaved:chunks=2", 7_000.0)])
+def test_a_plan_that_recomputes_on_some_ranks_is_trained(tmp_path, method, limit):
+    devices = Devices((DeviceLevel(2, 1.0),), limit)
+    found = make_plan(PlanRequest(profile_of(), devices, cost="simulated", microbatches=4, methods=(method,)))
+    plan = plan_file(found)
+    assert set(yaml.safe_load(plan)["recompute"]) == {"none", "block"}
+    run_of(plan, tmp_path)
+
+
+@pytest.mark.parametrize(("method", "level"), [("1f1b", "gradients"), ("2bw", "gradients"), ("zb-v", "optimizer")])
+def test_a_plan_that_divides_updates_is_trained(tmp_path, method, level):
+    """The optimizer of the first block does not fit a device as a whole."""
+    count, limit = (4, 28e6) if method == "zb-v" else (2, 40e6 if method == "2bw" else 28e6)
+    devices = Devices((DeviceLevel(count, 1e9),), limit)
+    found = make_plan(PlanRequest(profile_of(8_000_000), devices, cost="simulated", microbatches=4, methods=(method,)))
+    plan = plan_file(found)
+    assert yaml.safe_load(plan)["sharding"] == level
+    run_of(plan, tmp_path)
