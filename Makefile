@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: train check test test-all faults fuzz planted compiled memory soak lint bench bench-short bench-overhead bench-links quality clean
+.PHONY: train check test test-all faults fuzz planted compiled memory soak lint bytecode bench bench-short bench-overhead bench-links quality clean
 
 train: $(STAMP)
 	$(BIN)/penstock train $(ARGS)
@@ -42,6 +42,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Else every process that tests start, and all workers of pytest at once, would compile the same files.
+bytecode: $(STAMP)
+	$(BIN)/python -m compileall -q src
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --collect-only > /dev/null
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.throughput $(ARGS)
 
@@ -59,7 +64,8 @@ quality: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip would, but on one core; it, too, passes over files of newer Pythons
 	touch $(STAMP)
 
 clean:

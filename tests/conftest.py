@@ -9,13 +9,15 @@ import pytest
 import torch
 from hypothesis import settings
 
-from support.chosen_cases import cases_left_out
+from support.chosen_cases import MANY, cases_left_out
 from support.command_line import Command, run
+from support.examples import ALL
 from support.pool import Pool
 from support.smoke import smoke_tests
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault
 settings.load_profile("untimed")
+settings.register_profile("some cases", deadline=None, max_examples=ALL // MANY)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -70,7 +72,13 @@ def command(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option of `make test`."""
-    parser.addoption("--some-cases", action="store_true", help="of tests with many cases, every fourth")
+    parser.addoption("--some-cases", action="store_true", help="of tests with many cases or examples, every fourth")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how many examples tests of properties try, before these are imported."""
+    if config.getoption("some_cases"):
+        settings.load_profile("some cases")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from support.chosen_cases import cases_left_out
+from support.examples import examples
 from support.smoke import smoke_tests
 
 TESTS = Path(__file__).parent
@@ -82,3 +83,9 @@ def test_of_many_cases_every_fourth_is_chosen():
     left = cases_left_out(mixed)
     assert [case.number for case in left] == [1, 2, 3, 5, 6, 7]
     assert {case.originalname for case in left} == {"wide"}
+
+
+def test_of_many_examples_a_quarter_is_tried(request):
+    """Under `make test`, as `SWEEP` and its like ask for them."""
+    share = 4 if request.config.getoption("some_cases") else 1
+    assert [examples(number) for number in (200, 60, 1)] == [200 // share, 60 // share, 1]

@@ -18,6 +18,7 @@ from penstock.comm.message.tree_classes import find_classes, open_dataclasses
 from penstock.comm.message.trees import detached
 from penstock.comm.message.wire_header import HEADER_BYTES, bytes_of, split, transport_fields
 from penstock.errors import TransportError
+from support.examples import examples
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 DTYPES += [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn]
@@ -80,7 +81,7 @@ def assert_same_tree(found: Any, wanted: Any) -> None:
 
 
 many = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 
@@ -108,7 +109,7 @@ def test_round_trip_in_a_larger_block(header: Header, tensor: Tensor, spare: int
 
 
 @given(headers, tensors())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_round_trip_in_two_parts(header: Header, tensor: Tensor) -> None:
     block = Codec("a lane").encode(TensorMessage(header, tensor, (False,)))
     head, rest = split(block)

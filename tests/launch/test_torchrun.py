@@ -127,6 +127,26 @@ def test_when_the_torchrun_of_a_machine_is_killed_both_end(
         assert newest == int(saved[1])
 
 
+@pytest.fixture
+def as_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process is one of two workers of a torchrun."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "RANK": "1"}
+    for name, value in {**job, "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    yield
+    del store
+
+
+@pytest.mark.usefixtures("as_worker")
+def test_only_the_first_worker_prints_an_error(command: Command) -> None:
+    ran = [command("train", "--set", "metod=1f1b") for _ in range(2)]
+    assert [each.returncode for each in ran] == [2, 2]
+    assert "error: unknown configuration key 'metod'; did you mean 'method'?" in ran[0].stderr
+    assert ran[1].stderr == ""
+
+
+@pytest.mark.long
 def test_an_error_of_every_worker_is_said_once() -> None:
     """Not by every one of them, and without a trace of what is within."""
     rest = ["--standalone", "--nproc-per-node", "2", "-m", "penstock", "train"]
@@ -136,14 +156,13 @@ def test_an_error_of_every_worker_is_said_once() -> None:
     assert 'File "' not in wrong.stderr.partition("elastic/multiprocessing/api.py")[0]
 
 
-def test_the_first_worker_that_asks_is_the_one_that_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_worker_that_asks_is_the_one_that_says_it(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """Of every message, and again after a restart; what cannot be asked is said."""
     assert is_first_to_say("no job")
     assert is_first_to_say("no job")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "RANK": "1"}
-    for name, value in {**job, "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
-        monkeypatch.setenv(name, value)
+    request.getfixturevalue("as_worker")
     assert [is_first_to_say(message) for message in ("a", "a", "b", "a", "b")] == [True, False, True, False, False]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert [is_first_to_say("a"), is_first_to_say("a")] == [True, False]

@@ -12,6 +12,7 @@ from penstock.plan.profile.from_pipedream import from_pipedream
 from penstock.plan.profile.from_piper import from_piper
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.profile.schema import Profile
+from support.examples import examples
 
 OURS = """
 format: penstock profile 1
@@ -183,7 +184,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.sampled_from([OURS, PIPEDREAM, PIPER]), st.integers(0, 2_000), st.integers(0, 60), PIECES)
 def test_random_damage_ends_in_an_error_or_a_profile(text, at, length, piece):
     at %= len(text)

@@ -57,8 +57,7 @@ def go_on(group: dist.ProcessGroup | None, case: Case, kept: Kept) -> Outcome:
     pipeline.load(kept)
     outcome = Outcome()
     for r in pipeline.run(make_batches(case)[pipeline.batches :]):
-        if case.width * case.schedule.directions == 1:
-            outcome.reports.append((r.batch, r.loss, r.weight))
+        outcome.reports.append((r.batch, r.loss, r.weight))
         add_decisions(outcome, case, r.decided)
     add_decisions(outcome, case, pipeline.decided())
     return finish(outcome, pipeline, recording)

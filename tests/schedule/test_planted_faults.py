@@ -10,10 +10,11 @@ from penstock.schedule.ir.schedule import Op, Program, WeightRef
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from support.brute_force import complaint
+from support.examples import examples
 from support.schedules import make_schedule
 from support.smallest_batch import CHAINS, least
 
-SWEEP = settings(max_examples=100, derandomize=True, deadline=None, database=None)
+SWEEP = settings(max_examples=examples(100), derandomize=True, deadline=None, database=None)
 
 
 @st.composite

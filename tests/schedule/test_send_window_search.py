@@ -26,6 +26,7 @@ from penstock.schedule.torch_csv import to_torch_csv
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from support.event_oracle import start_times
+from support.examples import examples
 from support.schedules import make_schedule
 
 Case = tuple[str, int, int, tuple[tuple[str, int], ...]]
@@ -134,7 +135,7 @@ def test_methods_without_flushes(name: str, p: int, m: int) -> None:
 GOLDEN = [parse_schedule(path.read_text(), path.stem) for path in sorted(Path("tests/golden").glob("*.txt"))]
 
 
-@settings(max_examples=80, derandomize=True, deadline=None, database=None)
+@settings(max_examples=examples(80), derandomize=True, deadline=None, database=None)
 @given(st.data())
 def test_more_room_never_takes_longer(data: st.DataObject) -> None:
     """What halving relies on, for any costs and any schedule."""

@@ -26,6 +26,7 @@ from penstock.schedule.ir.schedule import (
 )
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_action, parse_schedule
+from support.examples import examples
 from support.schedules import make_schedule
 from support.smallest_batch import CHAINS, least
 
@@ -138,7 +139,7 @@ fused = st.lists(plain, min_size=2, max_size=3).map(
 )
 
 
-@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@settings(max_examples=examples(300), derandomize=True, deadline=None, database=None)
 @given(plain | messages | fused)
 def test_every_action_is_read_back(action):
     assert parse_action(format_action(action, relative=True), NODES, 0) == action

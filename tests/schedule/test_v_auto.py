@@ -14,6 +14,7 @@ from penstock.schedule.orders.v_auto import v_auto
 from penstock.schedule.orders.v_blocks import building_blocks
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import Simulation, simulate_schedule
+from support.examples import examples
 from support.v_exact import shortest_span
 
 Times = tuple[int, int, int]
@@ -42,7 +43,7 @@ def found_by_search(p: int, m: int, times: Times, limit: int, hop: int = 0, held
     times=st.tuples(*[st.integers(1, 4)] * 3),
     hop=st.integers(0, 3),
 )
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 def test_v_auto_takes_any_times_and_any_memory(p: int, m: int, limit: int, held: int, times: Times, hop: int) -> None:
     """Always proven; and never more activations than asked for, by the simulator's own account."""
     found = found_by_search(p, m, times, limit, hop, held)

@@ -11,6 +11,7 @@ from penstock.schedule.orders.zb_auto import zb_auto
 from penstock.schedule.orders.zb_exact import zb_exact
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import Simulation, simulate_schedule
+from support.examples import examples
 
 MEASURED = {"forward": 18522, "input": 18086, "weight": 9337, "hop": 601}  # a 1.5B model (arXiv 2401.10241, table 4)
 
@@ -31,7 +32,7 @@ def found_by(order: object, p: int, m: int, left: float = 1.0, **options: int) -
     hop=st.integers(1, 3),
 )
 @example(p=2, m=8, limit=8, held=20, times=(1, 1, 1), hop=3)  # rank 0 is seven messages ahead
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_times_and_any_memory(p: int, m: int, limit: int, held: int, times: tuple[int, ...], hop: int) -> None:
     """Always legal; and never more activations than asked for, by the simulator's own account."""
     given_ = dict(zip(("forward", "input", "weight"), times, strict=True))
@@ -64,7 +65,7 @@ def test_zb_1p_is_no_worse_than_h1_and_zb_2p_has_no_bubble() -> None:
     held=st.sampled_from([37, 100]),
 )
 @example(p=4, m=8, times=(10, 12, 7), hop=1, held=100)  # which the heuristic alone misses by 5 %
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_no_worse_than_h1_and_h2_for_any_times(p: int, m: int, times: tuple[int, ...], hop: int, held: int) -> None:
     given_ = dict(zip(("forward", "input", "weight"), times, strict=True))
     for known, limit in (("zb-h1", p), ("zb-h2", 2 * p)):

@@ -12,13 +12,14 @@ from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import play
 from support.buffer_oracle import bounded_times
 from support.event_oracle import start_times
+from support.examples import examples
 from support.schedules import make_schedule
 from support.smallest_batch import CHAINS, least
 
 GOLDEN = {path.stem: parse_schedule(path.read_text()) for path in (Path(__file__).parents[1] / "golden").glob("*.txt")}
 FLUSHED = [name for name, schedule in GOLDEN.items() if not any(program.epilogue for program in schedule.programs)]
 BESIDE = ("REDUCE", "AVERAGE", "GATHER", "OFFLOAD", "FETCH", "SEND")  # not on the compute lane
-SWEEP = settings(max_examples=200, derandomize=True, deadline=None, database=None)
+SWEEP = settings(max_examples=examples(200), derandomize=True, deadline=None, database=None)
 
 time = st.sampled_from([0, 1, 2, 7])  # uneven: stages that wait, and stages that run far ahead
 latency = st.sampled_from([0, 1, 9])
@@ -68,7 +69,7 @@ def test_every_method_on_the_documented_machine(data, schedule, batches, machine
 def test_senders_that_stall(method):
     """Receivers that post late and stages of very different speed: sends wait for buffers, now one, now several."""
     random = Random(method)
-    for _ in range(60):
+    for _ in range(examples(60)):
         schedule = make_schedule(method, random.randint(2, 5), random.randint(4, 9))
         stages = [StageCost(random.choice([0, 1, 7]), random.choice([0, 1, 7]), 0) for _ in range(schedule.num_stages)]
         costs, machine = Costs(tuple(stages), latency=random.choice([0, 1, 9])), (0, random.choice([2, 3]))

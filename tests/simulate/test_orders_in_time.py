@@ -7,6 +7,7 @@ that were confirmed by other simulators, or stated in a paper or in its code.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import groupby
 
 import pytest
@@ -366,6 +367,7 @@ def test_where_bpipe_costs_time() -> None:
     """
     lowered = {(name, m): prove(ORDERS[name], 16, m).lowered for name in ("bpipe", "1f1b") for m in (64, 78)}
 
+    @cache
     def makespan(name: str, m: int, backward: float) -> float:
         costs = Costs.uniform(lowered[name, m].schedule, 1, backward / 2, backward / 2)
         return play(lowered[name, m], costs, 1)[0].bubble().makespan

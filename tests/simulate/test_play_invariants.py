@@ -2,38 +2,22 @@
 
 from collections import defaultdict
 from itertools import pairwise
-from pathlib import Path
 
 from hypothesis import given, settings, strategies as st
 
 from penstock.schedule.ir.absolute_actions import actions_of
-from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
-from support.schedules import make_schedule
-from support.smallest_batch import CHAINS, least
+from support.drawn_proofs import maybe, positive, proofs
+from support.examples import examples
 
-GOLDEN = [
-    check(parse_schedule(path.read_text(), path.stem))
-    for path in sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
-]
-SWEEP = settings(max_examples=60, derandomize=True, deadline=None, database=None)
-
-positive = st.floats(0.01, 100.0)
-maybe = st.just(0.0) | positive
+SWEEP = settings(max_examples=examples(60), derandomize=True, deadline=None, database=None)
 
 
 @st.composite
 def runs(draw, golden=True):
     """(simulation, costs, batches) of any schedule."""
-    if golden and draw(st.booleans()):
-        proof = draw(st.sampled_from(GOLDEN))
-    else:
-        stages = draw(st.integers(1, 5))
-        method = draw(st.sampled_from(list(CHAINS)))
-        fewest = max(stages - 1, least(method, stages))
-        proof = check(make_schedule(method, stages, draw(st.integers(fewest, max(fewest, 7)))))
+    proof = draw(proofs(golden))
     stages = [
         StageCost(draw(positive), draw(positive), draw(maybe), draw(maybe)) for _ in range(proof.schedule.num_stages)
     ]

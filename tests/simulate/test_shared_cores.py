@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -28,25 +27,11 @@ from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.long_run import steady_batch
 from penstock.simulate.simulate import play, predict, simulate_schedule
+from support.drawn_proofs import maybe, positive, proofs
+from support.examples import examples
 from support.schedules import make_schedule
-from support.smallest_batch import CHAINS, least
 
-GOLDEN = [
-    check(parse_schedule(path.read_text(), path.stem))
-    for path in sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
-]
-SWEEP = settings(max_examples=60, derandomize=True, deadline=None, database=None)
-positive = st.floats(0.01, 100.0)
-maybe = st.just(0.0) | positive
-
-
-@st.composite
-def proofs(draw: st.DrawFn) -> Proof:
-    if draw(st.booleans()):
-        return draw(st.sampled_from(GOLDEN))
-    stages, method = draw(st.integers(1, 5)), draw(st.sampled_from(list(CHAINS)))
-    fewest = max(stages - 1, least(method, stages))
-    return check(make_schedule(method, stages, draw(st.integers(fewest, max(fewest, 7)))))
+SWEEP = settings(max_examples=examples(60), derandomize=True, deadline=None, database=None)
 
 
 @st.composite
@@ -166,7 +151,7 @@ def test_like_small_steps_of_time(method: str, shared: SharedCores) -> None:
     random = Random(f"{method} {shared}")
     proof = check(make_schedule(method, 4, 6))
     stages = tuple(StageCost(*(random.uniform(0.5, 2) for _ in range(3)), random.uniform(0, 1)) for _ in range(4))
-    costs, step = Costs(stages, cores=shared), 1 / 2048
+    costs, step = Costs(stages, cores=shared), 1 / 1024
     expected = in_small_steps(proof, costs, 2, step)
     found = simulate_schedule(proof, costs, 2, window="unlimited").bubble.makespan
     assert found == pytest.approx(expected, abs=100 * step)  # each pass ends with a step

@@ -236,7 +236,7 @@ class Case:
         precision: what passes compute in.
         boundary_gradients: what gradients are rounded to between stages.
         tied: the output embedding is the input embedding.
-        width: parallel pipelines; then reports, which are of one of them, are not compared.
+        width: parallel pipelines.
         device: on which models and data are.
         reduce: how they add their gradients.
         options: of the order, as pairs of name and value.
@@ -409,8 +409,7 @@ def run_spans(pipeline: Pipeline, case: Case) -> Outcome:
     batches = make_batches(case)
     for first, end in pairwise((0, *accumulate(case.spans))):
         for r in pipeline.run(batches[first:end]):
-            if case.width * case.schedule.directions == 1:
-                outcome.reports.append((r.batch, r.loss, r.weight))
+            outcome.reports.append((r.batch, r.loss, r.weight))
             add_decisions(outcome, case, r.decided)
     add_decisions(outcome, case, pipeline.decided())
     return outcome
@@ -444,8 +443,8 @@ def train_on_ranks(pool: Any, case: Case) -> Outcome:
 
 
 def together(outcomes: Sequence[Outcome]) -> Outcome:
-    """The outcome of all ranks; one reports losses, the others only know which batches there were."""
-    (told,) = [o.reports for o in outcomes if o.reports and o.reports[0][2] is not None] or [[]]
+    """The outcome of all ranks; those of the last stage report losses, the others only which batches there were."""
+    told = next((o.reports for o in outcomes if o.reports and o.reports[0][2] is not None), [])
     for other in outcomes:
         assert other.reports in (told, [(batch, None, None) for batch, _, _ in told])
     result = Outcome(reports=told, gradients=merged([o.gradients for o in outcomes]))
@@ -500,8 +499,6 @@ def outcome_of(case: Case, result: Reference) -> Outcome:
         skipped = [not gradients for gradients in result.gradients]
         figures = (range(len(skipped)), result.losses, result.norms, result.scales, skipped)
         outcome.decided = list(zip(*figures, strict=True))
-    if case.width * case.schedule.directions > 1:
-        outcome.reports = []
     return outcome
 
 

@@ -125,9 +125,8 @@ def drained(case: Case, every: int) -> Case:
 
 
 def note(case: Case, outcome: Outcome, report: Report) -> None:
-    """Take down what a report says, as far as it is about all pipelines."""
-    if case.width * case.schedule.directions == 1:
-        outcome.reports.append((report.batch, report.loss, report.weight))
+    """Take down what a report says."""
+    outcome.reports.append((report.batch, report.loss, report.weight))
     add_decisions(outcome, case, report.decided)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from support.cases import (
     Case,
     Outcome,
@@ -15,7 +17,8 @@ def together(outcomes: list[Outcome], case: Case) -> Outcome:
     pipelines = [outcomes[r * case.depth : (r + 1) * case.depth] for r in range(case.width)]
     results = []
     for ranks in pipelines:
-        result = Outcome(gradients=merged([o.gradients for o in ranks]), decided=ranks[0].decided)
+        last = ranks[-1]  # which knows the losses
+        result = Outcome(last.reports, merged([o.gradients for o in ranks]), decided=last.decided)
         for outcome in ranks:
             result.weights |= outcome.weights
             result.state |= outcome.state
@@ -24,7 +27,5 @@ def together(outcomes: list[Outcome], case: Case) -> Outcome:
         results.append(result)
     for other in results[1:]:
         trained = {name: w for name, w in results[0].weights.items() if "running" not in name}
-        assert_same(
-            other, Outcome([], results[0].gradients, trained, results[0].state, results[0].rates, results[0].decided)
-        )
+        assert_same(other, replace(results[0], weights=trained))
     return results[0]

@@ -90,7 +90,7 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["penstock.launch.preload"])
+        context.set_forkserver_preload(["penstock.launch.preload", "penstock.cli.train", "penstock.view.progress"])
         rendezvous = os.path.join(tempfile.mkdtemp(prefix="penstock-tests-"), "store")
         for rank in range(self.size):
             here, there = context.Pipe()

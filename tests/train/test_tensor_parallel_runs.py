@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,17 @@ COMMON = ("evaluate.every=2", "checkpoint.every=2", "batches=4", "ema_decay=0.5"
 
 pytestmark = pytest.mark.processes
 
+Begun = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
 
 @pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
+def text(runs: Path) -> Path:
+    path = runs / "text.txt"
     path.write_text("the quick brown fox jumps over the lazy dog. " * 200)
     return path
 
@@ -30,6 +39,17 @@ def train(command: Command, out: Path, text: Path, *changes: str) -> Path:
     ran = command("train", "1f1b", *settings(*COMMON, *changes, f"out={out}"), "--data", text)
     assert ran.returncode == 0, ran.stderr
     return only_folder(out)
+
+
+@pytest.fixture
+def begun(runs: Path, text: Path, command: Command) -> Begun:
+    """The folder of a run of four batches with some changes, which is trained once for all tests."""
+
+    def find(*changes: str) -> Path:
+        out = runs / " ".join(["run", *changes])
+        return only_folder(out) if out.exists() else train(command, out, text, *changes)
+
+    return find
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -47,8 +67,8 @@ def close(found: Tensor, wanted: Tensor) -> bool:
     return found.shape == wanted.shape and bool((found - wanted).norm() <= 2e-5 * wanted.norm())
 
 
-def test_reports_and_weights_are_those_of_a_run_without_it(tmp_path: Path, text: Path, command: Command) -> None:
-    shared, plain = train(command, tmp_path / "a", text, *SHARED), train(command, tmp_path / "b", text)
+def test_reports_and_weights_are_those_of_a_run_without_it(begun: Begun, command: Command) -> None:
+    shared, plain = begun(*SHARED), begun()
     assert shared.name.endswith("-1f1b-2x2-tp2")
     found, wanted = records(shared), records(plain)
     for what in ("loss", "norm", "validation_loss", "averaged_loss", "evaluated"):
@@ -65,14 +85,19 @@ def test_reports_and_weights_are_those_of_a_run_without_it(tmp_path: Path, text:
 
 @pytest.mark.parametrize(("before", "after"), [((), SHARED), (SHARED, ()), (SHARED, SHARED)])
 def test_a_run_goes_on_with_as_many_tensor_ranks_as_wanted(
-    tmp_path: Path, text: Path, command: Command, before: tuple[str, ...], after: tuple[str, ...]
+    runs: Path, begun: Begun, command: Command, before: tuple[str, ...], after: tuple[str, ...]
 ) -> None:
-    folder, plain = train(command, tmp_path / "a", text, *before), train(command, tmp_path / "b", text)
-    for run, changes in ((folder, after or ("tensor_parallel=1",)), (plain, ())):
-        more = [part for change in ("batches=8", *changes) for part in ("--set", change)]
-        ran = command("train", "--resume", run, *more)
-        assert ran.returncode == 0, ran.stderr
-    assert_same_weights(folder, plain)
+    def resumed(name: str, begin: tuple[str, ...], *changes: str) -> Path:
+        folder = runs / name
+        if not folder.exists():  # the one that all are compared with goes on once
+            shutil.copytree(begun(*begin), folder)
+            more = [part for change in ("batches=8", *changes) for part in ("--set", change)]
+            ran = command("train", "--resume", folder, *more)
+            assert ran.returncode == 0, ran.stderr
+        return folder
+
+    found = resumed(f"{before} to {after}", before, *(after or ("tensor_parallel=1",)))
+    assert_same_weights(found, resumed("plain", ()))
 
 
 @pytest.mark.parametrize(

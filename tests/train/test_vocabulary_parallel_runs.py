@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,12 @@ COMMON = (
     "lr_schedule.decay=none",
     "lr_schedule.warm_up=0",
 )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of runs of one batch, which several tests begin with."""
+    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture
@@ -95,9 +102,12 @@ def test_a_run_with_a_divided_output_layer_resumes_to_the_same_bits(
     ],
 )
 def test_a_run_goes_on_with_as_many_parts_of_the_output_layer(
-    tmp_path: Path, text: Path, command: Command, method: str, change: str, said: str
+    tmp_path: Path, runs: Path, text: Path, command: Command, method: str, change: str, said: str
 ) -> None:
-    folder = train(command, method, tmp_path / "a", text, "batches=1", "sample_length=0")
+    if not (runs / method).exists():
+        train(command, method, runs / method, text, "batches=1", "sample_length=0")
+    folder = tmp_path / "run"
+    shutil.copytree(only_folder(runs / method), folder)
     ran = command("train", "--resume", folder, "--set", "batches=2", "--set", change)
     assert ran.returncode == 2
     assert said in " ".join(ran.stderr.split())

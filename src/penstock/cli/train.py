@@ -209,6 +209,7 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
         launch_local(
             workers, _work, settings.model_dump(), str(folder), restart,
             folder=folder, restarts=settings.restarts, timeout=settings.timeout,
+            preload=(__name__, "penstock.view.progress"),
         )  # fmt: skip
         if settings.checkpoint.every is not None:
             check_is_saved(folder, start)

@@ -77,7 +77,6 @@ class _Trial:
         self._gatherer = Gatherer(make_optimizers(config, key.lr), self._scorer.parameters, wanted)
         self._pipeline = make_trial_pipeline(task, entrant.opening or entrant.plan, key.seed, self._gatherer)
         self._entrant = entrant
-        self._whole = entrant.proof.schedule.directions == 1  # otherwise reports cover a part of the batch
         self._decided: dict[int, float] = {}  # update -> norm before clipping
         self.losses: dict[int, float] = {}
         self.scores = [self._scorer.score(0)]
@@ -112,14 +111,11 @@ class _Trial:
         return self._gatherer.norms() | self._decided
 
     def _report(self, report: Report) -> None:
-        if self._whole:
-            self._lose(report.batch, math.nan if report.loss is None else report.loss)
+        self._lose(report.batch, math.nan if report.loss is None else report.loss)
         self._decisions(report.decided)
 
     def _decisions(self, decided: Iterable[Decision]) -> None:
         for d in decided:
-            if not self._whole:
-                self._lose(d.batch, d.loss)
             if self._config.max_grad_norm is not None:
                 self._decided[d.batch] = d.norm
             if d.skipped:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
@@ -40,6 +40,7 @@ def launch_local(
     folder: Path | None = None,
     restarts: int = 0,
     timeout: float = 300.0,
+    preload: Sequence[str] = (),
 ) -> None:
     """Run `function(*arguments, drain)` in local worker processes; return when it has returned in all of them.
 
@@ -50,11 +51,11 @@ def launch_local(
 
     Args:
         workers: the number of processes.
-        function: a module-level function.
-        arguments: plain values.
+        function, arguments: a module-level function, and plain values.
         folder: where the workers' reports lie while they run; a temporary one if not given.
         restarts: how often elastic may restart all workers after one has failed.
         timeout: seconds for all workers to return after the first has.
+        preload: modules of the function, imported once for all workers that this process ever forks.
 
     Raises:
         WorkerError: a worker failed, and the others have been killed.
@@ -73,7 +74,7 @@ def launch_local(
             local_addr="127.0.0.1",
             max_restarts=restarts,
             monitor_interval=0.1,
-            start_method=_start_method(),
+            start_method=_start_method(preload),
             logs_specs=DefaultLogsSpecs(log_dir=str(exits.errors)),
         )
         tempfile.tempdir = str(reports)  # of this process: torch leaves a file there for each worker that raises
@@ -154,12 +155,12 @@ def _in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
     return future
 
 
-def _start_method() -> str:
+def _start_method(preload: Sequence[str] = ()) -> str:
     """Choose how workers start: forked from a server that has imported everything, or spawned if that is impossible."""
     # Not every system library survives a fork, and the server's socket is in the folder for temporary files.
     if sys.platform != "linux" or len(tempfile.gettempdir()) > _LONGEST_FOLDER:
         return "spawn"
-    multiprocessing.set_forkserver_preload(["penstock.launch.preload"])
+    multiprocessing.set_forkserver_preload(["penstock.launch.preload", *preload])
     with _ignoring(signal.SIGINT):  # which is inherited
         with _ignoring(signal.SIGHUP):
             resource_tracker.ensure_running()  # a closed terminal signals it, too, and without it workers complain

@@ -7,6 +7,7 @@ Nothing here may start threads or touch an accelerator.
 """
 
 # ruff: noqa: E402  (signals first: the imports take seconds)
+import gc
 import os
 
 from penstock.launch.parent_death import end_with_parent
@@ -18,4 +19,7 @@ end_with_parent()
 
 import torch._dynamo  # noqa: F401  (the first optimizer of a process would import it)
 
+import penstock.launch.worker_exit
 import penstock.train.loop  # noqa: F401
+
+gc.freeze()  # a collection in a worker would touch, and so copy, every page of what it has been forked with

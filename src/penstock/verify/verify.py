@@ -177,9 +177,6 @@ class _ComparedRun:
         self._prepared, self._config, self._count = prepared, prepared.config, count
         self._updated, self._see = updated, comparisons.see
         self._decides = decides(prepared)
-        self._whole = (
-            self._config.width * prepared.plan.schedule.directions == 1
-        )  # else `_decisions` sees it, in another order of sums
 
     def run(self) -> Exception | None:
         """Train; returns what was raised on the way."""
@@ -188,8 +185,7 @@ class _ComparedRun:
         pipeline = make_pipeline(self._prepared, optimizer=watch)
         try:
             for report in pipeline.run(data_of(self._prepared, self._count)):
-                if self._whole:
-                    self._loss(report.batch, report.loss, report.weight)
+                self._loss(report.batch, report.loss, report.weight)
                 self._decisions(report.decided)
             self._decisions(pipeline.decided())
         except Exception as error:  # any error is a finding about the pipeline
@@ -212,8 +208,6 @@ class _ComparedRun:
 
     def _decisions(self, decided: Iterable[Decision]) -> None:
         for d in decided:
-            if not self._whole:
-                self._loss(d.batch, d.loss, d.weight)
             if self._decides:
                 for name, value in (("norm", d.norm), ("loss scale", d.scale), ("skipped", float(d.skipped))):
                     self._see("decisions", d.batch, name, value)
