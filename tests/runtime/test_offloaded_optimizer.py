@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.options.updates import UpdateOptions
+from penstock.options.run import Device
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.setup import rank_state, stage_builder
@@ -170,7 +170,7 @@ def test_a_snapshot_is_whole_wherever_the_state_is(
 
 def test_options_that_do_not_go_with_it() -> None:
     with pytest.raises(ConfigError, match="offload_optimizer must be one of none, stages, pieces; got 'host'"):
-        UpdateOptions(offload_optimizer="host")  # type: ignore[arg-type]
+        Device(offload_optimizer="host")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="correction 'spectrain' may look at optimizer states between updates"):
         make_pipeline(Case("spectrain", 2, 4, correction=correction_of("spectrain")), offload_optimizer="stages")
     with pytest.raises(ScheduleError, match="set offload_optimizer to none"):

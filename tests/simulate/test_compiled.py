@@ -27,7 +27,7 @@ from penstock.simulate.sharding_traffic import Network
 from penstock.simulate.simulate import play, predict
 from support.schedules import make_schedule
 
-GOLDEN = sorted(p for p in (Path(__file__).parents[1] / "golden").glob("*.txt") if p.stem != "offload")
+GOLDEN = sorted(p for p in (Path(__file__).parents[1] / "golden").glob("*.txt") if p.stem not in ("offload", "swapped"))
 
 
 def test_random_spans_are_equal_to_the_last_bit():
@@ -59,9 +59,11 @@ def test_sharded_spans_are_compiled(sharding):
     random = Random(sharding)
     cases = [("interleaved", 2, 4, {"chunks": 3}), ("breadth-first", 2, 4, {"chunks": 3}), ("2bw", 3, 4, {})]
     for method, stages, m, options in [*cases, ("2bw-layered", 2, 4, {"chunks": 3}), ("dualpipe", 2, 4, {})]:
+        if method == "dualpipe" and not sharding.startswith("full"):
+            continue  # several ranks of a pipeline take part in a GATHER, which is left to the machine
         try:
             proof = prove(method, stages, m, options=options, sharding=sharding, decides=random.random() < 0.5)
-        except ConfigError:  # 2bw has no full, and of several copies none can be limited
+        except ConfigError:  # 2bw has no full
             continue
         costs = [random_costs(random, proof.schedule.num_stages, proof.schedule) for _ in range(3)]
         costs.append(replace(costs[0], network=Network(proof.schedule, 2, 0.1)))  # on which much is waited for

@@ -130,7 +130,7 @@ TOGETHER = """
     nodes 0@0 1@1 0.1@1 1.1@0
     sharding gradients:gradients=1
     rank 0: F0@0^t F1@1.1^t B1@1.1^t REDUCE[t]@1.1 B0@0^t F2@0^t B2@0^t REDUCE[t]@0 UPDATE@0 UPDATE@1.1
-    rank 1: F1@0.1^t F0@1^t B0@1^t F2@1^t B2@1^t REDUCE[t]@1 B1@0.1^t REDUCE[t]@0.1 UPDATE@1 UPDATE@0.1
+    rank 1: F1@0.1^t F0@1^t B0@1^t F2@1^t B2@1^t REDUCE[t]@1 B1@0.1^t REDUCE[t]@0.1 UPDATE@0.1 UPDATE@1
 """
 
 

@@ -48,7 +48,7 @@ class PipelineOptions:
                 f"ema_decay={average} and combine={combine.kind} do not go together: each pipeline would average "
                 "weights of its own; leave one of them out"
             )
-        away = self.update.offload_optimizer
+        away = self.run.offload_optimizer
         if away != "none" and combine.apart:
             raise ConfigError(
                 f"with combine={combine.kind} parallel pipelines look at optimizer states when they meet, so these "

@@ -12,6 +12,7 @@ from penstock.checks import is_number
 from penstock.comm.collective.spin_or_sleep import Waits
 from penstock.errors import ConfigError
 from penstock.repr_without_defaults import ShortRepr
+from penstock.weights.optim.offloaded_state import OffloadedOptimizer
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,7 +44,7 @@ class Group(ShortRepr):
 
 @dataclass(frozen=True, repr=False)
 class Device(ShortRepr):
-    """Where ranks compute, and how their passes are issued there.
+    """Where ranks compute, how their passes are issued there, and what they keep elsewhere.
 
     Attributes:
         device: "auto" (a GPU if there is one), "cpu", "cuda" (ranks of a machine take its GPUs in turns), one such as
@@ -54,18 +55,26 @@ class Device(ShortRepr):
             run on, a variable of a function not at all (a buffer that is written into, at once). Blocks that draw
             random numbers, write attributes of their modules or into their input, or have hooks, and inputs whose shape
             comes once only, run as without. Each microbatch in flight has memory of its own for good.
+        offload_optimizer: where optimizer states are between updates: on the device of the stage ("none"), or in the
+            memory of the host, from where they come for an update, all of a stage one pass before it ("stages"), or a
+            few parameters at a time while it is made ("pieces"), which takes less memory and more time. An accelerator
+            copies beside its work and makes the update, to the same bits. Where the host computes nothing is copied.
 
     Raises:
-        ConfigError: cuda_graphs is neither True nor False.
+        ConfigError: cuda_graphs is neither True nor False, or offload_optimizer none of these.
     """
 
     device: str | torch.device | None = None
     cuda_graphs: bool = False
+    offload_optimizer: OffloadedOptimizer = "none"
 
     def __post_init__(self) -> None:
         """Check what can be checked without a device."""
         if not isinstance(self.cuda_graphs, bool):
             raise ConfigError(f"cuda_graphs must be True or False; got {self.cuda_graphs!r:.80}")
+        if self.offload_optimizer not in get_args(OffloadedOptimizer):
+            known = ", ".join(get_args(OffloadedOptimizer))
+            raise ConfigError(f"offload_optimizer must be one of {known}; got {self.offload_optimizer!r:.80}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +84,7 @@ class RunOptions:
     Attributes:
         seed: of the random numbers that blocks draw (`penstock.stage.rng`).
         timeout, waits: as of `Group`.
-        device, cuda_graphs: as of `Device`.
+        device, cuda_graphs, offload_optimizer: as of `Device`.
         compile: blocks that are modules are compiled by torch.compile, each for every shape that it gets.
 
     Raises:
@@ -86,6 +95,7 @@ class RunOptions:
     timeout: float = 300.0
     device: str | torch.device | None = None
     cuda_graphs: bool = False
+    offload_optimizer: OffloadedOptimizer = "none"
     waits: Waits = "auto"
     compile: bool = False
 
@@ -94,6 +104,6 @@ class RunOptions:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed must be a whole number; got {self.seed!r:.80}")
         Group(None, self.timeout, self.waits)  # refuses what is no time-out, or no way to wait
-        Device(self.device, self.cuda_graphs)
+        Device(self.device, self.cuda_graphs, self.offload_optimizer)
         if not isinstance(self.compile, bool):
             raise ConfigError(f"compile must be True or False; got {self.compile!r:.80}")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 from penstock.checks import check_number
 from penstock.errors import ConfigError
 from penstock.options.divergence import Divergence
 from penstock.weights.decision import Policy
-from penstock.weights.optim.offloaded_state import OffloadedOptimizer
 from penstock.weights.updates.lr_schedulers import SchedulerFactory, check_factory
 
 
@@ -28,10 +26,6 @@ class UpdateOptions:
             that. Nobody steps it by hand. Resumed runs have it where it was.
         ema_decay: decay of an exponential moving average of the weights, A(t+1) = decay A(t) + (1 - decay) W(t+1),
             which `Pipeline.evaluate` and `Pipeline.state_dict` give on demand; none is kept if None.
-        offload_optimizer: where optimizer states are between updates: on the device of the stage ("none"), or in the
-            memory of the host, from where they come for an update, all of a stage one pass before it ("stages"), or a
-            few parameters at a time while it is made ("pieces"), which takes less memory and more time. An accelerator
-            copies beside its work and makes the update, to the same bits. Where the host computes nothing is copied.
         divergence: what `Pipeline.trouble` is to report, where stages decide together.
 
     Raises:
@@ -41,7 +35,6 @@ class UpdateOptions:
     max_grad_norm: float | None = None
     lr_scheduler: SchedulerFactory | None = None
     ema_decay: float | None = None
-    offload_optimizer: OffloadedOptimizer = "none"
     divergence: Divergence | None = None
 
     def __post_init__(self) -> None:
@@ -51,9 +44,6 @@ class UpdateOptions:
         Policy(self.max_grad_norm)
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ConfigError(f"ema_decay must be between 0 and 1, such as 0.999; got {self.ema_decay}")
-        if self.offload_optimizer not in get_args(OffloadedOptimizer):
-            known = ", ".join(get_args(OffloadedOptimizer))
-            raise ConfigError(f"offload_optimizer must be one of {known}; got {self.offload_optimizer!r:.80}")
         if self.lr_scheduler is not None:
             check_factory(self.lr_scheduler)
         if self.divergence is not None:

@@ -42,7 +42,6 @@ from penstock.schedule.proof.proof import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.loss import LossFunction, check_loss
 from penstock.weights.corrections.base import Correction
-from penstock.weights.optim.offloaded_state import OffloadedOptimizer
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.update_hooks import UpdateHook
 from penstock.weights.updates.lr_schedulers import SchedulerFactory
@@ -93,8 +92,6 @@ class Pipeline(SavedStates, UserAdvice):
             scale or parallel pipelines).
         ema_decay: the decay of a moving average of the weights, A = decay A + (1 - decay) W after every update, for
             ``evaluate(..., averaged=True)`` and ``state_dict(averaged=True)``.
-        offload_optimizer: "stages" or "pieces" keep optimizer states in the host's memory between updates, from where
-            they come a stage at a time, or a few parameters at a time; see `UpdateOptions`.
         precision: "fp32", "bf16" or "fp16", the format of forwards and backwards; or a `Precision` with more options.
         recompute: "none", "block" or "stage": which forwards are run again to save memory; a list with one of these
             for each stage; or a `Recompute`.
@@ -113,7 +110,8 @@ class Pipeline(SavedStates, UserAdvice):
         device: where the blocks are moved to and compute: "auto" (a GPU if there is one), "cpu", "cuda" (processes of a
             machine take its GPUs in turns, by LOCAL_RANK), or one such as "cuda:1". By default they stay where they
             are. Batches may be anywhere; they are moved there. It has run on one GPU so far. Or a `Device`, such as
-            ``Device("cuda", cuda_graphs=True)``, where the host issues each pass by one call.
+            ``Device("cuda", cuda_graphs=True)``, where the host issues each pass by one call, or with
+            `offload_optimizer`, which keeps optimizer states in the host's memory between updates.
 
     Raises:
         ConfigError: model, schedule, options and group do not fit.
@@ -140,7 +138,6 @@ class Pipeline(SavedStates, UserAdvice):
         lr_scheduler: SchedulerFactory | None = None,
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
-        offload_optimizer: OffloadedOptimizer = "none",
         precision: PrecisionName | Precision = "fp32",
         recompute: RecomputeMode | Sequence[RecomputeMode] | Recompute = "none",
         data_parallel: int | DataParallel = 1,
@@ -165,7 +162,6 @@ class Pipeline(SavedStates, UserAdvice):
                 max_grad_norm=max_grad_norm,
                 lr_scheduler=lr_scheduler,
                 ema_decay=ema_decay,
-                offload_optimizer=offload_optimizer,
                 divergence=divergence,
             ),
             RunOptions(seed=seed, **vars(place), timeout=processes.timeout, waits=processes.waits),

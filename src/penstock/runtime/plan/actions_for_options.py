@@ -103,7 +103,7 @@ def additions(plain: Schedule, options: PipelineOptions, tied: Collection[int]) 
         "recomputes": recompute.in_schedule,
         "segments": recompute.segments,
         "offloads": recompute.offload == "activations",
-        "swaps": options.update.offload_optimizer != "none",
+        "swaps": options.run.offload_optimizer != "none",
         "tied": tied,
         "averages": combine.every if combine.apart else None,
         "behind": combine.behind,

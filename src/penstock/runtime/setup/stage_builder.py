@@ -201,8 +201,8 @@ class StageBuilder:
             divide_updates(store, updater, ties, stage)
         if module.division.splits and updater.optimizer is not None:
             check_steps_parts(updater.optimizer)
-        if update.offload_optimizer != "none":
-            updater.offload(update.offload_optimizer == "pieces", side_stream(module.device))
+        if (away := self._options.run.offload_optimizer) != "none":
+            updater.offload(away == "pieces", side_stream(module.device))
         elsewhere = {name for tie in ties for name in tie.names_at(stage.index) if tie.stages[0] != stage.index}
         if module.division.index:  # the first tensor rank counts what all have
             elsewhere |= module.trained.keys() - module.division.splits.keys()
