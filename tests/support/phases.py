@@ -55,8 +55,7 @@ def train_phases(group: dist.ProcessGroup | None, case: Case, phases: Phases) ->
 
 def run_on(pipeline: Pipeline, case: Case, outcome: Outcome, batches: Sequence[Any]) -> None:
     for r in pipeline.run(batches):
-        if case.width == 1:
-            outcome.reports.append((r.batch, r.loss, r.weight))
+        outcome.reports.append((r.batch, r.loss, r.weight))
         add_decisions(outcome, case, r.decided)
     add_decisions(outcome, case, pipeline.decided())
 
