@@ -55,6 +55,25 @@ def test_what_is_refused_by_name(case: Case, changes: dict[str, Any], kind: type
         make_pipeline(case, **changes)
 
 
+def test_in_16_bits_a_sum_may_not_come_before_the_update_that_the_one_before_waits_for() -> None:
+    def make(method: str, precision: str) -> Pipeline:
+        return Pipeline(
+            [torch.nn.Linear(4, 4) for _ in range(4)],
+            method,
+            stages=2,
+            microbatches=4,
+            loss=torch.nn.functional.mse_loss,
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+            precision=precision,
+            data_parallel=DataParallel(2, sharding="gradients"),
+        )
+
+    with pytest.raises(CapabilityError, match="the gradients of the next batch before its update; take sharding full"):
+        make("2bw-layered", "bf16")
+    make("2bw-layered", "fp32")
+    make("2bw", "bf16")
+
+
 def test_a_schedule_that_has_another_sharding_than_the_options() -> None:
     blocks = {"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4)}
 

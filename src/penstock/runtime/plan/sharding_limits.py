@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.options.all_options import PipelineOptions
-from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Update
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.table import METHODS
+from penstock.schedule.proof.unsharded_peaks import sums_wait
 from penstock.schedule.transforms.sharding import sharding_fault
+
+_SETTLED = 4  # batches after which a period has all that it ever has
 
 
 def check_sharding(schedule: Schedule, options: PipelineOptions) -> None:
@@ -81,4 +84,25 @@ def _missing(schedule: Schedule, level: Level, options: PipelineOptions) -> str 
     places = [(stage.index, stage.rank) for stage in schedule.stages]
     if len(set(places)) < len(places):
         return "where a rank holds a stage twice; take another order, such as chimera, or sharding none"
+    low = options.precision.low is not None
+    if level is Level.GRADIENTS and any(
+        sums_wait(schedule, rank, low) and _sums_overtake(schedule, rank) for rank in range(schedule.ranks)
+    ):
+        return (
+            "in 16 bits where a stage adds up the gradients of the next batch before its update; take sharding full or "
+            "optimizer, or 2bw"
+        )
     return None
+
+
+def _sums_overtake(schedule: Schedule, rank: int) -> bool:
+    """Return whether a stage adds up the gradients of a batch before the update of the batch before."""
+    updated = dict.fromkeys(schedule.on_rank(rank), -1)
+    for batch in range(_SETTLED):
+        for action in schedule.program(rank).period:
+            number = batch + action.unit.first
+            if action.op is Op.STEP and number >= 0:
+                updated[action.stage] = number
+            elif action.op is Op.REDUCE and number > updated[action.stage] + 1:
+                return True
+    return False
