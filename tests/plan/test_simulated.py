@@ -109,7 +109,7 @@ def memory(graph, of, proof, cuts, again):
         passes |= {HeldKind.HALVED: passes[HeldKind.GRAPH], HeldKind.FORWARD_HALVED: passes[HeldKind.FORWARD]}
         ends, part = (crossing[stage + 1], crossing[stage]), (weights // of.shards,) * of.width
         optimizer = tuple(2 * each for each in part)
-        sizes[stage] = StageBytes(weights, weights, optimizer, 0, part, part, passes, *ends)
+        sizes[stage] = StageBytes(weights, weights, optimizer, 0, part, part, part, passes, *ends)
     blockwise = {stage for stage, rank in enumerate(of.method.ranks(of.depth)) if again[rank]}
     peaks = peak_bytes(proof, sizes, MemoryOptions(blockwise=blockwise, batches=5))  # of pipelines in step
     return [peaks[0, rank] for rank in range(of.depth)]

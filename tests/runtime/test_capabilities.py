@@ -18,6 +18,7 @@ from support.schedules import make_schedule
 OFFERED = (
     "chimera", "dualpipe_v", "frozen_front", "interleaved", "local_losses", "offload", "seq1f1b", "two_branches",
     "zb_h1", "breadth_first", "post_validation", "parked", "zb_v", "xpipe", "nf1b", "blend", "pipemare_recompute",
+    "swapped",
 )  # fmt: skip
 GOLDEN = sorted((Path(__file__).parent.parent / "golden").glob("*.txt"))
 

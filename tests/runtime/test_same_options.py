@@ -20,7 +20,7 @@ from penstock.options.all_options import PipelineOptions
 from penstock.options.divergence import Divergence
 from penstock.options.parallelism import DataParallel, Partition
 from penstock.options.passes import Precision, Recompute, Staleness
-from penstock.options.run import Group
+from penstock.options.run import Device, Group
 from penstock.partition.blocks import LazyBlock
 from penstock.partition.sequence_slices import Slicing
 from penstock.runtime.pipeline import Pipeline
@@ -112,6 +112,12 @@ DIFFERENT: dict[str, tuple[Given, Given, str, str]] = {
     "tf32": ({}, precision(tf32=True), "tf32=None", "tf32=True"),
     "sdpa": ({}, precision(sdpa="math"), "sdpa=None", "sdpa='math'"),
     "recompute": ({}, {"recompute": "block"}, "recompute='none'", "recompute='block'"),
+    "offload_optimizer": (
+        {},
+        {"device": Device(offload_optimizer="pieces")},
+        "offload_optimizer='none'",
+        "offload_optimizer='pieces'",
+    ),
     "offload": ({}, {"recompute": Recompute(offload="activations")}, "offload='none'", "offload='activations'"),
     "segments": (
         {"recompute": Recompute("stage", 1)},
