@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.files import append_line, check_own_folder, fingerprint, open_regular, parse_json, read_text, write_whole
+from penstock.guarded_files import (
+    append_line,
+    check_own_folder,
+    fingerprint,
+    open_regular,
+    parse_json,
+    read_text,
+    write_whole,
+)
 
 
 def irregular(folder: Path) -> dict[str, Path]:

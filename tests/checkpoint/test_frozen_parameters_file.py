@@ -17,7 +17,7 @@ import penstock
 from penstock.checkpoint import format as disk, index as indexes
 from penstock.checkpoint.format import Checkpoint, checkpoints
 from penstock.errors import CheckpointError
-from penstock.files import fingerprint
+from penstock.guarded_files import fingerprint
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 

@@ -20,7 +20,7 @@ from penstock.checkpoint.format import (
     partial_folder,
 )
 from penstock.checkpoint.index import INDEX
-from penstock.files import fingerprint
+from penstock.guarded_files import fingerprint
 
 
 class Killed(BaseException):

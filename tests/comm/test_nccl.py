@@ -18,7 +18,7 @@ from penstock.options.run import Group
 from penstock.runtime.execute.evaluation import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.machine.issue_order import Issued, one_order
-from penstock.weights.updates.lr_schedulers import by_factor
+from penstock.weights.updates.lr_scheduler_table import by_factor
 from support import cases
 from support.cases import METHODS, Case, Outcome, Recording, assert_same, finish, make_batches, make_blocks, together
 from support.pool import Pool

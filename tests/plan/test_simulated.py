@@ -24,8 +24,8 @@ from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.simulated.plan_search import simulated_plans
 from penstock.plan.simulated.planned_methods import METHODS, PLANNED, USUAL
-from penstock.plan.simulated.proof_forecast import least_microbatches, stage_forecast
 from penstock.plan.simulated.schedule_cache import KnownSchedules, ScheduleKey
+from penstock.plan.simulated.stage_forecast import least_microbatches, stage_forecast
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.schedule.add_options import extend
 from penstock.schedule.build import prove

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.message.tensor_message import TensorMessage
 from penstock.comm.p2p.local import LocalLane
-from penstock.comm.p2p.parked_activations import ParkedInbox
+from penstock.comm.p2p.parked_activations_inbox import ParkedInbox
 from penstock.errors import ScheduleError, TransportError
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.machine.instructions import LaneKey

@@ -29,7 +29,7 @@ from penstock.verify.derived_delays import order_of
 from penstock.verify.reference import Reference, Scaling, train_reference
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import Decision, LossScale
-from penstock.weights.updates.lr_schedulers import by_factor
+from penstock.weights.updates.lr_scheduler_table import by_factor
 from support.grouped import grouped
 from support.schedules import make_schedule
 

@@ -16,7 +16,7 @@ from penstock.checkpoint.format import checkpoint_folder, checkpoints, complete,
 from penstock.cli import main
 from penstock.cli.train import _launch
 from penstock.errors import ConfigError, InterruptedRunError, WorkerError
-from penstock.files import fingerprint
+from penstock.guarded_files import fingerprint
 from penstock.train.config.load import load_config
 from penstock.train.config.written_config import note_changes, write_config
 from penstock.train.metrics_file import Metrics

@@ -22,7 +22,7 @@ from penstock.weights.corrections.base import StagePlace
 from penstock.weights.corrections.registry import correction_of
 from penstock.weights.decision import LossScale
 from penstock.weights.memory.buffers import Layout
-from penstock.weights.updates.lr_schedulers import by_factor
+from penstock.weights.updates.lr_scheduler_table import by_factor
 from support.snapshots import Kept
 
 LR, GAMMA, BETA1, BETA2, EPS = 0.05, 0.9, 0.8, 0.95, 1e-8

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler as schedulers
 
 from penstock import Pipeline, make_schedule
 from penstock.errors import CapabilityError, ConfigError
-from penstock.weights.updates.lr_schedulers import ScheduledSettings
+from penstock.weights.updates.lr_scheduler_table import ScheduledSettings
 from support.scheduled_rates import OPTIMIZERS, SCHEDULERS, STAGES, M, loss, make_batches, make_blocks, make_pipeline
 from support.snapshots import Kept
 

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler as schedulers
 from penstock import Pipeline, make_schedule
 from penstock.errors import ConfigError, PenstockError
 from penstock.options.run import Group
-from penstock.weights.updates.lr_schedulers import ScheduledSettings
+from penstock.weights.updates.lr_scheduler_table import ScheduledSettings
 from support.cases import assert_equal_tensors
 from support.pool import Pool
 from support.scheduled_rates import OPTIMIZERS, STAGES, M, loss, make_batches, make_blocks

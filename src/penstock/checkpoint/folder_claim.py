@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from penstock.errors import CheckpointError
-from penstock.files import open_regular, parse_json
+from penstock.guarded_files import open_regular, parse_json
 
 LOCK = ".checkpoints.lock"
 _PATIENCE = 3.0  # seconds that a killed process may take to be gone

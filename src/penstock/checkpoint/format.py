@@ -29,7 +29,7 @@ from torch import Tensor
 from penstock.checkpoint import index as indexes
 from penstock.checks import is_whole
 from penstock.errors import CheckpointError
-from penstock.files import check_own_folder, fingerprint, new_file_mode, sync_file, sync_folder
+from penstock.guarded_files import check_own_folder, fingerprint, new_file_mode, sync_file, sync_folder
 
 SCHEMA = 1
 FOLDER = "checkpoints"

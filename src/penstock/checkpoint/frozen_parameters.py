@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from penstock.checkpoint import format as disk
 from penstock.errors import CheckpointError
-from penstock.files import open_regular
+from penstock.guarded_files import open_regular
 from penstock.runtime.rank.snapshot import Snapshot
 from penstock.stage.checks.tensor_sums import tensor_sums
 

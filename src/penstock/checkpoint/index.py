@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.checks import is_whole
 from penstock.errors import CheckpointError
-from penstock.files import check_regular, fingerprint, open_regular, read_json, write_whole
+from penstock.guarded_files import check_regular, fingerprint, open_regular, read_json, write_whole
 
 INDEX = "index.json"
 _MOST = 1 << 28  # bytes of an index; one of a million tensors has some 100 MiB

@@ -30,7 +30,7 @@ from penstock.checkpoint.index import INDEX
 from penstock.comm.core.background import Background
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import CheckpointError, TransportError
-from penstock.files import check_own_folder
+from penstock.guarded_files import check_own_folder
 from penstock.runtime.rank.snapshot import Snapshot
 
 _LOG = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.optimizers import check_hidden, optimizer_factory
 from penstock.weights.corrections.registry import make_correction
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
-from penstock.weights.updates.lr_schedulers import by_factor
+from penstock.weights.updates.lr_scheduler_table import by_factor
 
 FORWARD, BACKWARD = 1.0, 2.0
 """Times of one microbatch on a rank's whole share of the model in the simulation; messages and updates take none."""

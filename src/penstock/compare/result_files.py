@@ -25,7 +25,7 @@ from penstock.compare.held_out import Score
 from penstock.compare.tasks import Task
 from penstock.compare.trial import TrialResult
 from penstock.errors import ConfigError, DataError
-from penstock.files import write_whole
+from penstock.guarded_files import write_whole
 from penstock.train.config.own_schedule import schedule_in
 
 SCHEMA = 1

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.errors import InterruptedRunError, WorkerError
-from penstock.launch.fork_server_end import why_not_started
+from penstock.launch.fork_server_death import why_not_started
 from penstock.launch.local_rendezvous import BACKEND
 from penstock.launch.signals import LauncherSignals
 from penstock.launch.worker_exit import WorkerExits, work

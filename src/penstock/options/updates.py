@@ -8,7 +8,7 @@ from penstock.checks import check_number
 from penstock.errors import ConfigError
 from penstock.options.divergence import Divergence
 from penstock.weights.decision import Policy
-from penstock.weights.updates.lr_schedulers import SchedulerFactory, check_factory
+from penstock.weights.updates.lr_scheduler_table import SchedulerFactory, check_factory
 
 
 @dataclass(frozen=True, kw_only=True)

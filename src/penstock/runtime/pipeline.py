@@ -44,7 +44,7 @@ from penstock.stage.loss import LossFunction, check_loss
 from penstock.weights.corrections.base import Correction
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.update_hooks import UpdateHook
-from penstock.weights.updates.lr_schedulers import SchedulerFactory
+from penstock.weights.updates.lr_scheduler_table import SchedulerFactory
 
 
 class Pipeline(SavedStates, UserAdvice):

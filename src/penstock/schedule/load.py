@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.checks import in_words
 from penstock.errors import ConfigError, PenstockError
-from penstock.files import read_given
+from penstock.guarded_files import read_given
 from penstock.schedule.add_options import extend
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction

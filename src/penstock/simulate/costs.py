@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.checks import in_short
 from penstock.errors import ConfigError
-from penstock.files import parse_json, read_given
+from penstock.guarded_files import parse_json, read_given
 from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.ir.schedule import Action, Op, Schedule
 from penstock.schedule.machine.instructions import Lowered

@@ -25,7 +25,7 @@ from penstock.runtime.update.events import Evaluated
 from penstock.schedule.methods.wave_lags import RECORD
 from penstock.train.checkpoint_troubles import Troubles
 from penstock.train.config.schema import TrainConfig
-from penstock.train.config.wave_lags_file import write_lags
+from penstock.train.config.wave_lags_record import write_lags
 from penstock.train.config.written_config import note_changes
 from penstock.train.data.run_samples import RunSamples
 from penstock.train.data.windows import WindowMicrobatches

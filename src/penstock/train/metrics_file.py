@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checks import finite_or_none
-from penstock.files import append_line
+from penstock.guarded_files import append_line
 from penstock.runtime.update.events import Evaluated
 from penstock.train.setup.recorded_progress import METRICS
 from penstock.weights.decision import Decision

@@ -12,7 +12,7 @@ from penstock.compare.contender_setup import Entrant
 from penstock.compare.results import EvaluationRow, Findings, MethodSummary, as_csv
 from penstock.compare.trial import TrialResult
 from penstock.errors import ConfigError
-from penstock.files import write_whole
+from penstock.guarded_files import write_whole
 from penstock.view.comparison_progress import caption, delay_by_rank, plus_minus
 from penstock.view.plot import Curve, plot_svg
 from penstock.view.plurals import counted

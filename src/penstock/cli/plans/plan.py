@@ -39,7 +39,7 @@ from penstock.cli.plans.plan_options import (
 )
 from penstock.cli.plans.sizes import whole_numbers
 from penstock.errors import ConfigError
-from penstock.files import write_whole
+from penstock.guarded_files import write_whole
 
 
 def plan(

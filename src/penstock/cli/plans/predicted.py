@@ -13,7 +13,7 @@ from rich.text import Text
 from penstock.cli.options import AsJson
 from penstock.cli.output import print_json, say_written
 from penstock.errors import CheckpointError, ConfigError
-from penstock.files import write_whole
+from penstock.guarded_files import write_whole
 
 if TYPE_CHECKING:
     from penstock.plan.measured_run import RunComparison, RunSettings

@@ -13,7 +13,7 @@ from penstock.cli.output import print_json, say_written
 from penstock.cli.plans.sizes import whole_numbers
 from penstock.cli.train import changes_of
 from penstock.errors import ConfigError
-from penstock.files import write_whole
+from penstock.guarded_files import write_whole
 
 MicrobatchSizes = Annotated[
     str | None,

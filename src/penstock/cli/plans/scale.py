@@ -11,7 +11,7 @@ from rich.console import Console
 from penstock.cli.options import AsJson
 from penstock.cli.output import print_json
 from penstock.errors import ConfigError
-from penstock.files import write_whole
+from penstock.guarded_files import write_whole
 
 FamilySize = Annotated[
     float | None, typer.Option("--x", metavar="X", help="A model of the family: X layers of hidden size X squared.")

@@ -110,7 +110,7 @@ def show(
     from penstock.simulate.costs import Costs, StageCost
     from penstock.simulate.sharding_traffic import Network
     from penstock.simulate.simulate import simulate_schedule
-    from penstock.view.schedule_drawing import print_drawing, schedule_json, write_svg
+    from penstock.view.show_schedule import print_drawing, schedule_json, write_svg
     from penstock.view.text import wrap_schedule
 
     times = forward, backward / 2, backward / 2

@@ -16,7 +16,7 @@ from penstock.comm.core.trace_recorder import Recorder
 from penstock.comm.message.tensor_message import TensorMessage
 from penstock.comm.p2p.inbox import Inbox
 from penstock.comm.p2p.messages_by_microbatch import MessageBuffer
-from penstock.comm.p2p.parked_activations import ParkedInbox, ParkedLane
+from penstock.comm.p2p.parked_activations_inbox import ParkedInbox, ParkedLane
 from penstock.comm.p2p.transport import Sender, Transport
 from penstock.schedule.ir.schedule import Payload, Stage, Unit, format_unit
 from penstock.schedule.machine.instructions import LaneKey, Lowered, Route

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from penstock.checks import did_you_mean, in_short, in_words
 from penstock.errors import ConfigError
-from penstock.files import read_given
+from penstock.guarded_files import read_given
 from penstock.plan.cluster.schema import Cluster
 from penstock.yaml_file import parse_yaml
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from penstock.checks import did_you_mean, in_short
 from penstock.errors import ConfigError
-from penstock.files import parse_json, read_given
+from penstock.guarded_files import parse_json, read_given
 from penstock.plan.profile.schema import LayerInput, LayerOption, Profile, ProfiledLayer, ProfiledLink
 from penstock.yaml_file import parse_yaml
 

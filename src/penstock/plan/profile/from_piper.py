@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.checks import in_short
 from penstock.errors import ConfigError
-from penstock.files import parse_json
+from penstock.guarded_files import parse_json
 from penstock.plan.profile.schema import MOST_LAYERS, LayerInput, LayerOption, Number, Profile, ProfiledLayer
 
 _Degree = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}$")]

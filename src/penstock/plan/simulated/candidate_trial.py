@@ -16,9 +16,9 @@ from penstock.plan.planners.two_bw import single_device_ways
 from penstock.plan.simulated.block_chain import BlockChain
 from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.fitting_cuts import FittingCuts
-from penstock.plan.simulated.proof_forecast import StageForecast, least_microbatches, stage_forecast
 from penstock.plan.simulated.rank_memory import Cuts, Moment, RankMemory, StageSizes
 from penstock.plan.simulated.schedule_cache import KnownSchedules
+from penstock.plan.simulated.stage_forecast import StageForecast, least_microbatches, stage_forecast
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Skipped, StageRating
 from penstock.plan.stages.two_bw_cost import bandwidths

@@ -15,7 +15,7 @@ from penstock.comm.core.rank_grid import RankGrid
 from penstock.runtime.data.batch_source import Batches
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
-from penstock.weights.updates.lr_schedulers import ScheduledSettings, SchedulerFactory
+from penstock.weights.updates.lr_scheduler_table import ScheduledSettings, SchedulerFactory
 
 Scheduled = tuple[ScheduledSettings, int]
 """What a scheduler sets by update, and how many updates have been made."""

@@ -15,10 +15,10 @@ from penstock.errors import ConfigError, DataError
 from penstock.runtime.data.batch_source import BatchSource
 from penstock.runtime.setup.param_group_consistency import check_settings, settings_by_hand
 from penstock.runtime.setup.rank_state import RankState
-from penstock.runtime.setup.stage_copies import check_written, follow_first, follow_hooks, follow_settings
+from penstock.runtime.setup.same_weights import check_written, follow_first, follow_hooks, follow_settings
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.stage.checks.remotely_trained_modules import HeldElsewhere
-from penstock.weights.updates.lr_schedulers import NoRateError
+from penstock.weights.updates.lr_scheduler_table import NoRateError
 
 _LOG = logging.getLogger(__name__)
 

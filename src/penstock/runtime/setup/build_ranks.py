@@ -12,7 +12,7 @@ from penstock.comm.core.trace_recorder import Recorder
 from penstock.partition.blocks import deal
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.rank_state import RankState
-from penstock.runtime.setup.stage_copies import check_equal
+from penstock.runtime.setup.same_weights import check_equal
 from penstock.runtime.setup.tensor_division import check_undivided
 from penstock.runtime.setup.tied_weights import equalise
 from penstock.runtime.update.stop_request import StopRequest

@@ -13,7 +13,7 @@ from penstock.models.limits import LARGEST
 from penstock.schedule.ir.limits import MOST_BATCHES
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.train.config.values import MANY, MOST, Number, Strict
-from penstock.train.config.wave_lags_file import lag_of
+from penstock.train.config.wave_lags_record import lag_of
 
 OptimizerName = Literal["adamw", "adam", "nadam", "sgd", "muon", "adan", "soap", "basis-rotation"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from penstock.errors import ConfigError
-from penstock.files import read_text, write_whole
+from penstock.guarded_files import read_text, write_whole
 from penstock.train.config.load import load_config, validate_config
 from penstock.train.config.schema import TrainConfig
 from penstock.train.config.values import Strict

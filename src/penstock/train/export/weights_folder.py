@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.checkpoint.index import INDEX, TensorFiles, check_file, read_index, write_index
 from penstock.errors import CheckpointError
-from penstock.files import check_own_folder, fingerprint, new_file_mode, sync_file
+from penstock.guarded_files import check_own_folder, fingerprint, new_file_mode, sync_file
 
 SCHEMA = 3
 FOLDER = "weights"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.files import read_text, write_whole
+from penstock.guarded_files import read_text, write_whole
 from penstock.train.config.schema import TrainConfig
 from penstock.train.config.written_config import (
     CONFIG,

@@ -12,7 +12,7 @@ from penstock.train.config.sections import FallbackSection
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.weights.corrections.base import Correction
 from penstock.weights.corrections.registry import make_correction
-from penstock.weights.updates.lr_schedulers import by_factor
+from penstock.weights.updates.lr_scheduler_table import by_factor
 
 
 def pipeline_options(config: TrainConfig, model: LanguageModel) -> PipelineOptions:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.checks import is_whole
-from penstock.files import open_regular, parse_json
+from penstock.guarded_files import open_regular, parse_json
 
 METRICS = "metrics.jsonl"
 _LONGEST = 1 << 20  # bytes of a line that is looked at

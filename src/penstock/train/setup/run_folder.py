@@ -18,7 +18,7 @@ from pathlib import Path
 
 from penstock.checkpoint.format import FOLDER, Checkpoint, checkpoints, open_newest
 from penstock.errors import CheckpointError, ConfigError, UnsavedRunError
-from penstock.files import check_own_folder, check_regular
+from penstock.guarded_files import check_own_folder, check_regular
 from penstock.train.config.schema import TrainConfig
 from penstock.train.config.written_config import CONFIG, WRITTEN, write_config
 from penstock.train.setup.model_shape import check_same_shape

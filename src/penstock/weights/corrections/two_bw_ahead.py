@@ -23,7 +23,7 @@ from penstock.weights.corrections.base import Corrector, StagePlace
 from penstock.weights.corrections.extrapolated_step import check_repeatable, is_elementwise, repeated_step
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.optim.optimizer_adapters import Joined, optimizer_of
-from penstock.weights.updates.parameter_change import Step
+from penstock.weights.updates.parameter_step import Step
 
 
 @dataclass(frozen=True)

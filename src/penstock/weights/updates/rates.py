@@ -15,7 +15,7 @@ from torch import nn
 from penstock.errors import ConfigError
 from penstock.weights.optim.optimizer_adapters import name_of
 from penstock.weights.updates.hand_set_param_groups import GroupSettings
-from penstock.weights.updates.lr_schedulers import ScheduledSettings, SchedulerFactory
+from penstock.weights.updates.lr_scheduler_table import ScheduledSettings, SchedulerFactory
 
 Factor = Callable[[int], float]
 """The number of an update (0, 1, ...) -> a factor on its learning rates."""

@@ -28,9 +28,9 @@ from penstock.weights.optim.optimizer_factory import OptimizerFactory, make_opti
 from penstock.weights.optim.optimizer_state import copy_state, remembered_values, restore_state, state_tensors
 from penstock.weights.optim.step_hooks import step_hooks
 from penstock.weights.optim.undo import check_undoable, undo_step
-from penstock.weights.updates.lr_schedulers import SchedulerFactory
+from penstock.weights.updates.lr_scheduler_table import SchedulerFactory
 from penstock.weights.updates.optimizer_step import OptimizerStep, drop_gradients
-from penstock.weights.updates.parameter_change import Step, Stepped
+from penstock.weights.updates.parameter_step import Step, Stepped
 from penstock.weights.updates.rates import Factor, Rates
 
 _Group = TypeVar("_Group", bound=Collection[str])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.files import parse_json, read_given
+from penstock.guarded_files import parse_json, read_given
 from penstock.schedule.methods.wave_lags import RECORD, Record
 
 NAME = "lags.json"
