@@ -2,13 +2,16 @@
 
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 
+from penstock.schedule.build import prove
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.proof.check import check
 from penstock.schedule.text import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.sharding_traffic import Network
 from penstock.simulate.simulate import simulate_schedule
 from support.schedules import make_schedule
 
@@ -140,3 +143,16 @@ def test_labels_of_other_units():
     assert "F3+B1" in labels("dualpipe_v", "FUSED")
     assert {"activation 1:1/2", "gradient 3:0/2"} <= set(labels("seq1f1b", "SEND"))
     assert {"activation 5", "gradient 4..7"} <= set(labels("nf1b", "SEND"))
+
+
+@pytest.mark.parametrize("method", ["chimera", "dualpipe"])
+def test_passes_wait_for_the_gather_that_all_copies_of_a_stage_join(method):
+    proof = prove(method, 4, 8, sharding="gradients")
+    schedule, random = proof.schedule, Random(method)
+    times = tuple(StageCost(*(random.randint(1, 8) for _ in range(3))) for _ in range(schedule.num_stages))
+    simulation = simulate_schedule(proof, Costs(times, network=Network(schedule, 2, 0.2)), 3)
+    places = {i: (i.stage, i.direction, i.rank) for i in simulation.timeline.intervals}
+    whole = {(place, i.version): i.end for i, place in places.items() if i.what == "GATHER"}
+    readers = [i for i in places if i.what in {"F", "B", "I", "W"} and i.version > 0]
+    assert len(readers) >= 2 * 2 * 8 * schedule.num_stages / 2
+    assert [i for i in readers if i.start < whole[places[i], i.version]] == []
