@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.compare import run
+from penstock.compare import run, side_by_side
 from penstock.compare.config import comparison_config
 from penstock.compare.grid import Key, grid_of, other_settings
 from penstock.compare.results import EvaluationRow, Findings, as_csv
 from penstock.compare.run import ComparisonRun
 from penstock.compare.trial import TrialResult
-from penstock.errors import ConfigError, DataError
+from penstock.errors import CapabilityError, ConfigError, DataError, WorkerError
 from penstock.view.comparison_progress import caption
 from support.comparisons import TEXT, TINY, Quiet, compared, configured
 
@@ -167,3 +169,31 @@ def test_own_files_are_no_data(tmp_path: Path) -> None:
     observer = Quiet()
     compared(tmp_path / "out", *changes, observer=observer)
     assert observer.seen["began"] == 0
+
+
+def test_runs_side_by_side(tmp_path: Path) -> None:
+    """They have the bits of runs one after the other; the best rate is asked for when all of its runs are there."""
+    changes = ("methods=1f1b,2bw", "batches=3", "seeds=2", "lr=0.3,0.01", "tune=1")
+    expected = compared(tmp_path / "one", *changes)
+    found = ComparisonRun(configured(*changes), tmp_path / "two", Quiet()).run(jobs=2)
+    assert as_csv(found.rows(), EvaluationRow) == as_csv(expected.rows(), EvaluationRow)
+
+
+def killed(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failed(_: Any, __: Any, key: Key) -> None:
+    raise CapabilityError(f"{key} cannot be trained")
+
+
+def test_a_run_beside_others_that_dies_ends_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "_train", killed)
+    with pytest.raises(WorkerError, match=r"one of 2 runs was killed; if memory was short, use fewer --jobs"):
+        ComparisonRun(configured("methods=1f1b,2bw"), tmp_path, Quiet()).run(jobs=2)
+
+
+def test_a_run_beside_others_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "_train", failed)
+    with pytest.raises(CapabilityError, match="seed 0, lr 0.01 cannot be trained"):
+        ComparisonRun(configured("methods=1f1b,2bw"), tmp_path, Quiet()).run(jobs=2)

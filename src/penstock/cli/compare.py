@@ -59,6 +59,9 @@ def compare(
             metavar="N", help="Seeds to try all rates with; the others use the best one. All if not given.", min=1
         ),
     ] = None,
+    jobs: Annotated[
+        int, typer.Option(metavar="N", help="Runs to train at a time, each in a process of its own.", min=1, max=10**4)
+    ] = 1,
     changes: Changes = None,
     config: ConfigFile = None,
     out: Annotated[
@@ -72,7 +75,7 @@ def compare(
 
     For example: penstock compare 1f1b 2bw stash --stages 8 --out comparisons/first
 
-    All ranks run in this process, one run after the other. The folder gets results.csv, summary.csv, comparison.html.
+    All ranks run in this process, one run after the other (or --jobs of them at a time). The folder gets results.csv, summary.csv, comparison.html.
     If it is interrupted, by Ctrl-C or otherwise, the same command continues with the runs that have not finished.
     """
     from penstock.compare.config import ComparisonConfig, comparison_config
@@ -89,10 +92,10 @@ def compare(
     others = {"data": data, "task": task, "seeds": seeds, "lr": lr, "tune": tune}
     given = {"methods": ",".join(methods) if methods else None} | sizes | others
     values = None if config is None else read_yaml(config)
-    _compare(comparison_config(changes or [], given, files or (), values, rule, correction), out, as_json)
+    _compare(comparison_config(changes or [], given, files or (), values, rule, correction), out, jobs, as_json)
 
 
-def _compare(settings: ComparisonConfig, out: Path, as_json: bool) -> None:
+def _compare(settings: ComparisonConfig, out: Path, jobs: int, as_json: bool) -> None:
     """Train what has not been trained yet, and print a summary; as JSON, all else goes to standard error."""
     from penstock.compare.run import ComparisonRun
     from penstock.view.comparison_page import PAGE, write_findings
@@ -101,7 +104,7 @@ def _compare(settings: ComparisonConfig, out: Path, as_json: bool) -> None:
     observer, run = TerminalComparison(Console(stderr=as_json)), None
     try:
         run = ComparisonRun(settings, out, observer)
-        run.run()
+        run.run(jobs)
     except KeyboardInterrupt:
         observer.close()
         Console(stderr=True).print("interrupted; the same command continues with the runs that have not finished")

@@ -102,6 +102,9 @@ class ComparisonConfig(Strict):
         default=None, gt=0, le=0.5, description="fraction of the data held out (0.05 of text, 0.2 of digits)"
     )
     device: str = Field(default="auto", description="where runs train: auto (a GPU if there is one), cpu, cuda, cuda:1")
+    cuda_graphs: bool = Field(
+        default=False, description="record passes as CUDA graphs, so that the host issues each by one call"
+    )
     threads: int = Field(
         default=1, ge=1, le=MOST_THREADS, description="threads to compute with; the number changes the last bits"
     )

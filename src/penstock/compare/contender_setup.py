@@ -125,6 +125,7 @@ def _plans(config: ComparisonConfig, task: Task, contender: Contender) -> tuple[
         max_grad_norm=config.max_grad_norm,
         delays=contender.delays or None,
         device=config.device,
+        cuda_graphs=config.cuda_graphs,
     )
     if not contender.sync:
         return PipelinePlan.make(blocks, request, options.changed(correction=correction)), None

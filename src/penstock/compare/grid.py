@@ -67,8 +67,10 @@ def grid_of(config: ComparisonConfig) -> Iterator[Key]:
                 yield Key(label, seed, lr)
 
 
-def keys_of(config: ComparisonConfig, best: Callable[[str], float | None]) -> Iterator[Key]:
-    """Yield all runs that are needed, seed by seed, so that early results compare all methods.
+def rounds_of(config: ComparisonConfig, best: Callable[[str], float | None]) -> Iterator[list[Key]]:
+    """Yield all runs that are needed, in rounds that need the results of those before them.
+
+    Each is ordered seed by seed, so that early results compare all methods.
 
     Args:
         config: the comparison.
@@ -76,10 +78,6 @@ def keys_of(config: ComparisonConfig, best: Callable[[str], float | None]) -> It
             method's further runs are left out.
     """
     tuned = config.tuned
-    yield from (key for key in grid_of(config) if key.seed < tuned)
-    labels = [contender.label for contender in contenders(config)]
-    for seed in range(tuned, config.seeds):
-        for label in labels:
-            lr = best(label)
-            if lr is not None:
-                yield Key(label, seed, lr)
+    yield [key for key in grid_of(config) if key.seed < tuned]
+    rates = {contender.label: best(contender.label) for contender in contenders(config)}
+    yield [Key(label, seed, lr) for seed in range(tuned, config.seeds) for label, lr in rates.items() if lr is not None]

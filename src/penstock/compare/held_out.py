@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.comm.core.devices import find_device, on_device
 from penstock.compare.tasks import Task
 from penstock.errors import ConfigError
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
@@ -43,14 +44,15 @@ class Scorer:
         task: model and data.
         seed: of the initial weights.
         samples: the largest number of held-out samples to use.
+        device: to compute on, as in `Device`.
 
     Raises:
         ConfigError: a block has a persistent buffer, so its weights alone are not its state.
     """
 
-    def __init__(self, task: Task, seed: int, samples: int) -> None:
-        self._task, self._samples = task, min(samples, task.held_out_samples)
-        self._blocks = {name: block.make() for name, block in task.blocks(seed).items()}
+    def __init__(self, task: Task, seed: int, samples: int, device: str = "cpu") -> None:
+        self._task, self._samples, self._device = task, min(samples, task.held_out_samples), find_device(device)
+        self._blocks = {name: block.make().to(self._device) for name, block in task.blocks(seed).items()}
         self.parameters = {
             f"{b}.{own}": p for b, module in self._blocks.items() for own, p in module.named_parameters()
         }
@@ -69,7 +71,8 @@ class Scorer:
             for name, weight in (weights or {}).items():
                 self.parameters[name].copy_(weight)
             for first in range(0, self._samples, _CHUNK):
-                x, target = self._task.held_out(first, min(_CHUNK, self._samples - first))
+                held_out = self._task.held_out(first, min(_CHUNK, self._samples - first))
+                x, target = on_device(held_out, self._device)
                 for module in self._blocks.values():
                     x = module(x)
                 loss, units = self._task.loss(x, target)
@@ -113,11 +116,12 @@ class Gatherer:
             self._updates[name] -= 1
 
     def _see(self, named: list[tuple[str, nn.Parameter]]) -> None:
-        for name, parameter in named:
-            if parameter.grad is None:  # only some parameters are stepped at a time
-                continue
+        stepped = [(name, p) for name, p in named if p.grad is not None]  # only some parameters at a time
+        if not stepped:
+            return
+        norms = torch.stack([torch.linalg.vector_norm(p.grad, dtype=torch.float64) for _, p in stepped])
+        for (name, parameter), norm in zip(stepped, norms.tolist(), strict=True):  # one wait for the device for all
             version = self._updates[name]
-            norm = float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64))
             self._squares.setdefault(version, {})[name] = norm * norm
             if version in self._wanted:
                 self._weights.setdefault(version, {})[name] = parameter.detach().clone()

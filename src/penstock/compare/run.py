@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -11,9 +11,10 @@ import torch
 
 from penstock.compare.config import ComparisonConfig
 from penstock.compare.contender_setup import Entrant, enter
-from penstock.compare.grid import Key, contenders, grid_of, keys_of
+from penstock.compare.grid import Key, contenders, grid_of, rounds_of
 from penstock.compare.result_files import Records, joined
 from penstock.compare.results import Findings
+from penstock.compare.side_by_side import train_side_by_side
 from penstock.compare.tasks import Task, make_task
 from penstock.compare.trial import TrialResult, run_trial
 
@@ -67,26 +68,37 @@ class ComparisonRun:
         self._records.begin()
         self._results: dict[Key, TrialResult] = {}
 
-    def run(self) -> Findings:
+    def run(self, jobs: int = 1) -> Findings:
         """Train every run that has not finished yet.
 
+        Args:
+            jobs: runs to train at a time; each has a process of its own if it is more than one.
+
         Raises:
-            PenstockError: see `Pipeline`.
+            PenstockError: see `Pipeline` and `train_side_by_side`.
         """
         there = {key: found for key in grid_of(self._config) if (found := self._records.load(key)) is not None}
         self._results |= there
-        wanted = sum(key in there for key in keys_of(self._config, self._best_rate))
+        wanted = sum(key in there for keys in rounds_of(self._config, self._best_rate) for key in keys)
         self._observer.started(self._task, len(self._entrants) * self._config.runs, wanted)
+        for keys in rounds_of(self._config, self._best_rate):
+            missing = [key for key in keys if key not in self._results]
+            for result in self._train(missing, min(jobs, len(missing))):
+                self._records.save(result)
+                self._results[result.key] = result
+                self._observer.finished(result)
+        return self.findings()
+
+    def _train(self, keys: Sequence[Key], jobs: int) -> Iterator[TrialResult]:
+        """Train runs, and yield their results as they end."""
+        if jobs > 1:
+            yield from train_side_by_side(self._config, self._records.folder, keys, jobs)
+            return
         entrants = {entrant.label: entrant for entrant in self._entrants}
         with _threads(self._config.threads), torch.random.fork_rng(devices=[]):
-            for key in keys_of(self._config, self._best_rate):
-                if key not in self._results:
-                    self._observer.began(key, self._config.batches)
-                    result = run_trial(self._config, self._task, entrants[key.method], key, self._observer.progress)
-                    self._records.save(result)
-                    self._results[key] = result
-                    self._observer.finished(result)
-        return self.findings()
+            for key in keys:
+                self._observer.began(key, self._config.batches)
+                yield run_trial(self._config, self._task, entrants[key.method], key, self._observer.progress)
 
     def _best_rate(self, label: str) -> float | None:
         """Return the best rate of a method by its finished runs; None if there are none."""

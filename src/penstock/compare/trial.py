@@ -71,7 +71,7 @@ class _Trial:
 
     def __init__(self, config: ComparisonConfig, task: Task, entrant: Entrant, key: Key) -> None:
         self._config, self._task, self._key = config, task, key
-        self._scorer = Scorer(task, key.seed, config.evaluate.samples)
+        self._scorer = Scorer(task, key.seed, config.evaluate.samples, config.device)
         every = config.evaluate.every
         wanted = range(every, config.batches, every)
         self._gatherer = Gatherer(make_optimizers(config, key.lr), self._scorer.parameters, wanted)
