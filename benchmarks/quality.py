@@ -4,6 +4,7 @@
     python -m benchmarks.quality --only text digits    # some, one after the other
     python -m benchmarks.quality --summary             # the tables of the results so far
     python -m benchmarks.quality --only text-long --updates 1000 --seeds 1    # a long run, shorter
+    python -m benchmarks.quality --only text-long --jobs 16 --set device=cuda --set cuda_graphs=true  # on a GPU, with MPS
     python -m benchmarks.quality --curve text-long     # the gap to 1f1b against the number of updates
 
 Each campaign is a `penstock compare` of 8 stages with one optimizer for all of its methods, including the synchronous
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import csv
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,11 +74,11 @@ class Campaign:
         """Return the configuration of the comparison."""
         return self.sized(None, None)
 
-    def sized(self, updates: int | None, seeds: int | None) -> ComparisonConfig:
-        """Return the configuration with other numbers of updates (a quarter of which warm up) or seeds."""
+    def sized(self, updates: int | None, seeds: int | None, *changes: str) -> ComparisonConfig:
+        """Return the configuration with other numbers of updates (a quarter of which warm up) or seeds, and changes."""
         own = [] if updates is None else [f"batches={updates}", f"lr_schedule.warm_up={updates // 4}"]
         own += [] if seeds is None else [f"seeds={seeds}"]
-        return comparison_config([*SHARED, *self.changes, *own], {"methods": self.methods})
+        return comparison_config([*SHARED, *self.changes, *own, *changes], {"methods": self.methods})
 
 
 CAMPAIGNS = {
@@ -108,16 +110,23 @@ def folder_of(name: str, updates: int | None) -> str:
     return name if updates is None else f"{name}-{updates}"
 
 
-def run(name: str, out: Path, updates: int | None = None, seeds: int | None = None) -> None:
+def run(
+    name: str,
+    out: Path,
+    updates: int | None = None,
+    seeds: int | None = None,
+    jobs: int = 1,
+    changes: Sequence[str] = (),
+) -> None:
     """Train the missing runs of a campaign, and write its results, those of finished runs also when it is interrupted.
 
     The seeds of a folder may grow: what is there stays.
     """
     observer = TerminalComparison()
     folder, kept = out / folder_of(name, updates), PUBLISHED / folder_of(name, updates)
-    comparison = ComparisonRun(CAMPAIGNS[name].sized(updates, seeds), folder, observer)
+    comparison = ComparisonRun(CAMPAIGNS[name].sized(updates, seeds, *changes), folder, observer)
     try:
-        comparison.run()
+        comparison.run(jobs)
     finally:
         observer.close()
         write_findings(comparison.findings(), folder)
@@ -185,6 +194,8 @@ def main() -> None:
     parser.add_argument("--summary", action="store_true", help="print the tables of the results so far, do not train")
     parser.add_argument("--updates", type=int, help="other than the campaign's, in a folder of their own")
     parser.add_argument("--seeds", type=int, help="other than the campaign's; more may be added later")
+    parser.add_argument("--jobs", type=int, default=1, help="runs to train at a time, each in a process of its own")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the campaigns further")
     parser.add_argument("--curve", metavar="FOLDER", help="print the differences by updates, do not train")
     parser.add_argument("--out", type=Path, default=Path("comparisons/quality"), help="folder of the comparisons")
     arguments = parser.parse_args()
@@ -194,7 +205,7 @@ def main() -> None:
     for name in arguments.only:
         if not arguments.summary:
             arguments.out.mkdir(parents=True, exist_ok=True)
-            run(name, arguments.out, arguments.updates, arguments.seeds)
+            run(name, arguments.out, arguments.updates, arguments.seeds, arguments.jobs, arguments.set)
         folder = folder_of(name, arguments.updates)
         if (PUBLISHED / folder / SUMMARY).exists():
             text = table(folder, title=CAMPAIGNS[name].title)

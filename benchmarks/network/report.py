@@ -87,22 +87,29 @@ def print_work(turns: Turns) -> None:
     """What a rank works per microbatch in each pipeline, and how long the rest takes: waits, messages and Python."""
     rows = {key: found for key, found in turns.items() if found and found[0]["ranks"][0].get("work")}
     links = [link for link in LINKS if any(link == other for _, other, _ in rows)]
-    print("\nms of work of a rank per microbatch + ms of all else, means over the ranks, medians of the rounds\n")
+    print(
+        "\nms of work of a rank per microbatch + ms of all else, means over the ranks; time / work of the slowest rank,"
+    )
+    print("which passes that take longer from turn to turn do not change; medians of the rounds\n")
     print("| case | arm | " + " | ".join(links) + " |")
     print("|---" * (len(links) + 2) + "|")
     for case, arm in dict.fromkeys((case, arm) for case, _, arm in rows):
-        cells = []
-        for found in (rows.get((case, link, arm), []) for link in links):
-            parts = zip(*map(_work_and_rest, found), strict=True)
-            cells.append(" + ".join(f"{1e3 * statistics.median(part):.1f}" for part in parts))
+        cells = [_work_cell(rows.get((case, link, arm), [])) for link in links]
         print(f"| {case} | {arm} | " + " | ".join(cells) + " |")
 
 
-def _work_and_rest(row: dict[str, Any]) -> tuple[float, float]:
-    """Seconds per microbatch."""
+def _work_cell(rows: Sequence[dict[str, Any]]) -> str:
+    if not rows:
+        return ""
+    work, rest, over = (statistics.median(part) for part in zip(*map(_work_and_rest, rows), strict=True))
+    return f"{1e3 * work:.1f} + {1e3 * rest:.1f}; {over:.3f}"
+
+
+def _work_and_rest(row: dict[str, Any]) -> tuple[float, float, float]:
+    """Seconds per microbatch: the mean work of a rank, and the rest; and all over the work of the slowest rank."""
     works = [sum(count * mean for count, mean in rank["work"].values()) for rank in row["ranks"]]
     work = statistics.fmean(works) / row["microbatches"]
-    return work, row["seconds"] / row["microbatches"] - work
+    return work, row["seconds"] / row["microbatches"] - work, row["seconds"] / max(works)
 
 
 def print_answer(turns: Turns) -> None:
