@@ -4,7 +4,7 @@
     python -m benchmarks.quality --only text digits    # some, one after the other
     python -m benchmarks.quality --summary             # the tables of the results so far
     python -m benchmarks.quality --only text-long --updates 1000 --seeds 1    # a long run, shorter
-    python -m benchmarks.quality --only text-long --jobs 16 --set device=cuda --set cuda_graphs=true  # on a GPU, with MPS
+    python -m benchmarks.quality --only text-long --jobs 16 --set device=cuda --set cuda_graphs=true  # on a GPU
     python -m benchmarks.quality --curve text-long     # the gap to 1f1b against the number of updates
 
 Each campaign is a `penstock compare` of 8 stages with one optimizer for all of its methods, including the synchronous
@@ -47,7 +47,7 @@ STALE = "2bw,2bw:sync=150,stash,stash:sync=150,newest,pipemare,pipemare:sync=150
 LONG = "2bw,2bw-ahead,2bw-ahead:motion=1,stash,spectrain,pipemare,error-feedback"
 OTHERS = "error-feedback,xpipe,pipeoptim,lwp,ftpipe,vertical-sync,spectrain-stash,timeprest:ahead=8"
 LATE = "stash,newest,pipemare,pipemare:sync=150,spectrain,xpipe,pipeoptim,lwp"
-FIVE_THOUSAND = ("batches=5000", "lr_schedule.warm_up=1250", "evaluate.every=100")
+FIVE_THOUSAND = ("batches=5000", "lr_schedule.warm_up=1250", "evaluate.every=100", "max_grad_norm=1.0")
 ADAM = ("lr=1e-3,3e-3,1e-2",)
 MUON = ("optimizer.name=muon", "lr=3e-3,1e-2,3e-2")
 FAST_MUON = ("optimizer.name=muon", "lr=1e-2,3e-2,1e-1")  # on the last grid 1f1b took the highest rate
@@ -98,8 +98,8 @@ CAMPAIGNS = {
         ("task=digits", *ONE, *MOMENTUM),
     ),
     "text-1": Campaign("GPT on text, AdamW, m = 1", f"1f1b,{LATE}", (*ONE, *ADAM)),
-    "text-long": Campaign("GPT on text, AdamW, m = 8, long", f"1f1b,{LONG}", (*EIGHT, *ADAM, *FIVE_THOUSAND)),
-    "text-long-muon": Campaign("GPT on text, Muon, m = 8, long", f"1f1b,{LONG}", (*EIGHT, *MUON, *FIVE_THOUSAND)),
+    "text-long": Campaign("GPT on text, AdamW, m = 8, clipped, long", f"1f1b,{LONG}", (*EIGHT, *ADAM, *FIVE_THOUSAND)),
+    "text-long-muon": Campaign("GPT on text, Muon, m = 8, clipped, long", f"1f1b,{LONG}", (*EIGHT, *MUON, *FIVE_THOUSAND)),
     "text-1-nadam": Campaign("GPT on text, NAdam, m = 1", "1f1b,stash,newest,nag-pp,nag-pp-no-stash", (*ONE, *NADAM)),
 }
 """All campaigns by the name of their folder."""
