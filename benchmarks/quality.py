@@ -98,8 +98,8 @@ CAMPAIGNS = {
         ("task=digits", *ONE, *MOMENTUM),
     ),
     "text-1": Campaign("GPT on text, AdamW, m = 1", f"1f1b,{LATE}", (*ONE, *ADAM)),
-    "text-long": Campaign("GPT on text, AdamW, m = 8, clipped, long", f"1f1b,{LONG}", (*EIGHT, *ADAM, *FIVE_THOUSAND)),
-    "text-long-muon": Campaign("GPT on text, Muon, m = 8, clipped, long", f"1f1b,{LONG}", (*EIGHT, *MUON, *FIVE_THOUSAND)),
+    "text-long": Campaign("GPT on text, AdamW, clipped, long", f"1f1b,{LONG}", (*EIGHT, *ADAM, *FIVE_THOUSAND)),
+    "text-long-muon": Campaign("GPT on text, Muon, clipped, long", f"1f1b,{LONG}", (*EIGHT, *MUON, *FIVE_THOUSAND)),
     "text-1-nadam": Campaign("GPT on text, NAdam, m = 1", "1f1b,stash,newest,nag-pp,nag-pp-no-stash", (*ONE, *NADAM)),
 }
 """All campaigns by the name of their folder."""
