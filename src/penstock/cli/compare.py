@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from penstock.compare.config import ComparisonConfig
 
 
+Jobs = Annotated[
+    int, typer.Option(metavar="N", help="Runs to train at a time, each in a process of its own.", min=1, max=10**4)
+]
+
+
 def compare(
     methods: MethodNames = None,
     stages: Stages8 = None,
@@ -59,9 +64,7 @@ def compare(
             metavar="N", help="Seeds to try all rates with; the others use the best one. All if not given.", min=1
         ),
     ] = None,
-    jobs: Annotated[
-        int, typer.Option(metavar="N", help="Runs to train at a time, each in a process of its own.", min=1, max=10**4)
-    ] = 1,
+    jobs: Jobs = 1,
     changes: Changes = None,
     config: ConfigFile = None,
     out: Annotated[
@@ -75,7 +78,8 @@ def compare(
 
     For example: penstock compare 1f1b 2bw stash --stages 8 --out comparisons/first
 
-    All ranks run in this process, one run after the other (or --jobs of them at a time). The folder gets results.csv, summary.csv, comparison.html.
+    All ranks run in this process, one run after the other, or --jobs of them at a time in processes of their own.
+    The folder gets results.csv, summary.csv, comparison.html.
     If it is interrupted, by Ctrl-C or otherwise, the same command continues with the runs that have not finished.
     """
     from penstock.compare.config import ComparisonConfig, comparison_config

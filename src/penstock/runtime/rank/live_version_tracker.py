@@ -55,7 +55,7 @@ class StageBooks:
     @property
     def provisional(self) -> bool:
         """Whether a version is not decided on yet."""
-        return bool(self._state.provisional)
+        return bool(self._state.versions.provisional)
 
     def reject(self, rejected: bool) -> None:
         """Say whether the next VALIDATE rejects its version."""
@@ -85,7 +85,7 @@ class StageBooks:
         state.apply(action, t, {} if reads is None else {first: max(reads.versions[0] + t, self._spec.older)})
         k = t * self._spec.microbatches
         copies = tuple([copy._replace(first=copy.first - k) for copy in state.copies])
-        self.last = Effect(action, tuple([v - t for v in state.versions]), copies, state.rotated)
+        self.last = Effect(action, tuple([v - t for v in state.versions.alive]), copies, state.rotated)
         self._effects.append(self.last)
         return self.last
 

@@ -142,7 +142,7 @@ class _Books:
         for stage, state in self.states.items():
             left = {
                 "microbatches in flight": sorted({k for k, _ in state.flights}),
-                "provisional versions": sorted(state.provisional),
+                "provisional versions": sorted(state.versions.provisional),
                 "forwards that read a rejected version": sorted({k for k, _ in state.flights.void}),
                 "gradients of batches": sorted(state.gradients),
                 "derived copies": sorted(state.copies),

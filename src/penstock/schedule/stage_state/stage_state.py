@@ -6,7 +6,6 @@ tracks versions itself, and rejects an action that reads another version, or one
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -16,9 +15,11 @@ from penstock.schedule.ir.schedule import Action, Copy, Op, Stage, Unit, format_
 from penstock.schedule.ir.version_rules import Source, Update
 from penstock.schedule.stage_state.derived_weight_copies import Copies
 from penstock.schedule.stage_state.gradient_state import Gradients
+from penstock.schedule.stage_state.live_versions import LiveVersions, version_numbers
 from penstock.schedule.stage_state.microbatch_state import BooksError, Flights, MicrobatchNumber, Piece, VersionNumber
 from penstock.schedule.stage_state.shard_state import ShardState
 from penstock.schedule.stage_state.stage_constants import StageSpec
+from penstock.schedule.stage_state.version_rule_check import check_rule
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
 
 
@@ -29,36 +30,24 @@ class Delay(NamedTuple):
     backward: float
 
 
-def _versions(numbers: Iterable[int]) -> tuple[VersionNumber, ...]:
-    return tuple(map(VersionNumber, numbers))
-
-
 @dataclass
 class StageState:
     """The state of one stage. Versions, microbatches and batches are counted from the start of the span.
 
     Attributes:
-        forwards: the position of the next forward; see `Forwards`.
-        draining: the number of batches of the span, once its last period is over.
-        newest_read: True if a pass has read the newest version.
         rotated: True if the last update was written over its gradient instead of over the version it started from.
         swapped_in: the batch for whose update the optimizer state has come from the host; None while it is there.
         rejecting: True if the next VALIDATE rejects its version.
     """
 
     spec: StageSpec
-    newest: int = 0
-    versions: set[int] = field(default_factory=set)
-    provisional: set[int] = field(default_factory=set)
+    versions: LiveVersions = field(init=False)
     flights: Flights = field(default_factory=Flights)
     gradients: Gradients = field(init=False)
     copies: Copies = field(init=False)
     shards: ShardState = field(init=False)
     held: set[tuple[Stage | None, Unit]] = field(default_factory=set)  # activations held for other ranks
-    forwards: int = 0
-    newest_read: bool = False
     rotated: bool = False
-    draining: int | None = None
     swapped_in: int | None = None
     rejecting: bool = False
     peak_versions: int = 0
@@ -71,35 +60,25 @@ class StageState:
         self.gradients = Gradients(self.spec.share, self.spec.collectives)
         self.copies = Copies(self.spec.copy_uses, self.spec.microbatches)
         self.shards = ShardState(self.spec.sharding)
-        if not self.versions:
-            self.versions = {self.spec.older, 0}
-            self.forwards = self.spec.forwards.settled(0)
-            self._count()
+        self.versions = LiveVersions(self.spec)
+        self._count()
 
     def copy(self) -> StageState:
         """Return an independent copy."""
-        twin = replace(
-            self,
-            versions=set(self.versions),
-            provisional=set(self.provisional),
-            flights=self.flights.copy(),
-            held=set(self.held),
-        )
-        twin.gradients, twin.copies, twin.shards = self.gradients.copy(), self.copies.copy(), self.shards.copy()
+        twin = replace(self, flights=self.flights.copy(), held=set(self.held))
+        twin.versions, twin.gradients = self.versions.copy(), self.gradients.copy()
+        twin.copies, twin.shards = self.copies.copy(), self.shards.copy()
         return twin
 
     def shifted(self, batches: int) -> StageState:
         """Return a copy in which everything is `batches` batches later: a state that repeats, that many periods on."""
         twin, k = self.copy(), batches * self.spec.microbatches
-        twin.newest += batches
-        twin.versions = {v + batches for v in self.versions}
-        twin.provisional = {v + batches for v in self.provisional}
+        twin.versions = self.versions.shifted(batches)
         twin.flights, twin.copies = self.flights.shifted(batches, k), self.copies.shifted(batches, k)
         twin.gradients = self.gradients.shifted(batches)
         twin.shards = self.shards.shifted(batches)
         twin.held = {(peer, unit._replace(first=unit.first + k)) for peer, unit in self.held}
         twin.swapped_in = None if self.swapped_in is None else self.swapped_in + batches
-        twin.forwards += batches * len(self.spec.forwards.period)
         return twin
 
     def state(self, t: int) -> object:
@@ -107,17 +86,14 @@ class StageState:
         if not self.spec.share:
             return None
         flights, copies = self.flights.state(t, self.spec.microbatches), self.copies.state(t)
-        versions = sorted(v - t for v in self.versions), sorted(v - t for v in self.provisional), self.newest - t
-        place = self.forwards - t * len(self.spec.forwards.period)
         held = sorted((peer, unit.first - t * self.spec.microbatches, unit.slice) for peer, unit in self.held)
         swapped = None if self.swapped_in is None else self.swapped_in - t
-        rest = held, place, self.newest_read, swapped
-        return versions, flights, self.gradients.state(t), copies, self.shards.state(t), *rest
+        gradients, shards = self.gradients.state(t), self.shards.state(t)
+        return self.versions.state(t), flights, gradients, copies, shards, held, swapped
 
     def drain(self, batches: int) -> None:
         """Begin the epilogue of a span of `batches` batches."""
-        self.draining = batches
-        self.forwards = self.spec.forwards.settled(0, batches)
+        self.versions.drain(batches)
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
@@ -148,7 +124,7 @@ class StageState:
             where = f"rule {self.spec.rule.name!r}, found in batch {t}"
             raise ScheduleError(f"rank {self.spec.stage.rank}, {what}: {reason} ({where})") from None
         if len(self.versions) > 1:  # the newest is never dropped
-            self._drop_dead()
+            self.versions.drop_dead(self.flights)
         if op is Op.STEP:
             self._count()
 
@@ -167,7 +143,7 @@ class StageState:
             key = (k, piece)
             if op is not Op.F:
                 _ = self.flights[key]
-            self._check_rule(source, key, versions, derive, admitted, first)
+            check_rule(source, key, versions, derive, first, self.versions, self.flights, admitted)
             if op is Op.F:
                 self.flights.begin(key, versions, derive)
                 if spec.admits and source is Source.ADMISSION:
@@ -177,83 +153,12 @@ class StageState:
         if derive is not None:
             self.copies.read(derive, versions)
         else:
-            self._check_life(op, versions, named)
+            self.versions.read(op, versions, self.shards, named)
         if op is not Op.F and op is not Op.R:
             for k in range(first, first + count):
                 self._backward(op, (k, piece), versions)
         if op is Op.F:
-            self.forwards = spec.forwards.settled(self.forwards + 1, self.draining)
-
-    def _check_rule(
-        self,
-        source: Source,
-        key: Piece,
-        versions: tuple[int, ...],
-        derive: Copy | None,
-        admitted: dict[int, int],
-        first: int,
-    ) -> None:
-        """Check that a pass on microbatches from `first` on reads the version that the rule names."""
-        spec = self.spec
-        batch = key[0] // spec.microbatches
-        if source is Source.FORWARD:
-            flight = self.flights[key]
-            if (versions, derive) != flight[:2]:
-                raise BooksError("must read version {}, as its forward did", _versions(flight.versions))
-            return
-        if source is Source.COPY:
-            if derive is None:
-                raise BooksError("must read a copy that a PREDICT made")
-            own = derive.first // spec.microbatches == batch
-            if spec.rule.keeps_forward:
-                own = derive.first == first
-                if versions[:-1] != self.flights[key].versions:
-                    raise BooksError(
-                        "blends version {}, but the forward of microbatch {} read another one",
-                        VersionNumber(versions[0]),
-                        MicrobatchNumber(key[0]),
-                    )
-            if not own:
-                whose = "microbatch" if spec.rule.keeps_forward else "batch"
-                raise BooksError(
-                    "reads copy {}{}, which was made for another {}",
-                    derive.label,
-                    MicrobatchNumber(derive.first),
-                    whose,
-                )
-            return
-        if source is Source.BATCH:
-            wanted = batch
-        elif source is Source.PREVIOUS:
-            wanted = max(batch - 1, spec.older)
-        elif source is Source.NEWEST or spec.admits:
-            wanted = self.newest
-        else:
-            if key[0] not in admitted:
-                raise BooksError("runs before its microbatch was admitted by the first trained stage")
-            wanted = admitted[key[0]]
-        if versions != (wanted,) or derive is not None:
-            raise BooksError("must read version {}, not {}", VersionNumber(wanted), _versions(versions))
-
-    def _check_life(self, op: Op, versions: tuple[int, ...], named: tuple[int, ...] | None = None) -> None:
-        """Check that the versions that are read exist.
-
-        Args:
-            op: that reads them.
-            versions: their numbers.
-            named: the numbers before those older than the span are taken for one: what is gathered is known by these.
-        """
-        for version in versions:
-            if version not in self.versions:
-                why = "does not exist yet" if version > self.newest else "no longer exists"
-                raise BooksError("reads version {}, which {}", VersionNumber(version), why)
-            if version in self.provisional and op is not Op.F:
-                raise BooksError("reads version {} before VALIDATE accepts it", VersionNumber(version))
-        if op is not Op.GATHER:
-            for version in named or versions:
-                self.shards.read(version)
-        if self.newest in versions:
-            self.newest_read = True
+            self.versions.forward()
 
     def _backward(self, op: Op, key: Piece, versions: tuple[int, ...]) -> None:
         flight = self.flights.backward(key, op, self.spec.recomputed)
@@ -276,16 +181,14 @@ class StageState:
         elif op in SWAPS:
             self._swap(op, batch)
         elif op is Op.VALIDATE:
-            if batch + 1 not in self.provisional:
-                raise BooksError("version {} is not provisional", VersionNumber(batch + 1))
-            self.provisional.discard(batch + 1)
+            self.versions.accept(batch + 1)
             if self.rejecting:
                 self.flights.reject(batch + 1)
             self.gradients.remove(batch)
         elif op is Op.PREDICT:
             self._predict(action, t)
         elif op is Op.AVERAGE:
-            if self.newest_read or batch >= self.newest:
+            if self.versions.newest_read or batch >= self.versions.newest:
                 raise BooksError("must come between a STEP and the first read of its new version")
         elif op in (Op.GATHER, Op.RELEASE):
             if action.reads is None:
@@ -294,7 +197,7 @@ class StageState:
             if op is Op.RELEASE:
                 self.shards.release(version)
             else:
-                self._check_life(op, (max(version, self.spec.older),))
+                self.versions.read(op, (max(version, self.spec.older),), self.shards)
                 self.shards.gather(version)
         elif op in (Op.OFFLOAD, Op.FETCH):
             piece = action.unit.slice[0] if action.unit.slice else 0
@@ -321,7 +224,7 @@ class StageState:
         """Move the optimizer state from the host for an update, or back behind it."""
         if op is Op.SWAPIN and self.swapped_in is not None:
             raise BooksError("its optimizer state is here already, for batch {}", VersionNumber(self.swapped_in))
-        if op is Op.SWAPOUT and (self.swapped_in != batch or self.newest <= batch):
+        if op is Op.SWAPOUT and (self.swapped_in != batch or self.versions.newest <= batch):
             raise BooksError("must come behind the STEP of its batch, and that behind a SWAPIN")
         self.swapped_in = batch if op is Op.SWAPIN else None
 
@@ -329,7 +232,7 @@ class StageState:
         if self.spec.swaps and self.swapped_in != batch:
             raise BooksError("its optimizer state is in the memory of the host; there must be a SWAPIN before")
         gradient, rule = self.gradients.ready_for(Op.STEP, batch), self.spec.rule
-        if self.newest != batch or batch in self.provisional:
+        if self.versions.newest != batch or batch in self.versions.provisional:
             raise BooksError("starts from version {}, which is not the newest valid version", VersionNumber(batch))
         reader = self.flights.reader(batch) if rule.pins else None
         if rule.update is Update.IN_PLACE and reader is not None:
@@ -338,20 +241,14 @@ class StageState:
                 VersionNumber(batch),
                 MicrobatchNumber(reader),
             )
-        free = rule.update is Update.COPY_ON_WRITE and reader is None and self._oldest_read() > batch
+        free = rule.update is Update.COPY_ON_WRITE and reader is None and self.versions.oldest_read() > batch
         in_place = rule.update is Update.IN_PLACE or free
         self.shards.step(batch, in_place)
-        if in_place:
-            self.versions.discard(batch)
+        self.versions.make(batch, in_place)
         self.rotated = rule.update is Update.ROTATE or (rule.update is Update.COPY_ON_WRITE and not free)
         if not rule.provisional:  # otherwise the gradient stays, as the update may have to be repeated
             self.gradients.remove(batch)
-        self.newest = batch + 1
-        self.newest_read = False
-        self.versions.add(self.newest)
-        if rule.provisional:
-            self.provisional.add(self.newest)
-        if self.draining is None:
+        if self.versions.draining is None:
             self.delay = Delay(*(batch - total / self.spec.share for total in (gradient.forward, gradient.backward)))
             if self.spec.recomputed:
                 self.recompute_delay = batch - gradient.recompute / self.spec.share
@@ -364,32 +261,15 @@ class StageState:
         versions = tuple(max(v + t, spec.older) for v in reads.versions)
         copy = Copy(reads.derive.label, reads.derive.first + t * spec.microbatches)
         self.copies.create(copy, versions)
-        self._check_life(action.op, versions)
-        wanted: tuple[int, ...] = (self.newest,)
+        self.versions.read(action.op, versions, self.shards)
+        wanted: tuple[int, ...] = (self.versions.newest,)
         if spec.rule.keeps_forward:
             piece = action.unit.slice[0] if action.unit.slice else 0
-            wanted = (*self.flights[action.unit.first + t * spec.microbatches, piece].versions, self.newest)
+            wanted = (*self.flights[action.unit.first + t * spec.microbatches, piece].versions, self.versions.newest)
         if versions != wanted:
-            raise BooksError("must be made of version {}, not {}", _versions(wanted), _versions(versions))
+            raise BooksError("must be made of version {}, not {}", version_numbers(wanted), version_numbers(versions))
 
     # --- buffers ----------------------------------------------------------------------------------------------------
-
-    def _oldest_read(self) -> int:
-        """Return the oldest version that future forwards read; later spans read the last `bases` ones."""
-        oldest = self.spec.forwards.oldest(self.forwards, self.draining)
-        if oldest is not None:
-            oldest = max(oldest, self.spec.older)
-            if self.draining is None:
-                return oldest
-        last = self.newest + 1 if self.draining is None else self.draining
-        return min(last - self.spec.rule.bases + 1, last if oldest is None else oldest)
-
-    def _drop_dead(self) -> None:
-        """Drop versions that no future forward, no backward in flight and no update will read."""
-        floor = min(self.newest, self._oldest_read(), *(v - 1 for v in self.provisional))
-        if min(self.versions) < floor:
-            held = self.flights.versions() if self.spec.rule.pins else set()
-            self.versions = {v for v in self.versions if v >= floor or v in held}
 
     def _allocate(self, batch: int) -> None:
         """Allocate a buffer for a new gradient."""
@@ -398,7 +278,10 @@ class StageState:
             raise BooksError(
                 "needs a buffer for the gradient of batch {}, but all {} are in use: versions {}, gradients of batches "
                 "{}. One would be overwritten too early; use more microbatches per batch",
-                *(VersionNumber(batch), limit, _versions(sorted(self.versions)), _versions(sorted(self.gradients))),
+                VersionNumber(batch),
+                limit,
+                version_numbers(sorted(self.versions.alive)),
+                version_numbers(sorted(self.gradients)),
             )
         self.gradients.begin(batch)
         self._count()

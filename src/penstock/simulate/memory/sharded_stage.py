@@ -175,7 +175,7 @@ class ShardedStage:
         if self._state is not None:
             admitted = {} if action.reads is None else {self._first(action, t): self._version(action, t)}
             self._state.apply(action, t, admitted)
-            self._drop(self._state.versions)
+            self._drop(self._state.versions.alive)
 
     def drain(self, batches: int) -> None:
         """Begin the epilogue of a span of so many batches."""
