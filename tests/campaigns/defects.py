@@ -387,14 +387,14 @@ DEFECTS = (
     Defect(
         "an update may start from another version than the newest",
         "schedule/stage_state",
-        "if self.newest != batch or batch in self.provisional:",
-        "if batch in self.provisional:",
+        "if self.versions.newest != batch or batch in self.versions.provisional:",
+        "if batch in self.versions.provisional:",
         ("tests/schedule/test_planted_faults.py", "tests/schedule/test_golden_faults.py"),
     ),
     Defect(
         "a pass may read a version that is gone",
         "schedule/stage_state",
-        "            if version not in self.versions:",
+        "            if version not in self.alive:",
         "            if version > self.newest:",
         ("tests/schedule/test_golden_faults.py", "tests/schedule/test_planted_faults.py"),
     ),
@@ -466,8 +466,8 @@ DEFECTS = (
     Defect(
         "an average may change weights that a pass has read already",
         "schedule/stage_state",
-        "if self.newest_read or batch >= self.newest:",
-        "if batch >= self.newest:",
+        "if self.versions.newest_read or batch >= self.versions.newest:",
+        "if batch >= self.versions.newest:",
         ("tests/schedule/test_average_actions.py",),
     ),
     Defect(
