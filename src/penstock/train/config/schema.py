@@ -74,7 +74,8 @@ class TrainConfig(Strict):
         default=1,
         ge=1,
         le=MOST_STAGES,
-        description="processes that share each stage: they divide heads and MLPs of its layers (tensor parallelism)",
+        description="processes that share each stage: they divide heads and MLPs of its layers, and the vocabulary if "
+        "it is a multiple of them (tensor parallelism)",
     )
     microbatches: int = Field(
         default=4, ge=1, le=MOST_MICROBATCHES, description="m, microbatches per batch (per update) and pipeline"
