@@ -106,8 +106,11 @@ def test_a_run_goes_on_with_as_many_tensor_ranks_as_wanted(
         (("train", "1f1b", "--set", "tensor_parallel=3"), "model.heads 4 must be a multiple of tensor_parallel 3"),
         (("train", "zb-h1", "--set", "tensor_parallel=2"), "tensor_parallel=2 is not offered with backwards in two"),
         (("train", "1f1b", "--set", "tensor_parallel=2", "--set", "optimizer.name=muon"), "looks at parameters as a"),
-        (("rehearse", "FILE", "--rank", "0"), "tensor_parallel=2 is not offered for rehearsals of one rank"),
-        (("profile", "--set", "tensor_parallel=2"), "tensor_parallel=2 is not offered for profiles"),
+        (("rehearse", "FILE", "--rank", "0"), "is not offered for rehearsals of one rank yet, as nobody stands in"),
+        (
+            ("profile", "--set", "tensor_parallel=2"),
+            "for profiles yet, which measure blocks in one process; set",
+        ),
     ],
 )
 def test_what_is_not_offered_is_refused_before_any_process_starts(

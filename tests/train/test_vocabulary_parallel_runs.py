@@ -130,10 +130,6 @@ ALONE = "whose stages are no chain, is not offered for"
         (("verify", "METHOD", "--set", "boundary_gradients=bf16"), "verify it with boundary_gradients=same"),
         (("profile", "--set", "method=METHOD"), f"{ALONE} profiles yet; take another method, such as 1f1b"),
         (("rehearse", "FILE", "--rank", "0"), f"{ALONE} rehearsals of one rank yet"),
-        (
-            ("compare", "METHOD", "1f1b", "--out", "FOLDER"),
-            "the models of comparisons have a whole output layer; compare 1f1b",
-        ),
     ],
 )
 def test_what_a_divided_output_layer_does_not_go_with_is_refused(
@@ -142,7 +138,7 @@ def test_what_a_divided_output_layer_does_not_go_with_is_refused(
     file = tmp_path / "plan.yaml"
     file.write_text(f"method: vocabulary-1f1b\nmodel: {{layers: 2}}\ndata: {text}\n")
     words = {"METHOD": "vocabulary-1f1b", "method=METHOD": "method=vocabulary-1f1b"}
-    words |= {"FILE": str(file), "FOLDER": str(tmp_path / "compared")}
+    words |= {"FILE": str(file)}
     given = [words.get(argument, argument) for argument in arguments]
     ran = command(*given, *([] if "FILE" in arguments else ["--set", f"data={text}", "--set", "model.layers=2"]))
     assert ran.returncode == 2

@@ -75,7 +75,7 @@ def check_division(grid: RankGrid, stages: Iterable[StageRuntime]) -> None:
     found = gather_json((mine, tied), "comparing tensor ranks", grid.everyone)
     known: dict[str, tuple[str, TensorSplit | None]] = {}
     for first_name, name, way in (each for _, others in found for each in others):
-        split = None if way is None else TensorSplit(*way, 0, grid.tensor.size)
+        split = None if way is None else TensorSplit(way[0], way[1], 0, grid.tensor.size)
         check_alike(name, split, *known.setdefault(first_name, (name, split)))
     for rank, (part, _) in enumerate(found):
         first = rank - rank % grid.tensor.size
