@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.train.config.load import load_config
+from penstock.train.setup.preflight import prepare
 from support.command_line import Command, only_folder
 from support.same_runs import assert_same_reports, assert_same_weights, train, write_text
 
@@ -90,3 +92,13 @@ def test_what_is_not_offered_is_refused_before_any_process_starts(
     ran = command(*given, *([] if "FILE" in arguments else ["--set", f"data={text}"]))
     assert ran.returncode == 2
     assert said in " ".join(ran.stderr.split())
+
+
+@pytest.mark.parametrize(("vocabulary", "said"), [(258, False), (259, True)])
+def test_a_vocabulary_that_stays_whole_is_told(text: Path, vocabulary: int, said: bool) -> None:
+    config = load_config(None, ["method=1f1b", *SHARED, f"model.vocabulary={vocabulary}", f"data={text}"])
+    notes = prepare(config).notes()
+    assert [note.split(", so embedding")[0] for note in notes] == [
+        "259 tokens are no multiple of tensor_parallel 2"
+    ] * said
+    assert all("model.vocabulary=260 would divide them" in note for note in notes)

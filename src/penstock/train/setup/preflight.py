@@ -87,6 +87,19 @@ class Prepared:
         """The plan under the method of a phase."""
         return self.others.get(phase, self.plan)
 
+    def notes(self) -> list[str]:
+        """Say what was chosen for this run."""
+        found, parts = [], self.config.tensor_parallel
+        if self.recompute:
+            found.append(f"recompute: {self.recompute}")
+        vocabulary = self.model.shape.vocabulary
+        if vocabulary % parts:
+            found.append(
+                f"{vocabulary} tokens are no multiple of tensor_parallel {parts}, so embedding and head stay whole on "
+                f"all processes; model.vocabulary={vocabulary + -vocabulary % parts} would divide them"
+            )
+        return found
+
     def later(self) -> str:
         """Say by how much weights are read later with the microbatches in flight that are configured; empty if not."""
         request = _schedule(self.config)
