@@ -16,7 +16,7 @@ from penstock.compare.grid import Key
 from penstock.compare.held_out import Score, Scorer
 from penstock.compare.results import Findings
 from penstock.compare.run import ComparisonRun
-from penstock.compare.tasks import make_task
+from penstock.compare.tasks import make_task, trial_model
 from penstock.errors import ConfigError
 from penstock.models.gpt import language_loss
 from penstock.options.passes import Precision
@@ -115,6 +115,33 @@ def test_all_begin_alike_and_synchronous_ones_stay_so(found: Findings) -> None:
     assert curve["1f1b"] == curve["zb-h2-post"] == curve["interleaved:chunks=2"]
     assert len({str(curve[method]) for method in ("1f1b", "2bw", "stash")}) == 3
     assert [entrant.synchronous for entrant in found.entrants] == [True, False, False, True, True, *[False] * 4]
+
+
+def test_a_divided_output_layer_has_the_curve_of_a_whole_one(tmp_path: Path) -> None:
+    found = compared(tmp_path / "out", "methods=1f1b,vocabulary-1f1b", "batches=3", "evaluate.every=2")
+    curve = curves(found, "training_loss", "validation_loss", "gradient_norm")
+    assert len(curve["1f1b"]) == len(curve["vocabulary-1f1b"]) == 3
+    for whole, divided in zip(curve["1f1b"][1:], curve["vocabulary-1f1b"][1:], strict=True):  # after some updates
+        assert divided == pytest.approx(whole, rel=1e-5)
+    assert [entrant.synchronous for entrant in found.entrants] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (("methods=vocabulary-1f1b:sync=2",), "sync: the method has no delay"),
+        (("methods=vocabulary-1f1b", "stages=3"), "2 layers and 256 tokens cannot be divided among 3 stages"),
+    ],
+)
+def test_what_a_divided_output_layer_is_not_compared_with(tmp_path: Path, changes: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        compared(tmp_path / "out", *changes)
+
+
+def test_only_a_language_model_has_an_output_layer_to_divide() -> None:
+    another: Any = object()
+    with pytest.raises(ConfigError, match="only the output layer of task text can be divided among the stages"):
+        trial_model(another, 2)
 
 
 def test_a_method_after_synchronous_batches(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import penstock
 from penstock.errors import CapabilityError, CheckpointError, ConfigError
+from penstock.models.gpt import Embedding, Head
 from penstock.options.parallelism import DataParallel, Partition
 from penstock.partition.tensor_parallel import divide_blocks
 from penstock.runtime.rank.restore import has_older
@@ -23,11 +25,17 @@ from penstock.runtime.rank.tensor_pieces import joined_pieces, pieces_in
 from support.pool import Pool
 from support.tensor_parallel_cases import SHAPE, TensorCase, Trained, gpt_pipeline, tokens, train_gpt
 
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """A loss of a user, who knows nothing of parts."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 CASES = [
     TensorCase(),
     TensorCase("2bw"),
     TensorCase("gpipe", stages=1, tensor=4),
-    TensorCase("1f1b", stages=1, width=2),
+    TensorCase("1f1b", stages=1, width=2, tied=True, options=(("loss", mean_loss),)),
     TensorCase("stash", clip=None),
     TensorCase("1f1b", tied=True),
     TensorCase("interleaved", options=(("recompute", "block"),)),
@@ -46,7 +54,7 @@ def part_of(name: str, whole: Tensor, index: int, size: int) -> Tensor:
         heads = whole.view(3, SHAPE.heads, -1, SHAPE.width)
         here = SHAPE.heads // size
         return heads[:, index * here : (index + 1) * here].reshape(-1, SHAPE.width)
-    if name.endswith("mlp_in.weight"):
+    if name.endswith(("mlp_in.weight", "embedding.weight", "head.out.weight")):  # rows, of a vocabulary those of tokens
         return whole.chunk(size)[index]
     if name.endswith(("attention_out.weight", "mlp_out.weight")):
         return whole.chunk(size, 1)[index]
@@ -249,14 +257,57 @@ def test_what_cannot_be_shared_is_refused(pool: Pool, inner: int, seed: int, sai
 
 def tie_divided(group: dist.ProcessGroup) -> str:
     with pytest.raises(CapabilityError) as caught:
-        own_blocks(group, 2, tied={"block3.up.weight": "block0.up.weight"})
+        own_blocks(group, 2, 12, tied={"block3.down.weight": "block0.up.weight"})
     return str(caught.value)
 
 
 @pytest.mark.processes
-def test_what_is_divided_is_no_part_of_another_stage(pool: Pool) -> None:
+def test_stages_that_share_a_parameter_divide_it_alike(pool: Pool) -> None:
+    tied = {"block3.up.weight": "block0.up.weight"}
+    wanted, _ = own_blocks(None, 1, tied=tied)
+    gradients, _ = pool.submit(own_blocks, 2, 24, 0, tied, ranks=4)[0]
+    assert gradients.keys() == wanted.keys()
+    assert all(close(gradients[name], gradient) for name, gradient in wanted.items())
     for said in pool.submit(tie_divided, ranks=4):
-        assert "up.weight is divided by tensor_parallel=2, and is one parameter with another" in said
+        assert said.startswith("block3.down.weight and block0.up.weight are one parameter, but are divided by tensor")
+        assert "along dimension 1 and along dimension 0" in said
+
+
+def shared_in_a_stage(group: dist.ProcessGroup) -> tuple[bool, list[str]]:
+    mesh, first, second, plain = DeviceMesh.from_group(group, "cpu"), Mlp(), Mlp(), nn.Linear(12, 24)
+    second.up.weight = first.up.weight
+    divide_blocks({"a": first, "b": second}, mesh)
+    said = []
+    for other in (plain, Mlp(12, 12)):
+        block = Mlp(12, 12 if isinstance(other, Mlp) else 24)
+        (other.down if isinstance(other, Mlp) else other).weight = block.up.weight
+        with pytest.raises(CapabilityError) as caught:
+            divide_blocks({"a": block, "b": other}, mesh)
+        said.append(str(caught.value))
+    return second.up.weight is first.up.weight, said
+
+
+@pytest.mark.processes
+def test_blocks_of_a_stage_that_share_a_parameter_share_its_part(pool: Pool) -> None:
+    for one, said in pool.submit(shared_in_a_stage, ranks=2):
+        assert one
+        assert "b.weight and a.up.weight are one parameter, but are divided by tensor parallelism not at all" in said[0]
+        assert "b.down.weight and a.up.weight are one parameter" in said[1]
+
+
+def divided_in(group: dist.ProcessGroup, vocabulary: int) -> tuple[set[str], tuple[int, ...]]:
+    """What is divided of embedding and head, and the shape of the logits that are here."""
+    shape = replace(SHAPE, vocabulary=vocabulary)
+    blocks = {"embedding": Embedding(shape), "head": Head(shape)}
+    splits = divide_blocks(blocks, DeviceMesh.from_group(group, "cpu"))
+    logits: Any = blocks["head"](blocks["embedding"](torch.zeros(1, 3, dtype=torch.long)))
+    return set(splits), tuple((logits.to_local() if splits else logits).shape)
+
+
+@pytest.mark.processes
+def test_a_vocabulary_is_divided_where_processes_can_share_it_evenly(pool: Pool) -> None:
+    assert pool.submit(divided_in, 64, ranks=2) == [({"embedding.weight", "head.out.weight"}, (1, 3, 32))] * 2
+    assert pool.submit(divided_in, 63, ranks=2) == [(set(), (1, 3, 63))] * 2
 
 
 def with_hooks(group: dist.ProcessGroup, size: int) -> str:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import Tensor
 
-from penstock.train.export.weights_folder import load_weights
-from support.command_line import Command, only_folder, settings
+from penstock.train.config.load import load_config
+from penstock.train.setup.preflight import prepare
+from support.command_line import Command, only_folder
+from support.same_runs import assert_same_reports, assert_same_weights, train, write_text
 
 SHARED = ("tensor_parallel=2",)
-COMMON = ("evaluate.every=2", "checkpoint.every=2", "batches=4", "ema_decay=0.5")
 
 pytestmark = pytest.mark.processes
 
@@ -29,16 +27,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def text(runs: Path) -> Path:
-    path = runs / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    return path
-
-
-def train(command: Command, out: Path, text: Path, *changes: str) -> Path:
-    """Run the command; returns the folder of the run."""
-    ran = command("train", "1f1b", *settings(*COMMON, *changes, f"out={out}"), "--data", text)
-    assert ran.returncode == 0, ran.stderr
-    return only_folder(out)
+    return write_text(runs)
 
 
 @pytest.fixture
@@ -47,34 +36,15 @@ def begun(runs: Path, text: Path, command: Command) -> Begun:
 
     def find(*changes: str) -> Path:
         out = runs / " ".join(["run", *changes])
-        return only_folder(out) if out.exists() else train(command, out, text, *changes)
+        return only_folder(out) if out.exists() else train(command, "1f1b", out, text, "batches=4", *changes)
 
     return find
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def assert_same_weights(here: Path, there: Path) -> None:
-    for folder in ("", "averaged"):
-        found, wanted = (load_weights(run / folder) for run in (here, there))
-        assert list(found) == list(wanted)
-        assert all(close(found[name], tensor) for name, tensor in wanted.items())
-
-
-def close(found: Tensor, wanted: Tensor) -> bool:
-    return found.shape == wanted.shape and bool((found - wanted).norm() <= 2e-5 * wanted.norm())
 
 
 def test_reports_and_weights_are_those_of_a_run_without_it(begun: Begun, command: Command) -> None:
     shared, plain = begun(*SHARED), begun()
     assert shared.name.endswith("-1f1b-2x2-tp2")
-    found, wanted = records(shared), records(plain)
-    for what in ("loss", "norm", "validation_loss", "averaged_loss", "evaluated"):
-        mine, others = ([each[what] for each in lines if what in each] for lines in (found, wanted))
-        assert len(mine) == len(others) > (what == "loss")
-        assert mine == pytest.approx(others, rel=2e-5)
+    assert_same_reports(shared, plain)
     assert_same_weights(shared, plain)
     assert len(list((shared / "weights").glob("*.safetensors"))) == 2
     assert len(list((shared / "timeline").iterdir())) == 2
@@ -106,9 +76,11 @@ def test_a_run_goes_on_with_as_many_tensor_ranks_as_wanted(
         (("train", "1f1b", "--set", "tensor_parallel=3"), "model.heads 4 must be a multiple of tensor_parallel 3"),
         (("train", "zb-h1", "--set", "tensor_parallel=2"), "tensor_parallel=2 is not offered with backwards in two"),
         (("train", "1f1b", "--set", "tensor_parallel=2", "--set", "optimizer.name=muon"), "looks at parameters as a"),
-        (("verify", "1f1b", "--set", "tensor_parallel=2"), "tensor_parallel=2: 2 processes share each stage, and this"),
-        (("rehearse", "FILE", "--rank", "0"), "tensor_parallel=2 is not offered for rehearsals of one rank"),
-        (("profile", "--set", "tensor_parallel=2"), "tensor_parallel=2 is not offered for profiles"),
+        (("rehearse", "FILE", "--rank", "0"), "is not offered for rehearsals of one rank yet, as nobody stands in"),
+        (
+            ("profile", "--set", "tensor_parallel=2"),
+            "for profiles yet, which measure blocks in one process; set",
+        ),
     ],
 )
 def test_what_is_not_offered_is_refused_before_any_process_starts(
@@ -120,3 +92,13 @@ def test_what_is_not_offered_is_refused_before_any_process_starts(
     ran = command(*given, *([] if "FILE" in arguments else ["--set", f"data={text}"]))
     assert ran.returncode == 2
     assert said in " ".join(ran.stderr.split())
+
+
+@pytest.mark.parametrize(("vocabulary", "said"), [(258, False), (259, True)])
+def test_a_vocabulary_that_stays_whole_is_told(text: Path, vocabulary: int, said: bool) -> None:
+    config = load_config(None, ["method=1f1b", *SHARED, f"model.vocabulary={vocabulary}", f"data={text}"])
+    notes = prepare(config).notes()
+    assert [note.split(", so embedding")[0] for note in notes] == [
+        "259 tokens are no multiple of tensor_parallel 2"
+    ] * said
+    assert all("model.vocabulary=260 would divide them" in note for note in notes)

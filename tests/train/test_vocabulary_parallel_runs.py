@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,16 +11,10 @@ import torch
 from penstock.train.config.load import load_config
 from penstock.train.export.weights_folder import load_weights
 from penstock.train.setup.preflight import prepare
-from support.command_line import Command, only_folder, settings
+from support.command_line import Command, only_folder
+from support.same_runs import assert_same_reports, assert_same_weights, reported, train, write_text
 
-COMMON = (
-    "evaluate.every=2",
-    "checkpoint.every=2",
-    "batches=6",
-    "ema_decay=0.5",
-    "lr_schedule.decay=none",
-    "lr_schedule.warm_up=0",
-)
+STEADY = ("batches=6", "lr_schedule.decay=none", "lr_schedule.warm_up=0")
 
 
 @pytest.fixture(scope="module")
@@ -32,21 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    return path
-
-
-def train(command: Command, method: str, out: Path, text: Path, *changes: str) -> Path:
-    """Run the command; returns the folder of the run."""
-    ran = command("train", method, *settings(*COMMON, *changes, f"out={out}"), "--data", text)
-    assert ran.returncode == 0, ran.stderr
-    return only_folder(out)
-
-
-def reported(folder: Path, what: str) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line[what] for line in lines if what in line]
+    return write_text(tmp_path)
 
 
 @pytest.mark.processes
@@ -61,17 +40,11 @@ def reported(folder: Path, what: str) -> list[float]:
 def test_a_divided_output_layer_trains_like_a_whole_one(
     tmp_path: Path, text: Path, command: Command, changes: tuple[str, ...]
 ) -> None:
-    divided = train(command, "vocabulary_1f1b", tmp_path / "a", text, *changes)
-    whole = train(command, "1f1b", tmp_path / "b", text, *changes)
-    for what in ("loss", "norm", "evaluated", "validation_loss", "averaged_loss"):
-        assert reported(divided, what) == pytest.approx(reported(whole, what), rel=2e-5)
+    divided = train(command, "vocabulary_1f1b", tmp_path / "a", text, *STEADY, *changes)
+    whole = train(command, "1f1b", tmp_path / "b", text, *STEADY, *changes)
+    assert_same_reports(divided, whole)
     assert reported(divided, "batch")[-1] == 5
-    for folder in ("", "averaged"):
-        found, wanted = (load_weights(each / folder) for each in (divided, whole))
-        assert found.keys() == wanted.keys()
-        for name, tensor in wanted.items():
-            assert found[name].shape == tensor.shape
-            assert (found[name] - tensor).norm() <= 2e-5 * tensor.norm(), name
+    assert_same_weights(divided, whole)
     samples = [command("sample", each, "--length", "8", "--temperature", "0") for each in (divided, whole)]
     assert samples[0].returncode == 0, samples[0].stderr
     assert samples[0].stdout == samples[1].stdout
@@ -81,8 +54,8 @@ def test_a_divided_output_layer_trains_like_a_whole_one(
 def test_a_run_with_a_divided_output_layer_resumes_to_the_same_bits(
     tmp_path: Path, text: Path, command: Command
 ) -> None:
-    whole = train(command, "vocabulary-1f1b", tmp_path / "a", text)
-    parted = train(command, "vocabulary-1f1b", tmp_path / "b", text, "batches=3")
+    whole = train(command, "vocabulary-1f1b", tmp_path / "a", text, *STEADY)
+    parted = train(command, "vocabulary-1f1b", tmp_path / "b", text, *STEADY, "batches=3")
     ran = command("train", "--resume", parted, "--set", "batches=6")
     assert ran.returncode == 0, ran.stderr
     for folder in ("", "averaged"):
@@ -105,7 +78,7 @@ def test_a_run_goes_on_with_as_many_parts_of_the_output_layer(
     tmp_path: Path, runs: Path, text: Path, command: Command, method: str, change: str, said: str
 ) -> None:
     if not (runs / method).exists():
-        train(command, method, runs / method, text, "batches=1", "sample_length=0")
+        train(command, method, runs / method, text, *STEADY, "batches=1", "sample_length=0")
     folder = tmp_path / "run"
     shutil.copytree(only_folder(runs / method), folder)
     ran = command("train", "--resume", folder, "--set", "batches=2", "--set", change)
@@ -130,10 +103,6 @@ ALONE = "whose stages are no chain, is not offered for"
         (("verify", "METHOD", "--set", "boundary_gradients=bf16"), "verify it with boundary_gradients=same"),
         (("profile", "--set", "method=METHOD"), f"{ALONE} profiles yet; take another method, such as 1f1b"),
         (("rehearse", "FILE", "--rank", "0"), f"{ALONE} rehearsals of one rank yet"),
-        (
-            ("compare", "METHOD", "1f1b", "--out", "FOLDER"),
-            "the models of comparisons have a whole output layer; compare 1f1b",
-        ),
     ],
 )
 def test_what_a_divided_output_layer_does_not_go_with_is_refused(
@@ -142,7 +111,7 @@ def test_what_a_divided_output_layer_does_not_go_with_is_refused(
     file = tmp_path / "plan.yaml"
     file.write_text(f"method: vocabulary-1f1b\nmodel: {{layers: 2}}\ndata: {text}\n")
     words = {"METHOD": "vocabulary-1f1b", "method=METHOD": "method=vocabulary-1f1b"}
-    words |= {"FILE": str(file), "FOLDER": str(tmp_path / "compared")}
+    words |= {"FILE": str(file)}
     given = [words.get(argument, argument) for argument in arguments]
     ran = command(*given, *([] if "FILE" in arguments else ["--set", f"data={text}", "--set", "model.layers=2"]))
     assert ran.returncode == 2

@@ -163,8 +163,8 @@ def _choose_recompute(question: RecomputeQuestion) -> object:
 
 def _chosen(prepared: Prepared) -> TrainConfig:
     """Return a configuration with what was chosen for it, which is said."""
-    if prepared.recompute:
-        print_words(Console(stderr=True), Text(f"recompute: {prepared.recompute}"))
+    for note in prepared.notes():
+        print_words(Console(stderr=True), Text(note))
     return prepared.config
 
 

@@ -45,7 +45,8 @@ def verify(
 ) -> None:
     """Train some batches with the pipeline and by the equations of its method, and compare every number.
 
-    All ranks run in this process, which must hold the whole model several times: use a small model of the same kind.
+    All ranks run in this process (with tensor_parallel, in processes of their own), which must hold the whole model
+    several times: use a small model of the same kind.
     Synchronous methods are also compared with plain torch. Exit code 1 if anything differs.
     """
     from penstock.train.config.load import load_config

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from penstock.compare.config import ComparisonConfig
 from penstock.compare.contender import Contender
-from penstock.compare.tasks import Task
+from penstock.compare.tasks import Task, TrialModel, trial_model
 from penstock.errors import ConfigError, PenstockError
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.from_checked_plan import pipeline_of
@@ -29,6 +29,7 @@ FORWARD, BACKWARD = 1.0, 2.0
 """Times of one microbatch on a rank's whole share of the model in the simulation; messages and updates take none."""
 OPENING = "1f1b"
 """The synchronous method that trains the first `sync` batches before an asynchronous one."""
+_NO_DELAY = "sync: the method has no delay, so it is synchronous from the start; leave sync out"
 _UPDATES = ("STEP", "VALIDATE")
 _SIMULATED = 96  # batches
 
@@ -39,6 +40,7 @@ class Entrant:
 
     Attributes:
         contender: which.
+        model: that its pipeline trains.
         plan: of its pipeline.
         delays_forward, delays_backward: of every stage, updates between the weights that it reads and those
             that it updates, mean over a batch.
@@ -48,6 +50,7 @@ class Entrant:
     """
 
     contender: Contender
+    model: TrialModel
     plan: PipelinePlan
     delays_forward: tuple[float, ...]
     delays_backward: tuple[float, ...]
@@ -78,8 +81,9 @@ def enter(config: ComparisonConfig, task: Task, contender: Contender) -> Entrant
         PenstockError: it cannot; the message names the method and the reason.
     """
     try:
-        plan, opening = _plans(config, task, contender)
-        pipeline = make_trial_pipeline(task, plan, 0, make_optimizers(config, config.rates[0]))
+        model = trial_model(task, config.stages if contender.method.divides_head else None)
+        plan, opening = _plans(config, task, model, contender)
+        pipeline = make_trial_pipeline(model, plan, 0, make_optimizers(config, config.rates[0]))
         check_hidden(config.optimizer, pipeline.optimizers().values(), f"task {config.task}")
     except PenstockError as error:
         raise type(error)(f"{contender.label}: {error}") from None
@@ -92,21 +96,18 @@ def enter(config: ComparisonConfig, task: Task, contender: Contender) -> Entrant
     before = (0.0,) if opening is None else update_times(opening.proof, costs, contender.sync)
     after = update_times(proof, costs, config.batches - contender.sync)
     times = (*before, *(before[-1] + time for time in after[1:]))
-    return Entrant(contender, plan, forward, backward, times, begin, opening)
+    return Entrant(contender, model, plan, forward, backward, times, begin, opening)
 
 
-def _plans(config: ComparisonConfig, task: Task, contender: Contender) -> tuple[PipelinePlan, PipelinePlan | None]:
+def _plans(
+    config: ComparisonConfig, task: Task, model: TrialModel, contender: Contender
+) -> tuple[PipelinePlan, PipelinePlan | None]:
     """The plan of a method, and that of the batches before it, if there are any.
 
     Raises:
         PenstockError: the method cannot be trained, or cannot go on after these batches.
     """
-    row, blocks = contender.method, task.blocks(0)
-    if row.divides_head:
-        raise ConfigError(
-            "the models of comparisons have a whole output layer; compare 1f1b in its place, whose numbers are the "
-            "same to rounding"
-        )
+    row, blocks = contender.method, model.blocks(0)
     _check_default_stages(config, len(blocks))
     if contender.sync and contender.sync >= config.batches:
         raise ConfigError(
@@ -124,15 +125,18 @@ def _plans(config: ComparisonConfig, task: Task, contender: Contender) -> tuple[
         divisor=config.microbatches * config.microbatch_size * task.units,
         max_grad_norm=config.max_grad_norm,
         delays=contender.delays or None,
+        balance=model.balance,
         device=config.device,
         cuda_graphs=config.cuda_graphs,
     )
     if not contender.sync:
         return PipelinePlan.make(blocks, request, options.changed(correction=correction)), None
+    if row.divides_head:
+        raise ConfigError(_NO_DELAY)
     first = UnprovenPlan.of(blocks, ScheduleRequest(OPENING, config.stages, config.microbatches), options)
     plan = first.followed_by(request, correction).prove()
     if not any((*_delays(plan.proof)[0], *_delays(plan.proof)[1])):
-        raise ConfigError("sync: the method has no delay, so it is synchronous from the start; leave sync out")
+        raise ConfigError(_NO_DELAY)
     return plan, first.prove()
 
 
@@ -150,17 +154,17 @@ def _check_default_stages(config: ComparisonConfig, blocks: int) -> None:
         )
 
 
-def make_trial_pipeline(task: Task, plan: PipelinePlan, seed: int, optimizer: OptimizerFactory) -> Pipeline:
+def make_trial_pipeline(model: TrialModel, plan: PipelinePlan, seed: int, optimizer: OptimizerFactory) -> Pipeline:
     """The pipeline of one run, all ranks in this process.
 
     Args:
-        task: model and data.
+        model: that it trains.
         plan: of the method, or of the batches before it.
         seed: of the initial weights, and of what blocks draw.
         optimizer: makes the optimizer of a stage.
     """
     seeded = replace(plan, options=plan.options.changed(seed=seed))
-    return pipeline_of(seeded, task.blocks(seed), task.loss, optimizer)
+    return pipeline_of(seeded, model.blocks(seed), model.loss, optimizer)
 
 
 def make_optimizers(config: ComparisonConfig, lr: float) -> OptimizerFactory:

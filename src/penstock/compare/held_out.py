@@ -89,13 +89,12 @@ class Gatherer:
     the step itself. So the last version of a run is not collected.
 
     Args:
-        factory: makes the optimizers.
-        names: of all parameters.
+        factory: makes the optimizers, all of them before training.
         wanted: versions whose weights to collect.
     """
 
-    def __init__(self, factory: OptimizerFactory, names: Collection[str], wanted: Collection[int]) -> None:
-        self._factory, self._names, self._wanted = factory, len(names), wanted
+    def __init__(self, factory: OptimizerFactory, wanted: Collection[int]) -> None:
+        self._factory, self._wanted = factory, wanted
         self._updates: dict[str, int] = {}
         self._last: dict[Optimizer, list[str]] = {}  # parameters stepped in its last update, for `undone`
         self._weights: dict[int, dict[str, Tensor]] = {}
@@ -129,10 +128,10 @@ class Gatherer:
 
     def complete(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Yield versions, with their weights, that have become complete since the last call."""
-        for number in sorted(number for number, found in self._weights.items() if len(found) == self._names):
+        for number in sorted(number for number, found in self._weights.items() if len(found) == len(self._updates)):
             yield number, self._weights.pop(number)
 
     def norms(self) -> dict[int, float]:
         """Return the norms of the gradients given to the optimizers in all complete updates."""
-        complete = {number: found for number, found in self._squares.items() if len(found) == self._names}
+        complete = {number: found for number, found in self._squares.items() if len(found) == len(self._updates)}
         return {number: math.sqrt(math.fsum(found.values())) for number, found in complete.items()}

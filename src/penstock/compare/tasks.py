@@ -5,12 +5,12 @@ To add a task, write a class with the members of `Task` and add it to `TASKS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -20,7 +20,15 @@ from penstock.compare.digits import DigitsTask
 from penstock.errors import ConfigError
 from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.models.gpt_shape import preset
+from penstock.models.language_model import as_they_are
+from penstock.models.vocabulary_parallel_gpt import (
+    summed_cross_entropy,
+    vocabulary_parallel_gpt,
+    whole_head,
+    with_targets,
+)
 from penstock.partition.blocks import LazyBlock
+from penstock.stage.loss import LossFunction
 from penstock.train.data.corpus import load_corpus
 from penstock.train.data.windows import Windows
 
@@ -156,6 +164,50 @@ def make_task(config: ComparisonConfig, own: Path | None = None) -> Task:
         hint = did_you_mean(config.task, TASKS)
         raise ConfigError(f"unknown task {config.task!r}.{hint} Known tasks: {', '.join(TASKS)}.")
     return TASKS[config.task](config, own)
+
+
+@dataclass(frozen=True)
+class TrialModel:
+    """The model of a task in the form that a pipeline trains.
+
+    Attributes:
+        blocks: seed -> its blocks; their initial weights are those of the task.
+        loss: (output, target) -> the sum over all units, and their number.
+        pair: (inputs, targets) -> what the model takes, and what the loss does.
+        whole: the pipeline's weights by name -> those of the task's own blocks.
+        balance: blocks of each stage; None where they are divided by cost.
+    """
+
+    blocks: Callable[[int], Mapping[str, LazyBlock]]
+    loss: LossFunction
+    pair: Callable[[Tensor, Tensor], Any] = as_they_are
+    whole: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda weights: weights
+    balance: Sequence[int] | None = None
+
+
+def trial_model(task: Task, head_parts: int | None) -> TrialModel:
+    """Return the model of a task.
+
+    Args:
+        task: which.
+        head_parts: the number of ranks that its output layer is divided among; None for a whole one.
+
+    Raises:
+        ConfigError: its output layer cannot be divided so.
+    """
+    if head_parts is None:
+        return TrialModel(task.blocks, task.loss)
+    if not isinstance(task, TextTask):
+        raise ConfigError("only the output layer of task text can be divided among the stages; compare 1f1b instead")
+    shape, parts = task.model, head_parts
+    balance = vocabulary_parallel_gpt(shape, parts, 0).partition
+    return TrialModel(
+        lambda seed: vocabulary_parallel_gpt(shape, parts, seed).blocks,
+        summed_cross_entropy,
+        with_targets,
+        whole_head,
+        balance,
+    )
 
 
 def training_batches(task: Task, seed: int, count: int, microbatches: int, size: int) -> Iterator[list[Sample]]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from penstock.compare.config import ComparisonConfig
 from penstock.compare.contender_setup import Entrant, make_optimizers, make_trial_pipeline
 from penstock.compare.grid import Key
 from penstock.compare.held_out import Gatherer, Score, Scorer
-from penstock.compare.tasks import Sample, Task, training_batches
+from penstock.compare.tasks import Task, training_batches
 from penstock.runtime.from_checked_plan import continue_under
 from penstock.runtime.rank.batch_reports import Report
 from penstock.weights.decision import Decision
@@ -71,11 +72,12 @@ class _Trial:
 
     def __init__(self, config: ComparisonConfig, task: Task, entrant: Entrant, key: Key) -> None:
         self._config, self._task, self._key = config, task, key
+        self._model = entrant.model
         self._scorer = Scorer(task, key.seed, config.evaluate.samples, config.device)
         every = config.evaluate.every
         wanted = range(every, config.batches, every)
-        self._gatherer = Gatherer(make_optimizers(config, key.lr), self._scorer.parameters, wanted)
-        self._pipeline = make_trial_pipeline(task, entrant.opening or entrant.plan, key.seed, self._gatherer)
+        self._gatherer = Gatherer(make_optimizers(config, key.lr), wanted)
+        self._pipeline = make_trial_pipeline(self._model, entrant.opening or entrant.plan, key.seed, self._gatherer)
         self._entrant = entrant
         self._decided: dict[int, float] = {}  # update -> norm before clipping
         self.losses: dict[int, float] = {}
@@ -86,7 +88,9 @@ class _Trial:
     def train(self, tell: Told) -> None:
         """Train all batches, or fewer if the run diverges."""
         config = self._config
-        data = training_batches(self._task, self._key.seed, config.batches, config.microbatches, config.microbatch_size)
+        sizes = config.batches, config.microbatches, config.microbatch_size
+        batches = training_batches(self._task, self._key.seed, *sizes)
+        data = ([self._model.pair(*sample) for sample in batch] for batch in batches)
         if self._entrant.opening is not None:
             self._run(islice(data, self._entrant.contender.sync), tell)
             continue_under(self._pipeline, self._entrant.plan)
@@ -95,7 +99,7 @@ class _Trial:
         if self.diverged is None:
             self._score(config.batches, self._pipeline.state_dict())
 
-    def _run(self, data: Iterator[list[Sample]], tell: Told) -> None:
+    def _run(self, data: Iterator[list[Any]], tell: Told) -> None:
         """Train the batches of one method, or fewer if the run diverges."""
         for report in self._pipeline.run(data):
             self._evaluate()  # versions that became complete before this batch ended
@@ -137,7 +141,7 @@ class _Trial:
                 self._score(updates, weights)
 
     def _score(self, updates: int, weights: Mapping[str, Tensor]) -> None:
-        self.scores.append(self._scorer.score(updates, weights))
+        self.scores.append(self._scorer.score(updates, self._model.whole(weights)))
         if not self.scores[-1].loss <= self._limit:
             self._diverge(updates)
 

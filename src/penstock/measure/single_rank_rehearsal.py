@@ -119,7 +119,7 @@ def rehearse(config: TrainConfig, rank: int, batches: int = 5) -> Rehearsal:
         ScheduleError: there is no such schedule.
     """
     check_whole("batches", batches, 1, 1_000_000)
-    config.check_undivided("rehearsals of one rank")
+    config.check_undivided("rehearsals of one rank", "as nobody stands in for those that share its stages")
     device = find_device(config.device)
     alone, left_out = _alone(config)
     prepared = prepare(alone)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from penstock.errors import ConfigError
 from penstock.models.gpt_shape import GPTConfig
+from penstock.models.vocabulary_parts import cross_entropy_of_processes, embed
 from penstock.partition.blocks import LazyBlock
 
 KeysValues = tuple[Tensor, Tensor]
@@ -33,9 +34,16 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocabulary, config.width))
         nn.init.normal_(self.weight, std=0.02)
 
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        """Divide the vocabulary among the processes of a mesh, if they can share it evenly."""
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        if len(self.weight) % mesh.size() == 0:
+            self.weight = nn.Parameter(distribute_tensor(self.weight, mesh, [Shard(0)], src_data_rank=None))
+
     def forward(self, tokens_BL: Tensor) -> Tensor:
         """Look up the vectors of the tokens."""
-        return F.embedding(tokens_BL, self.weight)
+        return embed(tokens_BL, self.weight)
 
 
 class Layer(nn.Module):
@@ -115,6 +123,13 @@ class Head(nn.Module):
         self.out = nn.Linear(config.width, config.vocabulary, bias=False)
         nn.init.normal_(self.out.weight, std=0.02)
 
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        """Divide the vocabulary among the processes of a mesh, if they can share it evenly; logits stay divided."""
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        if self.out.out_features % mesh.size() == 0:
+            parallelize_module(self, mesh, {"out": ColwiseParallel(use_local_output=False)}, src_data_rank=None)
+
     def forward(self, x_BLD: Tensor) -> Tensor:
         """Normalize and project."""
         logits: Tensor = self.out(self.norm(x_BLD))
@@ -158,5 +173,11 @@ TIED_EMBEDDINGS: Mapping[str, str] = MappingProxyType({"head.out.weight": "embed
 
 def language_loss(logits_BLV: Tensor, targets_BL: Tensor) -> tuple[Tensor, float]:
     """Return the sum of the cross-entropy over all tokens, in nats, and their number: a loss for `Pipeline`."""
-    total = F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten(), reduction="sum")
+    if hasattr(logits_BLV, "device_mesh"):
+        total = cross_entropy_of_processes(logits_BLV, targets_BL).sum()
+    else:
+        total = F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten(), reduction="sum")
     return total, float(targets_BL.numel())
+
+
+language_loss.takes_parts = True  # type: ignore[attr-defined]  # of logits; other losses are given whole ones

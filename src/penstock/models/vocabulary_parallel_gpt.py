@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.models.gpt import Embedding, Head, Layer, gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
+from penstock.models.vocabulary_parts import cross_entropy_of_parts, known_of_part
 from penstock.partition.blocks import LazyBlock
 
 WithTargets = tuple[Tensor, Tensor]
@@ -71,11 +72,7 @@ class HeadPart(nn.Module):
     def forward(self, pair: WithTargets) -> WithTargets:
         """Return the logarithm of the sum of exponentials, and the target's logit or 0, in float32, each (B, L)."""
         x_BLD, targets_BL = pair
-        logits_BLV = nn.functional.linear(x_BLD, self.weight).float()
-        own_BL = targets_BL - self.first
-        here_BL = (own_BL >= 0) & (own_BL < len(self.weight))
-        target_BL = logits_BLV.gather(-1, torch.where(here_BL, own_BL, 0)[..., None])[..., 0]
-        return logits_BLV.logsumexp(-1), torch.where(here_BL, target_BL, 0.0)
+        return known_of_part(nn.functional.linear(x_BLD, self.weight), targets_BL, self.first)
 
 
 class CrossEntropyOfParts(nn.Module):
@@ -84,8 +81,7 @@ class CrossEntropyOfParts(nn.Module):
     def forward(self, parts: tuple[WithTargets, ...] | WithTargets) -> Tensor:
         """Return the logarithm of the sum over all parts, less the target's logit."""
         sums, targets = zip(parts, strict=True) if isinstance(parts[0], Tensor) else zip(*parts, strict=True)
-        found: Tensor = torch.stack(sums).logsumexp(0) - torch.stack(targets).sum(0)
-        return found
+        return cross_entropy_of_parts(torch.stack(sums), torch.stack(targets))
 
 
 class HeadParts(nn.ModuleList):

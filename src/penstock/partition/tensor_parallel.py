@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.block_names import modules_in
@@ -92,11 +93,13 @@ def divide_blocks(blocks: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Tens
 
     Raises:
         ConfigError: a block cannot be divided evenly.
-        CapabilityError: it is divided in a way that is not offered, is on a GPU, or has hooks on what is divided.
+        CapabilityError: it is divided in a way that is not offered, is on a GPU, or has hooks on what is divided; or
+            a parameter of several modules is not divided alike in all.
     """
     from torch.distributed.tensor import DTensor  # takes half a second, which only this needs
 
     found: dict[str, TensorSplit] = {}
+    parts: dict[nn.Parameter, tuple[str, TensorSplit | None, nn.Parameter]] = {}  # by what they are of
     for name, block in blocks.items():
         if not hasattr(block, "parallelize"):
             continue
@@ -110,10 +113,38 @@ def divide_blocks(blocks: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Tens
                     _check_own(f"{path}{key}", parameter)
                     split = _split_of(f"{path}{key}", now, parameter.shape, sections.get(f"{path}{key}", 1))
                     found |= {} if split is None else {f"{path}{key}": split}
-                    part = parameter.detach() if split is None else split.own(parameter.detach())
-                    module._parameters[key] = nn.Parameter(part, parameter.requires_grad)
+                    if parameter not in parts:
+                        part = parameter.detach() if split is None else split.own(parameter.detach())
+                        parts[parameter] = f"{path}{key}", split, nn.Parameter(part, parameter.requires_grad)
+                    first, others, module._parameters[key] = parts[parameter]
+                    check_alike(f"{path}{key}", split, first, others)
                     _DTensorWhileComputing(key, now).attach(module)
+    for name, block in blocks.items():
+        for path, module in modules_in(name, block):
+            for key, parameter in module._parameters.items():
+                if parameter in parts:
+                    check_alike(f"{path}{key}", None, *parts[parameter][:2])
+                    module._parameters[key] = parts[parameter][2]
     return found
+
+
+def check_alike(name: str, split: TensorSplit | None, other: str, others: TensorSplit | None) -> None:
+    """Make sure that what is one parameter under two names is divided in one way.
+
+    Raises:
+        CapabilityError: it is not.
+    """
+    if split != others:
+        ways = ["not at all" if way is None else f"along dimension {way.dimension}" for way in (split, others)]
+        raise CapabilityError(
+            f"{name} and {other} are one parameter, but are divided by tensor parallelism {ways[0]} and {ways[1]}; "
+            "untie them, or let their blocks divide both in the same way"
+        )
+
+
+def whole_output(value: Any) -> Any:
+    """Return what blocks have returned with whole tensors in place of DTensors; all processes call this together."""
+    return pytree.tree_map(lambda x: x.full_tensor() if hasattr(x, "full_tensor") else x, value)
 
 
 def _check_own(name: str, parameter: nn.Parameter) -> None:

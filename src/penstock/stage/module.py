@@ -21,7 +21,7 @@ from penstock.comm.message.trees import detached
 from penstock.errors import CapabilityError, ConfigError
 from penstock.options.all_options import PipelineOptions
 from penstock.partition.block_names import prefix_of
-from penstock.partition.tensor_parallel import Division
+from penstock.partition.tensor_parallel import Division, whole_output
 from penstock.stage.autograd.forward_graph import open_inputs
 from penstock.stage.checks.absent_weights import hide
 from penstock.stage.checks.changed_modules import check_changes, find_parameters, take_over_values
@@ -304,6 +304,8 @@ class StageModule:
             self.rng.seed_block(LOSS, key)
         open_dataclasses(target)
         given, wants = detached(target)
+        if self.division.splits and not getattr(self.loss, "takes_parts", False):
+            output = whole_output(output)
         result = call_loss(
             self.loss, in_full(output, self.precision), open_inputs(on_device(given, self.device), wants)[0]
         )

@@ -1,24 +1,23 @@
 """Verifies that a pipeline trains what its method says: trains the same batches two or three times and compares.
 
-    pipeline    all ranks in this process, as configured
+    pipeline    all ranks, as configured
     reference   the equations of the method, one microbatch after the other (`penstock.verify.reference`): every number
                 must be equal
     plain       one model and one optimizer in plain torch (`penstock.verify.plain_torch`): equal up to rounding; only
                 for methods that read up-to-date weights, in fp32
 
-Everything runs in this process, so what does not fit on one device cannot be verified. It takes the memory of the whole
+Everything runs in this process, so what does not fit on one device cannot be verified; but for pipelines with tensor
+parallelism, which have processes of their own (`penstock.verify.shared_stages`). It takes the memory of the whole
 pipeline, and in addition that of the weights and gradients of every batch (twice if plain torch is compared, too).
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from penstock.comm.core.devices import find_device, is_accelerator
 from penstock.errors import ConfigError
@@ -28,16 +27,14 @@ from penstock.schedule.ir.schedule import Op, Schedule, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Source
 from penstock.train.config.schema import TrainConfig
-from penstock.train.setup.build_pipeline import make_pipeline
-from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.preflight import Prepared, prepare
 from penstock.verify.differences import Comparisons
-from penstock.verify.optimizer_recorder import WatchedFactory
 from penstock.verify.report import ReportRow, Verification
-from penstock.verify.runs import data_of, decides, record_of, run_plain, run_reference
+from penstock.verify.runs import decides, record_of, run_plain, run_reference
+from penstock.verify.shared_stages import run_in_processes
+from penstock.verify.watched_run import WatchedRun
 from penstock.weights.corrections.error_feedback import ErrorFeedback
 from penstock.weights.corrections.pipelined_backprop import PipelinedBackprop
-from penstock.weights.decision import Decision
 from penstock.weights.optim.optimizer_adapters import takes_rows
 
 TOLERANCE = 1e-5
@@ -56,7 +53,8 @@ def verify(config: TrainConfig, count: int) -> Verification:
         ConfigError: the configuration cannot be verified; also whatever `preflight.prepare` raises.
     """
     _check_comparable(config)
-    prepared, left_out = prepare(config, choose=chosen_recompute), _no_plain(config)
+    local, left_out = config.tensor_parallel > 1, _no_plain(config)
+    prepared = prepare(config, local=local, choose=chosen_recompute)
     correction = prepared.plan.options.staleness.correction
     if isinstance(correction, ErrorFeedback) or (isinstance(correction, PipelinedBackprop) and correction.spike):
         raise ConfigError(
@@ -64,11 +62,11 @@ def verify(config: TrainConfig, count: int) -> Verification:
             "Penstock's tests compare it with its reference. Verify the method it builds on: 2bw, newest or lwp"
         )
     low = next((name for name in (config.precision, config.boundary_gradients) if name not in ("fp32", "same")), None)
-    if prepared.plan.schedule.slices > 1 and low is not None:
+    apart = "slices of sequences" if prepared.plan.schedule.slices > 1 else "parts of stages" if local else None
+    if apart is not None and low is not None:
         raise ConfigError(
-            f"method {config.row.name!r} adds up slices of sequences, whose rounding differs from the reference's, in "
-            f"{low} by percents, so a comparison would show nothing; verify it with precision=fp32 and "
-            "boundary_gradients=same"
+            f"method {config.row.name!r} adds up {apart}, whose rounding differs from the reference's, in {low} by "
+            "percents, so a comparison would show nothing; verify it with precision=fp32 and boundary_gradients=same"
         )
     kernels = prepared.plan.options.precision.kernels
     with _threads(config), torch.random.fork_rng(devices=[]), kernels.applied():
@@ -85,7 +83,10 @@ def verify(config: TrainConfig, count: int) -> Verification:
                 "parameters; verify it with sharding=none, whose numbers are the same"
             )
         comparisons = Comparisons(others, config.width, divided)
-        error = _ComparedRun(prepared, count, updated, comparisons).run()
+        if config.tensor_parallel > 1:
+            error = run_in_processes(config, count, updated, comparisons.see)
+        else:
+            error = WatchedRun(prepared, count, updated, comparisons.see).run()
     found = comparisons.results(complete=error is None)
     rows = tuple(ReportRow(kind, first, others[0] if others else None) for kind, (first, *others) in found.items())
     return Verification(config, count, rows, left_out, error)
@@ -120,7 +121,8 @@ def _check_comparable(config: TrainConfig) -> None:
 def _allowed(prepared: Prepared) -> float:
     """Return the relative difference that is allowed from the reference: 0, unless the run rounds differently."""
     schedule = prepared.plan.schedule
-    if schedule.slices > 1:  # other sums; the first steps of Adam magnify that in gradients near zero
+    if schedule.slices > 1 or prepared.config.tensor_parallel > 1:
+        # Other sums; the first steps of Adam magnify that in gradients near zero.
         return 10 * TOLERANCE
     if prepared.config.row.correction == "gap-aware":  # a gap is the difference of weights that are nearly the same
         return 10 * TOLERANCE
@@ -161,56 +163,6 @@ def _no_plain(config: TrainConfig) -> str | None:
     if config.boundary_gradients != "same":
         return f"gradients are rounded to {config.boundary_gradients} between stages"
     return None if config.precision == "fp32" else f"it is compared in fp32 only, not in {config.precision}"
-
-
-class _ComparedRun:
-    """Trains the pipeline and compares its numbers as they arrive.
-
-    Args:
-        prepared: the run.
-        count: the number of batches.
-        updated: the batches whose update must be made.
-        comparisons: receive the numbers.
-    """
-
-    def __init__(self, prepared: Prepared, count: int, updated: list[int], comparisons: Comparisons) -> None:
-        self._prepared, self._config, self._count = prepared, prepared.config, count
-        self._updated, self._see = updated, comparisons.see
-        self._decides = decides(prepared)
-
-    def run(self) -> Exception | None:
-        """Train; returns what was raised on the way."""
-        provisional = RULES[self._prepared.plan.schedule.rule].provisional
-        watch = WatchedFactory(optimizer_factory(self._config.optimizer), self._update, waits=provisional)
-        pipeline = make_pipeline(self._prepared, optimizer=watch)
-        try:
-            for report in pipeline.run(data_of(self._prepared, self._count)):
-                self._loss(report.batch, report.loss, report.weight)
-                self._decisions(report.decided)
-            self._decisions(pipeline.decided())
-        except Exception as error:  # any error is a finding about the pipeline
-            return error
-        for name, value in pipeline.state_dict().items():
-            self._see("final state", self._count, name, value)
-        for name, state, place in watch.states():
-            self._see("optimizer state", self._count, name, state, place)
-        return None
-
-    def _update(self, kind: str, number: int, name: str, tensor: Tensor, pipeline: int) -> None:
-        if number < len(self._updated):
-            self._see(kind, self._updated[number], name, tensor, pipeline)
-        else:
-            self._see(kind, self._count - 1, f"{name} in an update too many", tensor, pipeline)
-
-    def _loss(self, batch: int, loss: float | None, weight: float | None) -> None:
-        self._see("losses", batch, "loss", math.nan if loss is None else loss)
-        self._see("losses", batch, "loss weight", math.nan if weight is None else weight)
-
-    def _decisions(self, decided: Iterable[Decision]) -> None:
-        for d in decided:
-            if self._decides:
-                for name, value in (("norm", d.norm), ("loss scale", d.scale), ("skipped", float(d.skipped))):
-                    self._see("decisions", d.batch, name, value)
 
 
 @contextmanager

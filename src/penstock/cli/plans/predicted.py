@@ -71,7 +71,7 @@ def _settings(config: TrainConfig, run: Path) -> RunSettings:
     from penstock.plan.measured_run import RunSettings, check_comparable
 
     check_comparable(config.row.name)
-    config.check_undivided("comparisons of runs with profiles")
+    config.check_undivided("comparisons of runs with profiles", "which are of blocks that one process has")
     modes = [config.recompute] * config.stages if isinstance(config.recompute, str) else config.recompute
     return RunSettings(
         config.row.name,

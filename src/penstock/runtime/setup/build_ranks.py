@@ -13,7 +13,7 @@ from penstock.partition.blocks import deal
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.setup.same_weights import check_equal
-from penstock.runtime.setup.tensor_division import check_undivided
+from penstock.runtime.setup.tensor_division import check_division
 from penstock.runtime.setup.tied_weights import equalise
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.stage.loss import LossFunction
@@ -48,9 +48,9 @@ def make_ranks(
         RankState(key, plan, dealt[key.pipeline], loss, optimizer, Recorder(row, origin), stop, grid.tensor)
         for key, row in zip(grid.local, grid.global_ranks, strict=True)
     ]
+    check_division(grid, (stage for state in ranks for stage in state.stages.values()))
     equalise(plan.ties, plan.schedule, grid, ranks)
     check_equal(plan.schedule, grid, ranks)
-    check_undivided(grid, (stage for state in ranks for stage in state.stages.values()))
     return ranks
 
 

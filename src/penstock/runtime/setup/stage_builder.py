@@ -158,7 +158,7 @@ class StageBuilder:
     def _make_module(self, stage: Stage, blocks: dict[str, Any]) -> StageModule:
         plan, schedule = self._plan, self._plan.schedule
         where = f"stage {stage.name} on rank {stage.rank}"
-        division = divide_stage(blocks, where, plan, self._tensor)
+        division = divide_stage(blocks, plan, self._tensor)
         share_inside(blocks, plan.inside, dict.fromkeys(name for part in plan.parts for name in part) | blocks)
         check_shared_memory(blocks)  # lazy ones have not been there to be looked into before
         ways = neighbors_of(schedule, stage)

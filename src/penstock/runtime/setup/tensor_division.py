@@ -11,7 +11,7 @@ from penstock.comm.collective.gather import gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.tensor_group import TensorGroup
 from penstock.errors import CapabilityError, ConfigError
-from penstock.partition.tensor_parallel import Division, divide_blocks
+from penstock.partition.tensor_parallel import Division, TensorSplit, check_alike, divide_blocks
 from penstock.runtime.data.checksum import checksum
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.stage.stage_runtime import StageRuntime
@@ -19,28 +19,22 @@ from penstock.weights.optim.optimizer_adapters import is_separable, name_of, tak
 from penstock.weights.optim.step_hooks import hooks_take_rows
 
 
-def divide_stage(blocks: Mapping[str, Any], where: str, plan: PipelinePlan, tensor: TensorGroup) -> Division:
+def divide_stage(blocks: Mapping[str, Any], plan: PipelinePlan, tensor: TensorGroup) -> Division:
     """Divide the blocks of a stage among the processes that share it.
 
     Args:
         blocks: of the stage, by name.
-        where: the stage in messages.
         plan: of the pipeline.
         tensor: the processes.
 
     Raises:
-        ConfigError, CapabilityError: as of `divide_blocks`; or what is divided is one with another parameter.
+        ConfigError, CapabilityError: as of `divide_blocks`; or tied parameters of the stage are not divided alike.
     """
     if tensor.mesh is None:
         return Division()
     splits = divide_blocks(blocks, tensor.mesh)
-    tied = {name for tie in plan.ties for names in tie.names for name in names}
-    shared = sorted(splits.keys() & (tied | {*plan.inside, *plan.inside.values()}))
-    if shared:
-        raise CapabilityError(
-            f"{where}: {shared[0]} is divided by tensor_parallel={tensor.size}, and is one parameter with another, "
-            "which is not offered; untie them, or leave it undivided"
-        )
+    for name, owner in plan.inside.items():  # of other stages neither is here
+        check_alike(name, splits.get(name), owner, splits.get(owner))
     copies = plan.options.data_parallel.width * plan.schedule.directions
     return Division(tensor.index, splits, tensor.index * copies)
 
@@ -59,24 +53,33 @@ def check_steps_parts(optimizer: Optimizer) -> None:
         )
 
 
-def check_undivided(grid: RankGrid, stages: Iterable[StageRuntime]) -> None:
-    """Make sure that what is not divided among the processes that share a stage begins equal on all of them.
+def check_division(grid: RankGrid, stages: Iterable[StageRuntime]) -> None:
+    """Make sure that processes that share stages agree on what is not divided, and all stages on what is tied.
 
     Raises:
-        ConfigError: it differs.
+        ConfigError: what is not divided does not begin equal.
+        CapabilityError: parameters that stages share are not divided alike.
         TransportError: a peer is dead.
     """
     if grid.tensor.size == 1:
         return
-    mine = []
+    mine, tied = [], []
     for runtime in stages:
-        splits = runtime.module.division.splits
+        splits, index = runtime.module.division.splits, runtime.key.index
         same = sorted((name, tensor) for name, tensor in runtime.module.state().items() if name not in splits)
-        mine.append((runtime.key.index, checksum(same, None)))
-    found = gather_json(mine, "comparing tensor ranks", grid.everyone)
-    for rank, part in enumerate(found):
+        mine.append((index, checksum(same, None)))
+        for tie in runtime.ties:
+            for first_name, name in zip(tie.names[0], tie.names_at(index), strict=True):
+                split = splits.get(name)
+                tied.append((first_name, name, None if split is None else (split.dimension, split.sections)))
+    found = gather_json((mine, tied), "comparing tensor ranks", grid.everyone)
+    known: dict[str, tuple[str, TensorSplit | None]] = {}
+    for first_name, name, way in (each for _, others in found for each in others):
+        split = None if way is None else TensorSplit(way[0], way[1], 0, grid.tensor.size)
+        check_alike(name, split, *known.setdefault(first_name, (name, split)))
+    for rank, (part, _) in enumerate(found):
         first = rank - rank % grid.tensor.size
-        if part != found[first]:
+        if part != found[first][0]:
             raise ConfigError(
                 f"stages do not begin with the same weights on ranks {first} and {rank}, which share them by tensor "
                 "parallelism; seed torch alike on all ranks before the blocks are made, or let them be made lazily"

@@ -74,7 +74,8 @@ class TrainConfig(Strict):
         default=1,
         ge=1,
         le=MOST_STAGES,
-        description="processes that share each stage: they divide heads and MLPs of its layers (tensor parallelism)",
+        description="processes that share each stage: they divide heads and MLPs of its layers, and the vocabulary if "
+        "it is a multiple of them (tensor parallelism)",
     )
     microbatches: int = Field(
         default=4, ge=1, le=MOST_MICROBATCHES, description="m, microbatches per batch (per update) and pipeline"
@@ -208,11 +209,15 @@ class TrainConfig(Strict):
         """The number of processes of a run."""
         return self.stages * self.width * self.tensor_parallel
 
-    def check_undivided(self, what: str) -> None:
+    def check_undivided(self, what: str, why: str) -> None:
         """Refuse tensor parallelism, and a divided output layer, where they are not offered.
 
+        Args:
+            what: for what they are not offered.
+            why: it does not go with stages that processes share.
+
         Raises:
-            CapabilityError: one is wanted; `what` says for what it is not offered.
+            CapabilityError: one is wanted.
         """
         if self.row.divides_head:
             raise CapabilityError(
@@ -220,7 +225,9 @@ class TrainConfig(Strict):
                 "as 1f1b, whose numbers are the same to rounding"
             )
         if self.tensor_parallel > 1:
-            raise CapabilityError(f"tensor_parallel={self.tensor_parallel} is not offered for {what} yet; set it to 1")
+            raise CapabilityError(
+                f"tensor_parallel={self.tensor_parallel} is not offered for {what} yet, {why}; set tensor_parallel to 1"
+            )
 
     @property
     def delayed(self) -> bool:

@@ -87,6 +87,19 @@ class Prepared:
         """The plan under the method of a phase."""
         return self.others.get(phase, self.plan)
 
+    def notes(self) -> list[str]:
+        """Say what was chosen for this run."""
+        found, parts = [], self.config.tensor_parallel
+        if self.recompute:
+            found.append(f"recompute: {self.recompute}")
+        vocabulary = self.model.shape.vocabulary
+        if vocabulary % parts:
+            found.append(
+                f"{vocabulary} tokens are no multiple of tensor_parallel {parts}, so embedding and head stay whole on "
+                f"all processes; model.vocabulary={vocabulary + -vocabulary % parts} would divide them"
+            )
+        return found
+
     def later(self) -> str:
         """Say by how much weights are read later with the microbatches in flight that are configured; empty if not."""
         request = _schedule(self.config)
@@ -211,7 +224,7 @@ def _check_limit(config: TrainConfig, choose: ChooseRecompute | None) -> None:
             "recompute=auto needs memory_limit, the most bytes that a rank may hold, such as memory_limit=2e9"
         )
     if config.recompute == "auto":
-        config.check_undivided("recompute=auto")
+        config.check_undivided("recompute=auto", "which measures stages in one process")
     if config.recompute == "auto" and choose is None:
         raise ConfigError("recompute=auto is chosen by penstock train and verify; give none, block, stage or a list")
     if config.memory_limit is not None and config.recompute in ("none", "block", "stage"):
