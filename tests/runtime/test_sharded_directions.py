@@ -23,6 +23,7 @@ CASES = [
     Case("chimera", 4, 4, "mixed", "configured muon", spans=(3,)),
     Case("dualpipe", 2, 4, clip=CLIP, spans=(4,)),
     Case("chimera", 2, 2, "mixed", "momentum", clip=CLIP, spans=(4,), precision="bf16"),
+    Case("bitpipe", 2, 4, clip=CLIP, spans=(4,)),
 ]
 said = cache(expected)
 
