@@ -1,6 +1,6 @@
 """Computes the largest stable rates of descent with momentum on a quadratic, with a delay of one update.
 
-    python -m benchmarks.stability     # the table of docs/delays.md
+    python -m benchmarks.stability     # the tables of docs/delays.md
 
 With momentum as a mean, m <- beta m + (1 - beta) g, W <- W - eta m and the curvature h, a gradient h P(t-1) is taken at
 the read point P(t) = W(t) - eta (a m + b g), m and g being those of the update that made W(t). With W(t) = z^t this is
@@ -8,12 +8,14 @@ the read point P(t) = W(t) - eta (a m + b g), m and g being those of the update 
     (z - beta)(z - 1) z^2 + eta h ((1 - beta) (z^2 + a z (z - 1)) + b (z - beta)(z - 1)) = 0,
 
 and stable where all roots lie within the unit circle. a = b = 0 is the plain delay, a = 1, b = 0 the prediction of
-XPipe and SpecTrain, and the last motion once more.
+XPipe and SpecTrain, and the last motion once more. Other remedies for a delay of one are played instead: each is
+linear, so what it makes of a unit in each number that it keeps is a matrix, whose eigenvalues these roots are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -54,12 +56,112 @@ def synchronous(beta: float) -> Callable[[float], list[float]]:
     return lambda x: [1.0, x * (1.0 - beta) - 1.0 - beta, beta]
 
 
+class Kept(NamedTuple):
+    """What a remedy knows between two updates, each a multiple of what it began with, h being 1.
+
+    Attributes:
+        w, m, g: weights, mean of gradients and last gradient.
+        read: the point at which the next gradient has been taken.
+        before: the weights before the last update.
+    """
+
+    w: torch.Tensor
+    m: torch.Tensor
+    g: torch.Tensor
+    read: torch.Tensor
+    before: torch.Tensor
+
+
+Remedy = Callable[[Kept, float, float], Kept]
+"""What is kept, beta, eta -> what is kept after the next update; its gradient is `read`."""
+
+
+def _update(kept: Kept, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next mean, and the step of Nesterov's momentum (NAdam's): beta m + (1 - beta) g."""
+    m = beta * kept.m + (1.0 - beta) * kept.read
+    return m, beta * m + (1.0 - beta) * kept.read
+
+
+def plain(kept: Kept, beta: float, eta: float) -> Kept:
+    """The delay, and nothing against it."""
+    m, _ = _update(kept, beta)
+    return Kept(kept.w - eta * m, m, kept.read, kept.w, kept.w)
+
+
+def repeat(kept: Kept, beta: float, eta: float) -> Kept:
+    """`2bw-ahead`: read where the last gradient once more leads."""
+    m, _ = _update(kept, beta)
+    return Kept(kept.w - eta * m, m, kept.read, kept.w - eta * (beta * kept.m + (1.0 - beta) * kept.g), kept.w)
+
+
+def motion(share: float) -> Remedy:
+    """`2bw-ahead:motion=...`: read where the last motion once more leads."""
+
+    def step(kept: Kept, beta: float, eta: float) -> Kept:
+        m, _ = _update(kept, beta)
+        return Kept(kept.w - eta * m, m, kept.read, kept.w + share * (kept.w - kept.before), kept.w)
+
+    return step
+
+
+def nesterov(kept: Kept, beta: float, eta: float) -> Kept:
+    """NAG-PP's step, and that of spike compensation for a delay of one."""
+    m, nag = _update(kept, beta)
+    return Kept(kept.w - eta * nag, m, kept.read, kept.w, kept.w)
+
+
+def nesterov_repeat(kept: Kept, beta: float, eta: float) -> Kept:
+    """`2bw-ahead` under NAdam."""
+    m, nag = _update(kept, beta)
+    ahead = beta * (beta * kept.m + (1.0 - beta) * kept.g) + (1.0 - beta) * kept.g
+    return Kept(kept.w - eta * nag, m, kept.read, kept.w - eta * ahead, kept.w)
+
+
+def fed_back(kept: Kept, beta: float, eta: float) -> Kept:
+    """`error-feedback`: the step, and how much it is more than the one before it."""
+    m, _ = _update(kept, beta)
+    return Kept(kept.w - eta * (2.0 * m - kept.m), m, kept.read, kept.w, kept.w)
+
+
+def own_error(kept: Kept, beta: float, eta: float) -> Kept:
+    """Read where the last gradient once more leads, and as much further as the last prediction was short."""
+    m, _ = _update(kept, beta)
+    ahead = kept.w - eta * (beta * kept.m + (1.0 - beta) * kept.g) + (kept.w - kept.read)
+    return Kept(kept.w - eta * m, m, kept.read, ahead, kept.w)
+
+
+def from_prediction(kept: Kept, beta: float, eta: float) -> Kept:
+    """Step the predicted weights, at which the gradient was taken, instead of the weights themselves."""
+    m, _ = _update(kept, beta)
+    return Kept(kept.read - eta * m, m, kept.read, kept.w - eta * (beta * kept.m + (1.0 - beta) * kept.g), kept.w)
+
+
+REMEDIES: dict[str, Remedy] = {
+    "no remedy": plain,
+    "`error-feedback`": fed_back,
+    "`nag-pp` (NAdam's step), spike compensation": nesterov,
+    "the last motion once more": motion(1.0),
+    "1.5 times the last motion": motion(1.5),
+    "the last gradient once more": repeat,
+    "the same under NAdam": nesterov_repeat,
+    "the same, and the last error of the prediction": own_error,
+    "the same, stepping the predicted weights": from_prediction,
+}
+
+
+def radius_of(remedy: Remedy, beta: float, eta: float) -> float:
+    """Return by how much an update lengthens what is kept, in the long run."""
+    units = Kept(*torch.eye(len(Kept._fields), dtype=torch.float64))
+    return float(torch.linalg.eigvals(torch.stack(remedy(units, beta, eta))).abs().max())
+
+
 def limit_of(polynomial: Callable[[float], list[float]]) -> float:
     """Return the smallest eta h from which on a root leaves the unit circle, to six digits."""
+    return largest(lambda x: float(roots_of(polynomial(x)).abs().max()) < 1.0)
 
-    def stable(x: float) -> bool:
-        return float(roots_of(polynomial(x)).abs().max()) < 1.0
 
+def largest(stable: Callable[[float], bool]) -> float:
+    """Return up to which eta h descent is stable, to six digits."""
     low = high = _STEP
     while stable(high):
         if high > _LARGEST:
@@ -100,5 +202,15 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def remedies() -> str:
+    """Format the limits of remedies as Markdown."""
+    lines = ["| a delay of one | " + " | ".join(f"beta {beta}" for beta in BETAS) + " |", "|---" * 5 + "|"]
+    for name, remedy in REMEDIES.items():
+        limits = [largest(lambda x, r=remedy, b=beta: radius_of(r, b, x) < 1.0) for beta in BETAS]  # type: ignore[misc]
+        lines.append(f"| {name} | " + " | ".join(f"{limit:.3g}" for limit in limits) + " |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    Console(soft_wrap=True).print(table(), markup=False, highlight=False)
+    for found in (table(), remedies()):
+        Console(soft_wrap=True).print(found, "\n", markup=False, highlight=False)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from benchmarks.stability import BETAS, delayed, limit_of, roots_of, synchronous
+from benchmarks.stability import BETAS, REMEDIES, delayed, largest, limit_of, radius_of, roots_of, synchronous
 from torch import Tensor, nn
 
 import penstock
@@ -122,22 +122,8 @@ def test_reading_ahead_is_stable_up_to_the_limit_of_its_polynomial(
     limit = limit_of(delayed(beta, *point(beta)))
     assert limit > 2
     for share, ends in ((0.9, True), (1.1, False)):
-        rate = share * limit * (1 - beta)
-        pipeline = Pipeline(
-            {"w": Scalar()},
-            method=penstock.method("2bw-ahead", **options),
-            stages=1,
-            microbatches=1,
-            loss=lambda output, _: output,
-            optimizer=partial(torch.optim.SGD, lr=rate, momentum=beta),
-        )
-        start = torch.zeros((), dtype=torch.float64)
-        list(pipeline.run([(start, start)] for _ in range(700)))
-        seen = []
-        for _ in range(20):
-            list(pipeline.run([[(start, start)]]))
-            seen += [abs(float(w)) for w in pipeline.state_dict().values()]
-        assert max(seen) < 0.1 if ends else max(seen) > 10
+        found = largest_weight(penstock.method("2bw-ahead", **options), share * limit * (1 - beta), beta)
+        assert found < 0.1 if ends else found > 10
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -159,3 +145,51 @@ def test_the_polynomial_has_the_roots_of_the_recursion(point: tuple[float, float
     found = torch.linalg.eigvals(step).abs().sort().values
     wanted = roots_of(delayed(beta, a, b)(x)).abs().sort().values
     assert torch.allclose(found, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "point"),
+    [
+        ("no remedy", (0.0, 0.0)),
+        ("the last gradient once more", (0.9, 0.1)),
+        ("the last motion once more", (1.0, 0.0)),
+        ("`error-feedback`", (1.0, 0.0)),  # its weights are the read points of that one
+    ],
+)
+def test_remedies_that_are_played_have_the_limits_of_polynomials(name: str, point: tuple[float, float]) -> None:
+    found = largest(lambda x: radius_of(REMEDIES[name], 0.9, x) < 1.0)
+    assert found == pytest.approx(limit_of(delayed(0.9, *point)), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "nesterov", "name"),
+    [
+        ("error-feedback", False, "`error-feedback`"),
+        ("2bw", True, "`nag-pp` (NAdam's step), spike compensation"),
+        ("2bw-ahead", True, "the same under NAdam"),
+    ],
+)
+def test_a_remedy_is_stable_up_to_its_limit(method: str, nesterov: bool, name: str) -> None:
+    """The pipeline on each side of the limit, by 10 percent; a rate of SGD is that of the mean times 1 - beta."""
+    limit, beta = largest(lambda x: radius_of(REMEDIES[name], 0.9, x) < 1.0), 0.9
+    for share, ends in ((0.9, True), (1.1, False)):
+        found = largest_weight(method, share * limit * (1 - beta), beta, nesterov)
+        assert found < 0.1 if ends else found > 10
+
+
+def largest_weight(method: Any, rate: float, beta: float, nesterov: bool = False) -> float:
+    """Of the last 20 of 720 updates from 1 on."""
+    pipeline = Pipeline(
+        {"w": Scalar()},
+        method=method,
+        stages=1,
+        microbatches=1,
+        loss=lambda output, _: output,
+        optimizer=partial(torch.optim.SGD, lr=rate, momentum=beta, nesterov=nesterov),
+    )
+    start, seen = torch.zeros((), dtype=torch.float64), []
+    list(pipeline.run([(start, start)] for _ in range(700)))
+    for _ in range(20):
+        list(pipeline.run([[(start, start)]]))
+        seen += [abs(float(w)) for w in pipeline.state_dict().values()]
+    return max(seen)
