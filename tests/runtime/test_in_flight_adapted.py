@@ -146,6 +146,15 @@ def test_evaluations_and_snapshots_are_those_of_a_run_that_does_not_halt(pool: P
         assert ("found" in next(iter(here.facts["in_flight"].values()))) == (batch >= MEASURED)
 
 
+def test_an_evaluation_is_not_lost_where_older_weights_are_not_kept(pool: Pool) -> None:
+    """Under 2bw-ahead version 3 is due when batch 4 begins, before which the run would halt."""
+    case = replace(CASE, method="2bw-ahead")
+    *_, last = run_on_ranks(pool, case, evaluates=3)  # which alone knows losses
+    assert last.found is not None
+    assert last.found.batch == MEASURED + 1
+    assert [version for version, _ in last.evaluated] == [3]  # 6 would be due before batch 7
+
+
 @pytest.mark.parametrize("batch", [2, 4, 6])
 def test_a_resumed_run_goes_on_with_what_was_found(pool: Pool, batch: int) -> None:
     first = run_on_ranks(pool, CASE, every=2)

@@ -18,6 +18,7 @@ from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.plan.schedule_from_arguments import Chosen, request_for
 from penstock.runtime.plan.sharding_limits import check_shown
 from penstock.runtime.setup.shared_plan import shared_plan
+from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.rank_schedule import Json
 from penstock.weights.corrections.base import Correction
 
@@ -99,7 +100,12 @@ class Switching(Inspection):
         if self.grid.group is None or self._plan.auto is None:
             return None
         until = self._adaptations.measured_until(self._plan.auto, self.batches)
-        return None if until is None else Halt(until, partial(self._adapt, evaluate))
+        if until is None:
+            return None
+        ahead = CORRECTIONS[self._plan.options.staleness.correction_name].reads_ahead
+        if ahead and evaluate is not None and evaluate.wants(until - 1):
+            until += 1  # that version would be due behind the halt, over which nobody keeps it
+        return Halt(until, partial(self._adapt, evaluate))
 
     def _adapt(self, evaluate: Evaluating | None) -> None:
         """Choose the microbatches in flight by what the batches so far have taken; all ranks do it together."""

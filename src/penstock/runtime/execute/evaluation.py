@@ -25,7 +25,8 @@ class Evaluating(NamedTuple):
 
     Attributes:
         every: the weights after `every`, 2 * `every`, ... batches are evaluated, as soon as all stages have them:
-            before the next batch begins, under 2bw one batch later. If the run ends before that, they are not.
+            before the next batch begins, under 2bw one batch later. If the run ends before that, they are not; under
+            2bw-ahead, which keeps predictions in place of older weights, nor where the method changes in between.
         data: the batches, at least one and the same on all ranks: a DataLoader or a list, or a function that is called
             for them each time.
     """
