@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.links import Turn, batches_of, turns_of
+from benchmarks.loss_on_link import curve, seconds_to
 from benchmarks.network.arms import AUTO, CASES, MAKERS, METHODS, STREAMS, TINY
 from benchmarks.network.compare import TOLERANCE, core_costs, measured_costs, message_costs, predict, schedule_of
 from benchmarks.network.hosts import LINKS, Network, sweep, why_not
@@ -179,3 +180,17 @@ def test_links_of_every_arm(tmp_path):
             assert all(cost.forward > 0 and cost.step > 0 for cost in measured_costs(turn, stages).stages)
         assert f"| {turn['arm']} | " in ran.stdout
     assert "measured / shared cores" in ran.stdout
+
+
+def test_when_a_curve_of_losses_comes_down_to_another() -> None:
+    """The last point of a run is its validation; between two evaluations the curve is straight."""
+    rows = [
+        {"batch": 0, "seconds": 1.0},
+        {"batch": 1, "seconds": 3.0},
+        {"evaluated": 1, "loss": 4.0},
+        {"update": 0, "loss": 5.0},
+        {"validation_loss": 2.0, "seconds": 9.0},
+    ]
+    points = curve(rows)
+    assert [tuple(point.values()) for point in points] == [(1, 1.0, 4.0), (2, 3.0, 2.0)]
+    assert [seconds_to(loss, points) for loss in (5.0, 3.0, 2.0, 1.0)] == [1.0, 2.0, 3.0, None]
