@@ -12,6 +12,7 @@ from penstock.measure.stage_bytes import measure_stages
 from penstock.measure.stage_trial import Training
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
+from penstock.schedule.ir.schedule import Op
 from penstock.schedule.methods.choice import method as method_choice
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.find_method import find_method
@@ -22,7 +23,7 @@ from penstock.weights.corrections.registry import correction_of
 from support.grouped import grouped
 from support.schedules import make_schedule
 
-WIDTH, SAMPLES = 24, 3
+WIDTH, SAMPLES, TOKENS = 24, 3, 7
 BATCHES = 4
 
 
@@ -43,10 +44,14 @@ class Run:
     muon: bool = False
     chunks: int | None = None  # of the order, if it has another number by itself
     tied: bool = False  # the first stage shares a parameter with the last one
+    slices: int | None = None  # of the order, if it has another number by itself
+    offload_optimizer: str = "none"
 
 
 class Widening(nn.Module):
     """A layer with a bias, a norm, and another width inside: its stages are not alike."""
+
+    tokenwise = True
 
     def __init__(self, inside: int) -> None:
         super().__init__()
@@ -57,13 +62,32 @@ class Widening(nn.Module):
         return x + self.narrow(torch.tanh(self.wide(self.norm(x))))
 
 
-def blocks_for(stages: int, tied: bool = False) -> dict[str, Any]:
-    """Two blocks for each stage, some of them functions."""
+class Summing(nn.Module):
+    """Adds what was before in the sequence: slices hand on their sums, and all tokens so far."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward_slice(x, None)[0]
+
+    def forward_slice(self, x: torch.Tensor, carry: Any) -> tuple[torch.Tensor, Any]:
+        before = [] if carry is None else carry
+        tokens = torch.cat([*before, x], 1)
+        return x + tokens.square().cumsum(1)[:, -x.shape[1] :], [tokens]
+
+
+class Sine(nn.Module):
+    tokenwise = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x)
+
+
+def blocks_for(stages: int, tied: bool = False, slices: bool = False) -> dict[str, Any]:
+    """Two blocks for each stage, some of them functions unless sequences are sliced."""
     torch.manual_seed(1)
     blocks: dict[str, Any] = {}
     for n in range(stages):
         blocks[f"layer{n}"] = Widening(16 + 8 * (n % 3))
-        blocks[f"sin{n}"] = torch.sin
+        blocks[f"sin{n}"] = (Summing() if n % 2 else Sine()) if slices else torch.sin
     if tied:
         blocks[f"layer{stages - 1}"].norm.weight = blocks["layer0"].norm.weight
     return blocks
@@ -71,6 +95,11 @@ def blocks_for(stages: int, tied: bool = False) -> dict[str, Any]:
 
 def squared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
+
+
+def squares(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for slices: a sum, and its weight."""
+    return (output - target).square().sum(), torch.tensor(float(output.shape[0] * output.shape[1]))
 
 
 def optimizer_for(method: str) -> Any:
@@ -98,31 +127,39 @@ def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
     row = find_method(run.method)
     m = int(row.settings.get("microbatches", run.m))
     options = {"precision": run.precision, "recompute": run.recompute, "width": run.width, "offload": run.offload}
-    options |= {"sharding": run.sharding}
+    options |= {"sharding": run.sharding, "offload_optimizer": run.offload_optimizer}
     given = {"motion": 1} if run.motion else _options(row.correction)
     correction = None if row.correction == "none" else correction_of(row.correction, **given)
-    order = {} if run.chunks is None else {"chunks": run.chunks}
+    order = {key: n for key, n in (("chunks", run.chunks), ("slices", run.slices)) if n is not None}
     schedule = make_schedule(run.method, run.depth, m, options=order)
-    blocks = blocks_for(schedule.num_stages, run.tied)
+    sliced = schedule.slices > 1
+    blocks, loss = blocks_for(schedule.num_stages, run.tied, sliced), squares if sliced else squared
     optimizer = muon if run.muon else optimizer_for(run.method)
     arguments = {
         "blocks": blocks,
         "method": method_choice(run.method, **order, **given),
         "stages": run.depth,
         "microbatches": m,
-        "loss": squared,
+        "loss": loss,
         "optimizer": optimizer,
         "max_grad_norm": run.clip,
     }
     divided = {"balance": [2] * schedule.num_stages}
     pipeline = Pipeline(**grouped(arguments | divided | options))
-    data = [[tuple(torch.randn(2, SAMPLES, WIDTH)) for _ in range(m * run.width)] for _ in range(BATCHES)]
+    shape = (2, SAMPLES, TOKENS, WIDTH) if sliced else (2, SAMPLES, WIDTH)
+    data = [[tuple(torch.randn(*shape)) for _ in range(m * run.width)] for _ in range(BATCHES)]
     list(pipeline.run(data))
     found = {rank: kinds["total"] for rank, kinds in pipeline.peak_bytes().items()}
     options |= {"sharding": str(pipeline.schedule.sharding.level)}
-    training = Training(squared, optimizer, PipelineOptions().changed(**options), correction)
+    training = Training(loss, optimizer, PipelineOptions().changed(**options), correction)
     sizes = measure_stages(
-        blocks_for(schedule.num_stages, run.tied), pipeline.parts, data[0][0], training, run.recompute != "none"
+        blocks_for(schedule.num_stages, run.tied, sliced),
+        pipeline.parts,
+        data[0][0],
+        training,
+        run.recompute != "none",
+        Op.HOLD in schedule.operations,
+        schedule.slices,
     )
     each = run.recompute if isinstance(run.recompute, tuple) else (run.recompute,) * schedule.num_stages
     blockwise = frozenset(index for index, mode in enumerate(each) if mode == "block")

@@ -14,7 +14,7 @@ from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Tra
 from penstock.partition.blocks import LazyBlock, named_blocks
 from penstock.schedule.ir.sharding import Level, read_sharding
 from penstock.simulate.memory.held import HeldKind
-from penstock.simulate.memory.predicted import StageBytes
+from penstock.simulate.memory.predicted import SliceBytes, StageBytes
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.corrections.base import StagePlace
 from penstock.weights.memory.buffers import Layout
@@ -40,7 +40,13 @@ class _Joined(nn.Module):
 
 
 def measure_stages(
-    blocks: Any, parts: Sequence[Sequence[str]], sample: tuple[Any, Any], training: Training, recompute: bool = False
+    blocks: Any,
+    parts: Sequence[Sequence[str]],
+    sample: tuple[Any, Any],
+    training: Training,
+    recompute: bool = False,
+    moved: bool = False,
+    slices: int = 1,
 ) -> dict[int, StageBytes]:
     """Measure the bytes of every stage of a model, by running a microbatch or two through each.
 
@@ -50,22 +56,30 @@ def measure_stages(
         sample: a microbatch of the model, and its target.
         training: how it is trained; width and sharding count for what the optimizer remembers.
         recompute: also what stages take whose blocks, or that as a whole, are recomputed.
+        moved: also how much of their activations can be moved to another rank.
+        slices: of each sequence, which passes take one by one.
 
     Returns:
         By the index of the stage.
     """
     named, given, found = named_blocks(blocks), BlockInput(sample[0]), {}
+    slicing = training.options.partition.slicing
+    pieces = [BlockInput(slicing.part(sample[0], (j, slices))) for j in range(slices if slices > 1 else 0)]
     for index, part in enumerate(parts):
         place = BlockPlace(index == 0, index == len(parts) - 1)
         if place.last:
             given = given._replace(target=sample[1])
+            pieces = [p._replace(target=slicing.part(sample[1], (j, slices))) for j, p in enumerate(pieces)]
         own = {name: b.make() if isinstance(b := named[name], LazyBlock) else b for name in part}
-        found[index], given = _measure_stage(own, place, given, training, recompute)
+        found[index], given = _measure_stage(own, place, given, training, recompute and slices == 1, moved)
+        if pieces:
+            measured, pieces = _measure_slices(own, place, pieces, training, recompute)
+            found[index] = replace(found[index], slices=measured)
     return found
 
 
 def _measure_stage(
-    blocks: Mapping[str, Any], place: BlockPlace, given: BlockInput, training: Training, recompute: bool
+    blocks: Mapping[str, Any], place: BlockPlace, given: BlockInput, training: Training, recompute: bool, moved: bool
 ) -> tuple[StageBytes, BlockInput]:
     """Measure one stage; returns the input of the next one, too."""
     alone = training._replace(options=training.options.changed(width=1, sharding=None, recompute="none"))
@@ -75,6 +89,10 @@ def _measure_stage(
     kinds = {HeldKind.GRAPH: passes.stored, **_halved(blocks, place, given, alone)}
     if recompute:
         kinds |= _recomputed(blocks, place, given, alone)
+    if moved:
+        with closing(StageTrial(blocks, place, alone, moved=True)) as trial:
+            movable = trial.run(given).movable
+        kinds |= {HeldKind.MOVED: movable, HeldKind.LEFT: passes.stored - movable}
     stage = replace(stage, passes=kinds, output=passes.output, gradient=passes.gradient)
     optimizers, scratches, rows, low = zip(*_of_pipelines(blocks, place, given, training), strict=True)
     return replace(stage, optimizer=optimizers, scratch=scratches, rows=rows, low_rows=low), behind
@@ -101,6 +119,24 @@ def _recomputed(
         HeldKind.BACKWARD_HALVED: halved.most_backward,
         HeldKind.INPUT: _second(StageTrial(joined, place, training), given).stored,
     }
+
+
+def _measure_slices(
+    blocks: Mapping[str, Any], place: BlockPlace, given: Sequence[BlockInput], training: Training, recompute: bool
+) -> tuple[list[SliceBytes], list[BlockInput]]:
+    """Measure the slices of a microbatch; returns those of the next stage, too."""
+    alone = training._replace(options=training.options.changed(width=1, sharding=None, recompute="none"))
+    with closing(StageTrial(blocks, place, alone, slices=len(given))) as trial:
+        whole = trial.run_slices(given)
+    kinds = [{HeldKind.GRAPH: each.stored} for each in whole]
+    if recompute:
+        again = alone._replace(options=alone.options.changed(recompute="stage"))
+        with closing(StageTrial(blocks, place, again, slices=len(given))) as trial:
+            trial.run_slices(given)  # which buffers a forward changes is known after the first
+            for kind, each in zip(kinds, trial.run_slices(given), strict=True):
+                kind[HeldKind.INPUT] = each.stored
+    found = [SliceBytes(kind, each.output, each.gradient) for kind, each in zip(kinds, whole, strict=True)]
+    return found, [each.behind for each in whole]
 
 
 def _second(trial: StageTrial, given: BlockInput) -> Trial:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from penstock.weights.sharded_store import ShardedStore
 
 _ACTIVATIONS = "activations"
 _MICROBATCHES = 2
+_MICROBATCHES_TO_MOVE = 3  # with fewer a backward comes too early
 
 
 class BlockPlace(NamedTuple):
@@ -81,6 +83,7 @@ class Trial(NamedTuple):
         forward, first, second: seconds of the forward, and of both parts of the backward; all in `first` if not halved.
         most_forward, most_backward: bytes of activations, at most, in each.
         stored, late: bytes of activations after the forward, and between the parts of the backward.
+        movable: those of them that can be moved away; 0 where nothing is.
         output, gradient: bytes of the output, and of the gradient of the input.
     """
 
@@ -93,6 +96,22 @@ class Trial(NamedTuple):
     late: int
     output: int
     gradient: int
+    movable: int = 0
+
+
+class SliceTrial(NamedTuple):
+    """One slice of the sequences of a microbatch.
+
+    Attributes:
+        stored: bytes of activations that its forward has left.
+        output, gradient: bytes of the output, and of the gradient of the input.
+        behind: what the next stage is given.
+    """
+
+    stored: int
+    output: int
+    gradient: int
+    behind: BlockInput
 
 
 class StageTrial:
@@ -104,6 +123,8 @@ class StageTrial:
         training: how they are trained.
         halved: their backwards come in two halves.
         pipeline: which of several parallel pipelines.
+        moved: their activations can be moved away.
+        slices: of a sequence, which they are given one by one.
 
     Attributes:
         halved: as given.
@@ -113,7 +134,14 @@ class StageTrial:
     """
 
     def __init__(
-        self, blocks: Mapping[str, Any], place: BlockPlace, training: Training, halved: bool = False, pipeline: int = 0
+        self,
+        blocks: Mapping[str, Any],
+        place: BlockPlace,
+        training: Training,
+        halved: bool = False,
+        pipeline: int = 0,
+        moved: bool = False,
+        slices: int = 1,
     ) -> None:
         around: dict[str, Any] = {} if place.first else {"the block before": nn.Identity()}
         around |= blocks
@@ -122,9 +150,15 @@ class StageTrial:
         depth = 3 - place.first - place.last
         balance = [*([] if place.first else [1]), len(blocks), *([] if place.last else [1])]
         options = training.options.changed(balance=balance, max_grad_norm=None)
-        plan = PipelinePlan.make(around, ScheduleRequest(_halves if halved else "1f1b", depth, _MICROBATCHES), options)
+        request = ScheduleRequest(_halves if halved else "1f1b", depth, _MICROBATCHES)
+        if moved:
+            options = options.changed(offload="activations")
+            request = ScheduleRequest("gpipe", depth, _MICROBATCHES_TO_MOVE)
+        if slices > 1:
+            request = ScheduleRequest("terapipe", depth, _MICROBATCHES, options={"slices": slices})
+        plan = PipelinePlan.make(around, request, options)
         (stage,) = plan.schedule.on_rank(0 if place.first else 1)
-        self._place, self.halved = place, halved
+        self._place, self.halved, self._slices = place, halved, slices
         self._recorder = Recorder(stage.rank, time.perf_counter())
         key = RankKey(pipeline, stage.rank)
         builder = StageBuilder(key, plan, *training[:2], self._recorder, TensorGroup.alone(None))
@@ -168,20 +202,43 @@ class StageTrial:
     def output_of(self, given: BlockInput) -> BlockInput:
         """Return what the next stage is given if this one is given something."""
         output, _ = self._forward(given)
-        value, wants = detached(output)
         self._backward(output)
-        return BlockInput(pytree.tree_map(lambda x: copied(x) if isinstance(x, Tensor) else x, value), wants)
+        return _handed_on(output)
 
     def run(self, given: BlockInput) -> Trial:
         """Run a microbatch."""
         live = self._recorder.live
         forward, most_forward, (output, _) = self._timed(lambda: self._forward(given))
         stored = live.get(_ACTIVATIONS, 0)
+        movable = self._runtime.graphs.movable_bytes(self._runtime.flights[self._k, 0].work)
         sent = 0 if self._place.last else _bytes_of(leaves_of(output))
         first, most_backward, found = self._timed(lambda: self._backward_for_inputs(output))
         late = live.get(_ACTIVATIONS, 0)
         second, _, _ = self._timed(self._backward_for_weights)
-        return Trial(forward, first, second, most_forward, most_backward, stored, late, sent, _bytes_of(found))
+        gradient = _bytes_of(found)
+        return Trial(forward, first, second, most_forward, most_backward, stored, late, sent, gradient, movable)
+
+    def run_slices(self, given: Sequence[BlockInput]) -> list[SliceTrial]:
+        """Run the slices of a microbatch: forwards in their order, backwards in the reverse one.
+
+        Args:
+            given: to each.
+        """
+        runtime, live = self._runtime, self._recorder.live
+        outputs, stored, gradients = [], [live.get(_ACTIVATIONS, 0)], []
+        for j, each in enumerate(given):
+            outputs.append(self._forward(each, (j, self._slices))[0])
+            stored.append(live[_ACTIVATIONS])
+        for j in reversed(range(self._slices)):
+            above = None if runtime.has_loss else self._gradients(outputs[j])
+            found = runtime.backward((self._k, j), self._batch, self._batch, above)
+            gradients.append(_bytes_of(found))
+        self._k += 1
+        made = zip(outputs, pairwise(stored), reversed(gradients), strict=True)
+        return [
+            SliceTrial(b - a, 0 if self._place.last else _bytes_of(leaves_of(y)), gradient, _handed_on(y))
+            for y, (a, b), gradient in made
+        ]
 
     def update(self, given: BlockInput, clips: bool) -> float:
         """Run a microbatch, and the update with its gradient, of which this returns the seconds.
@@ -206,10 +263,10 @@ class StageTrial:
                 weights.complete(self._batch)
         return seconds
 
-    def _forward(self, given: BlockInput) -> tuple[Any, Any]:
+    def _forward(self, given: BlockInput, piece: tuple[int, int] | None = None) -> tuple[Any, Any]:
         runtime, key = self._runtime, RngKey(self._batch, self._k)
         value = runtime.module.take(given.value) if self._place.first else given.value
-        return runtime.forward(Microbatch(self._k, key, given.target), value, given.wants, self._batch)
+        return runtime.forward(Microbatch(self._k, key, given.target, piece=piece), value, given.wants, self._batch)
 
     def _backward(self, output: Any) -> None:
         self._backward_for_inputs(output)
@@ -257,6 +314,12 @@ def _halves(stages: int, microbatches: int) -> list[str]:
     """Return an order in which no second half of a backward follows its first one, so that all are halved."""
     parts = (" ".join(f"{op}{k}" for k in range(microbatches)) for op in "FIW")
     return [" ".join(parts)] * stages
+
+
+def _handed_on(output: Any) -> BlockInput:
+    """Return what the next stage is given of an output."""
+    value, wants = detached(output)
+    return BlockInput(pytree.tree_map(lambda x: copied(x) if isinstance(x, Tensor) else x, value), wants)
 
 
 def _wait_for(device: torch.device) -> None:

@@ -32,6 +32,8 @@ class HeldKind(StrEnum):
     BACKWARD_HALVED = "in a halved backward"
     SAVED = "inputs of blocks"
     INPUT = "input of the stage"
+    MOVED = "moved activations"  # of a graph of `stage`: on their way to another rank and back, and there
+    LEFT = "left of a graph"  # whose activations have been moved
     OUTPUT = "output"  # a message from `stage` to `peer`
     GRADIENT = "gradient"  # a message from `stage` to `peer`
     OPTIMIZER = "optimizer"
@@ -47,11 +49,12 @@ class HeldKind(StrEnum):
 
 
 class Held(NamedTuple):
-    """One kind of thing that is held: of a stage, by its index, and for messages of two."""
+    """One kind of thing that is held: of a stage, by its index, for messages of two, and of a slice of a sequence."""
 
     kind: HeldKind
     stage: int
     peer: int = -1
+    slice: int = 0
 
 
 Combination = frozenset[tuple[Held, int]]

@@ -15,18 +15,20 @@ from typing import NamedTuple
 
 from penstock.errors import CapabilityError
 from penstock.schedule.ir.absolute_actions import since
+from penstock.schedule.ir.op_table import ACCEPTING
 from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, Schedule, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.machine.deadlock import Blocked, blocked_at, deadlock
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Message
 from penstock.schedule.stage_state.stage_constants import stage_specs
-from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, Holdings
+from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, Holdings, is_blockwise
 from penstock.simulate.memory.message_completion import Completion, InProcessLane, Part, Rendezvous, take_turns, wait
+from penstock.simulate.memory.moved_activations import MovedActivationsLane, moves_to_peers
 from penstock.simulate.memory.sharded_stage import PendingChanges, PlacesForGradients, ShardedStage, Tracked
-from penstock.simulate.memory.stage_run import StageRun, message_of
+from penstock.simulate.memory.stage_run import StageRun, message_of, number_of
 
-_NOT_PREDICTED = (Op.HOLD, Op.RETURN, Op.AVERAGE)
+_NOT_PREDICTED = (Op.AVERAGE,)
 
 
 @dataclass
@@ -40,6 +42,7 @@ class _Shared:
         low_precision: passes compute in 16 bits.
         lanes: of messages, by pipeline.
         meet: collectives of ranks.
+        keeping: stages whose activations other stages keep, each with the other one.
     """
 
     lowered: Lowered
@@ -48,6 +51,7 @@ class _Shared:
     low_precision: bool
     lanes: dict[tuple[int, LaneKey], InProcessLane]
     meet: Rendezvous
+    keeping: frozenset[tuple[Stage, Stage]]
 
     @property
     def schedule(self) -> Schedule:
@@ -79,10 +83,9 @@ def most_held(
     schedule = lowered.schedule
     ops = {i.action.op for program in lowered.programs for part in program for i in part}
     unknown = sorted(op.value for op in ops.intersection(_NOT_PREDICTED))
-    if unknown or schedule.slices > 1:
-        what = ", ".join(unknown) or "slices of sequences"
-        raise CapabilityError(f"{schedule.name}: memory is not predicted for schedules with {what}")
-    shared = _Shared(lowered, width, blockwise, low_precision, {}, Rendezvous())
+    if unknown:
+        raise CapabilityError(f"{schedule.name}: memory is not predicted for schedules with {', '.join(unknown)}")
+    shared = _Shared(lowered, width, blockwise, low_precision, {}, Rendezvous(), moves_to_peers(schedule))
     parts = [(pipeline, rank) for pipeline in range(width) for rank in range(schedule.ranks)]
     ranks = {part: _RankRun(shared, *part) for part in parts}
     stuck = take_turns({part: rank.run(batches) for part, rank in ranks.items()})
@@ -116,6 +119,7 @@ class _RankRun:
         self._sent: dict[LaneKey, deque[_HeldMessage]] = {}
         self._posted: dict[Message, Completion] = {}
         self._lanes: dict[int, InProcessLane] = {}  # by route
+        self._moved: dict[LaneKey, MovedActivationsLane] = {}
         self._stepped: set[Stage] = set()
         self._at = self._program.period[0], 0  # the instruction at which it stands, and the batch that it counts from
         self._wanted: Message | None = None  # for which it has waited last
@@ -157,7 +161,7 @@ class _RankRun:
 
     def _play(self, instructions: Sequence[Instruction], t: int, more: bool) -> Iterator[Completion]:
         for instruction in instructions:
-            action, route, needs, ahead, _ = instruction
+            action, route, needs, ahead, awaits = instruction
             unit = action.unit
             if (t < 0 and not ahead) or (ahead and not more) or t < since(unit, self._m):
                 continue
@@ -166,10 +170,10 @@ class _RankRun:
             first = unit.first + (t if unit.kind is Kind.BATCH else t * self._m)
             self._at = instruction, t
             if route >= 0:
-                if action.op is Op.RECV:
-                    self._posted[Message(route, first)] = self._lane(route).receive()
-                else:
-                    yield from self._send(instruction, t)
+                yield from self._receive(route, first) if action.op is Op.RECV else self._send(instruction, t)
+                continue
+            if action.op in ACCEPTING and action.peer is not None:
+                self._accept(action, needs[0].route, first)
                 continue
             for need in needs:
                 self._wanted = Message(need.route, need.first + t * self._m)
@@ -178,6 +182,8 @@ class _RankRun:
                     raise deadlock([self.blocked()])
                 if not came.done:
                     yield came
+            for each in awaits:
+                yield from self._await(Message(each.route, each.first + t * self._m))
             yield from self._act(action, t, first)
 
     def _act(self, action: Action, t: int, first: int) -> Iterator[Completion]:
@@ -203,6 +209,15 @@ class _RankRun:
             found = self._lanes[route] = self.shared.lane(self.pipeline, self.shared.lowered.routes[route].lane)
         return found
 
+    def _receive(self, route: int, first: int) -> Iterator[Completion]:
+        """Post a RECV; of moved activations as soon as there is room."""
+        moved = self._moved_lane(route)
+        if moved is not None:
+            yield from moved.make_room()
+        came = self._posted[Message(route, first)] = self._lane(route).receive()
+        if moved is not None:
+            moved.add(came)
+
     def _send(self, instruction: Instruction, t: int) -> Iterator[Completion]:
         """Post a SEND, as soon as there is room."""
         there, lane = self.shared.lowered.routes[instruction.route], self._lane(instruction.route)
@@ -211,9 +226,12 @@ class _RankRun:
         if len(queue) >= self.shared.lowered.window:
             yield from wait(queue[0].received)
             self._make_room(there.lane)
-        what = message_of(there.payload, there.source.index, there.target.index)
-        self.holdings.change(what, there.count)
-        queue.append(_HeldMessage(lane.send(), what, there.count, instruction, t))
+        what, count = message_of(there.payload, there.source, there.target, number_of(there.slice)), there.count
+        if there.payload is Payload.PARKED:
+            owner = there.source if (there.source, there.target) in self.shared.keeping else there.target
+            what, count = Held(HeldKind.MOVED, owner.index), int(self._moves(owner))
+        self.holdings.change(what, count)
+        queue.append(_HeldMessage(lane.send(), what, count, instruction, t))
 
     def _make_room(self, lane: LaneKey) -> None:
         """Forget SENDs that are complete."""
@@ -222,10 +240,50 @@ class _RankRun:
             sent = queue.popleft()
             self.holdings.change(sent.what, -sent.units)
 
-    def inside(self, payload: Payload, source: Stage, target: Stage, count: int) -> None:
+    def inside(self, payload: Payload, source: Stage, target: Stage, piece: int, count: int) -> None:
         """Lay a message ready for a stage of the same rank, or (negative) take it."""
         if source.rank == target.rank:
-            self.holdings.change(message_of(payload, source.index, target.index), count)
+            self.holdings.change(message_of(payload, source, target, piece), count)
+
+    # --- activations of other ranks ---------------------------------------------------------------------------------
+
+    def _moved_lane(self, route: int) -> MovedActivationsLane | None:
+        """Return the lane of a route of moved activations; None of others."""
+        there = self.shared.lowered.routes[route]
+        if there.payload is not Payload.PARKED:
+            return None
+        return self._moved.setdefault(there.lane, MovedActivationsLane(self.shared.lowered.window))
+
+    def _moves(self, stage: Stage) -> bool:
+        """Return whether a stage keeps graphs from forward to backward, of which something can be moved."""
+        return not (is_blockwise(self.blockwise, stage.index) or stage.index in self.schedule.recomputed)
+
+    def _accept(self, action: Action, route: int, first: int) -> None:
+        """Take activations of a peer in (HOLD), or those of a stage back (FETCH), once they have come."""
+        lane, message, peer = self._moved_lane(route), Message(route, first), action.peer
+        assert lane is not None
+        assert peer is not None
+
+        def use() -> None:
+            del self._posted[message]
+            if action.op is Op.FETCH:
+                self._stages[action.stage].move((first, number_of(action.unit.slice)), away=False)
+            elif self._moves(peer):
+                self.holdings.change(Held(HeldKind.MOVED, peer.index), 1)
+
+        lane.take(self._posted[message], use)
+
+    def _await(self, message: Message) -> Iterator[Completion]:
+        """Wait until moved activations have come, unless they have been taken."""
+        lane = self._moved_lane(message.route)
+        if lane is not None and message in self._posted:
+            yield from wait(self._posted[message])
+            lane.settle()
+
+    def give_back(self, peer: Stage) -> None:
+        """Give the activations of a peer back to it (RETURN)."""
+        if self._moves(peer):
+            self.holdings.change(Held(HeldKind.MOVED, peer.index), -1)
 
     # --- updates ----------------------------------------------------------------------------------------------------
 

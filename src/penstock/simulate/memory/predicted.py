@@ -24,6 +24,18 @@ from penstock.simulate.memory.message_completion import Part
 _ESTIMATING = "pipemare"
 
 
+class SliceBytes(NamedTuple):
+    """What one slice of the sequences of a microbatch takes on a stage.
+
+    Attributes:
+        passes, output, gradient: as of `StageBytes`.
+    """
+
+    passes: Mapping[HeldKind, int]
+    output: int
+    gradient: int
+
+
 @dataclass(frozen=True)
 class StageBytes:
     """What one stage takes.
@@ -40,6 +52,7 @@ class StageBytes:
         passes: by kind, bytes of one microbatch, as `HeldKind` has them; a kind that is not there takes none.
         output: bytes of its output, as a message.
         gradient: bytes of the gradient of its input, as a message.
+        slices: of each slice of a sequence, where a method takes slices.
     """
 
     version: int
@@ -52,6 +65,11 @@ class StageBytes:
     passes: Mapping[HeldKind, int] = field(default_factory=dict)
     output: int = 0
     gradient: int = 0
+    slices: Sequence[SliceBytes] = ()
+
+    def of(self, piece: int) -> SliceBytes:
+        """Return what passes and messages of a slice take, or of the whole."""
+        return self.slices[piece] if self.slices else SliceBytes(self.passes, self.output, self.gradient)
 
 
 @dataclass(frozen=True)
@@ -197,9 +215,9 @@ def _bytes_of(what: Held, sizes: Mapping[int, StageBytes], proof: Proof, pipelin
     """Return the bytes of one of something."""
     stage, kind = sizes[what.stage], what.kind
     if kind is HeldKind.OUTPUT:
-        return stage.output
+        return stage.of(what.slice).output
     if kind is HeldKind.GRADIENT:
-        return stage.gradient
+        return stage.of(what.slice).gradient
     place = pipeline if proof.schedule.sharding.level is not Level.NONE else 0
     if kind is HeldKind.OPTIMIZER:
         return stage.optimizer[place]
@@ -212,7 +230,7 @@ def _bytes_of(what: Held, sizes: Mapping[int, StageBytes], proof: Proof, pipelin
         return stage.version if kind is HeldKind.GATHERED else stage.whole
     if kind in (HeldKind.SUM, HeldKind.OLDER):
         return _waiting_bytes(what, stage, proof.schedule, place, options)
-    return stage.passes.get(kind, 0)
+    return stage.of(what.slice).passes.get(kind, 0)
 
 
 def _waiting_bytes(what: Held, stage: StageBytes, schedule: Schedule, place: int, options: MemoryOptions) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Protocol
 
+from penstock.errors import CapabilityError
 from penstock.schedule.ir.schedule import Action, Op, Payload, Schedule, Stage
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.split_backward_microbatches import halved_units
+from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.simulate.memory.held import Blockwise, Held, HeldKind, Holdings, is_blockwise
 from penstock.simulate.memory.message_completion import Completion, Rendezvous, wait
 from penstock.simulate.memory.sharded_stage import ShardedStage
@@ -36,8 +38,12 @@ class RankOfStage(Protocol):
         """Return how many hold the weights of a stage."""
         ...
 
-    def inside(self, payload: Payload, source: Stage, target: Stage, count: int) -> None:
+    def inside(self, payload: Payload, source: Stage, target: Stage, piece: int, count: int) -> None:
         """Lay a message ready for a stage of the same rank, or (negative) take it."""
+        ...
+
+    def give_back(self, peer: Stage) -> None:
+        """Give the activations of a peer back to it."""
         ...
 
     def settled(self, stage: Stage) -> None:
@@ -71,6 +77,8 @@ class StageRun:
             if edge.backward and not {edge.source, stage.index} & schedule.frozen
         ]
         self._m, self._halved = schedule.microbatches, halved_units(schedule, stage, bool(self._returns))
+        if self._halved and schedule.slices > 1:
+            raise CapabilityError(f"{schedule.name}: memory is not predicted where backwards of slices come in two halves")
         self._again = stage.index in schedule.recomputed
         self._blockwise = is_blockwise(rank.blockwise, stage.index)
         self._before, after = schedule.segment_before(stage.index), dict[int | None, int]()
@@ -78,7 +86,8 @@ class StageRun:
             after[schedule.segment_before(index)] = index
         self._behind = after.get(stage.index)
         self._trained = any(p.op in (Op.B, Op.I) and p.stage == stage for p in schedule.program(stage.rank).period)
-        self._kinds = {kind: Held(kind, stage.index) for kind in HeldKind}
+        slices = range(schedule.slices)
+        self._kinds = {(kind, j): Held(kind, stage.index, slice=j) for kind in HeldKind for j in slices}
         self._sums: dict[int, list[Completion]] = {}
         self._votes: dict[int, Completion] = {}
         self._gathering: Completion | None = None
@@ -90,7 +99,8 @@ class StageRun:
 
     def act(self, action: Action, first: int) -> Iterator[Completion] | None:
         """Do an action; returns what it waits for first, where it may have to."""
-        op, numbers = action.op, range(first, first + action.unit.count)
+        op, piece = action.op, number_of(action.unit.slice)
+        numbers = [(k, piece) for k in range(first, first + action.unit.count)]
         if op is Op.F:
             if first // self._m > self._begun:
                 return self._begin(first // self._m, numbers)
@@ -102,12 +112,16 @@ class StageRun:
         elif op is Op.W:
             for k in numbers:
                 if self._is_halved(k):
-                    self._change(HeldKind.LATE, -1)
+                    self._change(HeldKind.LATE, k, -1)
         elif op is Op.R:
             for k in numbers:
                 self._recompute(k)
         elif op in (Op.REDUCE, Op.TIE, Op.DECIDE) or (op is Op.GATHER and not self._gathers):
             self._join(op, first)
+        elif op is Op.OFFLOAD and action.peer is not None:
+            self.move((first, piece), away=True)
+        elif op is Op.RETURN and action.peer is not None:
+            self._rank.give_back(action.peer)
         elif op is Op.STEP:
             return self._step(first)
         elif op is Op.VALIDATE:
@@ -122,67 +136,84 @@ class StageRun:
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, batch: int, numbers: range) -> Iterator[Completion]:
+    def _begin(self, batch: int, numbers: Sequence[Piece]) -> Iterator[Completion]:
         """Run the first forwards of a batch."""
         self._begun = batch
         yield from self.whole()
         for k in numbers:
             self._forward(k)
 
-    def _change(self, kind: HeldKind, count: int) -> None:
-        self._rank.holdings.change(self._kinds[kind], count)
+    def _change(self, kind: HeldKind, k: Piece, count: int) -> None:
+        self._rank.holdings.change(self._kinds[kind, k[1]], count)
 
-    def _is_halved(self, k: int) -> bool:
-        return (k % self._m, 0) in self._halved
+    def _is_halved(self, k: Piece) -> bool:
+        return (k[0] % self._m, k[1]) in self._halved
 
-    def _graph(self, k: int) -> HeldKind:
+    def _graph(self, k: Piece) -> HeldKind:
         return HeldKind.HALVED if self._is_halved(k) else HeldKind.GRAPH
 
-    def _forward(self, k: int) -> None:
+    def _forward(self, k: Piece) -> None:
         for source in self._inputs:
-            self._rank.inside(Payload.ACTIVATION, source, self._stage, -1)
+            self._rank.inside(Payload.ACTIVATION, source, self._stage, k[1], -1)
         if self._trained:
             graph = self._graph(k)
             if self._again:
-                self._replace(graph, HeldKind.INPUT)
+                self._replace(k, graph, HeldKind.INPUT)
             elif self._blockwise:
                 halved = graph is HeldKind.HALVED
-                self._replace(HeldKind.FORWARD_HALVED if halved else HeldKind.FORWARD, HeldKind.SAVED)
+                self._replace(k, HeldKind.FORWARD_HALVED if halved else HeldKind.FORWARD, HeldKind.SAVED)
             else:
-                self._change(graph, 1)
+                self._change(graph, k, 1)
         for target in self._outputs:
-            self._rank.inside(Payload.ACTIVATION, self._stage, target, 1)
+            self._rank.inside(Payload.ACTIVATION, self._stage, target, k[1], 1)
 
-    def _replace(self, early: HeldKind, later: HeldKind) -> None:
+    def _replace(self, k: Piece, early: HeldKind, later: HeldKind) -> None:
         """Hold something for a while, and then something smaller."""
-        self._change(early, 1)
-        self._change(early, -1)
-        self._change(later, 1)
+        self._change(early, k, 1)
+        self._change(early, k, -1)
+        self._change(later, k, 1)
 
-    def _recompute(self, k: int) -> None:
+    def _recompute(self, k: Piece) -> None:
         at, direction = self._schedule.stage_at, self._stage.direction
         if self._before is not None:
-            self._rank.inside(Payload.RECOMPUTE, at[self._before, direction], self._stage, -1)
-        self._change(self._graph(k), 1)
-        self._change(HeldKind.INPUT, -1)
+            self._rank.inside(Payload.RECOMPUTE, at[self._before, direction], self._stage, k[1], -1)
+        self._change(self._graph(k), k, 1)
+        self._change(HeldKind.INPUT, k, -1)
         if self._behind is not None:
-            self._rank.inside(Payload.RECOMPUTE, self._stage, at[self._behind, direction], 1)
+            self._rank.inside(Payload.RECOMPUTE, self._stage, at[self._behind, direction], k[1], 1)
 
-    def _backward(self, k: int, whole: bool) -> None:
+    def _backward(self, k: Piece, whole: bool) -> None:
         for source in self._gradients:
-            self._rank.inside(Payload.GRADIENT, source, self._stage, -1)
+            self._rank.inside(Payload.GRADIENT, source, self._stage, k[1], -1)
         halved = self._is_halved(k)
         if self._blockwise and not self._again:
-            self._change(HeldKind.SAVED, -1)
+            self._change(HeldKind.SAVED, k, -1)
             while_ = HeldKind.BACKWARD_HALVED if halved else HeldKind.BACKWARD
-            self._change(while_, 1)
-            self._change(while_, -1)
+            self._change(while_, k, 1)
+            self._change(while_, k, -1)
         else:
-            self._change(self._graph(k), -1)
+            self._change(self._graph(k), k, -1)
         if halved and not whole:
-            self._change(HeldKind.LATE, 1)
+            self._change(HeldKind.LATE, k, 1)
         for target in self._returns:
-            self._rank.inside(Payload.GRADIENT, self._stage, target, 1)
+            self._rank.inside(Payload.GRADIENT, self._stage, target, k[1], 1)
+
+    def move(self, k: Piece, *, away: bool) -> None:
+        """Have another rank keep the activations of a graph, or have them back; of what is recomputed there are none.
+
+        Raises:
+            CapabilityError: the backward of the graph comes in two halves.
+        """
+        if self._again or self._blockwise:
+            return
+        if self._is_halved(k):
+            raise CapabilityError(
+                f"{self._schedule.name}: memory is not predicted where activations are moved to other ranks, and "
+                "backwards come in two halves"
+            )
+        before, after = (HeldKind.GRAPH, HeldKind.LEFT) if away else (HeldKind.LEFT, HeldKind.GRAPH)
+        self._change(before, k, -1)
+        self._change(after, k, 1)
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
@@ -230,6 +261,12 @@ def _ignore(_: Completion) -> None:
     """Take no notice of a result."""
 
 
-def message_of(payload: Payload, source: int, target: int) -> Held:
+def number_of(piece: tuple[int, int] | None) -> int:
+    """Return the number of a slice; 0 of whole sequences."""
+    return piece[0] if piece else 0
+
+
+def message_of(payload: Payload, source: Stage, target: Stage, piece: int) -> Held:
     """Return a message between two stages; recomputed and repaired outputs are outputs."""
-    return Held(HeldKind.GRADIENT if payload is Payload.GRADIENT else HeldKind.OUTPUT, source, target)
+    kind = HeldKind.GRADIENT if payload is Payload.GRADIENT else HeldKind.OUTPUT
+    return Held(kind, source.index, target.index, piece)
