@@ -1,7 +1,8 @@
 """Compares predicted memory with the ledger of runs in one process: `make memory`; ARGS="--runs 500" for less.
 
 Every method on 1 to 4 ranks with several numbers of microbatches, recompute none, block and stage, fp32 and bf16, and
-one pipeline, or two to four that share nothing or are sharded in every level. What the runtime refuses is counted;
+one pipeline, or two to four that share nothing or are sharded in every level; and each on its own: activations or
+optimizer states moved to the host, snapshots taken, sequences in three slices. What the runtime refuses is counted;
 every other run must have exactly the peak that was predicted, on every rank.
 """
 
@@ -12,9 +13,11 @@ import itertools
 import sys
 from collections import Counter
 from random import Random
+from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.schedule.methods.table import METHODS
+from penstock.simulate.memory.snapshots import Snapshots
 from support.predicted_memory import Run, peaks_of_a_run
 
 PARALLEL = (
@@ -29,13 +32,25 @@ PARALLEL = (
 )
 
 
+SLICED = ("seq1f1b", "terapipe")
+BESIDE: tuple[dict[str, Any], ...] = (
+    {"offload": "activations"},
+    {"offload_optimizer": "stages"},
+    {"offload_optimizer": "pieces"},
+    {"snapshots": Snapshots(1, kept=True)},
+    {"snapshots": Snapshots(2)},
+    {"slices": 3},
+)
+
+
 def runs(methods: list[str]) -> list[Run]:
     """All combinations."""
-    return [
-        Run(method, depth, m, recompute, precision, width, sharding)
-        for method, depth, m, recompute, precision, (width, sharding) in itertools.product(
-            methods, (1, 2, 3, 4), (1, 2, 4, 7), ("none", "block", "stage"), ("fp32", "bf16"), PARALLEL
-        )
+    plain = list(itertools.product(methods, (1, 2, 3, 4), (1, 2, 4, 7), ("none", "block", "stage"), ("fp32", "bf16")))
+    whole = [Run(*each, width, sharding) for each in plain for width, sharding in PARALLEL]
+    return whole + [
+        Run(*each, width, **beside)
+        for each, width, beside in itertools.product(plain, (1, 2), BESIDE)
+        if "slices" not in beside or each[0] in SLICED
     ]
 
 

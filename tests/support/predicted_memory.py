@@ -12,11 +12,13 @@ from penstock.measure.stage_bytes import measure_stages
 from penstock.measure.stage_trial import Training
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.methods.choice import method as method_choice
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.find_method import find_method
 from penstock.simulate.memory.predicted import MemoryOptions, peak_bytes
+from penstock.simulate.memory.snapshots import Snapshots
 from penstock.train.config.sections import OptimizerSection
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.weights.corrections.registry import correction_of
@@ -46,6 +48,7 @@ class Run:
     tied: bool = False  # the first stage shares a parameter with the last one
     slices: int | None = None  # of the order, if it has another number by itself
     offload_optimizer: str = "none"
+    snapshots: Snapshots | None = None
 
 
 class Widening(nn.Module):
@@ -122,6 +125,19 @@ def _options(correction: str) -> dict[str, Any]:
     return {"reschedule": 4} if "reschedule" in CORRECTIONS[correction].options else {}
 
 
+def saving(snapshots: Snapshots) -> Saving:
+    """Whoever takes snapshots keeps them until the next ones come, or not at all."""
+    kept: list[Snapshot] = []
+
+    def make_room(batch: int) -> bool:
+        for each in [each for each in kept if each.batch < batch]:
+            each.tensors.clear()
+            kept.remove(each)
+        return True
+
+    return Saving(snapshots.every, kept.append if snapshots.kept else lambda _: None, make_room, shares=True)
+
+
 def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
     """The predicted peaks of all ranks, and those that the ledger has recorded."""
     row = find_method(run.method)
@@ -148,7 +164,7 @@ def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
     pipeline = Pipeline(**grouped(arguments | divided | options))
     shape = (2, SAMPLES, TOKENS, WIDTH) if sliced else (2, SAMPLES, WIDTH)
     data = [[tuple(torch.randn(*shape)) for _ in range(m * run.width)] for _ in range(BATCHES)]
-    list(pipeline.run(data))
+    list(pipeline.run(data, save=None if run.snapshots is None else saving(run.snapshots)))
     found = {rank: kinds["total"] for rank, kinds in pipeline.peak_bytes().items()}
     options |= {"sharding": str(pipeline.schedule.sharding.level)}
     training = Training(loss, optimizer, PipelineOptions().changed(**options), correction)
@@ -163,7 +179,7 @@ def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
     )
     each = run.recompute if isinstance(run.recompute, tuple) else (run.recompute,) * schedule.num_stages
     blockwise = frozenset(index for index, mode in enumerate(each) if mode == "block")
-    asked = MemoryOptions(run.width, run.precision != "fp32", blockwise, row.correction, BATCHES)
+    asked = MemoryOptions(run.width, run.precision != "fp32", blockwise, row.correction, BATCHES, run.snapshots)
     predicted = peak_bytes(pipeline.proof, sizes, asked)
     depth = schedule.ranks
     return {pipeline_ * depth + rank: peak for (pipeline_, rank), peak in predicted.items()}, found

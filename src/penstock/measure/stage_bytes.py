@@ -14,7 +14,7 @@ from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Tra
 from penstock.partition.blocks import LazyBlock, named_blocks
 from penstock.schedule.ir.sharding import Level, read_sharding
 from penstock.simulate.memory.held import HeldKind
-from penstock.simulate.memory.predicted import SliceBytes, StageBytes
+from penstock.simulate.memory.predicted import SliceBytes, SnapshotBytes, StageBytes
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.corrections.base import StagePlace
 from penstock.weights.memory.buffers import Layout
@@ -95,7 +95,10 @@ def _measure_stage(
         kinds |= {HeldKind.MOVED: movable, HeldKind.LEFT: passes.stored - movable}
     stage = replace(stage, passes=kinds, output=passes.output, gradient=passes.gradient)
     optimizers, scratches, rows, low = zip(*_of_pipelines(blocks, place, given, training), strict=True)
-    return replace(stage, optimizer=optimizers, scratch=scratches, rows=rows, low_rows=low), behind
+    with closing(StageTrial(blocks, place, alone)) as trial:
+        trial.update(given, clips=False)
+        snapshot = SnapshotBytes(*trial.copied_for_snapshots())
+    return replace(stage, optimizer=optimizers, scratch=scratches, rows=rows, low_rows=low, snapshot=snapshot), behind
 
 
 def _halved(blocks: Mapping[str, Any], place: BlockPlace, given: BlockInput, training: Training) -> dict[HeldKind, int]:

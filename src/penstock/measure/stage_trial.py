@@ -199,6 +199,20 @@ class StageTrial:
         """Bytes of its frozen parameters and buffers."""
         return sum(tensor.nbytes for tensor in self._runtime.module.fixed)
 
+    def copied_for_snapshots(self) -> tuple[int, int, int, int, int]:
+        """Return the bytes of copies for a snapshot, as `SnapshotBytes` has them."""
+        weights, module = self._runtime.weights, self._runtime.module
+        frozen = module.frozen()
+        fixed = (
+            _bytes_of(t for name, t in module.unversioned().items() if name not in frozen),
+            _bytes_of(frozen.values()),
+        )
+        if not isinstance(weights, TrainedWeights):
+            return 0, 0, 0, *fixed
+        store = weights.store
+        version = _bytes_of(store.versions[store.newest].views.values())
+        return _bytes_of(store.master.views.values()), version, _bytes_of(weights.updater.state().values()), *fixed
+
     def output_of(self, given: BlockInput) -> BlockInput:
         """Return what the next stage is given if this one is given something."""
         output, _ = self._forward(given)

@@ -44,6 +44,9 @@ class HeldKind(StrEnum):
     FULL_GRADIENT = "full-size gradient"  # where it is there for a while only
     SUM = "rows of a sum"  # from the first backward of a batch to its update
     OLDER = "older version"  # than the newest, or its rows
+    SNAPSHOT = "snapshot"  # of what is trained
+    BUFFERS = "module buffers of a snapshot"
+    FROZEN = "frozen parameters of a snapshot"
 
     __hash__ = str.__hash__  # an enum's own is a call of Python, and kinds are looked up at every change
 

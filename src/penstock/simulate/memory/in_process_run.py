@@ -26,6 +26,7 @@ from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind
 from penstock.simulate.memory.message_completion import Completion, InProcessLane, Part, Rendezvous, take_turns, wait
 from penstock.simulate.memory.moved_activations import MovedActivationsLane, moves_to_peers
 from penstock.simulate.memory.sharded_stage import PendingChanges, PlacesForGradients, ShardedStage, Tracked
+from penstock.simulate.memory.snapshots import KeptSnapshots, SnapshotCopies, Snapshots, check_snapshots
 from penstock.simulate.memory.stage_run import StageRun, message_of, number_of
 
 _NOT_PREDICTED = (Op.AVERAGE,)
@@ -43,6 +44,8 @@ class _Shared:
         lanes: of messages, by pipeline.
         meet: collectives of ranks.
         keeping: stages whose activations other stages keep, each with the other one.
+        snapshots: that are taken on the way; None for none.
+        kept: snapshots of all ranks.
     """
 
     lowered: Lowered
@@ -52,6 +55,8 @@ class _Shared:
     lanes: dict[tuple[int, LaneKey], InProcessLane]
     meet: Rendezvous
     keeping: frozenset[tuple[Stage, Stage]]
+    snapshots: Snapshots | None
+    kept: KeptSnapshots
 
     @property
     def schedule(self) -> Schedule:
@@ -64,17 +69,23 @@ class _Shared:
 
 
 def most_held(
-    lowered: Lowered, batches: int, width: int = 1, blockwise: Blockwise = False, low_precision: bool = False
+    lowered: Lowered,
+    batches: int,
+    width: int = 1,
+    blockwise: Blockwise = False,
+    low_precision: bool = False,
+    snapshots: Snapshots | None = None,
 ) -> dict[Part, tuple[Combination, ...]]:
-    """Return what every rank holds in a span, at the moments at which it may be the most.
+    """Return what every rank holds in a run, at the moments at which it may be the most.
 
     Args:
         lowered: the schedule with its messages, and with all actions that its run has.
-        batches: length of the span.
+        batches: length of the run.
         width: parallel pipelines.
         blockwise: stages whose blocks are recomputed one by one before their backwards, by index; all or none if a
             truth value.
         low_precision: passes compute in 16 bits.
+        snapshots: that are taken on the way; None for none.
 
     Raises:
         CapabilityError: the schedule does something that is not predicted.
@@ -85,12 +96,20 @@ def most_held(
     unknown = sorted(op.value for op in ops.intersection(_NOT_PREDICTED))
     if unknown:
         raise CapabilityError(f"{schedule.name}: memory is not predicted for schedules with {', '.join(unknown)}")
-    shared = _Shared(lowered, width, blockwise, low_precision, {}, Rendezvous(), moves_to_peers(schedule))
+    spans = [batches]
+    if snapshots is not None:
+        check_snapshots(schedule)
+        if snapshots.drains:
+            whole, rest = divmod(batches, snapshots.every)
+            spans, snapshots = [snapshots.every] * whole + [rest] * bool(rest), None
+    keeping = moves_to_peers(schedule)
+    shared = _Shared(lowered, width, blockwise, low_precision, {}, Rendezvous(), keeping, snapshots, KeptSnapshots())
     parts = [(pipeline, rank) for pipeline in range(width) for rank in range(schedule.ranks)]
     ranks = {part: _RankRun(shared, *part) for part in parts}
-    stuck = take_turns({part: rank.run(batches) for part, rank in ranks.items()})
-    if stuck:
-        raise deadlock(ranks[part].blocked() for part in stuck)
+    for span in spans:
+        stuck = take_turns({part: rank.run(span) for part, rank in ranks.items()})
+        if stuck:
+            raise deadlock(ranks[part].blocked() for part in stuck)
     return {part: rank.holdings.largest() for part, rank in ranks.items()}
 
 
@@ -114,6 +133,8 @@ class _RankRun:
         self._m, self._program = self.schedule.microbatches, shared.lowered.programs[rank]
         self.holdings = Holdings()
         self._pending = PendingChanges(self.holdings)
+        plan = shared.snapshots
+        self.snapshots = None if plan is None else SnapshotCopies(plan, self.holdings, shared.kept)
         self._shards = self._sharded_stages()
         self._stages = {stage: StageRun(self, stage, self._shards.get(stage)) for stage in self.schedule.on_rank(rank)}
         self._sent: dict[LaneKey, deque[_HeldMessage]] = {}
@@ -140,7 +161,9 @@ class _RankRun:
         return {spec.stage: stage for spec, stage in zip(specs, made, strict=True)}
 
     def run(self, batches: int) -> Iterator[Completion]:
-        """Run the span; yields what the rank waits for."""
+        """Run a span; yields what the rank waits for."""
+        for stage in self._stages.values():
+            stage.begin_span()
         for t in range(-1, batches):
             yield from self._play(self._program.period, t, more=t + 1 < batches)
         for shards in self._shards.values():
@@ -153,6 +176,8 @@ class _RankRun:
         for sent in (sent for queue in self._sent.values() for sent in queue):
             self._at = sent.instruction, sent.t
             yield from wait(sent.received)
+        for lane in self._sent:
+            self._make_room(lane)
 
     def blocked(self) -> Blocked:
         """Say what the rank waits for."""
@@ -197,6 +222,10 @@ class _RankRun:
         if shards is not None:
             shards.after(action, t)
             self._pending.report()
+        if self.snapshots is not None:
+            if action.op is Op.STEP:
+                self.snapshots.after_step(action.stage, first + 1, not (self.pipeline or action.stage.direction))
+            self.snapshots.record()
         if action.op is Op.STEP:
             self._count_update(action.stage)
 

@@ -20,6 +20,7 @@ from penstock.schedule.proof.unsharded_peaks import sums_wait
 from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, is_blockwise, most_bytes
 from penstock.simulate.memory.in_process_run import most_held
 from penstock.simulate.memory.message_completion import Part
+from penstock.simulate.memory.snapshots import Snapshots
 
 _ESTIMATING = "pipemare"
 
@@ -34,6 +35,27 @@ class SliceBytes(NamedTuple):
     passes: Mapping[HeldKind, int]
     output: int
     gradient: int
+
+
+class SnapshotBytes(NamedTuple):
+    """What copies of a stage for a snapshot take.
+
+    Attributes:
+        weights: the newest weights, as they are updated.
+        version: a version, as passes read it.
+        optimizer: what the optimizer remembers.
+        buffers: module buffers.
+        frozen: frozen parameters.
+    """
+
+    weights: int
+    version: int
+    optimizer: int
+    buffers: int
+    frozen: int
+
+
+NO_COPIES = SnapshotBytes(0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -53,6 +75,7 @@ class StageBytes:
         output: bytes of its output, as a message.
         gradient: bytes of the gradient of its input, as a message.
         slices: of each slice of a sequence, where a method takes slices.
+        snapshot: of its copies for snapshots.
     """
 
     version: int
@@ -66,6 +89,7 @@ class StageBytes:
     output: int = 0
     gradient: int = 0
     slices: Sequence[SliceBytes] = ()
+    snapshot: SnapshotBytes = NO_COPIES
 
     def of(self, piece: int) -> SliceBytes:
         """Return what passes and messages of a slice take, or of the whole."""
@@ -81,7 +105,8 @@ class MemoryOptions:
         low_precision: passes compute in 16 bits, so there are master weights.
         blockwise: stages whose blocks are recomputed one by one, by index; all or none if a truth value.
         correction: of stale weights, by name.
-        batches: of the span; the last new peak comes soon after `Proof.steady_from`.
+        batches: of the run; the last new peak comes soon after `Proof.steady_from`.
+        snapshots: that are taken on the way; None for none.
     """
 
     width: int = 1
@@ -89,6 +114,7 @@ class MemoryOptions:
     blockwise: Blockwise = False
     correction: str = "none"
     batches: int = 4
+    snapshots: Snapshots | None = None
 
 
 class AlwaysThere(NamedTuple):
@@ -116,7 +142,8 @@ def peak_bytes(proof: Proof, sizes: Mapping[int, StageBytes], options: MemoryOpt
     Raises:
         CapabilityError: the schedule does something that is not predicted.
     """
-    held = most_held(proof.lowered, options.batches, options.width, options.blockwise, options.low_precision)
+    saving = options.snapshots and options.snapshots._replace(drains=proof.border_fault() is not None)
+    held = most_held(proof.lowered, options.batches, options.width, options.blockwise, options.low_precision, saving)
     return {part: peak_of(proof, part, held[part], sizes, options) for part in held}
 
 
@@ -221,6 +248,8 @@ def _bytes_of(what: Held, sizes: Mapping[int, StageBytes], proof: Proof, pipelin
     place = pipeline if proof.schedule.sharding.level is not Level.NONE else 0
     if kind is HeldKind.OPTIMIZER:
         return stage.optimizer[place]
+    if kind in (HeldKind.SNAPSHOT, HeldKind.BUFFERS, HeldKind.FROZEN):
+        return _copied_bytes(kind, stage.snapshot, proof.schedule.rule, options.correction)
     if kind is HeldKind.BEFORE:
         return stage.optimizer[place] if RULES[proof.schedule.rule].update is Update.APART else 0
     if kind is HeldKind.SCRATCH:
@@ -231,6 +260,15 @@ def _bytes_of(what: Held, sizes: Mapping[int, StageBytes], proof: Proof, pipelin
     if kind in (HeldKind.SUM, HeldKind.OLDER):
         return _waiting_bytes(what, stage, proof.schedule, place, options)
     return stage.of(what.slice).passes.get(kind, 0)
+
+
+def _copied_bytes(kind: HeldKind, copies: SnapshotBytes, rule: str, correction: str) -> int:
+    """Return the bytes of what is copied for a snapshot; rules for which the pipeline is not drained have it so."""
+    if kind is not HeldKind.SNAPSHOT:
+        return copies.buffers if kind is HeldKind.BUFFERS else copies.frozen
+    spec, older = CORRECTIONS[correction], RULES[rule].bases - 1
+    versions, whole = (older + 1, 1) if spec.reads_ahead else (older, 1 + spec.buffers)
+    return versions * copies.version + whole * copies.weights + copies.optimizer
 
 
 def _waiting_bytes(what: Held, stage: StageBytes, schedule: Schedule, place: int, options: MemoryOptions) -> int:

@@ -13,6 +13,7 @@ from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.simulate.memory.held import Blockwise, Held, HeldKind, Holdings, is_blockwise
 from penstock.simulate.memory.message_completion import Completion, Rendezvous, wait
 from penstock.simulate.memory.sharded_stage import ShardedStage
+from penstock.simulate.memory.snapshots import SnapshotCopies
 
 
 class RankOfStage(Protocol):
@@ -25,6 +26,7 @@ class RankOfStage(Protocol):
         blockwise: stages whose blocks are recomputed one by one.
         width: parallel pipelines.
         pipeline: which of these.
+        snapshots: that are taken of its stages; None for none.
     """
 
     holdings: Holdings
@@ -33,6 +35,7 @@ class RankOfStage(Protocol):
     blockwise: Blockwise
     width: int
     pipeline: int
+    snapshots: SnapshotCopies | None
 
     def members(self, stage: Stage) -> int:
         """Return how many hold the weights of a stage."""
@@ -78,7 +81,9 @@ class StageRun:
         ]
         self._m, self._halved = schedule.microbatches, halved_units(schedule, stage, bool(self._returns))
         if self._halved and schedule.slices > 1:
-            raise CapabilityError(f"{schedule.name}: memory is not predicted where backwards of slices come in two halves")
+            raise CapabilityError(
+                f"{schedule.name}: memory is not predicted where backwards of slices come in two halves"
+            )
         self._again = stage.index in schedule.recomputed
         self._blockwise = is_blockwise(rank.blockwise, stage.index)
         self._before, after = schedule.segment_before(stage.index), dict[int | None, int]()
@@ -96,6 +101,10 @@ class StageRun:
         self._tied = sum(s.direction == stage.direction for s in tied_stages(schedule))
         self._provisional = RULES[schedule.rule].provisional
         self._gathers = shards is not None and shards.gathers
+
+    def begin_span(self) -> None:
+        """Begin a span, whose batches are counted from 0 on."""
+        self._begun = -1
 
     def act(self, action: Action, first: int) -> Iterator[Completion] | None:
         """Do an action; returns what it waits for first, where it may have to."""
@@ -140,6 +149,8 @@ class StageRun:
         """Run the first forwards of a batch."""
         self._begun = batch
         yield from self.whole()
+        if self._rank.snapshots is not None:
+            self._rank.snapshots.before_forward(self._stage, batch)
         for k in numbers:
             self._forward(k)
 

@@ -1,0 +1,131 @@
+"""Snapshots of the stages of a rank, without tensors: what their copies hold, and until when.
+
+It follows `penstock.runtime.rank.snapshot_capture`. Where a run is drained for snapshots the ledger of a rank does not
+have them, since they are taken between two spans.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from penstock.errors import CapabilityError
+from penstock.schedule.ir.schedule import Schedule, Stage
+from penstock.schedule.ir.sharding import Level
+from penstock.simulate.memory.held import Held, HeldKind, Holdings
+
+
+class Snapshots(NamedTuple):
+    """The snapshots of a run.
+
+    Attributes:
+        every: they are taken after every so many batches.
+        kept: each is kept until the next one is due, as while it is written; otherwise it is gone as soon as it has
+            been handed over.
+        drains: the pipeline is drained for them.
+    """
+
+    every: int
+    kept: bool = False
+    drains: bool = False
+
+    def wants(self, batch: int) -> bool:
+        """Return whether one is taken before a batch."""
+        return batch > 0 and batch % self.every == 0
+
+
+class _Copies(NamedTuple):
+    """The copies of one snapshot of a stage."""
+
+    batch: int
+    counts: Counter[Held]
+
+
+class KeptSnapshots:
+    """Snapshots of all ranks of a process that are kept.
+
+    Attributes:
+        ranks: those of each rank.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: list[list[_Copies]] = []
+
+    def make_room(self, batch: int) -> None:
+        """Free those of earlier batches."""
+        for kept in self.ranks:
+            kept[:] = [copies for copies in kept if copies.batch >= batch]
+
+
+class SnapshotCopies:
+    """The snapshots of one rank.
+
+    Args:
+        plan: when they are taken.
+        holdings: of the rank.
+        kept: those of all ranks.
+    """
+
+    def __init__(self, plan: Snapshots, holdings: Holdings, kept: KeptSnapshots) -> None:
+        self._plan, self._holdings, self._all = plan, holdings, kept
+        self._taken: dict[Stage, int] = {}
+        self._early: dict[Stage, Counter[Held]] = {}  # of snapshots that come
+        self._kept: list[_Copies] = []
+        kept.ranks.append(self._kept)
+        self._frozen: set[Stage] = set()  # whose frozen parameters have been copied
+        self._said = Counter[Held]()
+
+    def before_forward(self, stage: Stage, batch: int) -> None:
+        """Copy what is not trained before the first forward of a batch whose update comes later."""
+        if self._plan.wants(batch) and self._taken.get(stage) != batch:
+            self._all.make_room(batch)
+            self._early[stage] = self._untrained(stage)
+
+    def after_step(self, stage: Stage, batch: int, first: bool) -> None:
+        """Take a snapshot once a version is final, if one is due.
+
+        Args:
+            stage: of which.
+            batch: the version.
+            first: it is the first copy of the stage, which saves what all have.
+        """
+        if not self._plan.wants(batch):
+            return
+        self._taken[stage] = batch
+        self._all.make_room(batch)
+        copies = self._early.pop(stage, None) or self._untrained(stage)
+        if first:
+            copies[Held(HeldKind.SNAPSHOT, stage.index)] += 1
+        self._kept.append(_Copies(batch, copies))
+        self.record()
+        if not self._plan.kept:
+            self._kept.pop()
+
+    def record(self) -> None:
+        """Report what there is: the ledger does so after every action."""
+        now = Counter[Held]()
+        for counts in (*(copies.counts for copies in self._kept), *self._early.values()):
+            now.update(counts)
+        for more, fewer in ((self._said, now), (now, self._said)):
+            for what, count in (more - fewer).items():
+                self._holdings.change(what, count if more is now else -count)
+        self._said = now
+
+    def _untrained(self, stage: Stage) -> Counter[Held]:
+        """Return what is copied that is not trained: of frozen parameters only what has changed since the last time."""
+        copies = Counter([Held(HeldKind.BUFFERS, stage.index)])
+        if stage not in self._frozen:
+            self._frozen.add(stage)
+            copies[Held(HeldKind.FROZEN, stage.index)] += 1
+        return copies
+
+
+def check_snapshots(schedule: Schedule) -> None:
+    """Refuse schedules with which snapshots are not predicted.
+
+    Raises:
+        CapabilityError: it is one.
+    """
+    if schedule.sharding.level is not Level.NONE or schedule.frozen:
+        what = "stages that are not trained" if schedule.frozen else f"sharding {schedule.sharding.level}"
+        raise CapabilityError(f"{schedule.name}: the memory of snapshots is not predicted with {what}")
