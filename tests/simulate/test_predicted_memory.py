@@ -40,6 +40,8 @@ PAIRS = (
     Run("2bw", 2, 4, recompute="block", width=2),
     Run("2bw", 3, 3, precision="bf16", width=2, clip=0.1),
     Run("2bw", 2, 2, width=2, sharding="gradients", clip=1.0),
+    Run("chimera", 2, 4, sharding="gradients"),  # both directions divide it
+    Run("bitpipe", 2, 4, width=2, precision="bf16", sharding="optimizer"),
     Run("gpipe", 4, 4, recompute="stage", precision="bf16"),
     Run("eager", 4, 7, recompute="block", clip=1.0),
     Run("zb-h1", 3, 5, recompute="stage"),

@@ -187,8 +187,7 @@ def _measured(
         for name, block in blocks.items()
     }
     training = Training(loss, optimizer, options, plan.options.staleness.correction)
-    moved = Op.HOLD in plan.schedule.operations
-    return measure_stages(copies, plan.parts, sample, training, True, moved, plan.schedule.slices)
+    return measure_stages(copies, plan.parts, sample, training, recompute=True, schedule=plan.schedule)
 
 
 def _modes(plans: Plans, plain: PipelinePlan) -> tuple[dict[int, list[RecomputeMode]], list[str]]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training, Trial
 from penstock.partition.blocks import LazyBlock, named_blocks
+from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.ir.sharding import Level, read_sharding
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.predicted import SliceBytes, SnapshotBytes, StageBytes
@@ -45,8 +46,7 @@ def measure_stages(
     sample: tuple[Any, Any],
     training: Training,
     recompute: bool = False,
-    moved: bool = False,
-    slices: int = 1,
+    schedule: Schedule | None = None,
 ) -> dict[int, StageBytes]:
     """Measure the bytes of every stage of a model, by running a microbatch or two through each.
 
@@ -56,12 +56,15 @@ def measure_stages(
         sample: a microbatch of the model, and its target.
         training: how it is trained; width and sharding count for what the optimizer remembers.
         recompute: also what stages take whose blocks, or that as a whole, are recomputed.
-        moved: also how much of their activations can be moved to another rank.
-        slices: of each sequence, which passes take one by one.
+        schedule: that it is for; needed where it takes slices of sequences, has ranks keep activations of others, or
+            several copies of a stage that divide its state.
 
     Returns:
         By the index of the stage.
     """
+    moved = schedule is not None and Op.HOLD in schedule.operations
+    slices, copies = (1, 1) if schedule is None else (schedule.slices, schedule.directions)
+    training = _with_holders(training, copies)
     named, given, found = named_blocks(blocks), BlockInput(sample[0]), {}
     slicing = training.options.partition.slicing
     pieces = [BlockInput(slicing.part(sample[0], (j, slices))) for j in range(slices if slices > 1 else 0)]
@@ -76,6 +79,14 @@ def measure_stages(
             measured, pieces = _measure_slices(own, place, pieces, training, recompute)
             found[index] = replace(found[index], slices=measured)
     return found
+
+
+def _with_holders(training: Training, copies: int) -> Training:
+    """Return how stages are trained that divide their state among all that hold it, several in each pipeline."""
+    parallel = training.options.data_parallel
+    if read_sharding(parallel.sharding or "none").level in (Level.NONE, Level.FULL):
+        return training
+    return training._replace(options=training.options.changed(width=parallel.width * copies))
 
 
 def _measure_stage(

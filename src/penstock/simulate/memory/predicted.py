@@ -65,7 +65,8 @@ class StageBytes:
     Attributes:
         version: bytes of one version of the weights as passes read it, with its padding.
         whole: bytes of one gradient, or of weights that are updated; `version` unless passes compute in low precision.
-        optimizer: bytes that the optimizer remembers; of a sharded one, by pipeline.
+        optimizer: bytes that the optimizer remembers; of a sharded one, by its place among all that divide it: pipelines
+            or, where these have several copies of a stage and weights are not divided, the copies of all.
         rows: bytes of the rows of weights that are updated, where pipelines divide these; as `optimizer`.
         low_rows: the same of a version as passes read it; as `optimizer`.
         frozen: bytes of frozen parameters and module buffers.
@@ -155,15 +156,24 @@ def peak_of(
     options: MemoryOptions,
 ) -> int:
     """Return the most bytes of one rank, given what it holds besides what is always there."""
-    pipeline, rank = part
-    there = {stage.index: _always_there(proof, stage, options) for stage in proof.schedule.on_rank(rank)}
+    stages = proof.schedule.on_rank(part[1])
+    places = {stage.index: _place(proof.schedule, stage, part[0]) for stage in stages}
+    there = {stage.index: _always_there(proof, stage, options) for stage in stages}
     of_each: dict[Held, int] = {}
     for what in {what for each in combinations for what, _ in each}:
-        of_each[what] = _bytes_of(what, sizes, proof, pipeline, options)
+        of_each[what] = _bytes_of(what, sizes, proof, places.get(what.stage, 0), options)
         if what.kind is HeldKind.WHOLE:
-            of_each[what] = _between_runs(proof.schedule, rank, there[what.stage], sizes[what.stage], options)
-    always = sum(fixed_bytes(each, sizes[index], pipeline) for index, each in there.items())
+            of_each[what] = _between_runs(proof.schedule, part[1], there[what.stage], sizes[what.stage], options)
+    always = sum(fixed_bytes(each, sizes[index], places[index]) for index, each in there.items())
     return always + most_bytes(combinations, of_each)
+
+
+def _place(schedule: Schedule, stage: Stage, pipeline: int) -> int:
+    """Return the place of a stage among all that divide its state; 0 where nobody does."""
+    level = schedule.sharding.level
+    if level is Level.NONE:
+        return 0
+    return pipeline if level is Level.FULL else pipeline * schedule.directions + stage.direction
 
 
 def _always_there(proof: Proof, stage: Stage, options: MemoryOptions) -> AlwaysThere:
@@ -193,9 +203,9 @@ def _between_runs(schedule: Schedule, rank: int, there: AlwaysThere, stage: Stag
     return (there.rows - _sums_wait(schedule, rank, options)) * stage.whole
 
 
-def fixed_bytes(there: AlwaysThere, stage: StageBytes, pipeline: int = 0) -> int:
-    """Return the bytes of a stage that are there all the time, in one of the parallel pipelines."""
-    rows = there.rows and stage.rows[pipeline]
+def fixed_bytes(there: AlwaysThere, stage: StageBytes, place: int = 0) -> int:
+    """Return the bytes of a stage that are there all the time, at a place among all that divide its state."""
+    rows = there.rows and stage.rows[place]
     return stage.frozen + there.versions * stage.version + there.whole * stage.whole + there.rows * rows
 
 
@@ -238,14 +248,13 @@ _ALWAYS = ("error-feedback",)
 _WATCHING = (_ESTIMATING, "gap-aware", "spike", "spike-lwp", "lwp-weights", "spike-lwp-weights")
 
 
-def _bytes_of(what: Held, sizes: Mapping[int, StageBytes], proof: Proof, pipeline: int, options: MemoryOptions) -> int:
+def _bytes_of(what: Held, sizes: Mapping[int, StageBytes], proof: Proof, place: int, options: MemoryOptions) -> int:
     """Return the bytes of one of something."""
     stage, kind = sizes[what.stage], what.kind
     if kind is HeldKind.OUTPUT:
         return stage.of(what.slice).output
     if kind is HeldKind.GRADIENT:
         return stage.of(what.slice).gradient
-    place = pipeline if proof.schedule.sharding.level is not Level.NONE else 0
     if kind is HeldKind.OPTIMIZER:
         return stage.optimizer[place]
     if kind in (HeldKind.SNAPSHOT, HeldKind.BUFFERS, HeldKind.FROZEN):
