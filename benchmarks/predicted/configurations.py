@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.network.arms import MODELS, Model
 from penstock import GPTConfig
-from penstock.plan.measured_run import RunSettings
+from penstock.plan.run_forecast import RunSettings
 
 ALL_MODELS: dict[str, Model] = {
     **MODELS,

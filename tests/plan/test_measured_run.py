@@ -10,16 +10,20 @@ import yaml
 from torch import nn
 
 import penstock
+from penstock.cli.plans.predicted import settings_of_run
 from penstock.errors import ConfigError
 from penstock.models.gpt import Head, gpt_blocks, language_loss
 from penstock.models.gpt_shape import GPTConfig
-from penstock.plan.measured_run import RunSettings, compare_with_run, predicted_batch, recalibrated
+from penstock.plan.measured_run import compare_with_run, predicted_batch, recalibrated
 from penstock.plan.profile.files import profile_text, read_profile
 from penstock.plan.profile.schema import Profile, ProfiledLayer, ProfiledLink
+from penstock.plan.run_forecast import RunSettings
 from penstock.schedule.machine.shared_cores import SharedCores
+from penstock.schedule.methods.table import METHODS
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline
+from penstock.train.config.schema import TrainConfig
 from penstock.train.export.weights_folder import save_index
 from penstock.train.setup.model_shape import describe_model
 from support.schedules import make_schedule
@@ -90,6 +94,89 @@ def test_factors_are_found_again():
     assert [stage.error(kind) for stage in again.stages for kind in ("F", "B")] == pytest.approx([0] * 4, abs=1e-9)
 
 
+def halved_profile(layers):
+    """A layer's forward takes 1, its backward 2 and 1 for the weights, an update 0.125; all bytes are 0."""
+    found = [
+        ProfiledLayer(name=f"l{n}", forward=1, backward=3, backward_input=2, backward_weight=1, output=0, step=0.125)
+        for n in range(layers)
+    ]
+    return Profile(format="penstock profile 1", layers=found)
+
+
+def settings_of(method, depth, m, stages, **more):
+    return RunSettings(method, depth, more.pop("width", 1), m, 1, (False,) * stages, (1,) * stages, **more)
+
+
+@pytest.mark.parametrize(
+    ("method", "stages", "m"),
+    [("zb-h1", 2, 4), ("interleaved", 4, 4), ("zb-v", 4, 4), ("chimera", 2, 4), ("stash", 2, 3), ("seq1f1b", 2, 3)],
+)
+def test_runs_of_other_methods_have_no_error_either(method, stages, m):
+    """Halves of backwards, several stages on a rank, two directions, no flush, slices of sequences."""
+    slices = 2 if method == "seq1f1b" else 1
+    costs = Costs((StageCost(1.0, 2.0, 1.0, 0.125),) * stages)
+    timeline = simulate_schedule(make_schedule(method, 2, m, decides=True), costs, 6).timeline
+    profile = halved_profile(stages)
+    found = compare_with_run(profile, settings_of(method, 2, m, stages), timeline)
+    for stage in found.stages:
+        assert [stage.error(kind) for kind in stage.measured] == pytest.approx([0] * len(stage.measured), abs=1e-9)
+    assert found.stages[0].measured["F"] == 1 / slices
+    halved = {"zb-h1", "zb-v"}
+    assert all(("I" in each.measured) == (method in halved) for each in found.stages)
+    assert found.batch[0] == pytest.approx(found.batch[1], rel=0.05)
+
+
+def test_factors_of_halves_are_found_again():
+    """Second halves take twice as long as the profile says, first ones half."""
+    costs = Costs((StageCost(1.0, 1.0, 2.0),) * 2)
+    timeline = simulate_schedule(make_schedule("zb-h1", 2, 4), costs, 4).timeline
+    settings = settings_of("zb-h1", 2, 4, 2)
+    better = recalibrated(halved_profile(2), settings, compare_with_run(halved_profile(2), settings, timeline), "run")
+    assert [(x.backward, x.backward_input, x.backward_weight) for x in better.layers] == [(3.0, 1.0, 2.0)] * 2
+
+
+def test_a_batch_of_parallel_pipelines_is_that_of_one():
+    """Updates of the first stage come from both pipelines at about the same time, which is no batch."""
+    costs = Costs((StageCost(1.0, 3.0, 0.0, 0.125),) * 2)
+    one = simulate_schedule(make_schedule("1f1b", 2, 4), costs, 6).timeline
+    two = Timeline(
+        4, [*one.intervals, *(i._replace(rank=i.rank + 2, start=i.start + 0.5, end=i.end + 0.5) for i in one.intervals)]
+    )
+    settings = settings_of("1f1b", 2, 4, 2, width=2)
+    assert (
+        compare_with_run(halved_profile(2), settings, two).batch[1]
+        == compare_with_run(halved_profile(2), replace(settings, width=1), one).batch[1]
+    )
+
+
+def test_what_a_run_adds_to_its_method_is_predicted_too():
+    """Stages that are run again as a whole, gathers and sums of sharded state, an order's options."""
+    plain = settings_of("1f1b", 2, 4, 2)
+    times = [
+        predicted_batch(halved_profile(4 if each.options else 2), each)
+        for each in (
+            plain,
+            replace(plain, whole=frozenset({0, 1})),
+            settings_of("1f1b", 2, 4, 2, width=2, sharding="gradients"),
+            settings_of("interleaved", 2, 4, 4, options={"chunks": 2}),
+        )
+    ]
+    assert times[0] == pytest.approx(5 * 4 + 0.125)
+    assert times[1] == pytest.approx(5 + 3 + 5 + 5 + 4 + 0.125)  # the first stage runs the first forward again early
+    assert times[2] == pytest.approx(5 * 4 + 0.125 / 2)
+    assert times[3] == pytest.approx(4 * 8 + 4 + 0.25)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if not row.divides_head])
+def test_runs_of_every_method_are_predicted(method):
+    row = METHODS[method]
+    m, width = int(row.settings.get("microbatches", 4)), 1 + (row.sharding != "none")
+    stages, decides = make_schedule(method, 2, m).num_stages, "max_grad_norm" not in row.settings
+    settings = settings_of(method, 2, m, stages, width=width, decides=decides)
+    assert predicted_batch(halved_profile(stages), settings) > m * 4
+
+
 def test_backwards_that_recompute_are_taken_apart():
     """A measured backward holds another forward, which the profile does not count."""
     settings = replace(SETTINGS, recompute=(True, True))
@@ -104,7 +191,9 @@ def test_backwards_that_recompute_are_taken_apart():
 def test_what_cannot_be_compared():
     timeline = played((3.0, 3.0), (5.0, 4.0), (0.2, 0.1))
     for changes, said in (
-        ({"method": "zb-v"}, "runs of '1f1b'"),
+        ({"method": "zb-v"}, "zb-v has 4 stages, but the blocks of 2 are given"),
+        ({"method": "zb-h1"}, "backwards of zb-h1 come in two halves, which the profile does not tell apart"),
+        ({"method": "vocabulary-1f1b"}, "as their stages are no chain"),
         ({"balance": (2, 2)}, "the run has 4 blocks, the profile 3"),
         ({"microbatch_size": 3}, "microbatch size 3 was not profiled"),
     ):
@@ -145,6 +234,31 @@ def test_the_command_compares_a_run(command, tmp_path):
     found = json.loads(command(*given, "--json").stdout)
     better = read_profile(tmp_path / "better.yaml")
     assert better.layers[2].forward[1] == pytest.approx(found["stages"][1]["measured"]["F"])
+
+
+def test_settings_of_a_run(tmp_path):
+    """Stages that a configuration does not count, what is recomputed of each, and what decides on updates."""
+    values = {"method": "interleaved", "microbatches": 4, "balance": [1, 1, 1, 2], "max_grad_norm": None}
+    found = settings_of_run(TrainConfig(**values, recompute=["block", "none", "stage", "none"]), tmp_path)
+    assert found == RunSettings(
+        "interleaved", 2, 1, 4, 2, (True, False, False, False), (1, 1, 1, 2), frozenset({2}), decides=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"schedule": "mine.py", "method": None}, "a schedule of its own"),
+        ({"offload": "activations"}, "what copies to the host take"),
+        ({"offload_optimizer": "stages"}, "what copies to the host take"),
+        ({"options": {"in_flight": "auto"}}, "has changed its order on the way"),
+        ({"sync": {"batches": 3}}, "its method changes on the way"),
+        ({"width": 2, "combine": {"kind": "average"}}, "weights of their own .combine.kind=average"),
+    ],
+)
+def test_runs_that_profiles_do_not_explain_are_refused(tmp_path, values, said):
+    with pytest.raises(ConfigError, match=said):
+        settings_of_run(TrainConfig(**values), tmp_path)
 
 
 TINY = GPTConfig(layers=3, width=16, heads=2, context=8, vocabulary=600)

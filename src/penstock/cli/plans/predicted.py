@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,7 +16,8 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.guarded_files import write_whole
 
 if TYPE_CHECKING:
-    from penstock.plan.measured_run import RunComparison, RunSettings
+    from penstock.plan.measured_run import RunComparison
+    from penstock.plan.run_forecast import RunSettings
     from penstock.train.config.schema import TrainConfig
 
 _ERROR = (
@@ -41,7 +42,7 @@ def predicted(run: RunFolder, profile: RunProfile, out: Recalibrated = None, as_
     from penstock.runtime.rank.timeline_files import read_timeline
     from penstock.train.config.load import load_config
 
-    known, settings = read_profile(profile), _settings(load_config(run / "config.yaml", []), run)
+    known, settings = read_profile(profile), settings_of_run(load_config(run / "config.yaml", []), run)
     found = compare_with_run(known, settings, read_timeline(run))
     if as_json:
         print_json(
@@ -62,29 +63,63 @@ def predicted(run: RunFolder, profile: RunProfile, out: Recalibrated = None, as_
             say_written("profile", out, f"penstock plan --profile {{}} --devices {settings.stages * settings.width}")
 
 
-def _settings(config: TrainConfig, run: Path) -> RunSettings:
+def settings_of_run(config: TrainConfig, run: Path) -> RunSettings:
     """Return how a run was configured.
 
     Raises:
         PenstockError: its stages are unknown.
     """
-    from penstock.plan.measured_run import RunSettings, check_comparable
+    from penstock.plan.run_forecast import RunSettings
+    from penstock.schedule.build import ScheduleRequest
+    from penstock.schedule.transforms.batch_ops import what_decides
 
-    check_comparable(config.row.name)
+    _check_comparable(config)
     config.check_undivided("comparisons of runs with profiles", "which are of blocks that one process has")
-    modes = [config.recompute] * config.stages if isinstance(config.recompute, str) else config.recompute
+    rule = "provisional-in-place" if config.undo == "in-place" else None
+    request = ScheduleRequest(config.row.name, config.stages, config.microbatches, rule, options=config.options)
+    fp16 = config.precision == "fp16"
+    stages, modes = request.schedule.num_stages, config.recompute
+    each = [modes] * stages if isinstance(modes, str) else modes
     return RunSettings(
         config.row.name,
         config.stages,
         config.width,
         config.microbatches,
         config.microbatch_size,
-        tuple(mode != "none" for mode in modes),
-        tuple(config.balance or _balance(config, run)),
+        tuple(mode == "block" for mode in each),
+        tuple(config.balance or _balance(config, run, stages)),
+        frozenset(index for index, mode in enumerate(each) if mode == "stage"),
+        config.segments,
+        config.options,
+        rule,
+        config.window,
+        config.sharding,
+        bool(what_decides(config.max_grad_norm is not None, fp16, fp16, 1, None)),
     )
 
 
-def _balance(config: TrainConfig, run: Path) -> list[int]:
+def _check_comparable(config: TrainConfig) -> None:
+    """Refuse runs of which more happens than a schedule and a profile say.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    in_flight: Any = config.options.get("in_flight")
+    reasons = {
+        "it has a schedule of its own; take a method": config.schedule is not None,
+        "its method changes on the way (sync, fallback)": config.phased,
+        "options.in_flight=auto has changed its order on the way": isinstance(in_flight, str),
+        "profiles do not say what copies to the host take (offload, offload_optimizer)": config.offload != "none"
+        or config.offload_optimizer != "none",
+        f"its pipelines have weights of their own (combine.kind={config.combine.kind})": config.combine.kind
+        != "reduce",
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(f"this run cannot be compared with a profile: {reason}")
+
+
+def _balance(config: TrainConfig, run: Path, stages: int) -> list[int]:
     """Return the blocks of each stage of a run without a plan, divided as the run has divided them.
 
     Raises:
@@ -107,7 +142,7 @@ def _balance(config: TrainConfig, run: Path) -> list[int]:
                 "those of plans have, nor model.vocabulary, and it has no weights, which a run saves when it has "
                 f"finished; finish it with penstock train --resume {run}"
             ) from None
-    return [len(part) for part in cut_blocks(gpt_blocks(shape, config.seed), config.stages)]
+    return [len(part) for part in cut_blocks(gpt_blocks(shape, config.seed), stages)]
 
 
 def _print(found: RunComparison) -> None:

@@ -65,8 +65,8 @@ class StageBytes:
     Attributes:
         version: bytes of one version of the weights as passes read it, with its padding.
         whole: bytes of one gradient, or of weights that are updated; `version` unless passes compute in low precision.
-        optimizer: bytes that the optimizer remembers; of a sharded one, by its place among all that divide it: pipelines
-            or, where these have several copies of a stage and weights are not divided, the copies of all.
+        optimizer: bytes that the optimizer remembers; of a sharded one, by its place among all that divide it:
+            pipelines or, where these have several copies of a stage and weights are not divided, the copies of all.
         rows: bytes of the rows of weights that are updated, where pipelines divide these; as `optimizer`.
         low_rows: the same of a version as passes read it; as `optimizer`.
         frozen: bytes of frozen parameters and module buffers.

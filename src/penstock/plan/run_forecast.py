@@ -1,0 +1,168 @@
+"""What a run is expected to do, with any method, and what that costs by a profile: its schedule, and times of stages.
+
+Messages take the time of the largest. Corrections of staleness take none beside updates, which a profile has without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ConfigError
+from penstock.plan.planning import stages_decide
+from penstock.plan.profile.layer_graph import LayerGraph, layer_graph
+from penstock.plan.profile.schema import Profile
+from penstock.plan.simulated.block_chain import BlockChain
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
+from penstock.plan.stages.two_bw_cost import bandwidths
+from penstock.schedule.add_options import extend
+from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.ir.schedule import Op, Schedule
+from penstock.schedule.ir.sharding import REPLICATED
+from penstock.schedule.ir.version_rules import RULES
+from penstock.schedule.machine.shared_cores import SharedCores
+from penstock.schedule.methods.compatibility import sharding_of
+from penstock.schedule.methods.find_method import find_method
+from penstock.schedule.proof.proof import Proof
+from penstock.schedule.transforms.recompute import Segments
+from penstock.schedule.transforms.unfuse import taken_apart
+from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.sharding_traffic import Network
+
+_FAST = 1e30  # bytes per second of a link that takes no time
+_NO_BYTES = 1e-30  # of a network, which has to carry something
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a run was configured.
+
+    Attributes:
+        method: a row of the method table.
+        stages: ranks of a pipeline.
+        width, microbatches, microbatch_size: of the run.
+        recompute: of each stage, whether forwards are run again, block by block.
+        balance: blocks of each stage.
+        whole: stages that are recomputed as a whole, in actions of their own.
+        segments: how many of these do so together.
+        options: of the order.
+        rule: another version rule than the method's.
+        window: messages that may be outstanding on a lane; that of the proof if None.
+        sharding: what parallel pipelines divide; that of the method if None.
+        decides: updates wait for all stages; as the profile was measured if None.
+    """
+
+    method: str
+    stages: int
+    width: int
+    microbatches: int
+    microbatch_size: int
+    recompute: tuple[bool, ...]
+    balance: tuple[int, ...]
+    whole: frozenset[int] = frozenset()
+    segments: Segments = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rule: str | None = None
+    window: int | None = None
+    sharding: str | None = None
+    decides: bool | None = None
+
+
+def run_forecast(profile: Profile, settings: RunSettings) -> tuple[Proof, Costs]:
+    """Return the proof of what a run does, and what it costs by a profile.
+
+    Raises:
+        ConfigError: the profile is of another model, lacks the microbatch size or what the method asks of it, or the
+            stages of the method are no chain.
+        ScheduleError: there is no such schedule.
+    """
+    size = settings.microbatch_size if profile.microbatch_sizes else None
+    graph = layer_graph(profile, size)
+    if sum(settings.balance) != len(graph.layers):
+        raise ConfigError(
+            f"the run has {sum(settings.balance)} blocks, the profile {len(graph.layers)}; take that of its model"
+        )
+    unknown = next((layer.name for layer in graph.layers if layer.forward is None), None)
+    if unknown is not None:
+        raise ConfigError(f"layer {unknown!r} of the profile has options only; forward and backward are needed")
+    proof = _proof(settings, stages_decide(profile) if settings.decides is None else settings.decides)
+    if proof.schedule.num_stages != len(settings.balance):
+        raise ConfigError(
+            f"{settings.method} has {proof.schedule.num_stages} stages, but the blocks of {len(settings.balance)} are "
+            "given"
+        )
+    link = profile.links[0] if profile.links else None
+    level = DeviceLevel(settings.stages * settings.width, link.bandwidth if link else _FAST / 10)
+    latency, work = (link.latency, (link.work, link.work_per_byte)) if link else (0.0, (0.0, 0.0))
+    devices = Devices((level,), None, latency, profile.cores, link_work=work)
+    return proof, _costs(proof.schedule, graph, settings, devices)
+
+
+def _proof(settings: RunSettings, decides: bool) -> Proof:
+    """Return the proof of what a run does.
+
+    Raises:
+        ConfigError: its stages are no chain.
+        ScheduleError: there is no such schedule.
+    """
+    row = find_method(settings.method)
+    if row.divides_head:
+        raise ConfigError(f"runs of {row.name!r} cannot be compared with a profile, as their stages are no chain")
+    sizes = row.name, settings.stages, settings.microbatches, settings.rule
+    request = ScheduleRequest(*sizes, options=settings.options, window=settings.window, sharding="none")
+    plain = taken_apart(request.schedule)
+    return extend(
+        plain,
+        decides=decides or settings.width > 1 or RULES[plain.rule].provisional,
+        reduces=settings.width > 1,
+        recomputes=settings.whole,
+        segments=settings.segments,
+        sharding=sharding_of(row, settings.sharding),  # behind recomputes, also where the method has it by itself
+    )
+
+
+def _costs(schedule: Schedule, graph: LayerGraph, settings: RunSettings, devices: Devices) -> Costs:
+    """Return the times of stages and messages.
+
+    Raises:
+        ConfigError: backwards come in halves, which the profile does not know.
+    """
+    chain, cuts = BlockChain(graph, 2.0), np.array([0, *accumulate(settings.balance)])
+    passes = chain.halved if schedule.operations & {Op.I, Op.W} else chain.passes
+    if passes is None:
+        raise ConfigError(
+            f"backwards of {settings.method} come in two halves, which the profile does not tell apart; take one that "
+            "penstock profile has measured"
+        )
+    forward, first, second = (np.diff(sums[cuts]) for sums in passes)
+    first = first + forward * np.array(settings.recompute)
+    at, stages = schedule.stage_at, schedule.num_stages
+    between = np.array(
+        [s for s in range(1, stages) if any(at[s - 1, d].rank != at[s, d].rank for d in range(schedule.directions))],
+        int,
+    )
+    largest = float(chain.crossing[cuts[between]].max(initial=0.0)) / schedule.slices
+    ends = np.bincount([*between - 1, *between], minlength=stages)  # messages of a pass
+    messages = ends * devices.message_work(largest, settings.stages * settings.width) * schedule.slices
+    forward, first = forward + messages, first + messages
+    across, along = bandwidths(devices, settings.width, settings.stages)
+    holders, divided = settings.width * schedule.directions, schedule.sharding != REPLICATED
+    parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())
+    steps = np.diff(chain.steps[cuts]) / (holders if divided else 1)
+    network = None
+    if divided:
+        network = Network(
+            schedule, settings.width, across, max(parameters, _NO_BYTES), weight_bytes=1, gradient_bytes=1
+        )
+    return Costs(
+        tuple(StageCost(*map(float, each)) for each in zip(forward, first, second, steps, strict=True)),
+        latency=devices.latency,
+        transfer=largest / along,
+        collective=2 * (holders - 1) / holders * parameters / across,
+        network=network,
+        cores=None if devices.cores is None else SharedCores(devices.cores / settings.width),  # in step
+    )
