@@ -194,6 +194,19 @@ def test_simulate_ranks_that_share_cores(monkeypatch, capsys):
         assert said in error
 
 
+def test_simulate_ranks_that_share_links(monkeypatch, capsys):
+    """Messages of ranks of one host do not occupy its link; a rank by itself sends and receives all of its by one."""
+    base = ["simulate", "interleaved", "--stages", 4, "--microbatches", 8, "--transfer", 0.5, "--json"]
+    lanes, together, alone = (
+        json.loads(run(monkeypatch, capsys, *base, *more)[1])["makespan"]
+        for more in ([], ["--shared-links", 4], ["--shared-links", 1])
+    )
+    assert (lanes, together, alone) == (35.5, 35.5, 37.75)
+    code, _, error = run(monkeypatch, capsys, *base, "--shared-links", 0)
+    assert code
+    assert "--shared-links" in error
+
+
 def test_simulate_several_batches_with_costs_of_their_own(monkeypatch, capsys, tmp_path):
     stages = [{"forward": f, "backward_input": f, "backward_weight": f} for f in (1, 2, 1, 1)]
     (tmp_path / "costs.json").write_text(json.dumps(stages))

@@ -33,6 +33,7 @@ from penstock.cli.schedules.study_options import (
     DrawingWidth,
     GatherTime,
     HostCores,
+    HostLinks,
     OffloadTime,
     OrderName,
     OrderOptions,
@@ -154,6 +155,7 @@ def simulate(
     latency: Annotated[float, at_least_0("TIME", "Time of a hop; it occupies no rank.")] = 0.0,
     transfer: Annotated[float, at_least_0("TIME", "Time that a message occupies its lane before that.")] = 0.0,
     cores: HostCores = None,
+    shared_links: HostLinks = None,
     fused: Annotated[float, at_least_0("PART", "Time of a fused pair, as a part of that of both.")] = 1.0,
     left: Annotated[float, at_least_0("PART", "Part of the activations that is left between I and W.")] = 1.0,
     per_stage: PerStage = None,
@@ -174,6 +176,7 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Predict makespan, bubble, activations, versions and messages of a span of batches."""
+    from penstock.schedule.machine.sharing.shared_links import SharedLinks
     from penstock.simulate.costs import Costs, StageCost, read_stage_costs
     from penstock.simulate.long_run import steady_bubble
     from penstock.simulate.simulate import simulate_schedule
@@ -192,7 +195,9 @@ def simulate(
     else:
         costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=latency, step=step)
     costs = with_copy_times(replace(costs, transfer=transfer, fused=fused, left=left), proof, copies)
-    costs = replace(costs, network=asked_network(proof, width, bandwidth, parameters), cores=asked_cores(cores))
+    links = None if shared_links is None else SharedLinks(shared_links)
+    network = asked_network(proof, width, bandwidth, parameters)
+    costs = replace(costs, network=network, cores=asked_cores(cores), links=links)
     simulation = simulate_schedule(proof, costs, batches, window=asked_window(window))
     in_a_long_run = max(steady_bubble(simulation.lowered, costs, proof.steady_from + 2), 0.0)
     if as_json:

@@ -87,6 +87,16 @@ HostCores = Annotated[
 ]
 
 
+HostLinks = Annotated[
+    int | None,
+    typer.Option(
+        "--shared-links",
+        metavar="R",
+        help="R consecutive ranks share the link of their host: what leaves it at one time, or comes, divides its rate. "
+        "With 1, each rank has one link for all its messages, sums and gathers.",
+        min=1,
+    ),
+]
 PipelineNumber = Annotated[
     int | None, typer.Option(metavar="W", help="Parallel pipelines, with --sharding; 2 if not given.", min=1)
 ]
