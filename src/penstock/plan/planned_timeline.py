@@ -11,8 +11,9 @@ import numpy as np
 
 from penstock.errors import ConfigError
 from penstock.idle_time import Idle, split_time
-from penstock.plan.planning import Planning, PlanRequest, make_plan, stages_decide
+from penstock.plan.planning import Planning, PlanRequest, make_plan
 from penstock.plan.profile.schema import Numbers, Profile
+from penstock.plan.run_forecast import stages_decide
 from penstock.plan.simulated.block_chain import BlockChain
 from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.candidate_trial import NAME, CandidateTrial

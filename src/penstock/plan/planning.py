@@ -17,13 +17,14 @@ from penstock.plan.planners.two_bw_unequal_stages import plan_for_two_bw_cost
 from penstock.plan.profile.layer_graph import layer_graph, sizes_of
 from penstock.plan.profile.schema import Profile
 from penstock.plan.published_planners import AS_PUBLISHED, BEST_FOR_COST, RATERS
+from penstock.plan.run_forecast import stages_decide
+from penstock.plan.shared_links import with_shared_links
 from penstock.plan.simulated.candidate_trial import NAME as SIMULATED
 from penstock.plan.simulated.plan_search import simulated_plans
 from penstock.plan.simulated.planned_methods import METHODS
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.pipedream_cost import PipeDreamCost
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Skipped
-from penstock.schedule.transforms.batch_ops import what_decides
 
 _PUBLISHED = ("pipedream", "dapple", "spp", "graphpipe", "piper", "mist", "bapipe", "dawnpiper", "pase", "2bw-paper")
 PLANNERS = ("default", *_PUBLISHED)
@@ -99,6 +100,8 @@ def make_plan(request: PlanRequest) -> Planning:
     if request.cost == SIMULATED:
         decide = stages_decide(request.profile)
         plans, refused = simulated_plans(sizes, request.devices, decides=decide, methods=request.methods)
+        if request.devices.shares_link:
+            plans = with_shared_links(plans, request.profile, request.devices)
         why = {} if plans else {"default": "no plan fits: see what was skipped, and why"}
         return Planning(request, sizes, tuple(plans), tuple(refused), why)
     names = [request.planner]
@@ -126,13 +129,6 @@ def make_plan(request: PlanRequest) -> Planning:
         best = replace(found[0], planner="default", notes=(*found[0].notes, f"found by {found[0].planner}"))
         found = [best, *(plan for plan in found if plan.planner != "default")]
     return Planning(request, sizes, tuple(found), tuple(skipped), left_out)
-
-
-def stages_decide(profile: Profile) -> bool:
-    """Return whether updates of a profiled run wait for all stages; those of parallel pipelines always do."""
-    settings = profile.settings
-    clips, fp16 = settings.get("max_grad_norm", 1.0) is not None, settings.get("precision") == "fp16"
-    return bool(what_decides(clips, fp16, fp16, 1, None))
 
 
 def _same_as_default(name: str, request: PlanRequest, found: list[Plan]) -> Search | None:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.plan.planning import stages_decide
 from penstock.plan.profile.layer_graph import LayerGraph, layer_graph
 from penstock.plan.profile.schema import Profile
 from penstock.plan.simulated.block_chain import BlockChain
@@ -28,6 +27,7 @@ from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.schedule.methods.compatibility import sharding_of
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.proof.proof import Proof
+from penstock.schedule.transforms.batch_ops import what_decides
 from penstock.schedule.transforms.recompute import Segments
 from penstock.schedule.transforms.unfuse import taken_apart
 from penstock.simulate.costs import Costs, StageCost
@@ -72,8 +72,20 @@ class RunSettings:
     decides: bool | None = None
 
 
-def run_forecast(profile: Profile, settings: RunSettings) -> tuple[Proof, Costs]:
+def stages_decide(profile: Profile) -> bool:
+    """Return whether updates of a profiled run wait for all stages; those of parallel pipelines always do."""
+    settings = profile.settings
+    clips, fp16 = settings.get("max_grad_norm", 1.0) is not None, settings.get("precision") == "fp16"
+    return bool(what_decides(clips, fp16, fp16, 1, None))
+
+
+def run_forecast(profile: Profile, settings: RunSettings, devices: Devices | None = None) -> tuple[Proof, Costs]:
     """Return the proof of what a run does, and what it costs by a profile.
+
+    Args:
+        profile: of the model.
+        settings: of the run.
+        devices: on which it runs; those that were profiled if None.
 
     Raises:
         ConfigError: the profile is of another model, lacks the microbatch size or what the method asks of it, or the
@@ -95,11 +107,15 @@ def run_forecast(profile: Profile, settings: RunSettings) -> tuple[Proof, Costs]
             f"{settings.method} has {proof.schedule.num_stages} stages, but the blocks of {len(settings.balance)} are "
             "given"
         )
+    return proof, _costs(proof.schedule, graph, settings, devices or _profiled(profile, settings))
+
+
+def _profiled(profile: Profile, settings: RunSettings) -> Devices:
+    """Return the devices that were profiled."""
     link = profile.links[0] if profile.links else None
     level = DeviceLevel(settings.stages * settings.width, link.bandwidth if link else _FAST / 10)
     latency, work = (link.latency, (link.work, link.work_per_byte)) if link else (0.0, (0.0, 0.0))
-    devices = Devices((level,), None, latency, profile.cores, link_work=work)
-    return proof, _costs(proof.schedule, graph, settings, devices)
+    return Devices((level,), None, latency, profile.cores, link_work=work)
 
 
 def _proof(settings: RunSettings, decides: bool) -> Proof:

@@ -92,7 +92,7 @@ HostLinks = Annotated[
     typer.Option(
         "--shared-links",
         metavar="R",
-        help="R consecutive ranks share the link of their host: what leaves it at one time, or comes, divides its rate. "
+        help="R consecutive ranks share the link of their host: what leaves or comes at one time divides its rate. "
         "With 1, each rank has one link for all its messages, sums and gathers.",
         min=1,
     ),

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from penstock.checks import did_you_mean, in_short, in_words
 from penstock.errors import ConfigError
 from penstock.guarded_files import read_given
-from penstock.plan.cluster.schema import Cluster
+from penstock.plan.cluster.schema import FORMAT, Cluster
 from penstock.yaml_file import parse_yaml
 
 Part = TypeVar("Part", bound=BaseModel)
 
+_PRESETS = "presets.yaml"
 _MOST_BYTES = 1 << 20
 _MOST_FAULTS = 8  # that a message lists
 
 
 def preset_names() -> tuple[str, ...]:
     """Return the names of the presets."""
-    found = (entry.name for entry in files("penstock.plan.cluster").iterdir())
-    return tuple(sorted(name.removesuffix(".yaml") for name in found if name.endswith(".yaml")))
+    return tuple(sorted(_presets()))
+
+
+@cache
+def _presets() -> dict[str, Any]:
+    return parse_yaml(files("penstock.plan.cluster").joinpath(_PRESETS).read_text(), _PRESETS)
 
 
 def find_cluster(name: str) -> Cluster:
@@ -32,12 +38,13 @@ def find_cluster(name: str) -> Cluster:
     Raises:
         ConfigError: there is neither, or the file is no cluster.
     """
-    if name in preset_names():
-        text = files("penstock.plan.cluster").joinpath(f"{name}.yaml").read_text()
-        return parsed(Cluster, text, name, "cluster")
+    presets = _presets()
+    if name in presets:
+        return validated(Cluster, {"format": FORMAT, "name": name, **presets[name]}, name, "cluster")
     if not Path(name).suffix and not Path(name).exists():
-        known = preset_names()
-        raise ConfigError(f"cluster must be {in_words(known)}, or a file, got {name!r:.80}.{did_you_mean(name, known)}")
+        raise ConfigError(
+            f"cluster must be {in_words(sorted(presets))}, or a file, got {name!r:.80}.{did_you_mean(name, presets)}"
+        )
     return parsed(Cluster, text_of(Path(name), "cluster"), name, "cluster")
 
 
@@ -67,7 +74,11 @@ def parsed(schema: type[Part], text: str, name: str, what: str) -> Part:
     Raises:
         ConfigError: it is something else; the message lists what is wrong and where.
     """
-    values = parse_yaml(text, name)
+    return validated(schema, parse_yaml(text, name), name, what)
+
+
+def validated(schema: type[Part], values: object, name: str, what: str) -> Part:
+    """Check values by their schema; arguments and errors as of `parsed`."""
     try:
         return schema.model_validate(values)
     except ValidationError as error:

@@ -11,6 +11,7 @@ from penstock.errors import ConfigError
 from penstock.plan.profile.schema import MOST_DEVICES
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 
+FORMAT = "penstock cluster 1"
 LINKS = ("inside", "between", "host", "disk")
 """Links of a device: to others of its node, to other nodes, to the memory of its host, to storage."""
 
@@ -40,6 +41,7 @@ class Cluster(ClusterPart):
         format: says what the file is.
         name: of the cluster.
         node: how many devices share the fast links of a node.
+        adapters: of a node to others: 1, which all of its devices share, or one for each if not given.
         flops: floating-point operations per second of a device, dense matrix products in 16 bits.
         memory: bytes of a device.
         inside, between: to other devices of the node, and of other nodes.
@@ -52,6 +54,7 @@ class Cluster(ClusterPart):
     format: Literal["penstock cluster 1"]
     name: Annotated[str, Field(min_length=1, max_length=200)]
     node: Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+    adapters: Literal[1] | None = None
     flops: Sourced
     memory: Sourced
     inside: Sourced
@@ -89,4 +92,6 @@ class Cluster(ClusterPart):
         levels = [DeviceLevel(inner, self.inside.value / 2)]
         if count > inner:
             levels.append(DeviceLevel(count // inner, self.between.value / 2))
-        return Devices(tuple(levels), self.memory.value, host=None if self.host is None else self.host.value / 2)
+        host = None if self.host is None else self.host.value / 2
+        shares = self.adapters is not None and count > inner > 1
+        return Devices(tuple(levels), self.memory.value, host=host, shares_link=shares)

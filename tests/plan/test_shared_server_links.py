@@ -1,0 +1,76 @@
+"""Plans for servers whose devices share one link: searched for with a part of it each, rated with all of it shared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.plan.cluster.files import find_cluster
+from penstock.plan.planning import PlanRequest, make_plan
+from penstock.plan.profile.schema import Profile, ProfiledLayer
+from penstock.plan.run_forecast import RunSettings, run_forecast
+from penstock.plan.shared_links import with_shared_links
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
+from penstock.simulate.simulate import simulate_schedule
+
+SERVERS = Devices((DeviceLevel(2, 1e9), DeviceLevel(2, 10.0)), memory=6e5, shares_link=True)
+"""Two of two devices, each of which has 10 bytes a second of a link of 20, and holds one layer."""
+
+
+def profile(nbytes: float, parameters: float = 0.0) -> Profile:
+    layers = [
+        ProfiledLayer(name=f"l{n}", forward=1, backward=2, output=nbytes, parameters=parameters) for n in range(4)
+    ]
+    return Profile(format="penstock profile 1", layers=layers)
+
+
+def plans(devices: Devices, known: Profile, methods: tuple[str, ...] = ("1f1b",)):
+    return make_plan(PlanRequest(known, devices, cost="simulated", microbatches=8, methods=methods)).plans
+
+
+HEAVY = profile(20.0, parameters=1e5)
+
+
+def test_a_message_has_the_whole_link_while_no_other_is_under_way() -> None:
+    """Outputs of 20 bytes take 2 s by a device's part, and 1 s by all of it: as if every device had it to itself."""
+    alone = replace(SERVERS, shares_link=False)
+    whole = replace(alone, levels=(SERVERS.levels[0], DeviceLevel(2, 20.0)))
+    (found,), (parted,), (fast,) = (plans(each, HEAVY) for each in (SERVERS, alone, whole))
+    assert found.settings == parted.settings
+    assert (found.settings["stages"], found.settings["width"]) == (4, 1)
+    assert found.seconds_per_sample < parted.seconds_per_sample
+    assert found.seconds_per_sample == pytest.approx(fast.seconds_per_sample)
+    assert found.notes[-1].startswith("with the links of servers shared, one more batch takes")
+    assert found.rating.stages[0].parts["bubble"] == pytest.approx(fast.rating.stages[0].parts["bubble"])
+
+
+def test_sums_and_messages_divide_the_link() -> None:
+    """Two pipelines of two stages, on each server one stage: gradients are added while outputs leave it, or come."""
+    known = profile(20.0, parameters=20.0)
+    changes = {"method": "2bw", "stages": 2, "width": 2, "microbatches": 4, "balance": [2, 2]}
+    (plan,) = plans(SERVERS, HEAVY)
+    plan = replace(plan, settings=plan.settings | changes)
+    (shared,) = with_shared_links([plan], known, SERVERS)
+    proof, costs = run_forecast(known, RunSettings("2bw", 2, 2, 4, 1, (False, False), (2, 2)), SERVERS)
+    short, long = (simulate_schedule(proof, costs, n).bubble.makespan for n in (3, 5))
+    assert (costs.transfer, costs.collective) == (2.0, 4.0)
+    assert shared.rating.seconds * 8 >= (long - short) / 2
+
+
+def test_plans_within_a_server_remain_as_they_are() -> None:
+    inside = replace(SERVERS, levels=(DeviceLevel(4, 10.0), DeviceLevel(1, 10.0)))
+    found, before = plans(inside, profile(1.0)), plans(replace(inside, shares_link=False), profile(1.0))
+    assert [(plan.settings, plan.rating) for plan in found] == [(plan.settings, plan.rating) for plan in before]
+
+
+def test_long_plans_are_left_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.plan.shared_links._MOST_PASSES", 16)
+    found = plans(SERVERS, HEAVY)
+    assert found[0].notes[-1] == "not simulated with shared links: 32 forwards of a batch are more than 16"
+
+
+def test_clusters_say_whose_devices_share_a_link() -> None:
+    assert find_cluster("aws-p3").devices(16).shares_link
+    assert not find_cluster("aws-p3").devices(8).shares_link
+    assert not find_cluster("azure-nd-h100").devices(16).shares_link
