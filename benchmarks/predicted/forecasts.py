@@ -16,7 +16,7 @@ from benchmarks.network.hosts import Link
 from benchmarks.network.team import Team
 from benchmarks.predicted.configurations import ALL_MODELS, Configuration
 from penstock import gpt_blocks, keep_freed_memory
-from penstock.measure.links import Ping, fit, sizes_around
+from penstock.measure.machine.links import Ping, fit, sizes_around
 from penstock.measure.model_profile import measure_blocks, profile_of
 from penstock.options.all_options import PipelineOptions
 from penstock.plan.measured_run import predicted_batch

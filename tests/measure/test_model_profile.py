@@ -10,7 +10,7 @@ from torch import nn
 from penstock.errors import ConfigError, DataError
 from penstock.measure.configured import _said_of_links
 from penstock.measure.distinct_blocks import kind_of
-from penstock.measure.links import SIZES, Ping, fit, ping, sizes_around
+from penstock.measure.machine.links import SIZES, Ping, fit, ping, sizes_around
 from penstock.measure.model_profile import measure_blocks, profile_of
 from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training
 from penstock.models.gpt import gpt_blocks, language_loss

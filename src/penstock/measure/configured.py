@@ -11,7 +11,7 @@ import torch
 
 from penstock.comm.core.devices import find_device
 from penstock.job.cpus import Cpus, parts
-from penstock.measure.links import measure_link, sizes_around
+from penstock.measure.machine.links import measure_link, sizes_around
 from penstock.measure.model_profile import check_microbatch_sizes, measure_blocks, profile_of
 from penstock.options.all_options import PipelineOptions
 from penstock.plan.profile.schema import Profile

@@ -12,6 +12,21 @@ from penstock.cli.plans.sizes import size_of, whole_numbers
 from penstock.errors import ConfigError
 
 
+def cluster_named(name: str) -> Any:
+    """Return a preset, a cluster from a file, or the machine at hand, which is measured.
+
+    Raises:
+        ConfigError: there is no such preset, or the file is no cluster.
+    """
+    from penstock.plan.cluster.files import THIS_MACHINE, find_cluster
+
+    if name != THIS_MACHINE:
+        return find_cluster(name)
+    from penstock.measure.machine.this_machine import this_machine
+
+    return this_machine()
+
+
 def link_matrix_of(path: Path, planner: str) -> Any:
     """Read the bandwidths between all pairs of devices.
 
@@ -48,14 +63,13 @@ def devices_of(
             link = profile.links[0]
             found = replace(found, cores=profile.cores, link_work=(link.work, link.work_per_byte))
         return _with_host(found, host_bandwidth)
-    from penstock.plan.cluster.files import find_cluster
 
     if bandwidth is not None:
         raise ConfigError("--cluster says what links do; leave --bandwidth out, or --cluster")
     (count, *more) = whole_numbers("--devices, with --cluster,", devices)
     if more:
         raise ConfigError("--devices takes one number with --cluster, which knows its nodes")
-    found = find_cluster(cluster).devices(count)
+    found = cluster_named(cluster).devices(count)
     found = found if memory is None else replace(found, memory=size_of("--memory", memory))
     return _with_host(found, host_bandwidth)
 

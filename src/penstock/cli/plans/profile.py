@@ -10,6 +10,7 @@ from rich.console import Console
 
 from penstock.cli.options import FLAG, AsJson, ConfigFile, DataPath, TrainChanges
 from penstock.cli.output import print_json, say_written
+from penstock.cli.plans.plan_devices import cluster_named
 from penstock.cli.plans.sizes import whole_numbers
 from penstock.cli.train import changes_of
 from penstock.errors import ConfigError
@@ -33,7 +34,9 @@ ProfileOut = Annotated[
 ProfiledCluster = Annotated[
     str | None,
     typer.Option(
-        "--cluster", metavar="NAME|FILE", help="Instead of measuring: by formulas, for a transformer on such devices."
+        "--cluster",
+        metavar="NAME|FILE",
+        help="Instead of measuring blocks: by formulas, for a transformer on such devices, or on this-machine.",
     ),
 ]
 ModelLayers = Annotated[int | None, typer.Option("--layers", metavar="N", help="With --cluster: of the model.")]
@@ -101,7 +104,6 @@ def _analytic(cluster: str | None, numbers: tuple[int | None, ...], sizes: str |
     Raises:
         ConfigError: something is missing, or wrong.
     """
-    from penstock.plan.cluster.files import find_cluster
     from penstock.plan.scale.analytic_profile import analytic_profile
     from penstock.plan.scale.model_shape import ModelShape
 
@@ -114,7 +116,7 @@ def _analytic(cluster: str | None, numbers: tuple[int | None, ...], sizes: str |
     heads = max(1, hidden // 128) if heads is None else heads
     shape = ModelShape(name or f"{layers} x {hidden}", layers, hidden, sequence, heads, vocabulary=vocabulary)
     wanted = sorted(set(whole_numbers("--microbatch-sizes", sizes))) if sizes else [1]
-    return analytic_profile(shape, find_cluster(cluster), wanted)
+    return analytic_profile(shape, cluster_named(cluster), wanted)
 
 
 def _measured(

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from penstock.cli.options import AsJson
 from penstock.cli.output import print_json
+from penstock.cli.plans.plan_devices import cluster_named
 from penstock.errors import ConfigError
 from penstock.guarded_files import write_whole
 
@@ -68,7 +69,6 @@ def scale(
     For example: penstock scale --x 160 --cluster a100. The analysis is that of layered gradient accumulation (arXiv
     2106.02679): a batch depth-first, or layer by layer with a modular pipeline and sharded weights.
     """
-    from penstock.plan.cluster.files import find_cluster
     from penstock.plan.scale.analysis import analyse
     from penstock.plan.scale.fastest import ScaledTraining
     from penstock.plan.scale.model_shape import critical_batch as by_rules
@@ -78,7 +78,7 @@ def scale(
     if print_rules:
         typer.echo(rules_text(), nl=False)
         return
-    known, machine = read_rules(rules), find_cluster(cluster)
+    known, machine = read_rules(rules), cluster_named(cluster)
     if memory is not None:
         from penstock.cli.plans.sizes import size_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,9 +22,9 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import print_json
 from penstock.cli.schedules.schedule_from_options import (
-    asked_cores,
     asked_network,
     asked_window,
+    on_machine,
     prove_asked,
     with_copy_times,
 )
@@ -143,6 +143,11 @@ def _say(console: Console, choice: InFlightChoice | None) -> None:
         console.print(f"in flight: {choice}", markup=False, highlight=False)
 
 
+def _in_json(choice: InFlightChoice | None) -> dict[str, Any]:
+    """Return how many microbatches in flight were chosen, and why no more."""
+    return {} if choice is None else {"in_flight": asdict(choice)}
+
+
 def simulate(
     method: MethodName = None,
     stages: MaybeStages = None,
@@ -176,7 +181,6 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Predict makespan, bubble, activations, versions and messages of a span of batches."""
-    from penstock.schedule.machine.sharing.shared_links import SharedLinks
     from penstock.simulate.costs import Costs, StageCost, read_stage_costs
     from penstock.simulate.long_run import steady_bubble
     from penstock.simulate.simulate import simulate_schedule
@@ -186,8 +190,8 @@ def simulate(
         share = read_stage_costs(per_stage, None, latency, transfer), stages or 4
     else:
         share = Costs((StageCost(forward, backward_input, backward_weight),), latency, transfer), 1
-    share = replace(share[0], left=left), share[1]
-    own, sizes, copies = (file, rule, correction), (stages, microbatches), (offload, offload_optimizer)
+    share, own = (replace(share[0], left=left), share[1]), (file, rule, correction)
+    sizes, copies = (stages, microbatches), (offload, offload_optimizer)
     with Console(stderr=True).status("proving the schedule"):  # a search for an order may take minutes
         proof, choice = prove_asked(method, own, sizes, changes, segments, order, in_flight, share, sharding, copies)
     if per_stage is not None:
@@ -195,15 +199,12 @@ def simulate(
     else:
         costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=latency, step=step)
     costs = with_copy_times(replace(costs, transfer=transfer, fused=fused, left=left), proof, copies)
-    links = None if shared_links is None else SharedLinks(shared_links)
-    network = asked_network(proof, width, bandwidth, parameters)
-    costs = replace(costs, network=network, cores=asked_cores(cores), links=links)
+    costs = on_machine(costs, asked_network(proof, width, bandwidth, parameters), cores, shared_links)
     simulation = simulate_schedule(proof, costs, batches, window=asked_window(window))
     in_a_long_run = max(steady_bubble(simulation.lowered, costs, proof.steady_from + 2), 0.0)
     if as_json:
-        chosen = {} if choice is None else {"in_flight": asdict(choice)}
-        print_json(simulation.figures() | {"bubble_in_a_long_run": in_a_long_run} | chosen)
+        print_json(simulation.figures() | {"bubble_in_a_long_run": in_a_long_run} | _in_json(choice))
     else:
-        table = simulation_table(simulation, batches, in_a_long_run)
-        Console().print(*filter(None, (table, sharding_table(simulation))), time_table(simulation.time_split, ""))
+        tables = simulation_table(simulation, batches, in_a_long_run), sharding_table(simulation)
+        Console().print(*filter(None, tables), time_table(simulation.time_split, ""))
         _say(Console(), choice)

@@ -202,3 +202,21 @@ def asked_cores(text: str | None) -> SharedCores | None:
     except ValueError:
         raise ConfigError(f"--cores takes a number, or cores and ranks of a host as in 2/4, got {text!r:.80}") from None
     return SharedCores(number, per_host)
+
+
+def on_machine(costs: Costs, network: Network | None, cores: str | None, links_of: int | None) -> Costs:
+    """Return costs with what ranks share.
+
+    Args:
+        costs: without.
+        network: of parallel pipelines.
+        cores: as given.
+        links_of: consecutive ranks that share the link of their host.
+
+    Raises:
+        ConfigError: cores are neither a number nor two.
+    """
+    from penstock.schedule.machine.sharing.shared_links import SharedLinks
+
+    links = None if links_of is None else SharedLinks(links_of)
+    return replace(costs, network=network, cores=asked_cores(cores), links=links)

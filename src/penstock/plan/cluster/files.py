@@ -17,6 +17,8 @@ from penstock.yaml_file import parse_yaml
 
 Part = TypeVar("Part", bound=BaseModel)
 
+THIS_MACHINE = "this-machine"
+"""The name of the machine at hand, which commands measure (`penstock.measure.machine.this_machine`)."""
 _PRESETS = "presets.yaml"
 _MOST_BYTES = 1 << 20
 _MOST_FAULTS = 8  # that a message lists
@@ -42,9 +44,8 @@ def find_cluster(name: str) -> Cluster:
     if name in presets:
         return validated(Cluster, {"format": FORMAT, "name": name, **presets[name]}, name, "cluster")
     if not Path(name).suffix and not Path(name).exists():
-        raise ConfigError(
-            f"cluster must be {in_words(sorted(presets))}, or a file, got {name!r:.80}.{did_you_mean(name, presets)}"
-        )
+        known = [*sorted(presets), THIS_MACHINE]
+        raise ConfigError(f"cluster must be {in_words(known)}, or a file, got {name!r:.80}.{did_you_mean(name, known)}")
     return parsed(Cluster, text_of(Path(name), "cluster"), name, "cluster")
 
 

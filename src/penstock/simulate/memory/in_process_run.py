@@ -27,7 +27,7 @@ from penstock.simulate.memory.message_completion import Completion, InProcessLan
 from penstock.simulate.memory.moved_activations import MovedActivationsLane, moves_to_peers
 from penstock.simulate.memory.sharded_stage import PendingChanges, PlacesForGradients, ShardedStage, Tracked
 from penstock.simulate.memory.snapshots import KeptSnapshots, SnapshotCopies, Snapshots, check_snapshots
-from penstock.simulate.memory.stage_run import StageRun, message_of, number_of
+from penstock.simulate.memory.stage_run import StageRun, message_of, slice_number
 
 _NOT_PREDICTED = (Op.AVERAGE,)
 
@@ -255,7 +255,7 @@ class _RankRun:
         if len(queue) >= self.shared.lowered.window:
             yield from wait(queue[0].received)
             self._make_room(there.lane)
-        what, count = message_of(there.payload, there.source, there.target, number_of(there.slice)), there.count
+        what, count = message_of(there.payload, there.source, there.target, slice_number(there.slice)), there.count
         if there.payload is Payload.PARKED:
             owner = there.source if (there.source, there.target) in self.shared.keeping else there.target
             what, count = Held(HeldKind.MOVED, owner.index), int(self._moves(owner))
@@ -296,7 +296,7 @@ class _RankRun:
         def use() -> None:
             del self._posted[message]
             if action.op is Op.FETCH:
-                self._stages[action.stage].move((first, number_of(action.unit.slice)), away=False)
+                self._stages[action.stage].move((first, slice_number(action.unit.slice)), away=False)
             elif self._moves(peer):
                 self.holdings.change(Held(HeldKind.MOVED, peer.index), 1)
 

@@ -108,7 +108,7 @@ class StageRun:
 
     def act(self, action: Action, first: int) -> Iterator[Completion] | None:
         """Do an action; returns what it waits for first, where it may have to."""
-        op, piece = action.op, number_of(action.unit.slice)
+        op, piece = action.op, slice_number(action.unit.slice)
         numbers = [(k, piece) for k in range(first, first + action.unit.count)]
         if op is Op.F:
             if first // self._m > self._begun:
@@ -272,7 +272,7 @@ def _ignore(_: Completion) -> None:
     """Take no notice of a result."""
 
 
-def number_of(piece: tuple[int, int] | None) -> int:
+def slice_number(piece: tuple[int, int] | None) -> int:
     """Return the number of a slice; 0 of whole sequences."""
     return piece[0] if piece else 0
 
