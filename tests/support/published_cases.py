@@ -1,15 +1,14 @@
 """Published figures about time, memory and scale, beside what Penstock computes: a row each.
 
-`python tests/support/published_cases.py` prints the table and writes it to docs/scaling.md anew. Rows marked "open" do
-not reproduce, or cannot be tried, for the reason that they give. Machines are the presets of penstock.plan.cluster;
-what is fitted says so.
+`python tests/support/published_cases.py` prints the tables and writes them to docs/published-figures.md anew. Rows
+marked "open" do not reproduce, or cannot be tried, for the reason that they give. Machines are the presets of
+penstock.plan.cluster; what is fitted says so.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.plan.cluster.files import find_cluster
@@ -23,35 +22,14 @@ from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
+from support import published_2bw, published_schedules
+from support.published_case import Case
 from support.zero_bytes import state_bytes_of_zero
 
-PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
+PAGE = Path(__file__).parents[2] / "docs" / "published-figures.md"
 LGA, BFPP, PTD_P = "arXiv 2106.02679", "arXiv 2211.05953", "arXiv 2104.04473"
 GIB, DAY, YEAR = 2.0**30, 86400.0, 365.25 * 86400.0
 RULES, A100 = read_rules(), find_cluster("a100-lga")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A published figure.
-
-    Attributes:
-        what: it says.
-        source: where it stands; "derived" if it follows from formulas of the paper.
-        expected: the figure.
-        obtained: computes ours; None if the figure cannot be tried.
-        tolerance: relative.
-        why: it does not reproduce, or what was fitted.
-        open: it is known not to reproduce.
-    """
-
-    what: str
-    source: str
-    expected: float
-    obtained: Callable[[], float] | None
-    tolerance: float = 5e-3
-    why: str = ""
-    open: bool = False
 
 
 def x_training(x: float = 160) -> ScaledTraining:
@@ -327,14 +305,20 @@ def complete(method: str) -> list[float]:
     return sorted(end / found.bubble.makespan for end in last.values())
 
 
-def cases() -> list[Case]:
-    """All of them."""
-    groups = (family, intensities, training_times, zero, megatron, data_parallel, schedules)
-    return [case for group in groups for case in group()]
+def groups() -> dict[str, list[Case]]:
+    """All of them, by what they are about: the names of the tables."""
+    found = {
+        "scale": (family, intensities, training_times, zero, megatron, data_parallel, schedules),
+        "orders": (published_schedules.zero_bubble, published_schedules.flushed),
+        "delays": (published_schedules.delays,),
+        "2bw": (published_2bw.timelines, published_2bw.speeds, published_2bw.memory),
+        "planners": (published_2bw.planners,),
+    }
+    return {name: [case for make in makers for case in make()] for name, makers in found.items()}
 
 
 def row_of(case: Case) -> str:
-    """A line of the table."""
+    """A line of a table."""
     if case.obtained is None:
         return f"| {case.what} | {case.source} | {case.expected:.6g} | | | open: {case.why} |"
     value = case.obtained()
@@ -343,15 +327,18 @@ def row_of(case: Case) -> str:
     return f"| {case.what} | {case.source} | {case.expected:.6g} | {value:.6g} | {error:+.2%} | {said} |"
 
 
-def table() -> str:
-    """The whole table."""
+def table(cases: list[Case]) -> str:
+    """A whole table."""
     head = "| figure | source | expected | obtained | error | |\n|---|---|---|---|---|---|\n"
-    return head + "".join(row_of(case) + "\n" for case in cases())
+    return head + "".join(row_of(case) + "\n" for case in cases)
 
 
 if __name__ == "__main__":
-    found = table()
-    sys.stdout.write(found)
-    begin, end = "<!-- published -->\n", "<!-- end of published -->"
-    before, _, rest = PAGE.read_text().partition(begin)
-    PAGE.write_text(before + begin + found + end + rest.partition(end)[2])
+    page = PAGE.read_text()
+    for name, cases in groups().items():
+        found = table(cases)
+        sys.stdout.write(found)
+        begin, end = f"<!-- published {name} -->\n", f"<!-- end of {name} -->"
+        before, _, rest = page.partition(begin)
+        page = before + begin + found + end + rest.partition(end)[2]
+    PAGE.write_text(page)
