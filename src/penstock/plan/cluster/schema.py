@@ -11,7 +11,7 @@ from penstock.errors import ConfigError
 from penstock.plan.profile.schema import MOST_DEVICES
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 
-FORMAT = "penstock cluster 1"
+FORMAT: Literal["penstock cluster 1"] = "penstock cluster 1"
 LINKS = ("inside", "between", "host", "disk")
 """Links of a device: to others of its node, to other nodes, to the memory of its host, to storage."""
 
