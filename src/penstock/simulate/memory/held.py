@@ -15,6 +15,11 @@ def is_blockwise(blockwise: Blockwise, stage: int) -> bool:
     return blockwise if isinstance(blockwise, bool) else stage in blockwise
 
 
+def slice_number(piece: tuple[int, int] | None) -> int:
+    """Return the number of a slice of a sequence; 0 of whole ones."""
+    return piece[0] if piece else 0
+
+
 class HeldKind(StrEnum):
     """What is held.
 

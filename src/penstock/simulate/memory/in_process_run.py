@@ -22,12 +22,12 @@ from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.machine.deadlock import Blocked, blocked_at, deadlock
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Message
 from penstock.schedule.stage_state.stage_constants import stage_specs
-from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, Holdings, is_blockwise
+from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, Holdings, slice_number
 from penstock.simulate.memory.message_completion import Completion, InProcessLane, Part, Rendezvous, take_turns, wait
-from penstock.simulate.memory.moved_activations import MovedActivationsLane, moves_to_peers
+from penstock.simulate.memory.moved_activations import MovedActivations
 from penstock.simulate.memory.sharded_stage import PendingChanges, PlacesForGradients, ShardedStage, Tracked
 from penstock.simulate.memory.snapshots import KeptSnapshots, SnapshotCopies, Snapshots, check_snapshots
-from penstock.simulate.memory.stage_run import StageRun, message_of, slice_number
+from penstock.simulate.memory.stage_run import StageRun, message_of
 
 _NOT_PREDICTED = (Op.AVERAGE,)
 
@@ -43,7 +43,6 @@ class _Shared:
         low_precision: passes compute in 16 bits.
         lanes: of messages, by pipeline.
         meet: collectives of ranks.
-        keeping: stages whose activations other stages keep, each with the other one.
         snapshots: that are taken on the way; None for none.
         kept: snapshots of all ranks.
     """
@@ -54,7 +53,6 @@ class _Shared:
     low_precision: bool
     lanes: dict[tuple[int, LaneKey], InProcessLane]
     meet: Rendezvous
-    keeping: frozenset[tuple[Stage, Stage]]
     snapshots: Snapshots | None
     kept: KeptSnapshots
 
@@ -102,8 +100,7 @@ def most_held(
         if snapshots.drains:
             whole, rest = divmod(batches, snapshots.every)
             spans, snapshots = [snapshots.every] * whole + [rest] * bool(rest), None
-    keeping = moves_to_peers(schedule)
-    shared = _Shared(lowered, width, blockwise, low_precision, {}, Rendezvous(), keeping, snapshots, KeptSnapshots())
+    shared = _Shared(lowered, width, blockwise, low_precision, {}, Rendezvous(), snapshots, KeptSnapshots())
     parts = [(pipeline, rank) for pipeline in range(width) for rank in range(schedule.ranks)]
     ranks = {part: _RankRun(shared, *part) for part in parts}
     for span in spans:
@@ -140,7 +137,7 @@ class _RankRun:
         self._sent: dict[LaneKey, deque[_HeldMessage]] = {}
         self._posted: dict[Message, Completion] = {}
         self._lanes: dict[int, InProcessLane] = {}  # by route
-        self._moved: dict[LaneKey, MovedActivationsLane] = {}
+        self.moved = MovedActivations(shared.lowered, self.blockwise, self.holdings, self._posted)
         self._stepped: set[Stage] = set()
         self._at = self._program.period[0], 0  # the instruction at which it stands, and the batch that it counts from
         self._wanted: Message | None = None  # for which it has waited last
@@ -198,7 +195,7 @@ class _RankRun:
                 yield from self._receive(route, first) if action.op is Op.RECV else self._send(instruction, t)
                 continue
             if action.op in ACCEPTING and action.peer is not None:
-                self._accept(action, needs[0].route, first)
+                self.moved.accept(action, needs[0].route, first, self._stages[action.stage].move_back)
                 continue
             for need in needs:
                 self._wanted = Message(need.route, need.first + t * self._m)
@@ -208,7 +205,7 @@ class _RankRun:
                 if not came.done:
                     yield came
             for each in awaits:
-                yield from self._await(Message(each.route, each.first + t * self._m))
+                yield from self.moved.wait(Message(each.route, each.first + t * self._m))
             yield from self._act(action, t, first)
 
     def _act(self, action: Action, t: int, first: int) -> Iterator[Completion]:
@@ -240,12 +237,9 @@ class _RankRun:
 
     def _receive(self, route: int, first: int) -> Iterator[Completion]:
         """Post a RECV; of moved activations as soon as there is room."""
-        moved = self._moved_lane(route)
-        if moved is not None:
-            yield from moved.make_room()
+        yield from self.moved.make_room(route)
         came = self._posted[Message(route, first)] = self._lane(route).receive()
-        if moved is not None:
-            moved.add(came)
+        self.moved.add(route, came)
 
     def _send(self, instruction: Instruction, t: int) -> Iterator[Completion]:
         """Post a SEND, as soon as there is room."""
@@ -257,8 +251,7 @@ class _RankRun:
             self._make_room(there.lane)
         what, count = message_of(there.payload, there.source, there.target, slice_number(there.slice)), there.count
         if there.payload is Payload.PARKED:
-            owner = there.source if (there.source, there.target) in self.shared.keeping else there.target
-            what, count = Held(HeldKind.MOVED, owner.index), int(self._moves(owner))
+            what, count = self.moved.message(there)
         self.holdings.change(what, count)
         queue.append(_HeldMessage(lane.send(), what, count, instruction, t))
 
@@ -273,46 +266,6 @@ class _RankRun:
         """Lay a message ready for a stage of the same rank, or (negative) take it."""
         if source.rank == target.rank:
             self.holdings.change(message_of(payload, source, target, piece), count)
-
-    # --- activations of other ranks ---------------------------------------------------------------------------------
-
-    def _moved_lane(self, route: int) -> MovedActivationsLane | None:
-        """Return the lane of a route of moved activations; None of others."""
-        there = self.shared.lowered.routes[route]
-        if there.payload is not Payload.PARKED:
-            return None
-        return self._moved.setdefault(there.lane, MovedActivationsLane(self.shared.lowered.window))
-
-    def _moves(self, stage: Stage) -> bool:
-        """Return whether a stage keeps graphs from forward to backward, of which something can be moved."""
-        return not (is_blockwise(self.blockwise, stage.index) or stage.index in self.schedule.recomputed)
-
-    def _accept(self, action: Action, route: int, first: int) -> None:
-        """Take activations of a peer in (HOLD), or those of a stage back (FETCH), once they have come."""
-        lane, message, peer = self._moved_lane(route), Message(route, first), action.peer
-        assert lane is not None
-        assert peer is not None
-
-        def use() -> None:
-            del self._posted[message]
-            if action.op is Op.FETCH:
-                self._stages[action.stage].move((first, slice_number(action.unit.slice)), away=False)
-            elif self._moves(peer):
-                self.holdings.change(Held(HeldKind.MOVED, peer.index), 1)
-
-        lane.take(self._posted[message], use)
-
-    def _await(self, message: Message) -> Iterator[Completion]:
-        """Wait until moved activations have come, unless they have been taken."""
-        lane = self._moved_lane(message.route)
-        if lane is not None and message in self._posted:
-            yield from wait(self._posted[message])
-            lane.settle()
-
-    def give_back(self, peer: Stage) -> None:
-        """Give the activations of a peer back to it (RETURN)."""
-        if self._moves(peer):
-            self.holdings.change(Held(HeldKind.MOVED, peer.index), -1)
 
     # --- updates ----------------------------------------------------------------------------------------------------
 

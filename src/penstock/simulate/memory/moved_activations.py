@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from penstock.errors import CapabilityError
-from penstock.schedule.ir.schedule import Op, Schedule, Stage
+from penstock.schedule.ir.schedule import Action, Op, Payload, Schedule, Stage
+from penstock.schedule.machine.instructions import LaneKey, Lowered, Message, Route
+from penstock.schedule.stage_state.microbatch_state import Piece
+from penstock.simulate.memory.held import Blockwise, Held, HeldKind, Holdings, is_blockwise, slice_number
 from penstock.simulate.memory.message_completion import Completion, wait
 
 
-class MovedActivationsLane:
+class _Lane:
     """The RECVs of one lane of moved activations that are posted and not taken.
 
     Args:
@@ -48,7 +51,80 @@ class MovedActivationsLane:
             self.settle()
 
 
-def moves_to_peers(schedule: Schedule) -> frozenset[tuple[Stage, Stage]]:
+class MovedActivations:
+    """What one rank keeps of the activations of others, and others of its own.
+
+    Args:
+        lowered: the schedule with its messages.
+        blockwise: stages whose blocks are recomputed one by one, which keep nothing that can be moved.
+        holdings: of the rank.
+        posted: its RECVs whose messages have not been taken.
+    """
+
+    def __init__(
+        self, lowered: Lowered, blockwise: Blockwise, holdings: Holdings, posted: dict[Message, Completion]
+    ) -> None:
+        self._lowered, self._blockwise, self._holdings, self._posted = lowered, blockwise, holdings, posted
+        self._lanes: dict[LaneKey, _Lane] = {}
+        self._keeping = _moves_to_peers(lowered.schedule)
+
+    def make_room(self, route: int) -> Iterator[Completion]:
+        """Wait until another RECV of a route may be posted."""
+        lane = self._lane(route)
+        if lane is not None:
+            yield from lane.make_room()
+
+    def add(self, route: int, came: Completion) -> None:
+        """Note a RECV that has been posted."""
+        lane = self._lane(route)
+        if lane is not None:
+            lane.add(came)
+
+    def message(self, route: Route) -> tuple[Held, int]:
+        """Return what a message of moved activations holds, and how many of that."""
+        owner = route.source if (route.source, route.target) in self._keeping else route.target
+        return Held(HeldKind.MOVED, owner.index), int(self._moves(owner))
+
+    def accept(self, action: Action, route: int, first: int, move_back: Callable[[Piece], None]) -> None:
+        """Take activations of a peer in (HOLD), or those of a stage back (FETCH), once they have come."""
+        lane, message, peer = self._lane(route), Message(route, first), action.peer
+        assert lane is not None
+        assert peer is not None
+
+        def use() -> None:
+            del self._posted[message]
+            if action.op is Op.FETCH:
+                move_back((first, slice_number(action.unit.slice)))
+            elif self._moves(peer):
+                self._holdings.change(Held(HeldKind.MOVED, peer.index), 1)
+
+        lane.take(self._posted[message], use)
+
+    def wait(self, message: Message) -> Iterator[Completion]:
+        """Wait until moved activations have come, unless they have been taken."""
+        lane = self._lane(message.route)
+        if lane is not None and message in self._posted:
+            yield from wait(self._posted[message])
+            lane.settle()
+
+    def give_back(self, peer: Stage) -> None:
+        """Give the activations of a peer back to it (RETURN)."""
+        if self._moves(peer):
+            self._holdings.change(Held(HeldKind.MOVED, peer.index), -1)
+
+    def _lane(self, route: int) -> _Lane | None:
+        """Return the lane of a route of moved activations; None of others."""
+        there = self._lowered.routes[route]
+        if there.payload is not Payload.PARKED:
+            return None
+        return self._lanes.setdefault(there.lane, _Lane(self._lowered.window))
+
+    def _moves(self, stage: Stage) -> bool:
+        """Return whether a stage keeps graphs from forward to backward, of which something can be moved."""
+        return not (is_blockwise(self._blockwise, stage.index) or stage.index in self._lowered.schedule.recomputed)
+
+
+def _moves_to_peers(schedule: Schedule) -> frozenset[tuple[Stage, Stage]]:
     """Return the stages that have others keep activations for them, each with the other one.
 
     Raises:

@@ -10,8 +10,9 @@ from penstock.schedule.ir.schedule import Action, Op, Payload, Schedule, Stage
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.split_backward_microbatches import halved_units
 from penstock.schedule.stage_state.microbatch_state import Piece
-from penstock.simulate.memory.held import Blockwise, Held, HeldKind, Holdings, is_blockwise
+from penstock.simulate.memory.held import Blockwise, Held, HeldKind, Holdings, is_blockwise, slice_number
 from penstock.simulate.memory.message_completion import Completion, Rendezvous, wait
+from penstock.simulate.memory.moved_activations import MovedActivations
 from penstock.simulate.memory.sharded_stage import ShardedStage
 from penstock.simulate.memory.snapshots import SnapshotCopies
 
@@ -27,6 +28,7 @@ class RankOfStage(Protocol):
         width: parallel pipelines.
         pipeline: which of these.
         snapshots: that are taken of its stages; None for none.
+        moved: activations that it keeps for others, or others for it.
     """
 
     holdings: Holdings
@@ -36,6 +38,7 @@ class RankOfStage(Protocol):
     width: int
     pipeline: int
     snapshots: SnapshotCopies | None
+    moved: MovedActivations
 
     def members(self, stage: Stage) -> int:
         """Return how many hold the weights of a stage."""
@@ -43,10 +46,6 @@ class RankOfStage(Protocol):
 
     def inside(self, payload: Payload, source: Stage, target: Stage, piece: int, count: int) -> None:
         """Lay a message ready for a stage of the same rank, or (negative) take it."""
-        ...
-
-    def give_back(self, peer: Stage) -> None:
-        """Give the activations of a peer back to it."""
         ...
 
     def settled(self, stage: Stage) -> None:
@@ -128,9 +127,9 @@ class StageRun:
         elif op in (Op.REDUCE, Op.TIE, Op.DECIDE) or (op is Op.GATHER and not self._gathers):
             self._join(op, first)
         elif op is Op.OFFLOAD and action.peer is not None:
-            self.move((first, piece), away=True)
+            self._move((first, piece), HeldKind.GRAPH, HeldKind.LEFT)
         elif op is Op.RETURN and action.peer is not None:
-            self._rank.give_back(action.peer)
+            self._rank.moved.give_back(action.peer)
         elif op is Op.STEP:
             return self._step(first)
         elif op is Op.VALIDATE:
@@ -209,8 +208,12 @@ class StageRun:
         for target in self._returns:
             self._rank.inside(Payload.GRADIENT, self._stage, target, k[1], 1)
 
-    def move(self, k: Piece, *, away: bool) -> None:
-        """Have another rank keep the activations of a graph, or have them back; of what is recomputed there are none.
+    def move_back(self, k: Piece) -> None:
+        """Have the activations of a graph back that another rank has kept."""
+        self._move(k, HeldKind.LEFT, HeldKind.GRAPH)
+
+    def _move(self, k: Piece, before: HeldKind, after: HeldKind) -> None:
+        """Hold a graph without what another rank keeps of it, or with it; of what is recomputed nothing is kept.
 
         Raises:
             CapabilityError: the backward of the graph comes in two halves.
@@ -222,7 +225,6 @@ class StageRun:
                 f"{self._schedule.name}: memory is not predicted where activations are moved to other ranks, and "
                 "backwards come in two halves"
             )
-        before, after = (HeldKind.GRAPH, HeldKind.LEFT) if away else (HeldKind.LEFT, HeldKind.GRAPH)
         self._change(before, k, -1)
         self._change(after, k, 1)
 
@@ -270,11 +272,6 @@ def tied_stages(schedule: Schedule) -> set[Stage]:
 
 def _ignore(_: Completion) -> None:
     """Take no notice of a result."""
-
-
-def slice_number(piece: tuple[int, int] | None) -> int:
-    """Return the number of a slice; 0 of whole sequences."""
-    return piece[0] if piece else 0
 
 
 def message_of(payload: Payload, source: Stage, target: Stage, piece: int) -> Held:
