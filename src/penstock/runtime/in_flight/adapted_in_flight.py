@@ -120,9 +120,13 @@ def _choose(request: ScheduleRequest, measured: Measured, proof: Proof, limit: f
         chunks = chunks_of(request)
         passes = None if limit is None else _most(proof, measured.nbytes, limit, chunks)
         return choose_interleaved(request, measured.times, measured.message, most=passes, leave=_LEAVE)
-    asked = least_in_flight(measured.times, measured.hops, leave=_LEAVE)
     most = None if limit is None else _most(proof, measured.nbytes, limit)
-    return as_allowed(request, asked, most, most_of_a_run(request.stages, request.microbatches))
+    return as_allowed(
+        request,
+        lambda limits: least_in_flight(measured.times, measured.hops, leave=_LEAVE, most=limits),
+        most,
+        most_of_a_run(request.stages, request.microbatches),
+    )
 
 
 def _plain(request: ScheduleRequest, choice: InFlightChoice, reason: str | None = None) -> InFlightChoice:
