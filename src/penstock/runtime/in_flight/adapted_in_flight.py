@@ -157,7 +157,7 @@ def _costs(request: ScheduleRequest, measured: Measured) -> Costs:
 def _most(proof: Proof, nbytes: Sequence[int], limit: float, chunks: int = 1) -> list[int]:
     """The passes whose activations fit on each rank, each of which takes a microbatch through one of its chunks."""
     each = [held / float(count * chunks) for held, count in zip(nbytes, proof.activations, strict=True)]
-    return [max(int(limit // size), 1) if size else sys.maxsize for size in each]
+    return [max(int(min(limit, sys.maxsize) // size), 1) if size else sys.maxsize for size in each]
 
 
 def _milliseconds(seconds: float) -> str:
