@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -216,7 +217,7 @@ def test_memory_limits_it(pool: Pool) -> None:
     assert found is not None
     assert found.numbers == (1, 1)
     assert "memory allows 1/1" in str(found)
-    assert run_on_ranks(pool, CASE, limit=1e12)[0].numbers == [3, 1]
+    assert run_on_ranks(pool, CASE, limit=math.inf)[0].numbers == [3, 1]
     enough = run_on_ranks(pool, CASE, limit=1.6 * found.measured.nbytes[0])  # two microbatches took so much
     assert enough[0].numbers == [3, 1]
     scarce = run_on_ranks(pool, CASE, limit=1.4 * found.measured.nbytes[0])

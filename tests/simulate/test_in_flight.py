@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
+from itertools import combinations_with_replacement, pairwise
 
 import pytest
 
@@ -117,7 +118,7 @@ def test_auto_takes_what_the_links_ask_for():
 
 def test_auto_keeps_to_two_versions_and_says_which_batch_would_do():
     request, choice = chosen("2bw", 3)
-    assert choice.taken == (4, 4, 3, 1)
+    assert choice.taken == (4, 3, 2, 1)
     assert "a batch has 3 microbatches, where 6 would be enough (--microbatches 6, or microbatches=6)" in str(choice)
     assert max(facts.versions for facts in request.prove().stages.values()) == 2
     chosen("2bw", 6)[0].prove()
@@ -126,8 +127,58 @@ def test_auto_keeps_to_two_versions_and_says_which_batch_would_do():
 
 
 def test_auto_keeps_to_memory():
-    assert chosen("2bw", 8, most=[5, 9, 2, 1])[1].taken == (5, 5, 2, 1)
+    assert chosen("2bw", 8, most=[5, 9, 2, 1])[1].taken == (5, 4, 2, 1)
     assert "memory allows 5/9/2/1" in str(chosen("2bw", 8, most=[5, 9, 2, 1])[1])
+
+
+LIMITED = [
+    (3, None, 0.1, (4, 3, 2, 1)),  # 4/4/3/1 would idle for half of the time, these for 4 %
+    (4, None, 1.1, (5, 4, 2, 1)),
+    (8, (7, 3, 3, 3), 1.1, (5, 3, 2, 1)),
+    (8, (4, 2, 1, 1), 0.4, (3, 2, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("m", "most", "latency", "taken"), LIMITED)
+def test_where_a_rank_may_not_have_what_links_ask_for_the_others_have_fewer_too(m, most, latency, taken):
+    asks = ScheduleRequest("2bw", 4, m, options={"in_flight": "auto"})
+    assert choose_in_flight(asks, Costs(EQUAL.stages, latency), most)[1].taken == taken
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("m", "most", "latency", "taken"), LIMITED)
+def test_no_other_numbers_that_are_allowed_idle_less(m, most, latency, taken):
+    costs = Costs(EQUAL.stages, latency)
+    least = long_run("2bw", taken, m, costs)
+    for numbers in combinations_with_replacement(range(m + 1, 0, -1), 4):
+        if all(n <= limit for n, limit in zip(numbers, most or numbers, strict=True)):
+            assert long_run("2bw", numbers, m, costs) >= least - 1e-9, numbers
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(6))
+def test_limits_of_unequal_ranks_make_them_wait_no_longer_than_they_must(seed):
+    costs, m = drawn_costs(seed), 20
+    request = ScheduleRequest("2bw", len(costs.stages), m, options={"in_flight": "auto"})
+    asked = choose_in_flight(request, costs)[1].asked
+    most = [max(n - 1 - rank % 2, 1) for rank, n in enumerate(asked)]
+    choice = choose_in_flight(request, costs, most)[1]
+    least = long_run("2bw", choice.taken, m, costs)
+    draw = random.Random(seed)
+    for _ in range(12):
+        numbers = tuple(sorted((draw.randint(1, limit) for limit in most), reverse=True))
+        if all(n <= limit for n, limit in zip(numbers, most, strict=True)):
+            assert long_run("2bw", numbers, m, costs) >= least - 1e-9, (numbers, choice)
+
+
+def test_what_a_limit_leaves_keeps_to_it_and_to_the_delay():
+    """Of some ranks fewer in flight than without links, of others more: neither is a reason to exceed the other."""
+    slow = [(0, 0), (0, 0), (9, 9)]
+    least = partial(least_in_flight, rank_times(EQUAL, splits=False), slow)
+    request = ScheduleRequest("stash", 4, 8, options={"in_flight": "auto"})
+    choice = as_allowed(request, lambda limits: least(most=limits), most=(3, 3, 3, 1))
+    assert choice.taken == (3, 3, 2, 1)
+    assert "rank 2 reads would be" in str(choice)
 
 
 @pytest.mark.parametrize("method", ["stash", "newest", "pipemare", "spectrain"])
@@ -278,6 +329,7 @@ def test_a_longer_delay_that_is_accepted_is_said():
 
 def test_a_run_takes_two_batches_more_than_its_ranks_at_most():
     request = ScheduleRequest("stash", 3, 4, options={"in_flight": "auto+delay"})
-    choice = as_allowed(request, (61, 31, 1), at_most=most_of_a_run(3, 4))
-    assert choice.taken == (11, 11, 1)
+    times = rank_times(Costs(EQUAL.stages[:3]), splits=False)
+    choice = as_allowed(request, lambda limits: least_in_flight(times, 43, most=limits), at_most=most_of_a_run(3, 4))
+    assert (choice.asked, choice.taken) == ((61, 31, 1), (11, 6, 1))
     assert "a run takes at most 11, those of its 3 ranks and of two batches" in str(choice)

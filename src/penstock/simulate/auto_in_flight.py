@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from operator import gt
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import ScheduleRequest, smallest_microbatches
@@ -125,7 +126,8 @@ def choose_in_flight(
     if len(costs.stages) != request.stages:
         raise ConfigError(f"the costs describe {len(costs.stages)} stages, there are {request.stages}")
     times = rank_times(costs, splits=splits(request))
-    choice = as_allowed(request, least_in_flight(times, costs.transfer + costs.latency, costs.transfer), most)
+    hop = costs.transfer + costs.latency
+    choice = as_allowed(request, lambda limits: least_in_flight(times, hop, costs.transfer, most=limits), most)
     return choice.applied(request), choice
 
 
@@ -138,33 +140,43 @@ def most_of_a_run(stages: int, microbatches: int) -> int:
 
 
 def as_allowed(
-    request: ScheduleRequest, asked: tuple[int, ...], most: Sequence[int] | None = None, at_most: int | None = None
+    request: ScheduleRequest,
+    least: Callable[[Sequence[float]], tuple[int, ...]],
+    most: Sequence[int] | None = None,
+    at_most: int | None = None,
 ) -> InFlightChoice:
     """Return the microbatches in flight that links ask for, as far as batch, memory and delay allow.
 
     Args:
         request: which asks for `auto`.
-        asked: what links ask for.
+        least: returns what links ask for, if no rank may have more than it is told (`least_in_flight`).
         most: microbatches that the memory of each rank allows.
         at_most: of a run; any number if None.
     """
     plain = tuple(in_flight_on(request.stages, request.stages))
     assert isinstance(request.method, str)
     flushed = RULES[request.rule or find_method(request.method).rule].forward is Source.BATCH
-    taken, reasons, later = tuple(min(n, request.microbatches) if flushed else n for n in asked), list[str](), ""
-    if most is not None and any(a > b for a, b in zip(taken, most, strict=True)):
-        taken = tuple(max(n, 1) for n in accumulate(map(min, taken, most), min))
+    limits: Sequence[float] = [math.inf] * request.stages
+    asked, reasons, later = least(limits), list[str](), ""
+
+    def within(limits: Sequence[float]) -> tuple[int, ...]:
+        return tuple(min(n, request.microbatches) if flushed else n for n in least(limits))
+
+    taken = within(limits)
+    if most is not None and any(map(gt, taken, most)):
+        limits = most
         reasons.append(f"memory allows {write_in_flight(tuple(most))}")
-    if at_most is not None and taken[0] > at_most:
-        taken = tuple(min(n, at_most) for n in taken)
+    if at_most is not None and within(limits)[0] > at_most:
+        limits = [min(n, at_most) for n in limits]
         reasons.append(f"a run takes at most {at_most}, those of its {request.stages} ranks and of two batches")
-    taken, why = _as_batches_allow(request, taken, asked)
+    taken, why = _as_batches_allow(request, within, limits, asked)
     reasons += why
-    if taken > plain:
-        later = _longer_delay(request, plain, taken)
+    if any(map(gt, taken, plain)):
+        fewer = tuple(map(min, taken, plain))
+        later = _longer_delay(request, fewer, taken)
         if later and request.options["in_flight"] == AUTO:
             reasons.append(f"{later.format('would be')} (in_flight={AUTO_DELAYED} accepts that)")
-            taken, later = plain, ""
+            taken, later = fewer, ""
     return InFlightChoice(taken, asked, plain, tuple(reasons), later.format("are"))
 
 
@@ -194,12 +206,16 @@ def _order_of(request: ScheduleRequest) -> str:
 
 
 def _as_batches_allow(
-    request: ScheduleRequest, wanted: tuple[int, ...], asked: tuple[int, ...]
+    request: ScheduleRequest,
+    within: Callable[[Sequence[float]], tuple[int, ...]],
+    limits: Sequence[float],
+    asked: tuple[int, ...],
 ) -> tuple[tuple[int, ...], list[str]]:
     """Return the most of them that a batch of this size can have in flight under the version rule, and why no more."""
+    wanted = within(limits)
 
     def at_most(limit: int) -> tuple[int, ...]:
-        return tuple(min(number, limit) for number in wanted)
+        return within([min(number, limit) for number in limits])
 
     def fails(limit: int) -> bool:
         try:

@@ -13,6 +13,10 @@ behind (a backward, or its first half where it comes in two). The least w(s) tha
 to the first, is the least at all: a smaller D(s + 1) never makes a larger D(s). For p equal ranks w(s) = (p - 1 - s)
 (1 + ceil(2 c / T)): whole passes are put between, so each hop is rounded up by itself.
 
+Where fewer are allowed, the period is longer, and that of all ranks: a rank with w(s) of the shorter period would run a
+backward only behind a forward that the ranks before it may not begin yet. All w(s) fall with T, so the best that is
+allowed are the least w(s) at the shortest T with which all of them are.
+
 With v chunks on a rank, in turns and in groups of g microbatches (interleaved 1F1B), a pass of a chunk has a slot of
 T / v for its forward and its backward. A hop forward and one backward together take h slots, a whole number, in which
 the passes and the messages of both have room; and a microbatch is back on the first rank, for its next chunk, g slots
@@ -24,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import gt
 from typing import NamedTuple
 
 from penstock.simulate.costs import Costs
@@ -68,7 +73,11 @@ def rank_times(costs: Costs, *, splits: bool) -> list[RankTimes]:
 
 
 def least_in_flight(
-    times: Sequence[RankTimes], hops: Hops, transfer: float = 0.0, leave: float = _ROUNDING
+    times: Sequence[RankTimes],
+    hops: Hops,
+    transfer: float = 0.0,
+    leave: float = _ROUNDING,
+    most: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """Return, per rank, the least number of microbatches in flight with which no rank waits for messages.
 
@@ -77,6 +86,7 @@ def least_in_flight(
         hops: c, from the end of a pass to the arrival of what it sends.
         transfer: the part of it in which a message occupies its lane.
         leave: the share of T by which waits may lengthen it, as that is not worth the memory of another microbatch.
+        most: of each rank; if that is too few, the least numbers with which ranks wait no longer than they have to.
     """
     period = max(max(here.total for here in times), transfer)
     if not period:
@@ -88,7 +98,26 @@ def least_in_flight(
         ahead = math.ceil((lead + here.returns + here.rest) / (period * (1 + leave)) - 1)
         lead = max(lead, ahead * period + here.forward)
         found.append(ahead + 1)
+    if most is not None and any(map(gt, reversed(found), most)):
+        return _at_a_longer_period(times, each, period, leave, most)
     return tuple(reversed(found))
+
+
+def _at_a_longer_period(
+    times: Sequence[RankTimes], hops: Hops, low: float, leave: float, most: Sequence[float]
+) -> tuple[int, ...]:
+    """Return the numbers at the shortest period, longer than `low`, with which no rank has more than allowed."""
+    high = 2 * low
+    while any(map(gt, found := least_in_flight(times, hops, high, leave), most)):
+        low, high = high, 2 * high
+    while high - low > _ROUNDING * high:
+        middle = (low + high) / 2
+        fewer = least_in_flight(times, hops, middle, leave)
+        if any(map(gt, fewer, most)):
+            low = middle
+        else:
+            high, found = middle, fewer
+    return found
 
 
 def least_interleaved(

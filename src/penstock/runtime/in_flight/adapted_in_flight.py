@@ -120,9 +120,13 @@ def _choose(request: ScheduleRequest, measured: Measured, proof: Proof, limit: f
         chunks = chunks_of(request)
         passes = None if limit is None else _most(proof, measured.nbytes, limit, chunks)
         return choose_interleaved(request, measured.times, measured.message, most=passes, leave=_LEAVE)
-    asked = least_in_flight(measured.times, measured.hops, leave=_LEAVE)
     most = None if limit is None else _most(proof, measured.nbytes, limit)
-    return as_allowed(request, asked, most, most_of_a_run(request.stages, request.microbatches))
+    return as_allowed(
+        request,
+        lambda limits: least_in_flight(measured.times, measured.hops, leave=_LEAVE, most=limits),
+        most,
+        most_of_a_run(request.stages, request.microbatches),
+    )
 
 
 def _plain(request: ScheduleRequest, choice: InFlightChoice, reason: str | None = None) -> InFlightChoice:
@@ -153,7 +157,7 @@ def _costs(request: ScheduleRequest, measured: Measured) -> Costs:
 def _most(proof: Proof, nbytes: Sequence[int], limit: float, chunks: int = 1) -> list[int]:
     """The passes whose activations fit on each rank, each of which takes a microbatch through one of its chunks."""
     each = [held / float(count * chunks) for held, count in zip(nbytes, proof.activations, strict=True)]
-    return [max(int(limit // size), 1) if size else sys.maxsize for size in each]
+    return [max(int(min(limit, sys.maxsize) // size), 1) if size else sys.maxsize for size in each]
 
 
 def _milliseconds(seconds: float) -> str:
