@@ -177,6 +177,14 @@ def reshape(model: nn.Sequential) -> None:
     model[0].bias.data = torch.zeros(3, 2, dtype=torch.double)
 
 
+def lose_values(model: nn.Sequential) -> None:
+    model[0].to("meta")
+
+
+def wait_for_several_gradients(model: nn.Sequential) -> None:
+    torch.autograd.graph.register_multi_grad_hook(list(model[0].parameters()), lambda gradients: None)
+
+
 def share_between_stages(model: nn.Sequential) -> None:
     model[4].bias = model[0].bias
 
@@ -200,6 +208,8 @@ REFUSED: list[tuple[Change, str]] = [
     (parametrize, r"0\.(weight is gone|parametrizations\S+ is new)"),
     (halve, r"0\.weight is torch\.float16 now"),
     (reshape, r"0\.bias has shape \(3, 2\) now"),
+    (lose_values, r"0\.weight has no values any more"),
+    (wait_for_several_gradients, r"0\.weight has a hook of register_multi_grad_hook"),
     (share_between_stages, r"4\.bias has become one parameter with 0\.bias, of another stage"),
     (share_within_a_stage, r"4\.bias has become one parameter with 2\.bias since"),
     (hook_on_the_whole, r"Sequential has got hooks since the pipeline was made"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from penstock.errors import CapabilityError
+from penstock.errors import CapabilityError, ConfigError
 from penstock.weights.memory import scratch
 from support.plain_training import (
     PlainTraining,
@@ -181,3 +181,40 @@ def test_an_optimizer_that_keeps_no_gradient_gets_no_copies() -> None:
     list(pipeline.run(make_data(6)))
     assert len(found) == 2 * 6
     assert set(map(frozenset, found[2:])) == set(map(frozenset, found[-2:]))
+
+
+@pytest.mark.parametrize("when", ["between runs", "in the loop"])
+def test_parameters_added_to_an_optimizer_later_are_refused(when: str) -> None:
+    """As who unfreezes layers one by one adds them."""
+    pipeline = pipeline_of_model(make_model())
+    optimizer = next(iter(pipeline.optimizers().values()))
+
+    def add() -> None:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+    def run() -> None:
+        for report in pipeline.run(make_data()):
+            if when == "in the loop" and report.batch == 0:
+                add()
+
+    if when == "between runs":
+        run()
+        add()
+    with pytest.raises(ConfigError, match=r"SGD has parameter groups of \[\d, 1\] parameters now, and had \[\d\]"):
+        run()
+
+
+def test_one_optimizer_for_several_stages_is_refused() -> None:
+    """Made at the first one, and given the parameters of the next ones."""
+    made: list[torch.optim.SGD] = []
+
+    def factory(parameters: list[nn.Parameter]) -> torch.optim.SGD:
+        if made:
+            made[0].add_param_group({"params": parameters})
+        else:
+            made.append(torch.optim.SGD(parameters, lr=0.1))
+        return made[0]
+
+    pipeline = pipeline_of_model(make_model(), factory)
+    with pytest.raises(ConfigError, match="an optimizer of its own"):
+        list(pipeline.run(make_data()))

@@ -13,9 +13,11 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from penstock.errors import CapabilityError
+from penstock.errors import CapabilityError, ConfigError
 
 _LOG = logging.getLogger(__name__)
+_OF_SEVERAL = "register_multi_grad_hook.<locals>.get_inner_hook.<locals>.inner_hook"
+"""What `torch.autograd.graph.register_multi_grad_hook` registers on each tensor."""
 
 
 def warn_of_scale(parameters: Mapping[str, nn.Parameter], divisor: float | None) -> None:
@@ -42,6 +44,9 @@ class ParameterHooks:
         parameters: by name, those of the modules.
         where: the stage in messages.
 
+    Raises:
+        ConfigError: a hook waits for the gradients of several parameters.
+
     Attributes:
         before: names of the parameters with hooks on their gradients.
         after: names of those with hooks on accumulated gradients.
@@ -51,6 +56,14 @@ class ParameterHooks:
         self.before = [name for name, p in parameters.items() if p._backward_hooks]
         self.after = [name for name, p in parameters.items() if p._post_accumulate_grad_hooks]
         self._parameters, self._where = parameters, where
+        for name in self.before:
+            hooks = (parameters[name]._backward_hooks or {}).values()
+            if any(getattr(hook, "__qualname__", "") == _OF_SEVERAL for hook in hooks):
+                raise ConfigError(
+                    f"{where}: {name} has a hook of register_multi_grad_hook, which would never be called: it waits "
+                    "for torch's own accumulation of gradients, and here they are added to buffers; use register_hook "
+                    "on each parameter, or Pipeline.on_update for what belongs to an update"
+                )
 
     def __bool__(self) -> bool:
         """Return whether there are any."""

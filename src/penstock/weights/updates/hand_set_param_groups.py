@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import CapabilityError, CheckpointError
+from penstock.errors import CapabilityError, CheckpointError, ConfigError
 
 _NO_SETTINGS = ("params", "param_names")
 _PLAIN = bool | int | float | str | None
@@ -33,6 +33,7 @@ class GroupSettings:
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer
+        self._sizes = [len(group["params"]) for group in self.groups]
         self._made = [_settings(group) for group in self.groups]
         self.rates: list[Any] = [made["lr"] for made in self._made]
         self.by_hand: list[dict[str, Any]] = [{} for _ in self._made]
@@ -44,6 +45,21 @@ class GroupSettings:
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups themselves."""
         return [] if self._optimizer is None else self._optimizer.param_groups
+
+    def check_members(self) -> None:
+        """Make sure that nobody has added parameters, or whole groups.
+
+        Raises:
+            ConfigError: somebody has.
+        """
+        sizes = [len(group["params"]) for group in self.groups]
+        if sizes != self._sizes:
+            raise ConfigError(
+                f"{type(self._optimizer).__name__} has parameter groups of {sizes} parameters now, and had "
+                f"{self._sizes} when it was made for its stage (add_param_group?), but what is trained is settled "
+                "then; have the optimizer factory give all parameters of a stage to an optimizer of its own, or make a "
+                "new Pipeline to train others (a checkpoint of this one can be loaded into it)"
+            )
 
     def note(self) -> None:
         """Note the settings after an update: whatever changes before the next run is set by hand."""

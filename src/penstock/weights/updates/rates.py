@@ -70,8 +70,9 @@ class Rates:
             update: the next one.
 
         Raises:
-            ConfigError: a scheduler sets it, so it would be lost.
+            ConfigError: a scheduler sets it, so it would be lost; or parameters were added to the optimizer.
         """
+        self._settings.check_members()
         if self._scheduled is not None:
             for moved, scheduled in zip(self._settings.moved(), self._scheduled.near(update), strict=True):
                 for key in sorted(moved.keys() & scheduled.keys()):
@@ -141,8 +142,9 @@ class Rates:
         """Set those of an update, which is made next.
 
         Raises:
-            ConfigError: somebody else has set them since the last one.
+            ConfigError: somebody else has set them since the last one, or added parameters to the optimizer.
         """
+        self._settings.check_members()
         moved = self._settings.moved_rate()
         if moved is not None:
             raise ConfigError(
