@@ -60,6 +60,8 @@ def test_the_place_that_a_launcher_gives(environment: dict[str, str], place: Job
         ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}, "but MASTER_PORT is not"),
         ({"RANK": "-1", "WORLD_SIZE": "4", **STORE}, "RANK must be a whole number from 0 on, got '-1'"),
         ({"RANK": "9" * 30, "WORLD_SIZE": "4", **STORE}, "RANK must be a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "4", **STORE, "MASTER_PORT": "0"}, "MASTER_PORT must be from 1 to 65535, got 0"),
+        (STEP | {"MASTER_PORT": "65536"}, "MASTER_PORT must be from 1 to 65535, got 65536"),
         ({"RANK": "4", "WORLD_SIZE": "4", **STORE}, "this is rank 4 of 4; ranks begin at 0"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "several machines, but does not say which one has rank 0"),
         (STEP | {"SLURM_STEP_NODELIST": "[;rm]"}, "cannot read the list of nodes"),

@@ -94,7 +94,7 @@ def _by_contract(environment: Mapping[str, str]) -> JobPlace:
         _number(environment, "RANK"),
         size,
         environment.get("MASTER_ADDR", LOOPBACK),
-        0 if missing else _number(environment, "MASTER_PORT"),
+        0 if missing else _port(environment),
         _maybe(environment, "LOCAL_RANK"),
         _maybe(environment, "LOCAL_WORLD_SIZE"),
         served=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -155,7 +155,7 @@ def _meeting(environment: Mapping[str, str], launcher: str, job: str, first: str
             "-x MASTER_PORT, mpiexec -genv)"
         )
     if environment.get("MASTER_PORT"):
-        return address, _number(environment, "MASTER_PORT")
+        return address, _port(environment)
     return address, _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
 
 
@@ -169,6 +169,18 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise ConfigError(f"the environment variable {name} must be a whole number from 0 on, got {text!r}")
     return int(text)
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    """Return the port of the store, which all processes must know: none may be chosen by the system.
+
+    Raises:
+        ConfigError: there is no such port.
+    """
+    port = _number(environment, "MASTER_PORT")
+    if not 0 < port < 65536:
+        raise ConfigError(f"the environment variable MASTER_PORT must be from 1 to 65535, got {port}")
+    return port
 
 
 def _maybe(environment: Mapping[str, str], name: str) -> int | None:

@@ -97,11 +97,13 @@ class Recompute(ShortRepr):
 
     Attributes:
         recompute: "none"; "block" runs each block again just before its backward; "stage" runs whole stages again,
-            while their gradients are still on their way. The numbers are the same, random ones and module buffers
-            included; only the gradient of a parameter that several blocks of one stage share is added up in another
-            order with "block". (Under the version rule "newest", the second run reads the newest weights, or PipeMare's
-            estimate.) A list has one of these for each stage; `penstock.choose_recompute` finds the one that costs
-            least time and fits into a given memory.
+            while their gradients are still on their way. The numbers are the same, module buffers and random numbers
+            included (those of torch, numpy, `random`, and of generators that are attributes of a block's modules, or
+            variables that its code names; of others, held in further objects, they are not); only the gradient of a
+            parameter that several blocks of one stage share is added up in another order with "block". (Under the
+            version rule "newest", the second run reads the newest weights, or PipeMare's estimate.) A list has one of
+            these for each stage; `penstock.choose_recompute` finds the one that costs least time and fits into a given
+            memory.
         segments: with recompute="stage", the number of consecutive stages that recompute together. Only the first of
             them keeps its input, and the others get theirs from the stage before once more. "auto" is the square root
             of the number of stages, rounded.

@@ -1,8 +1,10 @@
 """Random numbers from other generators than torch's default ones, which a recomputed forward has to draw again.
 
-Torch's own are seeded for every pass (`penstock.stage.rng`). Those of Python and numpy, and generators that a module
-holds as attributes, go on from pass to pass as in plain torch; so their states are kept where a forward has drawn from
-them. Generators that a block finds elsewhere (in a closure, a list, a global variable) are not noticed.
+Torch's own are seeded for every pass (`penstock.stage.rng`). Those of Python and numpy, and generators that a block
+holds, go on from pass to pass as in plain torch; so their states are kept where a forward has drawn from them. A block
+holds a generator that is an attribute of a module, or a variable that its code names, global or of a function around
+it; also in a list, tuple or dict there. Generators that it finds elsewhere (in another object, through a function that
+it calls) are not noticed.
 """
 
 from __future__ import annotations
@@ -11,14 +13,18 @@ import random
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-_NO_GENERATORS = frozenset({bool, int, float, str, type(None), dict, OrderedDict, set})
+_NO_GENERATORS = frozenset({bool, int, float, str, type(None), OrderedDict, set})
 """Types of most attributes of a module, told at once: this is asked at every recomputed block."""
+_OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module
+_FIXED = (ModuleType, FunctionType, BuiltinFunctionType, type)  # most of what code names, which never is a generator
 
 
 class GeneratorState(NamedTuple):
@@ -35,9 +41,8 @@ def generator_states(blocks: Iterable[Any]) -> list[GeneratorState]:
     ways: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [(random.getstate, random.setstate)]
     if numpy is not None:
         ways.append((numpy.random.get_state, numpy.random.set_state))
-    modules = [module for block in blocks if isinstance(block, nn.Module) for module in block.modules()]
-    values = [v for module in modules for v in vars(module).values() if type(v) not in _NO_GENERATORS]
-    ways += [_ways(value, numpy) for value in values if _is_own(value, numpy)]
+    own = {id(value): value for block in blocks for value in _held(block) if _is_own(value, numpy)}
+    ways += [_ways(value, numpy) for value in own.values()]
     return [GeneratorState(get(), get, set_) for get, set_ in ways]
 
 
@@ -57,6 +62,53 @@ def drawing_again(states: Iterable[GeneratorState]) -> Iterator[None]:
     finally:
         for known, state in present:
             known.set(state)
+
+
+def _held(block: Any) -> Iterator[Any]:
+    """What a block holds, and what is in containers there."""
+    modules = list(block.modules()) if isinstance(block, nn.Module) else []
+    values = [value for module in modules for name, value in vars(module).items() if name not in _OF_TORCH]
+    values += [value for kind in {type(module) for module in modules} for value in _named_by_class(kind)]
+    if isinstance(block, FunctionType):
+        values += [space[name] for space, name in _names(block) if name in space]
+        values += _cells(block)
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        elif type(value) is dict:
+            yield from value.values()
+        elif type(value) not in _NO_GENERATORS:
+            yield value
+
+
+def _named_by_class(kind: type) -> Iterator[Any]:
+    """What the methods of a module name."""
+    for method in _methods(kind):
+        yield from (space[name] for space, name in _names(method) if name in space)
+        yield from _cells(method)
+
+
+@lru_cache(maxsize=256)
+def _methods(kind: type) -> tuple[FunctionType, ...]:
+    """The methods of a module, but for those of torch and of its own layers, which draw from torch's generators."""
+    kinds = [k for k in kind.__mro__ if k is not object and not k.__module__.startswith("torch.")]
+    return tuple(value for k in kinds for value in vars(k).values() if isinstance(value, FunctionType))
+
+
+@lru_cache(maxsize=1024)
+def _names(function: FunctionType) -> tuple[tuple[dict[str, Any], str], ...]:
+    """The global variables that a function names, and where they are."""
+    space = function.__globals__
+    return tuple((space, name) for name in function.__code__.co_names if not isinstance(space.get(name), _FIXED))
+
+
+def _cells(function: FunctionType) -> list[Any]:
+    """What a function finds in the functions around it, as far as that is set."""
+    found = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            found.append(cell.cell_contents)
+    return found
 
 
 def _is_own(value: Any, numpy: Any) -> bool:
