@@ -231,3 +231,14 @@ def test_the_curve_of_a_campaign_ends_at_the_difference_of_its_table() -> None:
     ends = {method: float(difference) for method, updates, _, difference in rows if updates == "600"}
     assert {float(difference) for method, _, _, difference in rows if method == "1f1b"} == {0.0}
     assert ends["2bw"] == pytest.approx(30.7, abs=1.0)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_resident_memory_of_every_arm(tmp_path, run):
+    printed = run("resident", "--size", 16, "--blocks", 8, "--batches", 1, "--rounds", 1, "--out", tmp_path)
+    (raw,) = tmp_path.iterdir()
+    _, *rows = map(json.loads, raw.read_text().splitlines())
+    assert [row["keeps"] for row in rows] == 4 * [True, False]
+    assert all(rank["ledger"] > 0 for row in rows for rank in row["ranks"])
+    assert "| layered | given back |" in printed

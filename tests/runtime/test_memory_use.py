@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from penstock.runtime.pipeline import Pipeline
 from penstock.timeline import Timeline
 from penstock.weights.store import VersionStore
+from penstock.weights.written_check import WrittenCheck
 from support.cases import METHODS, ONE_OF_EACH, OPTIMIZERS, Named
 from support.grouped import grouped
 from support.live_storage import LiveStorage
@@ -372,3 +373,18 @@ def test_versions_alive_are_those_of_the_proof(
     proven = {stage.module.where: pipeline.proof.stages[key].versions for key, stage in pipeline.stages.items()}
     assert alive == proven
     assert max(proven.values()) == {"2bw": 2, "stash": -(-(depth - 1) // m) + 1}.get(method, 1)
+
+
+def test_a_pipeline_is_made_without_another_copy_of_its_weights() -> None:
+    layers = make_layers(256)
+    with LiveStorage() as tracker:
+        make_pipeline("1f1b", 1, 2, layers)
+    weights = sum(p.nbytes for layer in layers for p in layer.parameters())
+    assert tracker.peak < 2.1 * weights  # their buffer, and that of gradients
+
+
+def test_looking_for_writes_takes_little_memory() -> None:
+    store = VersionStore({"w": torch.zeros(1 << 21)}, 1, "stage 0")
+    with LiveStorage() as tracker:
+        WrittenCheck(store).look()
+    assert tracker.peak < 2 << 20

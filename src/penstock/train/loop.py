@@ -20,7 +20,7 @@ from penstock.job.cpus import Cpus, shares
 from penstock.job.torchrun_agent import Agent
 from penstock.runtime.data.batch_source import Batches
 from penstock.runtime.execute.evaluation import Evaluating
-from penstock.runtime.malloc import keep_freed_memory
+from penstock.runtime.malloc import LARGEST, SMALL, keep_freed_memory
 from penstock.runtime.update.events import Evaluated
 from penstock.schedule.methods.wave_lags import RECORD
 from penstock.train.checkpoint_troubles import Troubles
@@ -72,7 +72,7 @@ def train(
     """
     request = DrainRequest(drain, Agent(os.environ) if drain is None else None)  # a launcher of ours kills its workers
     with request.handle_signals():
-        keep_freed_memory()
+        keep_freed_memory(LARGEST if config.keep_freed_memory else SMALL)
         with process_group(config) as store:
             once = partial(from_first, what="looking for the largest token", group=dist.group.WORLD)
             prepared = prepare(config, control=dist.group.WORLD, once=once, choose=choose)  # before there is a folder

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.weights.store import VersionStore
 
-_PART = 1 << 20  # elements at a time
+_PART = 1 << 16  # elements at a time; each takes up to 24 bytes meanwhile
 
 
 class WrittenCheck:

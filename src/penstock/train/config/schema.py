@@ -188,6 +188,11 @@ class TrainConfig(Strict):
     threads: int | None = Field(
         default=None, ge=1, le=MOST_THREADS, description="threads per rank; cores divided by ranks if not set"
     )
+    keep_freed_memory: bool = Field(
+        default=True,
+        description="processes keep memory that tensors leave, for later ones; if not, they take little more than the "
+        "memory ledger says, and on CPUs longer",
+    )
     model: ModelSection = Field(default=ModelSection(), description="the model")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="the optimizer")
     lr_schedule: RateSection = Field(default=RateSection(), description="the learning rate over time")

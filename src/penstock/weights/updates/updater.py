@@ -71,8 +71,8 @@ class Updater:
         begin: Callable[[torch.optim.Optimizer], None] | None = None,
         scheduler: SchedulerFactory | None = None,
     ) -> None:
-        # Parameters get their own memory: one made on a view would share the buffer's version counter forever.
-        self.parameters = {name: nn.Parameter(torch.empty_like(view)) for name, view in first.views.items()}
+        # One made on a view would share the buffer's version counter forever; none has memory before it gets that.
+        self.parameters = {name: nn.Parameter(view.new_empty(0)) for name, view in first.views.items()}
         for name, parameter in self.parameters.items():
             parameter.data = first.views[name]
         self.optimizer = make_optimizer(factory, self.parameters) if self.parameters else None
