@@ -62,7 +62,7 @@ def planned_and_found(method, precision, frozen=0, recompute=False, count=4, wid
     candidate = Candidate(Sized(graph, 2, M * width), PLANNED[method], 2, width, sharding)
     trial = CandidateTrial(candidate, BlockChain(graph, 2.0), DEVICES, KnownSchedules(decides=precision == "fp16"))
     cuts = (0, 3, 4) if frozen else (*range(0, count, count // candidate.stages), count)  # no stage is frozen whole
-    fit = trial.fit_of_span(batches=2)
+    fit = trial.fit_of_span()
     run = trial.settings(cuts, (recompute,) * 2)
     run["method"] = penstock.method(run["method"], **run.pop("options", {}))
     del run["microbatch_size"]
