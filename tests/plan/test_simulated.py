@@ -114,7 +114,8 @@ def memory(graph, of, proof, cuts, again):
         optimizer = tuple(2 * each for each in part)
         sizes[stage] = StageBytes(weights, weights, optimizer, 0, part, part, part, passes, *ends)
     blockwise = {stage for stage, rank in enumerate(of.method.ranks(of.depth)) if again[rank]}
-    peaks = peak_bytes(proof, sizes, MemoryOptions(blockwise=blockwise, batches=5))  # of pipelines in step
+    options = MemoryOptions(blockwise=blockwise, batches=5, correction=of.method.correction)
+    peaks = peak_bytes(proof, sizes, options)  # of pipelines in step
     return [peaks[0, rank] for rank in range(of.depth)]
 
 

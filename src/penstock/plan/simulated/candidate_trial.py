@@ -22,6 +22,7 @@ from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Skipped, StageRating
 from penstock.plan.stages.two_bw_cost import bandwidths
 from penstock.schedule.machine.shared_cores import SharedCores
+from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.predicted import AlwaysThere, MemoryOptions, always_there, rotates
@@ -180,9 +181,11 @@ class CandidateTrial:
 
     def _rank_memory(self, stages: Sequence[int], moments: Sequence[Moment], again: bool) -> RankMemory:
         of, foreseen = self.of, self._forecast(stages[0])
-        options = MemoryOptions(low_precision=self._chain.low_precision, blockwise=again)
+        low, correction = self._chain.low_precision, of.method.correction
+        options = MemoryOptions(low_precision=low, blockwise=again, correction=correction)
         there = always_there(foreseen.rule, foreseen.facts, options, again, of.shards > 1)
-        if not rotates(foreseen.rule, foreseen.facts, options):  # updates take no scratch
+        ahead = CORRECTIONS[correction].reads_ahead  # by the last gradient, which takes no room
+        if ahead or not rotates(foreseen.rule, foreseen.facts, options):  # updates take no scratch
             moments = [{key: n for key, n in each.items() if key[1] is not HeldKind.SCRATCH} for each in moments]
         if there not in self._sizes:
             self._sizes[there] = StageSizes(self._chain, there, of.shards)

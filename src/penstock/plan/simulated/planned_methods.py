@@ -19,6 +19,7 @@ class PlannedMethod(NamedTuple):
         folded: they lie on a V, so that rank r has the stages r and, from the end, r; otherwise they go round.
         halved: backwards come in two halves.
         rule: its version rule.
+        correction: of stale weights.
     """
 
     name: str
@@ -26,6 +27,7 @@ class PlannedMethod(NamedTuple):
     folded: bool = False
     halved: bool = False
     rule: str = "flush"
+    correction: str = "none"
 
     @property
     def row(self) -> str:
@@ -65,6 +67,7 @@ _OTHERS = (
     PlannedMethod("v-half", 2, folded=True, halved=True),
     PlannedMethod("v-min", 2, folded=True, halved=True),
     PlannedMethod("zb-interleaved:chunks=2", 2, halved=True),
+    PlannedMethod("2bw-ahead", rule="double-buffer", correction="2bw-ahead"),
     *(PlannedMethod(f"{name}:chunks={n}", n) for name in ("interleaved", "breadth-first") for n in (2, 4)),
 )
 
