@@ -212,6 +212,9 @@ def test_other_methods_are_listed_where_they_are_faster():
     flushing = [found[0].seconds_per_sample for found in alone if found and PLANNED[found[0].planner].flushes]
     assert min(p.seconds_per_sample for p in plans if PLANNED[p.planner].flushes) == pytest.approx(min(flushing))
     assert any(each.what.startswith("zb-v") and "at least" in each.bound for each in skipped)
+    (ahead,), (late,) = (alone[METHODS.index(name)] for name in ("2bw-ahead", "2bw"))
+    assert ahead.seconds_per_sample == late.seconds_per_sample
+    assert any(each.what == "2bw-ahead" and "as long as 2bw" in each.bound for each in skipped)
 
 
 def test_plans_of_ranks_that_share_cores_are_the_best_of_all():

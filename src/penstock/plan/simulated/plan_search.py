@@ -60,9 +60,12 @@ def simulated_plans(
         _check_chain(sized.graph)
     chains = {s.samples: BlockChain(s.graph, optimizer_copies) for s in sizes.values()}
     search = _Search(chains, devices, KnownSchedules(decides))
-    for name in METHODS if methods is None else [name for name in METHODS if name in methods]:
+    names = METHODS if methods is None else [name for name in METHODS if name in methods]
+    for name in names:
         method = PLANNED[name]
-        if method.halved and any(chain.halved is None for chain in chains.values()):
+        if method.correction != "none" and "2bw" in names:
+            search.refuse(Skipped(name, "takes as long as 2bw, whose orders it has, and more memory"))
+        elif method.halved and any(chain.halved is None for chain in chains.values()):
             search.refuse(Skipped(name, "the profile does not tell the halves of backwards of every layer apart"))
         else:
             search.look_into(method, _candidates(sizes, devices, method))
