@@ -1,9 +1,10 @@
-"""Planners on published profiles against what the published programs answer: the tables of `docs/planning.md`.
+"""Planners on published profiles against what the published programs answer, and planning by simulation.
 
-    python -m benchmarks.planning FOLDER [--write]
+    python -m benchmarks.planning [FOLDER] [--write]
 
-FOLDER holds `answers.json` and the profiles of PipeDream and Piper, which are not part of the repository. Prints the
-tables, with the processor time of each search; with --write they replace those in the page.
+Prints the tables of `docs/planning.md`, with the processor time of each search; with --write they replace those in the
+page. FOLDER holds `answers.json` and the profiles of PipeDream and Piper, which are not part of the repository; without
+it there is only the table of plans by simulation.
 """
 
 from __future__ import annotations
@@ -12,17 +13,23 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from penstock.plan.cluster.files import find_cluster
 from penstock.plan.planners.pipedream import Choices
 from penstock.plan.planning import Planning, PlanRequest, make_plan
 from penstock.plan.profile.from_pipedream import from_pipedream
 from penstock.plan.profile.from_piper import from_piper
+from penstock.plan.scale.analytic_profile import analytic_profile
+from penstock.plan.scale.model_shape import ModelShape
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
 GIB = 2.0**30
+SIMULATED = ((64, None, 256), (64, 80.0, 256), (64, 30.0, 256), (1024, 80.0, 2048))  # devices, GiB of each, samples
 
 
 def timed(request: PlanRequest) -> tuple[Planning, float]:
@@ -83,6 +90,27 @@ def piper_table(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def simulated_table() -> list[str]:
+    """The rows of planning by simulation."""
+    lines = [
+        "| H100 | GiB each | samples | best plan | ms per sample | classes left out | s of CPU |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    shape, cluster = ModelShape("48 x 6144", 48, 6144, 2048, 48, vocabulary=51200), find_cluster("h100")
+    profile = analytic_profile(shape, cluster, (1, 2, 4))
+    for count, memory, samples in SIMULATED:
+        devices = cluster.devices(count)
+        memory = memory and memory * GIB
+        request = PlanRequest(profile, replace(devices, memory=memory), cost="simulated", samples=samples)
+        found, seconds = timed(request)
+        best = found.plans[0]
+        plan = f"`{best.planner}`, {len(best.stages) // best.chunks} x {best.stages[0].replicas}"
+        limit = "any" if memory is None else f"{memory / GIB:g}"
+        numbers = f"{1e3 * best.seconds_per_sample:.4g} | {len(found.skipped):,} | {seconds:.1f}"
+        lines.append(f"| {count:,} | {limit} | {samples:,} | {plan} | {numbers} |")
+    return lines
+
+
 def replaced(page: str, name: str, lines: list[str]) -> str:
     """The page with other lines between the marks of a table."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
@@ -93,17 +121,20 @@ def replaced(page: str, name: str, lines: list[str]) -> str:
 def main() -> None:
     """Print the tables, or write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
-    answers = json.loads((arguments.folder / "answers.json").read_text())
-    tables: dict[str, tuple[Callable[[Path, list[dict[str, Any]]], list[str]], str]] = {
-        "pipedream": (pipedream_table, "pipedream"),
-        "piper": (piper_table, "piper_bert32_25GiBps"),
-    }
+    tables: dict[str, Callable[[], list[str]]] = {"simulated": simulated_table}
+    if arguments.folder is not None:
+        answers = json.loads((arguments.folder / "answers.json").read_text())
+        for name, table, key in (
+            ("pipedream", pipedream_table, "pipedream"),
+            ("piper", piper_table, "piper_bert32_25GiBps"),
+        ):
+            tables[name] = partial(table, arguments.folder, answers[key])
     page = PAGE.read_text()
-    for name, (table, key) in tables.items():
-        lines = table(arguments.folder, answers[key])
+    for name, rows in tables.items():
+        lines = rows()
         print("\n".join(lines), end="\n\n")
         page = replaced(page, name, lines)
     if arguments.write:

@@ -62,7 +62,7 @@ def planned_and_found(method, precision, frozen=0, recompute=False, count=4, wid
     candidate = Candidate(Sized(graph, 2, M * width), PLANNED[method], 2, width, sharding)
     trial = CandidateTrial(candidate, BlockChain(graph, 2.0), DEVICES, KnownSchedules(decides=precision == "fp16"))
     cuts = (0, 3, 4) if frozen else (*range(0, count, count // candidate.stages), count)  # no stage is frozen whole
-    fit = trial.fit_of_span(batches=2)
+    fit = trial.fit_of_span()
     run = trial.settings(cuts, (recompute,) * 2)
     run["method"] = penstock.method(run["method"], **run.pop("options", {}))
     del run["microbatch_size"]
@@ -82,7 +82,7 @@ def assert_equal_but_for_a_message(planned, found):
 @pytest.mark.all_cases
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("method", ["1f1b", "2bw", "gpipe"])
+@pytest.mark.parametrize("method", ["1f1b", "2bw", "2bw-ahead", "gpipe"])
 def test_planned_memory_is_that_of_the_ledger(method, precision, recompute):
     """Masters and gradients are in full size where passes read copies of 2 bytes a number.
 
@@ -104,7 +104,9 @@ def test_planned_memory_of_several_stages_and_halves(method, precision, recomput
         assert abs(ours - ledger) <= 0.02 * ledger
 
 
-@pytest.mark.parametrize(("method", "precision"), [("1f1b", "fp32"), ("2bw", "bf16"), ("zb-v", "fp32")])
+@pytest.mark.parametrize(
+    ("method", "precision"), [("1f1b", "fp32"), ("2bw", "bf16"), ("2bw-ahead", "fp32"), ("zb-v", "fp32")]
+)
 def test_planned_memory_of_divided_updates(method, precision):
     level = "optimizer" if method == "zb-v" else "gradients"
     planned, found = planned_and_found(method, precision, count=8, width=2, sharding=level)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from penstock.plan.layer_configurations.pase import plan_as_pase
 from penstock.plan.layer_configurations.pase_cost import PaseCost
@@ -20,17 +19,10 @@ from penstock.plan.stage_graphs.graphpipe import plan_as_graphpipe, plan_for_gra
 from penstock.plan.stage_graphs.graphpipe_cost import GraphPipeCost
 from penstock.plan.stages.dapple_cost import DappleCost
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.graph_cost import GraphCost
 from penstock.plan.stages.piper_cost import PiperCost
-from penstock.plan.stages.planned import PlannedStage, Rating, Search
+from penstock.plan.stages.planned import Search
 from penstock.plan.stages.two_bw_cost import TwoBwCost
-
-
-class Rater(Protocol):
-    """A cost function of a graph and devices."""
-
-    def rate(self, stages: tuple[PlannedStage, ...]) -> Rating:
-        """Return what a plan costs."""
-
 
 GraphPlanner = Callable[[LayerGraph, Devices, int], Search]
 """Plans a graph on devices, for so many microbatches per batch."""
@@ -56,14 +48,10 @@ BEST_FOR_COST: Mapping[str, GraphPlanner] = {
 }
 """By the name of the cost function, for the planner "default"; some published ones are the best already."""
 
-RATERS: Mapping[str, Callable[[LayerGraph, Devices, int], Rater]] = {
-    "dapple": DappleCost,
-    "graphpipe": GraphPipeCost,
-    "piper": PiperCost,
-    "mist": MistCost,
-    "bapipe": BaPipeCost,
-    "dawnpiper": DawnPiperCost,
-    "pase": PaseCost,
-    "2bw-paper": TwoBwCost,
-}
+RATERS: Mapping[str, type[GraphCost]] = {
+    cost.name: cost
+    for cost in (
+        DappleCost, GraphPipeCost, PiperCost, MistCost, BaPipeCost, DawnPiperCost, PaseCost, TwoBwCost
+    )
+}  # fmt: skip
 """By the name of the cost function."""

@@ -10,7 +10,7 @@ from penstock.idle_time import TimeSplit
 from penstock.schedule.array_schedules.array_lowering import ArrayLowered
 from penstock.schedule.array_schedules.array_play import ArrayPlay, whole_span
 from penstock.schedule.array_schedules.array_span import ArraySpan
-from penstock.schedule.compiled.collective_events import NotCompiledError
+from penstock.schedule.compiled.collective_events import NotCompiledError, StuckError
 from penstock.schedule.compiled.evaluate import EventTimes, RankEnds, SpanTimes, Times, evaluate
 from penstock.schedule.compiled.event_graph_builder import graph_of
 from penstock.schedule.compiled.graph import EventGraph
@@ -48,7 +48,7 @@ class CompiledSpan:
                 lowered if isinstance(lowered, CodedSchedule) else coded(lowered), batches, transfers=transfers
             )
             if self._graph.steps.stuck:
-                raise NotCompiledError("some ranks wait for ever")
+                raise StuckError
             self._classes = self._graph.classes
         else:
             self._classes = self._lowered.lowering.classes
@@ -121,6 +121,6 @@ class CompiledSpan:
         play = ArrayPlay(self._span(any(each.latency for each in costs)), *self._taken(costs))
         play.run()
         if play.stuck:
-            raise NotCompiledError("some ranks wait for ever")
+            raise StuckError
         self._last = (tuple(costs), play) if len(costs) == 1 else None
         return play

@@ -19,7 +19,7 @@ from penstock.byte_sizes import human_bytes
 from penstock.plan.any_links.device_order import Floats
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.dapple_cost import check_halves
-from penstock.plan.stages.piper_cost import TOLERANCE
+from penstock.plan.stages.graph_cost import TOLERANCE
 from penstock.plan.stages.planned import PlannedStage, Rating, StageRating
 
 NAME = "spp"

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.errors import ConfigError
 from penstock.plan.layer_configurations.least_sum import least_sum
-from penstock.plan.layer_configurations.pase_cost import NAME, PaseCost
+from penstock.plan.layer_configurations.pase_cost import PaseCost
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, PlannedStage, Search
@@ -53,4 +53,4 @@ def plan_as_pase(graph: LayerGraph, devices: Devices, microbatches: int) -> Sear
     rating = cost.rate(stages)
     if math.isinf(rating.seconds):
         return Search(None, why=f"the fastest configurations do not fit, and no others are looked for: {rating.fault}")
-    return Search(Plan(NAME, stages, rating, (_IN_TURNS,) if len(stages) > 1 else ()))
+    return Search(Plan(PaseCost.name, stages, rating, (_IN_TURNS,) if len(stages) > 1 else ()))

@@ -20,7 +20,6 @@ part of the paper's search: it is counted for one microbatch, and compared with 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -28,13 +27,11 @@ import numpy as np
 
 from penstock.byte_sizes import human_bytes
 from penstock.errors import ConfigError
-from penstock.plan.profile.layer_graph import GraphLayer, LayerGraph, Way
-from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.profile.layer_graph import GraphLayer, Way
+from penstock.plan.stages.graph_cost import TOLERANCE, GraphCost
 from penstock.plan.stages.layer_row import Floats
-from penstock.plan.stages.piper_cost import TOLERANCE
 from penstock.plan.stages.planned import PlannedStage, Rating, StageRating
 
-NAME = "pase"
 _MOST_DEVICES = 4096
 
 
@@ -55,19 +52,10 @@ class LayerConfiguration(NamedTuple):
         return self.data * self.tensor
 
 
-@dataclass(frozen=True)
-class PaseCost:
-    """Rates configurations of layers.
+class PaseCost(GraphCost):
+    """Rates configurations of layers. Of links up to two speeds count."""
 
-    Attributes:
-        graph: all layers.
-        devices: of up to two speeds of links.
-        microbatches: M, per batch.
-    """
-
-    graph: LayerGraph
-    devices: Devices
-    microbatches: int
+    name = "pase"
 
     @cached_property
     def configurations(self) -> tuple[LayerConfiguration, ...]:
@@ -158,7 +146,7 @@ class PaseCost:
             ConfigError: a layer has no way with the tensor degree of its stage.
         """
         if len(stages) > 1 and not all(stage.in_turns for stage in stages):
-            return Rating(NAME, math.inf, (), "its stages have devices of their own")
+            return self.refused("its stages have devices of their own")
         known = {each: at for at, each in enumerate(self.configurations)}
         chosen = {n: LayerConfiguration(stage.replicas, stage.tensor) for stage in stages for n in stage.layers}
         unknown = next((each for each in chosen.values() if each not in known), None)
@@ -166,7 +154,7 @@ class PaseCost:
             said = (
                 f"degrees of {unknown.data} x {unknown.tensor} do not divide {self.devices.count} devices and the batch"
             )
-            return Rating(NAME, math.inf, (), said)
+            return self.refused(said)
         ratings, held = list[StageRating](), 0.0
         for stage in stages:
             parts = {"compute": 0.0, "links": 0.0, "gradient sums": 0.0}
@@ -183,7 +171,7 @@ class PaseCost:
         fault = ""
         if limit is not None and held > limit * TOLERANCE:
             fault = f"all layers together need {human_bytes(held, 2)} of {human_bytes(limit, 2)}"
-        return Rating(NAME, math.inf if fault else sum(each.seconds for each in ratings), tuple(ratings), fault)
+        return Rating(self.name, math.inf if fault else sum(each.seconds for each in ratings), tuple(ratings), fault)
 
 
 def _is_measured(layer: GraphLayer) -> bool:

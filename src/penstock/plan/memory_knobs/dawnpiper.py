@@ -22,7 +22,7 @@ from functools import cache
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.plan.memory_knobs.dawnpiper_cost import NAME, DawnPiperCost, memory_ways
+from penstock.plan.memory_knobs.dawnpiper_cost import DawnPiperCost, memory_ways
 from penstock.plan.memory_knobs.fitted_stages import FittedStages
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import Devices
@@ -95,7 +95,7 @@ class _DawnPiperSearch:
             run = self._fitted.run(cuts[at], cuts[at + 1], len(cuts) - 1 - at)
             names = dict(zip(self._graph.order[cuts[at] : cuts[at + 1]], (way.name for way in run.ways), strict=True))
             stages.append(replace(stage, ways=tuple(names[number] for number in stage.layers)))
-        return Plan(NAME, tuple(stages), self._cost.rate(tuple(stages)))
+        return Plan(DawnPiperCost.name, tuple(stages), self._cost.rate(tuple(stages)))
 
     # --- as published -------------------------------------------------------------------------------------------------
 

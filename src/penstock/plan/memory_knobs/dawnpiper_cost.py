@@ -16,20 +16,14 @@ formulas are our reading. Optimizer states count only where the profile counts t
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
-from penstock.byte_sizes import human_bytes
 from penstock.checks import did_you_mean
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import GraphLayer, LayerGraph, Way
-from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.graph_cost import GraphCost
 from penstock.plan.stages.layer_row import border_bytes_of, single_device_options
-from penstock.plan.stages.piper_cost import TOLERANCE
 from penstock.plan.stages.planned import PlannedStage, Rating, StageRating
 from penstock.plan.stages.two_bw_cost import bandwidths
 
-NAME = "dawnpiper"
 SWAP = "swap"
 """The name of the way of a layer whose activations are on the host between its passes."""
 
@@ -63,19 +57,10 @@ def _with_swap(layer: GraphLayer, ways: tuple[Way, ...], host: float) -> tuple[W
     return (*ways, Way(SWAP, 1, plain.seconds + late, plain.parameters, plain.memory + held, 0.0))
 
 
-@dataclass(frozen=True)
-class DawnPiperCost:
-    """Rates pipelines of single devices.
+class DawnPiperCost(GraphCost):
+    """Rates pipelines of single devices. Of links up to two speeds count."""
 
-    Attributes:
-        graph: all layers.
-        devices: of up to two speeds of links.
-        microbatches: M, per batch.
-    """
-
-    graph: LayerGraph
-    devices: Devices
-    microbatches: int
+    name = "dawnpiper"
 
     def rate(self, stages: tuple[PlannedStage, ...]) -> Rating:
         """Return what a plan costs.
@@ -84,13 +69,11 @@ class DawnPiperCost:
             ConfigError: a layer cannot run on a single device, or has no such way.
         """
         if any((stage.replicas, stage.tensor, stage.inner) != (1, 1, ()) for stage in stages):
-            return Rating(NAME, math.inf, (), "its stages are not on one device each")
+            return self.refused("its stages are not on one device each")
         options = memory_ways(self.graph, self.devices.host)
         along = bandwidths(self.devices, 1, len(stages))[1]
         hops = [size / along for size in border_bytes_of(self.graph, stages)]
-        ratings, faults = list[StageRating](), list[str]()
-        if len(stages) > self.devices.count:
-            faults.append(f"it needs {len(stages)} of {self.devices.count} devices")
+        ratings = list[StageRating]()
         for at, stage in enumerate(stages):
             names = stage.ways or ("",) * len(stage.layers)
             ways = [self._way(options, number, name) for number, name in zip(stage.layers, names, strict=True)]
@@ -98,11 +81,7 @@ class DawnPiperCost:
             flight = min(len(stages) - at, self.microbatches)
             memory = sum(way.memory + flight * way.memory_per_microbatch for way in ways)
             ratings.append(StageRating(max(parts.values()), parts, memory))
-            limit = self.devices.memory
-            if limit is not None and memory > limit * TOLERANCE:
-                faults.append(f"stage {at} needs {human_bytes(memory, 2)} of {human_bytes(limit, 2)}")
-        seconds = math.inf if faults else max(rating.seconds for rating in ratings)
-        return Rating(NAME, seconds, tuple(ratings), faults[0] if faults else "")
+        return self.rating(ratings, len(stages), lambda: max(rating.seconds for rating in ratings))
 
     def _way(self, options: list[tuple[Way, ...]], number: int, name: str) -> Way:
         """Return a way of a layer; the first one if no name is given.

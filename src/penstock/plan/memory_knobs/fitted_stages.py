@@ -9,9 +9,9 @@ import numpy as np
 
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import Way
+from penstock.plan.stages.graph_cost import TOLERANCE
 from penstock.plan.stages.knapsack import greedy_time, least_time
 from penstock.plan.stages.layer_row import Floats, running_sums
-from penstock.plan.stages.piper_cost import TOLERANCE
 
 _MOST_POINTS = 5_000  # of the front of a run; where there are more, its ways are found by a heuristic
 _MOST_STEPS = 100_000  # layers of all runs whose ways are chosen

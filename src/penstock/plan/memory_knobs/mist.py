@@ -16,12 +16,12 @@ import numpy as np
 
 from penstock.errors import ConfigError
 from penstock.plan.memory_knobs.cut_program import MOST_CHOICES, StageChoice, least_batch
-from penstock.plan.memory_knobs.mist_cost import NAME, MistCost, state_bytes
+from penstock.plan.memory_knobs.mist_cost import MistCost, state_bytes
 from penstock.plan.planners.two_bw import widths
 from penstock.plan.profile.layer_graph import LayerGraph, Way
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.graph_cost import TOLERANCE
 from penstock.plan.stages.knapsack import greedy_time, least_time
-from penstock.plan.stages.piper_cost import TOLERANCE
 from penstock.plan.stages.planned import Plan, PlannedStage, Search, Skipped
 
 _SPREAD = 2  # blocks of a stage more or fewer than the average, where there are many
@@ -108,7 +108,7 @@ class _MistSearch:
         }
         notes: tuple[str, ...] = (_MIXED,) if len(again) > 1 or len({stage.sharded for stage in stages}) > 1 else ()
         notes += ("which layers are recomputed was found by a heuristic",) if self._heuristic else ()
-        return Plan(NAME, stages, self._cost.rate(stages), notes)
+        return Plan(MistCost.name, stages, self._cost.rate(stages), notes)
 
     def _points(self, depth: int, width: int) -> Iterator[_Point]:
         """Yield the front of every stage."""

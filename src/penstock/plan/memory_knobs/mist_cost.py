@@ -13,18 +13,15 @@ long as half of a ring.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.byte_sizes import human_bytes
-from penstock.plan.profile.layer_graph import GraphLayer, LayerGraph, Way
-from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.piper_cost import TOLERANCE, way_named
+from penstock.plan.profile.layer_graph import GraphLayer, Way
+from penstock.plan.stages.graph_cost import GraphCost
+from penstock.plan.stages.piper_cost import way_named
 from penstock.plan.stages.planned import PlannedStage, Rating, StageRating
 from penstock.plan.stages.two_bw_cost import bandwidths
 
-NAME = "mist"
 ADAM = 2.0  # copies of the parameters that an optimizer holds, where the profile does not say
 
 
@@ -55,19 +52,10 @@ def state_bytes(layers: Sequence[GraphLayer]) -> float:
     return sum(ADAM * layer.parameters if layer.optimizer is None else layer.optimizer for layer in layers)
 
 
-@dataclass(frozen=True)
-class MistCost:
-    """Rates plans whose stages all have the same number of replicas.
+class MistCost(GraphCost):
+    """Rates plans whose stages all have the same number of replicas. Of links up to two speeds count."""
 
-    Attributes:
-        graph: all layers.
-        devices: of up to two speeds of links.
-        microbatches: N, per batch.
-    """
-
-    graph: LayerGraph
-    devices: Devices
-    microbatches: int
+    name = "mist"
 
     def stage(self, ways: dict[int, Way], edges: float, place: tuple[int, int, int], sharded: bool) -> KnobbedStage:
         """Return what a stage takes.
@@ -95,14 +83,11 @@ class MistCost:
         """Return what a plan costs, per microbatch of all pipelines together."""
         width, depth = stages[0].replicas, len(stages)
         if any((stage.replicas, stage.tensor, stage.inner) != (width, 1, ()) for stage in stages):
-            return Rating(NAME, math.inf, (), "its stages are not replicated alike on single devices")
+            return self.refused("its stages are not replicated alike on single devices")
         faults, found, ratings = list[str](), list[KnobbedStage](), list[StageRating]()
         if self.microbatches % width:
             faults.append(f"{self.microbatches} microbatches cannot be divided over {width} pipelines")
-        if width * depth > self.devices.count:
-            faults.append(f"it needs {width * depth} of {self.devices.count} devices")
         homes = {number: at for at, stage in enumerate(stages) for number in stage.layers}
-        limit = self.devices.memory
         for at, stage in enumerate(stages):
             names = stage.ways or ("",) * len(stage.layers)
             ways = {n: way_named(self.graph, n, 1, name) for n, name in zip(stage.layers, names, strict=True)}
@@ -116,7 +101,5 @@ class MistCost:
                 "gradient sums": knobbed.extra / self.microbatches,
             }
             ratings.append(StageRating(knobbed.steady / width + parts["gradient sums"], parts, knobbed.memory))
-            if limit is not None and knobbed.memory > limit * TOLERANCE:
-                faults.append(f"stage {at} needs {human_bytes(knobbed.memory, 2)} of {human_bytes(limit, 2)}")
-        seconds = math.inf if faults else batch_seconds(found, self.microbatches // width) / self.microbatches
-        return Rating(NAME, seconds, tuple(ratings), faults[0] if faults else "")
+        m = self.microbatches
+        return self.rating(ratings, width * depth, lambda: batch_seconds(found, m // width) / m, faults)

@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.stages.dapple_cost import NAME, DappleCost, check_halves
+from penstock.plan.stages.dapple_cost import DappleCost, check_halves
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.graph_cost import TOLERANCE
 from penstock.plan.stages.layer_row import Floats, border_bytes, running_sums
-from penstock.plan.stages.piper_cost import TOLERANCE
 from penstock.plan.stages.planned import Plan, PlannedStage, Search
 
 _MOST_PLANS = 20_000  # that are all tried
@@ -90,7 +90,7 @@ class DappleSearch:
             PlannedStage(tuple(sorted(self._order[first:last])), count)
             for (first, last), count in zip(pairwise(cuts), replicas, strict=True)
         )
-        return Plan(NAME, stages, self._cost.rate(stages), self._notes)
+        return Plan(DappleCost.name, stages, self._cost.rate(stages), self._notes)
 
     def count(self) -> int:
         """Return how many plans there are."""

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import LayerGraph, Way
+from penstock.plan.stages.graph_cost import TOLERANCE
 from penstock.plan.stages.knapsack import ChosenWays, bounds_of_two, greedy_time, least_time
 from penstock.plan.stages.layer_ideals import PrefixFamily
-from penstock.plan.stages.piper_cost import TOLERANCE
 
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]

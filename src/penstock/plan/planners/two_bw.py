@@ -11,21 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from penstock.plan.planners.equal_division import Division, equal_divisions
 from penstock.plan.profile.layer_graph import LayerGraph, Way
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.piper_cost import PiperCost
-from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Skipped
-from penstock.plan.stages.two_bw_cost import NAME, TwoBwCost
-
-
-class _Cost(Protocol):
-    """A cost function."""
-
-    def rate(self, stages: tuple[PlannedStage, ...]) -> Rating:
-        """Return what a plan costs."""
+from penstock.plan.stages.planned import Plan, PlannedStage, Search, Skipped
+from penstock.plan.stages.two_bw_cost import TwoBwCost
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,7 @@ def single_device_ways(graph: LayerGraph, recompute: bool) -> list[Way] | None:
     return found
 
 
-def plan_as_two_bw(sizes: Mapping[int, Sized], devices: Devices, cost: str = NAME) -> Search:
+def plan_as_two_bw(sizes: Mapping[int, Sized], devices: Devices, cost: str = TwoBwCost.name) -> Search:
     """Return the best configuration with equal stages.
 
     Args:
@@ -69,7 +61,7 @@ def plan_as_two_bw(sizes: Mapping[int, Sized], devices: Devices, cost: str = NAM
     """
     best, least, skipped, closest = None, math.inf, list[Skipped](), ""
     for sized in sizes.values():
-        rater: _Cost = (TwoBwCost if cost == NAME else PiperCost)(sized.graph, devices, sized.microbatches)
+        rater = (TwoBwCost if cost == TwoBwCost.name else PiperCost)(sized.graph, devices, sized.microbatches)
         ways = {recompute: single_device_ways(sized.graph, recompute) for recompute in (False, True)}
         if ways[False] is None:
             return Search(None, why="a layer cannot run on a single device, as this planner needs")
@@ -85,7 +77,7 @@ def plan_as_two_bw(sizes: Mapping[int, Sized], devices: Devices, cost: str = NAM
                     rating = rater.rate(stages)
                     closest = closest or rating.fault
                     if rating.seconds / sized.samples < least:
-                        best = Plan(NAME, stages, rating, samples=sized.samples)
+                        best = Plan(TwoBwCost.name, stages, rating, samples=sized.samples)
                         least = best.seconds_per_sample
     why = (
         ""

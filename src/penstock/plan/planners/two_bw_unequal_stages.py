@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from penstock.plan.planners.two_bw import Sized, bounded, plan_as_two_bw, single_device_ways, widths
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.graph_cost import TOLERANCE
 from penstock.plan.stages.layer_ideals import PrefixFamily, all_prefixes, ordered_prefixes
-from penstock.plan.stages.piper_cost import TOLERANCE
 from penstock.plan.stages.planned import Plan, PlannedStage, Search, Skipped
 from penstock.plan.stages.two_bw_cost import TwoBwCost, bandwidths
 

@@ -18,8 +18,9 @@ import numpy.typing as npt
 from penstock.errors import ConfigError
 from penstock.plan.planners.two_bw import widths
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.schedule_choice.bapipe_cost import NAME, SCHEDULES, BaPipeCost, MessageSchedule
+from penstock.plan.schedule_choice.bapipe_cost import SCHEDULES, BaPipeCost, MessageSchedule
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.graph_cost import TOLERANCE
 from penstock.plan.stages.layer_row import (
     Floats,
     border_bytes,
@@ -28,7 +29,6 @@ from penstock.plan.stages.layer_row import (
     running_sums,
     single_device_options,
 )
-from penstock.plan.stages.piper_cost import TOLERANCE
 from penstock.plan.stages.planned import Plan, PlannedStage, Search
 
 Flags = npt.NDArray[np.bool_]
@@ -87,7 +87,7 @@ class _BaPipeSearch:
         """Yield data parallelism on so many devices each."""
         for count in counts:
             stages = (PlannedStage(tuple(range(len(self._graph.layers))), count),)
-            yield Plan(NAME, stages, self._cost.rate(stages), ("data parallelism",) if count > 1 else ())
+            yield Plan(BaPipeCost.name, stages, self._cost.rate(stages), ("data parallelism",) if count > 1 else ())
 
     def pipelines(self, deepest: int, balanced: bool) -> Iterator[Plan]:
         """Yield pipelines of single devices that fit.
@@ -108,7 +108,7 @@ class _BaPipeSearch:
                 stages = row_stages(self._graph, found)
                 notes = (f"schedule {schedule.name}", *self._notes) if len(stages) > 1 else ()
                 notes += (_THINNED,) if cuts.thinned else ()
-                yield Plan(NAME, stages, self._cost.rate_with(stages, schedule), notes)
+                yield Plan(BaPipeCost.name, stages, self._cost.rate_with(stages, schedule), notes)
 
     def _period(self, schedule: MessageSchedule, bandwidth: float) -> Floats:
         """Return the periods of all stages: (first layer, layer after the last)."""

@@ -22,19 +22,13 @@ balance, the division of one layer between two devices is left out.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.byte_sizes import human_bytes
-from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.graph_cost import GraphCost
 from penstock.plan.stages.layer_row import border_bytes_of
-from penstock.plan.stages.piper_cost import TOLERANCE, way_named
+from penstock.plan.stages.piper_cost import way_named
 from penstock.plan.stages.planned import PlannedStage, Rating, StageRating
 from penstock.plan.stages.two_bw_cost import bandwidths
-
-NAME = "bapipe"
 
 
 class MessageSchedule(NamedTuple):
@@ -56,26 +50,17 @@ class MessageSchedule(NamedTuple):
 SCHEDULES = (MessageSchedule("1f1b-sno", overlapped=False), MessageSchedule("1f1b-so", overlapped=True))
 
 
-@dataclass(frozen=True)
-class BaPipeCost:
-    """Rates pipelines of single devices, and data parallelism.
+class BaPipeCost(GraphCost):
+    """Rates pipelines of single devices, and data parallelism. Of links up to two speeds count."""
 
-    Attributes:
-        graph: all layers.
-        devices: of up to two speeds of links.
-        microbatches: M, per batch.
-    """
-
-    graph: LayerGraph
-    devices: Devices
-    microbatches: int
+    name = "bapipe"
 
     def rate(self, stages: tuple[PlannedStage, ...]) -> Rating:
         """Return what a plan costs with its best schedule, per microbatch: the time of a batch over M."""
         if any(stage.tensor != 1 or stage.inner for stage in stages):
-            return Rating(NAME, math.inf, (), "its stages are not on single devices")
+            return self.refused("its stages are not on single devices")
         if len(stages) > 1 and any(stage.replicas > 1 for stage in stages):
-            return Rating(NAME, math.inf, (), "its stages have replicas")
+            return self.refused("its stages have replicas")
         return self.rate_with(stages, self.schedule_of(stages))
 
     def schedule_of(self, stages: tuple[PlannedStage, ...]) -> MessageSchedule:
@@ -87,27 +72,19 @@ class BaPipeCost:
         m, width = self.microbatches, stages[0].replicas
         across, along = bandwidths(self.devices, width, len(stages))
         hops = [size / along for size in border_bytes_of(self.graph, stages)]
-        faults, ratings = list[str](), list[StageRating]()
-        if m % width:
-            faults.append(f"{m} microbatches cannot be divided over {width} replicas")
-        if (used := width * len(stages)) > self.devices.count:
-            faults.append(f"it needs {used} of {self.devices.count} devices")
-        for at, stage in enumerate(stages):
-            rating = self._stage(stage, (hops[at], hops[at + 1]), schedule, len(stages) - at)
-            ratings.append(rating)
-            limit, memory = self.devices.memory, rating.memory or 0.0
-            if limit is not None and memory > limit * TOLERANCE:
-                faults.append(f"stage {at} needs {human_bytes(memory, 2)} of {human_bytes(limit, 2)}")
-        if faults:
-            return Rating(NAME, math.inf, tuple(ratings), faults[0])
+        faults = [f"{m} microbatches cannot be divided over {width} replicas"] if m % width else []
+        ratings = [
+            self._stage(stage, (hops[at], hops[at + 1]), schedule, len(stages) - at) for at, stage in enumerate(stages)
+        ]
         if width > 1:
             sums = 2 * (width - 1) / width * sum(layer.parameters for layer in self.graph.layers) / across / m
             (one,) = ratings
             both = one.parts | {"gradient sums": sums}
-            return Rating(NAME, one.seconds + sums, (StageRating(one.seconds + sums, both, one.memory),))
+            ratings = [StageRating(one.seconds + sums, both, one.memory)]
+            return self.rating(ratings, width, lambda: ratings[0].seconds, faults)
         compute = sum(rating.parts["compute"] for rating in ratings)
         batch = compute + 2 * sum(hops) + (m - 1) * max(rating.seconds for rating in ratings)
-        return Rating(NAME, batch / m, tuple(ratings))
+        return self.rating(ratings, len(stages), lambda: batch / m, faults)
 
     def _stage(
         self, stage: PlannedStage, hops: tuple[float, float], schedule: MessageSchedule, left: int

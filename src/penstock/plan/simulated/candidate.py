@@ -4,15 +4,39 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.plan.planners.two_bw import Sized
-from penstock.plan.simulated.block_chain import BlockChain, PassSums
-from penstock.plan.simulated.planned_methods import PlannedMethod
+from penstock.plan.simulated.block_chain import BlockChain, Floats, PassSums
+from penstock.plan.simulated.planned_methods import PlannedMethod, stage_forecast
 from penstock.plan.simulated.schedule_cache import ScheduleKey
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.two_bw_cost import bandwidths
+
+
+class RankWork(NamedTuple):
+    """Seconds of ranks: numbers for each, or matrices from cut to cut.
+
+    Attributes:
+        busy: of a microbatch, all passes.
+        path: the part of them that other stages wait for.
+        forward: of the forward of its first stage.
+        step: of an update.
+        before: from the begin of a batch to its first forward, and from its last backward to the end.
+        through: from a forward of its first stage to the end of the backward of the same microbatch.
+        behind: from a forward of its last stage to the backward of the same microbatch.
+    """
+
+    busy: Floats
+    path: Floats
+    forward: Floats
+    step: Floats
+    before: Floats
+    through: Floats
+    behind: Floats
 
 
 @dataclass(frozen=True)
@@ -73,34 +97,66 @@ class Candidate:
             raise ValueError("the profile does not tell the halves of backwards apart")
         return found
 
-    def bound(self, chain: BlockChain, devices: Devices, slowest: float = 0.0, total: float = 0.0) -> float:
-        """Return the seconds per sample that it takes at least.
+    def bound(self, chain: BlockChain, devices: Devices) -> float:
+        """Return the seconds per sample that it takes at least, however it is cut.
 
-        A rank is busy for m microbatches, and a lane of messages for m of these, or more if a rank has several stages.
-        With a flush the batch begins once the forwards of the stages before have run, and ends with their backwards, of
-        halved ones the first halves; then come the sums of gradients and updates. So with one stage on each rank, if T
-        is the time of the batch without these and t_i that of what others wait for in a stage, m t_s + sum of t_i
-        before s <= T for every stage, hence T (1 - (1 - 1/m)^d) is at least the sum of all t.
-
-        Args:
-            chain: of its blocks.
-            devices: of whose links messages and sums of gradients take time.
-            slowest: at least so many seconds the slowest rank takes for a microbatch.
-            total: and all together.
+        A rank is busy for m microbatches and an update, and a lane of messages for m of these, or more if a rank has
+        several stages. With a flush the batch begins once the forwards of the stages before have run, and ends with
+        their backwards, of halved ones the first halves; then come the sums of gradients. So with one stage on each
+        rank, if T is the time of the batch without these and t_i that of what others wait for in a stage,
+        m t_s + sum of t_i before s <= T for every stage, hence T (1 - (1 - 1/m)^d) is at least the sum of all t. In any
+        case every stage has a block, so that at least r of them come before rank r, as `of_ranks` says.
         """
         m, d, passes = self.microbatches, self.depth, self.passes_of(chain)
-        across, along = bandwidths(devices, self.width, d)
-        total = max(float(passes.busy[-1]), total)
-        slowest = max(slowest, total / d, float(np.diff(passes.busy).max()))
-        message = float(chain.crossing[1:-1].min(initial=math.inf)) / along if d > 1 else 0.0
-        steady = m * max(slowest, self.messages * message)
-        sums = self.sums(float(chain.parameters[0, -1]) / self.stages, across)
+        total, message = float(passes.busy[-1]), self.least_message(chain, devices)
+        longest = least_of_largest(np.diff(passes.busy), d)
+        busy = max((m * total + float(chain.steps[-1]) / self.shards) / d, m * longest)
+        steady, after = max(busy, m * self.messages * message), self.least_after(chain, devices)
         if not self.method.flushes:
-            return max(steady, max(sums)) / self.samples
+            return max(steady, after) / self.samples
         through = total - float(passes.second[-1])
         path = through + 2 * self.hops * (message + devices.latency)
         flushed = through / (1 - (1 - 1 / m) ** d) if self.method.chunks == 1 else 0.0
-        return (max(steady, path, flushed) + self.after(sums)) / self.samples
+        hops = (message + devices.latency) * (d - 1)
+        outside = float(passes.path[:d].mean()) + hops
+        if self.method.forwards_first:
+            outside += float((passes.path[-1] - passes.path[-d:]).mean()) + hops
+        return (max(steady, path, flushed, m * through / d + outside) + after) / self.samples
+
+    def least_after(self, chain: BlockChain, devices: Devices) -> float:
+        """Return the seconds that sums and gathers take at least, however it is cut, as `after` counts them."""
+        across, _ = bandwidths(devices, self.width, self.depth)
+        return self.after(self.sums(float(chain.parameters[0, -1]) / self.stages, across))
+
+    def least_message(self, chain: BlockChain, devices: Devices) -> float:
+        """Return the seconds that a message between ranks takes of its lane at least, however it is cut."""
+        _, along = bandwidths(devices, self.width, self.depth)
+        return float(chain.crossing[1:-1].min(initial=math.inf)) / along if self.depth > 1 else 0.0
+
+    def of_ranks(self, times: RankWork, ranks: npt.NDArray[np.intp]) -> Floats:
+        """Return the seconds that a batch takes at least without sums, as far as each rank shows.
+
+        It is busy for m microbatches and an update. With a flush others run before the rank begins and after it has
+        ended; where all forwards come first, also between its forwards and its backwards. Otherwise, with n
+        microbatches in flight, a forward comes after the backward of the nth one before it.
+
+        Args:
+            times: of ranks.
+            ranks: their numbers, in the first dimension.
+        """
+        m, method = self.microbatches, self.method
+        busy: Floats = m * times.busy + times.step
+        if not method.flushes:
+            return busy
+        if method.forwards_first:
+            return np.maximum(busy, times.before + m * times.path + times.behind)
+        flight = np.full(len(ranks), m)
+        if method.chunks == 1 and not method.halved:
+            flight = np.array([stage_forecast(method, self.depth, m, rank).activations for rank in ranks.tolist()])
+        flight = flight.reshape(-1, *[1] * (times.busy.ndim - 1))
+        rounds, rest = np.divmod(m - 1, flight)
+        own = np.maximum(m * times.path, rest * times.forward + (rounds + 1) * times.through)
+        return np.maximum(busy, times.before + own)
 
     @property
     def messages(self) -> int:
@@ -118,7 +174,9 @@ class Candidate:
         return (part if self.sharding == "gradients" else 2 * part), (0.0 if self.sharding == "none" else part)
 
     def after(self, sums: tuple[float, float]) -> float:
-        """Return what of these no pass of the same rank can hide, if the method flushes."""
+        """Return what of these no pass of the same rank can hide; without a flush, what they take of their lane."""
+        if not self.method.flushes:
+            return max(sums)
         return sum(sums) if self.method.chunks == 1 else sums[0]
 
     def __str__(self) -> str:
@@ -126,3 +184,12 @@ class Candidate:
         size = f", microbatch {self.sized.samples}" if self.sized.samples > 1 else ""
         shards = "" if self.sharding == "none" else f", sharded {self.sharding}"
         return f"{self.method.name}, depth {self.depth}, width {self.width}{size}{shards}"
+
+
+def least_of_largest(times: Floats, ranks: int) -> float:
+    """Return the time of the busiest of some ranks at least, however these blocks are divided among them.
+
+    Of the k ranks + 1 longest blocks some rank has k + 1, which take as long as the shortest of these, or longer.
+    """
+    down = -np.sort(-times)
+    return max(float(down[k * ranks - k : k * ranks + 1].sum()) for k in range((len(times) - 1) // ranks + 1))

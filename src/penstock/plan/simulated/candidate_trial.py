@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +14,15 @@ from penstock.byte_sizes import human_bytes
 from penstock.errors import CapabilityError, ScheduleError
 from penstock.plan.planners.two_bw import single_device_ways
 from penstock.plan.simulated.block_chain import BlockChain
-from penstock.plan.simulated.candidate import Candidate
-from penstock.plan.simulated.fitting_cuts import FittingCuts
-from penstock.plan.simulated.rank_memory import Cuts, Moment, RankMemory, StageSizes
-from penstock.plan.simulated.schedule_cache import KnownSchedules
-from penstock.plan.simulated.stage_forecast import StageForecast, least_microbatches, stage_forecast
+from penstock.plan.simulated.candidate import Candidate, RankWork
+from penstock.plan.simulated.fitting_cuts import Cuts, FirstCuts, FittingCuts, RankMemory, StageSizes
+from penstock.plan.simulated.planned_methods import StageForecast, least_microbatches, stage_forecast
+from penstock.plan.simulated.schedule_cache import KnownSchedules, Moment
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Skipped, StageRating
 from penstock.plan.stages.two_bw_cost import bandwidths
 from penstock.schedule.machine.shared_cores import SharedCores
+from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.predicted import AlwaysThere, MemoryOptions, always_there, rotates
@@ -34,22 +34,42 @@ _SPANS = (3, 5)  # batches: what two more of them take
 _NO_BYTES = 1e-30  # of a network, which has to carry something
 
 
-class _TimedCuts(NamedTuple):
+_Found = TypeVar("_Found")
+
+
+class NoPlanError(Exception):
+    """There is no plan, or none that is fast enough.
+
+    Attributes:
+        skipped: what is left out, and why.
+    """
+
+    def __init__(self, skipped: Skipped) -> None:
+        super().__init__(skipped.bound)
+        self.skipped = skipped
+
+
+class TimedCuts(NamedTuple):
     """Cuts that fit.
 
     Attributes:
         cuts: where stages begin, and where the last one ends.
         again: which ranks recompute.
         batch: seconds of one more batch of a long run.
+        seconds: of it per sample.
     """
 
     cuts: Cuts
     again: tuple[bool, ...]
     batch: float
+    seconds: float
 
 
 class CandidateTrial:
     """One configuration: cut, proven and simulated.
+
+    Attributes:
+        of: the configuration.
 
     Args:
         candidate: which.
@@ -59,49 +79,72 @@ class CandidateTrial:
     """
 
     def __init__(self, candidate: Candidate, chain: BlockChain, devices: Devices, known: KnownSchedules) -> None:
-        self._of, self._chain, self._devices, self._known = candidate, chain, devices, known
+        self.of, self._chain, self._devices, self._known = candidate, chain, devices, known
         self._passes, self._ranks = candidate.passes_of(chain), candidate.method.ranks(candidate.depth)
         self._between = [s for s in range(1, candidate.stages) if self._ranks[s - 1] != self._ranks[s]]  # cuts
         self._on = [[s for s, r in enumerate(self._ranks) if r == rank] for rank in range(candidate.depth)]
         self._limit = math.inf if devices.memory is None else devices.memory
         self._sizes: dict[AlwaysThere, StageSizes] = {}
+        self._hop = candidate.least_message(chain, devices) + devices.latency
+        self._fitting: FittingCuts  # by what is known so far
 
     def plan(self, best: float) -> Plan | Skipped:
         """Return the plan, or why there is none that is faster than `best` seconds per sample."""
-        of, name = self._of, str(self._of)
-        if of.passes > _MOST_PASSES:
-            return Skipped(
-                name, f"{of.stages} x {of.microbatches} passes are too many to prove it here ({_MOST_PASSES:,})"
-            )
-        least = least_microbatches(of.method, of.depth)
-        if of.microbatches < least:
-            return Skipped(name, f"refused: it needs at least {least} microbatches for each pipeline")
-        fit = self._fit(self._foreseen)
-        begun = fit.first()
-        if begun is None:
-            return self._too_large(fit)
-        bound = of.bound(self._chain, self._devices, begun.slowest, begun.total)
-        if bound >= best:
-            return Skipped(
-                name, f"its best stages take {bound:.4g} s per sample at least, the best plan so far {best:.4g}"
-            )
         try:
-            if self._limit < math.inf:
-                fit = self.fit_of_span(batches=1)
-            found = self._fastest(fit, best)
-            if isinstance(found, Skipped):
-                return found
-            fit = self.fit_of_span(batches=2 if of.method.flushes else 4)
-            if fit.recomputes(found.cuts) != found.again:
-                found = self._fastest(fit, best)
+            for bound in self.bounds():
+                if bound >= best:
+                    raise self._none(f"takes {bound:.4g} s per sample at least, the best plan so far {best:.4g}")
+            return self.planned(self.fastest(best))
+        except NoPlanError as error:
+            return error.skipped
+
+    def bounds(self) -> Iterator[float]:
+        """Yield the seconds per sample that it takes at least where it fits: by forecast, then by what ranks hold.
+
+        Raises:
+            NoPlanError: it does not fit, or there is no schedule.
+        """
+        of, least = self.of, least_microbatches(self.of.method, self.of.depth)
+        if of.passes > _MOST_PASSES:
+            raise self._none(f"{of.stages} x {of.microbatches} passes are too many to prove it here ({_MOST_PASSES:,})")
+        if of.microbatches < least:
+            raise self._none(f"refused: it needs at least {least} microbatches for each pipeline")
+        bound, after = of.bound(self._chain, self._devices), of.least_after(self._chain, self._devices)
+        self._fitting = self._fit(self._foreseen)
+        yield max((self._begun().batch + after * of.method.flushes) / of.samples, bound)
+        if self._limit < math.inf:
+            self._fitting = self._scheduled(self.fit_of_span)
+            yield max((self._begun().batch + after * of.method.flushes) / of.samples, bound)
+
+    def fastest(self, best: float) -> TimedCuts:
+        """Find the fastest cuts, after all bounds: of all if they are few, otherwise of those near the first ones.
+
+        Raises:
+            NoPlanError: they are no faster than `best` seconds per sample, or there is no schedule.
+        """
+        found = self._scheduled(self._fastest)
+        if found.seconds >= best:
+            raise self._none(f"takes {found.seconds:.4g} s per sample, the best plan so far {best:.4g}")
+        return found
+
+    def _scheduled(self, find: Callable[[], _Found]) -> _Found:
+        """Find something that needs the schedule.
+
+        Raises:
+            NoPlanError: there is none.
+        """
+        try:
+            return find()
         except (ScheduleError, CapabilityError) as error:
-            return Skipped(name, f"refused: {str(error).splitlines()[0]}")
-        return found if isinstance(found, Skipped) else self._planned(fit, found)
+            raise self._none(f"refused: {str(error).splitlines()[0]}") from None
+
+    def _none(self, why: str) -> NoPlanError:
+        return NoPlanError(Skipped(str(self.of), why))
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def _forecast(self, stage: int) -> StageForecast:
-        return stage_forecast(self._of.method, self._of.depth, self._of.microbatches, stage)
+        return stage_forecast(self.of.method, self.of.depth, self.of.microbatches, stage)
 
     def _foreseen(self, rank: int, again: bool) -> list[Moment]:
         """Return what a rank holds at least at one moment."""
@@ -111,81 +154,84 @@ class CandidateTrial:
             found |= {(stage, HeldKind.OPTIMIZER): 1.0, (stage, HeldKind.SCRATCH): 1.0}
             if not again:
                 found[stage, HeldKind.GRAPH] = flight
-            elif self._of.method.chunks > 1:
+            elif self.of.method.chunks > 1:
                 found[stage, HeldKind.SAVED] = flight
             else:
                 found |= {(stage, HeldKind.SAVED): flight - 1, (stage, HeldKind.BACKWARD): 1.0}
         return [found]
 
-    def fit_of_span(self, batches: int) -> FittingCuts:
-        """Return which cuts fit, by what ranks hold in a span of so many batches.
+    def fit_of_span(self) -> FittingCuts:
+        """Return which cuts fit, by what ranks hold in a span.
 
         Raises:
             ScheduleError: there is no schedule.
             CapabilityError: what it holds is not predicted.
         """
-        return self._fit(lambda rank, again: self._known.moments(self._of.schedule, again, batches)[rank])
+        return self._fit(lambda rank, again: self._known.moments(self.of.schedule, again)[rank])
 
     def _fit(self, moments: Callable[[int, bool], Sequence[Moment]]) -> FittingCuts:
         """Return which cuts fit, given what ranks hold, without recompute and with it."""
-        of = self._of
         memory = []
         for rank, stages in enumerate(self._on):
             plain = again = self._rank_memory(stages, moments(rank, False), again=False)
             if self._limit < math.inf:
                 again = self._rank_memory(stages, moments(rank, True), again=True)
             memory.append((plain, again))
-        return FittingCuts(self._passes, of.method, of.depth, self._limit, memory)
+        return FittingCuts(self.of, self._chain, self._hop, self._limit, memory)
 
     def _rank_memory(self, stages: Sequence[int], moments: Sequence[Moment], again: bool) -> RankMemory:
-        of, foreseen = self._of, self._forecast(stages[0])
-        options = MemoryOptions(low_precision=self._chain.low_precision, blockwise=again)
+        of, foreseen = self.of, self._forecast(stages[0])
+        low, correction = self._chain.low_precision, of.method.correction
+        options = MemoryOptions(low_precision=low, blockwise=again, correction=correction)
         there = always_there(foreseen.rule, foreseen.facts, options, again, of.shards > 1)
-        if not rotates(foreseen.rule, foreseen.facts, options):  # updates take no scratch
+        ahead = CORRECTIONS[correction].reads_ahead  # by the last gradient, which takes no room
+        if ahead or not rotates(foreseen.rule, foreseen.facts, options):  # updates take no scratch
             moments = [{key: n for key, n in each.items() if key[1] is not HeldKind.SCRATCH} for each in moments]
         if there not in self._sizes:
             self._sizes[there] = StageSizes(self._chain, there, of.shards)
         return RankMemory(stages, self._sizes[there], moments)
 
-    def _too_large(self, fit: FittingCuts) -> Skipped:
-        least, limit = fit.least(), human_bytes(self._limit, 2)
-        return Skipped(
-            str(self._of), f"does not fit: at least {human_bytes(least, 2)} per device on average, but it has {limit}"
-        )
+    def _begun(self) -> FirstCuts:
+        """Return the cuts to begin with.
+
+        Raises:
+            NoPlanError: none fit.
+        """
+        found = self._fitting.first()
+        if found is None:
+            least, limit = human_bytes(self._fitting.least(), 2), human_bytes(self._limit, 2)
+            raise self._none(f"does not fit: at least {least} per device on average, but it has {limit}")
+        return found
 
     # --- time -------------------------------------------------------------------------------------------------------
 
-    def _fastest(self, fit: FittingCuts, best: float) -> _TimedCuts | Skipped:
+    def _fastest(self) -> TimedCuts:
         """Find the fastest cuts that fit: of all if they are few, otherwise of those near, as long as that helps."""
-        begun = fit.first()
-        if begun is None:
-            return self._too_large(fit)
-        found = self._faster(fit, [begun.cuts], None)
+        fit = self._fitting
+        found = self._faster([self._begun().cuts], None)
         assert found is not None, "the first cuts fit"
         if fit.are_few():
-            found = self._faster(fit, fit.all(), found) or found
-        else:
-            better: _TimedCuts | None = found
-            while better is not None:
-                found, better = better, self._faster(fit, fit.near(better.cuts), better)
-        seconds = found.batch / self._of.samples
-        if seconds >= best:
-            return Skipped(str(self._of), f"takes {seconds:.4g} s per sample, the best plan so far {best:.4g}")
+            return self._faster(fit.all(), found) or found
+        better: TimedCuts | None = found
+        while better is not None:
+            found, better = better, self._faster(fit.near(better.cuts), better)
         return found
 
-    def _faster(self, fit: FittingCuts, trials: Iterable[Cuts], than: _TimedCuts | None) -> _TimedCuts | None:
+    def _faster(self, trials: Iterable[Cuts], than: TimedCuts | None) -> TimedCuts | None:
         """Return the fastest of some cuts; None if it is not faster than what was found."""
         limit = math.inf if than is None else than.batch
-        fitting = [(cuts, again) for cuts in trials if (again := fit.recomputes(cuts)) is not None]
+        fitting = [(cuts, again) for cuts in trials if (again := self._fitting.recomputes(cuts)) is not None]
         several = [each for each in fitting if self.least_batch(*each) < limit]
         times = self.batch_times(several) if several else [limit]
         least = int(np.argmin(times))
-        return _TimedCuts(*several[least], times[least]) if times[least] < limit else None
+        if times[least] >= limit:
+            return None
+        return TimedCuts(*several[least], times[least], times[least] / self.of.samples)
 
     def batch_times(self, several: Sequence[tuple[Cuts, Sequence[bool]]]) -> list[float]:
         """Return what one more batch of a long run takes, for cuts and the ranks that recompute."""
         costs = [self.costs(np.array(cuts), again) for cuts, again in several]
-        short, long = (self._known.span(self._of.schedule, batches)(costs) for batches in _SPANS)
+        short, long = (self._known.span(self.of.schedule, batches)(costs) for batches in _SPANS)
         return [(b.makespan - a.makespan) / (_SPANS[1] - _SPANS[0]) for a, b in zip(short, long, strict=True)]
 
     def costs(self, cuts: npt.NDArray[np.intp], again: Sequence[bool]) -> Costs:
@@ -195,7 +241,7 @@ class CandidateTrial:
             cuts: where stages begin, and where the last one ends.
             again: which ranks recompute.
         """
-        of, chain = self._of, self._chain
+        of, chain = self.of, self._chain
         across, along = bandwidths(self._devices, of.width, of.depth)
         forward, first, second = (np.diff(sums[cuts]) for sums in self._passes)
         first = first + forward * np.array([again[rank] for rank in self._ranks])
@@ -219,25 +265,26 @@ class CandidateTrial:
         )
 
     def least_batch(self, cuts: Cuts, again: Sequence[bool]) -> float:
-        """Return the seconds that a batch takes at least with these cuts, as `Candidate.bound` says."""
-        of, at, ranks = self._of, np.array(cuts), list(self._ranks)
+        """Return the seconds that a batch takes at least with these cuts, as `Candidate.of_ranks` says."""
+        of, at = self.of, np.array(cuts)
         costs, across = self.costs(at, again), bandwidths(self._devices, of.width, of.depth)[0]
-        sums = of.sums(float(self._chain.parameters[at[:-1], at[1:]].max()), across)
-        path = np.array([each.forward + each.backward_input for each in costs.stages])
-        through, second = np.zeros(of.depth), np.zeros(of.depth)
-        np.add.at(through, ranks, path)
-        np.add.at(second, ranks, [each.backward_weight for each in costs.stages])
-        steady = of.microbatches * max(float((through + second).max()), of.messages * costs.transfer)
-        if not of.method.flushes:
-            return max(steady, *sums)
-        before = (np.cumsum(path) - path)[: of.depth] + 2 * np.arange(of.depth) * (costs.transfer + costs.latency)
-        return max(float((of.microbatches * through + before).max()), steady) + of.after(sums)
+        forward, first, second, steps = np.array([list(vars(each).values()) for each in costs.stages]).T
+        own, hop, ranks = forward + first, 2 * (costs.transfer + self._devices.latency), np.arange(of.depth)
+        busy, path, step = (np.bincount(self._ranks, each).astype(float) for each in (own + second, own, steps))
+        before = (np.cumsum(own) - own)[: of.depth] + ranks * hop + (ranks > 0) * step[0]
+        after = np.cumsum(own[::-1])[::-1]  # of a stage and those behind it
+        through, behind = after[: of.depth] + (of.hops - ranks) * hop, (after - own)[-of.depth :] + ranks[::-1] * hop
+        times = RankWork(busy, path, forward[: of.depth], step, before, through, behind)
+        sums = of.after(of.sums(float(self._chain.parameters[at[:-1], at[1:]].max()), across))
+        least = max(float(of.of_ranks(times, ranks).max()), of.microbatches * of.messages * costs.transfer)
+        return least + sums if of.method.flushes else max(least, sums)
 
     # --- the plan ---------------------------------------------------------------------------------------------------
 
-    def _planned(self, fit: FittingCuts, found: _TimedCuts) -> Plan:
+    def planned(self, found: TimedCuts) -> Plan:
         """Return the plan with cuts."""
-        of, cuts, graph = self._of, found.cuts, self._of.sized.graph
+        fit = self._fitting if self._limit < math.inf else self.fit_of_span()
+        of, cuts, graph = self.of, found.cuts, self.of.sized.graph
         seconds, width = found.batch / of.sized.microbatches, of.width
         busy = np.diff(self._passes.busy[list(cuts)]) + [
             found.again[rank] * (self._passes.forward[last] - self._passes.forward[first])
@@ -266,7 +313,7 @@ class CandidateTrial:
             cuts: where stages begin, and where the last one ends.
             again: which ranks recompute.
         """
-        of, modes = self._of, ["block" if again[rank] else "none" for rank in self._ranks]
+        of, modes = self.of, ["block" if again[rank] else "none" for rank in self._ranks]
         found: dict[str, Any] = {"method": of.method.row, "stages": of.depth, "width": of.width}
         if of.method.options:
             found["options"] = of.method.options

@@ -5,59 +5,114 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from penstock.plan.simulated.block_chain import Floats, PassSums, between
-from penstock.plan.simulated.planned_methods import PlannedMethod
-from penstock.plan.simulated.rank_memory import Cuts, RankMemory
+from penstock.plan.simulated.block_chain import BlockChain, Floats, between
+from penstock.plan.simulated.candidate import Candidate, RankWork
+from penstock.plan.simulated.schedule_cache import Moment
+from penstock.simulate.memory.held import HeldKind
+from penstock.simulate.memory.predicted import AlwaysThere
 
 MOST_CUTS = 256
 """That are all tried."""
 
+Cuts: TypeAlias = tuple[int, ...]
+"""Where stages begin, and where the last one ends."""
+
+_DIVIDED = (HeldKind.OPTIMIZER, HeldKind.SCRATCH)  # by parallel pipelines that shard
+
+
+class StageSizes:
+    """What a stage takes between two cuts: always, and of each kind.
+
+    Attributes:
+        fixed: bytes that are always there.
+        kinds: bytes of each kind of what comes and goes.
+
+    Args:
+        chain: of blocks.
+        there: weights and gradients that are always there.
+        shards: pipelines that divide what the optimizer remembers, and its weights.
+    """
+
+    def __init__(self, chain: BlockChain, there: AlwaysThere, shards: int = 1) -> None:
+        self.fixed: Floats = (
+            chain.frozen + there.versions * chain.buffer + (there.whole + there.rows / shards) * chain.whole
+        )
+        self.kinds = {**chain.sizes, **{kind: chain.sizes[kind] / shards for kind in _DIVIDED}}
+        self.kinds[HeldKind.WHOLE] = there.rows * chain.whole
+
+
+class RankMemory:
+    """The most bytes of one rank.
+
+    Args:
+        stages: that it has.
+        sizes: of each of them.
+        moments: what it holds at each moment that counts.
+    """
+
+    def __init__(self, stages: Sequence[int], sizes: StageSizes, moments: Sequence[Moment]) -> None:
+        self._stages, self._fixed = stages, sizes.fixed
+        kinds = sorted({key for each in moments for key in each})
+        self._counts = np.array([[each.get(key, 0.0) for key in kinds] for each in moments])
+        self._sizes = [(stage, sizes.kinds[kind]) for stage, kind in kinds]
+
+    def between_cuts(self) -> Floats:
+        """Return the bytes of a rank with one stage, between each cut and each later one."""
+        most = np.zeros(self._fixed.shape)
+        for counts in self._counts:
+            found = np.zeros(most.shape)
+            for count, (_, size) in zip(counts, self._sizes, strict=True):
+                if count:
+                    found += count * size
+            np.maximum(most, found, out=most)
+        total: Floats = self._fixed + most
+        return total
+
+    def at(self, cuts: Cuts) -> float:
+        """Return the bytes with cuts."""
+        sizes = np.array([size[cuts[stage], cuts[stage + 1]] for stage, size in self._sizes])
+        fixed = sum(self._fixed[cuts[stage], cuts[stage + 1]] for stage in self._stages)
+        return float(fixed + (self._counts @ sizes).max(initial=0.0))
+
 
 class FirstCuts(NamedTuple):
-    """Cuts, and what those that fit take at least.
+    """Cuts, and what all that fit take at least.
 
     Attributes:
         cuts: of which the slowest stage is fastest, if ranks have one stage each.
-        slowest: seconds of a microbatch on the slowest stage; 0 if unknown.
-        total: on all stages together.
+        batch: seconds of a batch at least, without sums; 0 if unknown.
     """
 
     cuts: Cuts
-    slowest: float
-    total: float
+    batch: float
 
 
 class FittingCuts:
     """The cuts that fit, if each rank recomputes all of its stages or, where these fit as they are, none.
 
     Args:
-        passes: of a microbatch.
-        method: which stages ranks have.
-        depth: how many ranks.
+        of: what is cut.
+        chain: its blocks.
+        hop: seconds of a message between ranks at least.
         limit: bytes of a rank; may be infinite.
         memory: of each rank, without recompute and with it.
     """
 
     def __init__(
         self,
-        passes: PassSums,
-        method: PlannedMethod,
-        depth: int,
+        of: Candidate,
+        chain: BlockChain,
+        hop: float,
         limit: float,
         memory: Sequence[tuple[RankMemory, RankMemory]],
     ) -> None:
-        self._passes, self._depth, self._limit, self._memory = passes, depth, limit, memory
-        self._blocks, self.stages = len(passes.forward) - 1, depth * method.chunks
-        later = np.triu(np.ones((self._blocks + 1,) * 2, dtype=bool), 1)
-        self._busy, self._twice = (
-            np.where(later, between(sums), np.inf) for sums in (passes.busy, passes.busy + passes.forward)
-        )
-        alone = method.chunks == 1
-        self._matrices = [tuple(each.between_cuts() for each in both) for both in memory] if alone else None
+        self._of, self._chain, self._hop, self._limit, self._memory = of, chain, hop, limit, memory
+        self._depth, self._blocks, self.stages = of.depth, chain.blocks, of.stages
+        self._matrices = [_matrices(*both) for both in memory] if of.method.chunks == 1 else None
 
     def held(self, rank: int, cuts: Cuts, again: bool) -> float:
         """Return the most bytes that a rank holds."""
@@ -80,17 +135,20 @@ class FittingCuts:
     def first(self) -> FirstCuts | None:
         """Return the cuts to begin with; None if there are none that fit, or none was found."""
         if self._matrices is not None:
-            return self._best_slowest([self._times(plain, again) for plain, again in self._matrices])
-        found = self._best_slowest([self._busy] * self.stages)
-        assert found is not None, "there are as many blocks as stages, or more"
-        cuts: Cuts | None = found.cuts
+            times = self._rank_times(self._matrices)
+            found = self._evenest(times.busy)
+            return None if found is None else FirstCuts(found, self._least_batch(times))
+        later = np.triu(np.ones((self._blocks + 1,) * 2, dtype=bool), 1)
+        busy = np.where(later, between(self._of.passes_of(self._chain).busy), np.inf)
+        cuts = self._evenest(np.broadcast_to(busy, (self.stages, *busy.shape)))
+        assert cuts is not None, "there are as many blocks as stages, or more"
         if self.are_few():
-            fit = (each for each in (found.cuts, *self.all()) if self.recomputes(each) is not None)
+            fit = (each for each in (cuts, *self.all()) if self.recomputes(each) is not None)
             cuts = next(fit, None)
         while cuts is not None and self.recomputes(cuts) is None:
             most, better = min((self._most(each), each) for each in (cuts, *self.near(cuts)))
             cuts = better if most < self._most(cuts) else None
-        return None if cuts is None else FirstCuts(cuts, 0.0, float(self._passes.busy[-1]))
+        return None if cuts is None else FirstCuts(cuts, 0.0)
 
     def are_few(self) -> bool:
         """Return whether all cuts are to be tried."""
@@ -119,23 +177,50 @@ class FittingCuts:
         """Return the bytes of the largest rank, recomputed if that takes less."""
         return max(min(self.held(r, cuts, again) for again in (False, True)) for r in range(self._depth))
 
-    def _times(self, plain: Floats, again: Floats) -> Floats:
-        """Return the seconds of a stage between two cuts; infinite where it does not fit."""
-        times: Floats = np.where(plain <= self._limit, self._busy, np.where(again <= self._limit, self._twice, np.inf))
-        return times
+    def _rank_times(self, matrices: Sequence[tuple[Floats, Floats]]) -> RankWork:
+        """Return the times of ranks with one stage from each cut to each later one; infinite where it does not fit."""
+        passes, later = self._of.passes_of(self._chain), np.triu(np.ones((self._blocks + 1,) * 2, dtype=bool), 1)
+        plain, again = (np.array([each[n] for each in matrices]) <= self._limit for n in (0, 1))
+        forward = between(passes.forward)
+        more = np.where(later, np.where(plain, 0.0, np.where(again, forward, np.inf)), np.inf)
+        busy, path = between(passes.busy) + more, between(passes.path) + more
+        step = between(self._chain.steps) / self._of.shards
+        before, behind = np.zeros((2, *busy.shape[:2]))
+        so_far = (path[0] + step)[0]  # others wait for the first update, too
+        for rank in range(1, self._depth):
+            before[rank] = so_far + 2 * rank * self._hop
+            so_far = (so_far[:, None] + path[rank]).min(axis=0)
+        rest = np.where(np.arange(self._blocks + 1) < self._blocks, np.inf, 0.0)
+        for rank in reversed(range(self._depth)):
+            behind[rank] = rest + 2 * (self._depth - 1 - rank) * self._hop
+            rest = (path[rank] + rest).min(axis=1)
+        through = path + behind[:, None, :]
+        return RankWork(busy, path, forward, step, before[:, :, None], through, behind[:, None, :])
 
-    def _best_slowest(self, times: Sequence[Floats]) -> FirstCuts | None:
+    def _least_batch(self, times: RankWork) -> float:
+        """Return the seconds that a batch takes at least without sums, with whatever cuts of ranks with one stage."""
+        reached = np.where(np.arange(self._blocks + 1) > 0, np.inf, 0.0)
+        for rank in self._of.of_ranks(times, np.arange(self._depth)):
+            reached = np.maximum(reached[:, None], rank).min(axis=0)
+        return float(reached[-1])
+
+    def _evenest(self, times: Floats) -> Cuts | None:
         """Return the cuts of which the slowest stage is fastest; None if no cuts fit."""
-        reached, total = np.full(self._blocks + 1, np.inf), np.full(self._blocks + 1, np.inf)
-        reached[0] = total[0] = 0.0
+        reached = np.where(np.arange(self._blocks + 1) > 0, np.inf, 0.0)
         trail = []
         for stage in times:
             through = np.maximum(reached[:, None], stage)
             trail.append(through.argmin(axis=0))
-            reached, total = through.min(axis=0), (total[:, None] + stage).min(axis=0)
+            reached = through.min(axis=0)
         if not math.isfinite(reached[-1]):
             return None
         cuts = [self._blocks]
         for from_ in reversed(trail):
             cuts.append(int(from_[cuts[-1]]))
-        return FirstCuts(tuple(reversed(cuts)), float(reached[-1]), float(total[-1]))
+        return tuple(reversed(cuts))
+
+
+def _matrices(plain: RankMemory, again: RankMemory) -> tuple[Floats, Floats]:
+    """Return the bytes of a rank between cuts, without recompute and with it."""
+    found = plain.between_cuts()
+    return found, found if again is plain else again.between_cuts()

@@ -1,12 +1,14 @@
 """The fastest run that fits: method, depth, width, microbatch size, sharding and recompute, rated by simulation.
 
-For every candidate a lower bound comes first: all compute evenly divided, messages and sums of gradients as small as
-can be, with fill and drain where the method flushes. Candidates are taken in the order of their bounds, until the next
-bound is no better than the best plan. Each is cut where its slowest stage is fastest and every stage fits, by what its
-proof will say; if that is promising, its messages are added, what it holds is played (`penstock.simulate.memory`), it
-is cut again by that, and simulated: what one more batch takes in a long run. Other cuts are simulated, too: all of them
-if they are few, otherwise those that differ by one block, as long as that helps. Ranks recompute where their stages do
-not fit otherwise. The schedule of the best plan is proven.
+For every candidate there are lower bounds, each tighter and dearer than the one before: however it is cut, from the
+compute of its blocks, messages and sums of gradients as small as can be, and fill and drain where the method flushes;
+cut where its stages fit by what its proof will say; and where they fit by what its ranks hold, for which its messages
+are added and it is played (`penstock.simulate.memory`). The candidate whose bound is least gets the next one, or is
+simulated: what one more batch takes in a long run. That ends where the least bound is no better than the best plan.
+
+A candidate is cut where its slowest stage is fastest, then other cuts are simulated, too: all of them if they are few,
+otherwise those that differ by one block, as long as that helps. Ranks recompute where their stages do not fit
+otherwise. The schedule of the best plan is proven.
 
 The usual methods have a best plan each. The others, whose ranks have several stages or whose backwards come in halves,
 are tried only where they may be faster than all plans so far whose weights are as late.
@@ -15,14 +17,15 @@ are tried only where they may be faster than all plans so far whose weights are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.plan.planners.two_bw import Sized, widths
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.simulated.block_chain import BlockChain
 from penstock.plan.simulated.candidate import Candidate
-from penstock.plan.simulated.candidate_trial import CandidateTrial
+from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError, TimedCuts
 from penstock.plan.simulated.planned_methods import METHODS, PLANNED, USUAL, PlannedMethod
 from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import Devices
@@ -57,12 +60,15 @@ def simulated_plans(
         _check_chain(sized.graph)
     chains = {s.samples: BlockChain(s.graph, optimizer_copies) for s in sizes.values()}
     search = _Search(chains, devices, KnownSchedules(decides))
-    for name in METHODS if methods is None else [name for name in METHODS if name in methods]:
+    names = METHODS if methods is None else [name for name in METHODS if name in methods]
+    for name in names:
         method = PLANNED[name]
-        if method.halved and any(chain.halved is None for chain in chains.values()):
+        if method.correction != "none" and "2bw" in names:
+            search.refuse(Skipped(name, "takes as long as 2bw, whose orders it has, and more memory"))
+        elif method.halved and any(chain.halved is None for chain in chains.values()):
             search.refuse(Skipped(name, "the profile does not tell the halves of backwards of every layer apart"))
         else:
-            search.look_into(method, list(_candidates(sizes, devices, method)))
+            search.look_into(method, _candidates(sizes, devices, method))
     return search.plans()
 
 
@@ -77,7 +83,7 @@ class _Search:
 
     def __init__(self, chains: Mapping[int, BlockChain], devices: Devices, schedules: KnownSchedules) -> None:
         self._chains, self._devices, self._schedules = chains, devices, schedules
-        self._best: dict[PlannedMethod, tuple[Candidate, Plan]] = {}
+        self._best: dict[PlannedMethod, tuple[CandidateTrial, TimedCuts]] = {}
         self._skipped: list[Skipped] = []
         self._refused: list[Skipped] = []
 
@@ -85,49 +91,62 @@ class _Search:
         """Note a class that cannot be tried."""
         self._refused.append(skipped)
 
-    def look_into(self, method: PlannedMethod, candidates: Sequence[Candidate]) -> None:
-        """Look for the best plan among the candidates of one method, in the order of their bounds."""
-        bounded = []
+    def look_into(self, method: PlannedMethod, candidates: Iterable[Candidate]) -> None:
+        """Look for the best plan among the candidates of one method.
+
+        The one whose bound is least comes first; it gets a tighter bound and waits again, or is simulated.
+        """
+        waiting = []
         for each in candidates:
             chain = self._chains[each.sized.samples]
-            bounded.append((each.bound(chain, self._devices), str(each), each, chain))
+            trial = CandidateTrial(each, chain, self._devices, self._schedules)
+            waiting.append((each.bound(chain, self._devices), str(each), 0, trial, trial.bounds()))
         usual, tried = method.name in USUAL, 0
         seconds = math.inf if usual else self._fastest_of(method.flushes)
-        for bound, name, each, chain in sorted(bounded, key=lambda found: found[:2]):
+        heapify(waiting)
+        while waiting:
+            bound, name, known, trial, bounds = heappop(waiting)
+            said = f"takes {bound:.4g} s per sample at least, "
             if bound >= seconds:
-                said = f"takes {bound:.4g} s per sample at least, the best plan so far {seconds:.4g}"
-            elif tried + each.passes > _MOST_TRIED and not usual:
-                said = (
-                    f"takes {bound:.4g} s per sample at least, and too many passes to try it beside the usual methods"
-                )
-            else:
-                plan = CandidateTrial(each, chain, self._devices, self._schedules).plan(seconds)
-                tried += each.passes
-                if isinstance(plan, Skipped):
-                    self._refused.append(plan)
-                elif plan.seconds_per_sample < seconds:
-                    self._best[method], seconds = (each, plan), plan.seconds_per_sample
+                self._skipped.append(Skipped(name, f"{said}the best plan so far {seconds:.4g}"))
                 continue
-            self._skipped.append(Skipped(name, said))
+            if known == 1 and not usual:  # from here on its schedule is needed
+                tried += trial.of.passes
+                if tried > _MOST_TRIED:
+                    tried -= trial.of.passes
+                    self._skipped.append(Skipped(name, f"{said}and too many passes to try it beside the usual methods"))
+                    continue
+            try:
+                tighter = next(bounds, None)
+                if tighter is not None:
+                    heappush(waiting, (max(bound, tighter), name, known + 1, trial, bounds))
+                    continue
+                found = trial.fastest(seconds)
+            except NoPlanError as error:
+                self._refused.append(error.skipped)
+                continue
+            self._best[method], seconds = (trial, found), found.seconds
 
     def _fastest_of(self, flushes: bool) -> float:
         """Return the seconds per sample of the best plan so far whose weights are late, or are not."""
-        known = (plan for each, plan in self._best.values() if each.method.flushes == flushes)
-        return min((plan.seconds_per_sample for plan in known), default=math.inf)
+        known = (found for trial, found in self._best.values() if trial.of.method.flushes == flushes)
+        return min((found.seconds for found in known), default=math.inf)
 
     def plans(self) -> tuple[list[Plan], list[Skipped]]:
         """Return the best plan of every method, the fastest of which has been proven, and what was skipped.
 
         Where methods are equally fast, as all that flush are on a single stage, they stand in the order of `METHODS`.
         """
-        ranked = sorted(self._best.values(), key=lambda found: float(f"{found[1].seconds_per_sample:.9g}"))
+        ranked = sorted(self._best.values(), key=lambda best: float(f"{best[1].seconds:.9g}"))
         while ranked:
+            of = ranked[0][0].of
             try:
-                self._schedules.proof(ranked[0][0].schedule)
+                self._schedules.proof(of.schedule)
                 break
             except ScheduleError as error:
-                self._refused.append(Skipped(str(ranked.pop(0)[0]), f"refused: {str(error).splitlines()[0]}"))
-        return [plan for _, plan in ranked], [*self._refused, *self._skipped]
+                self._refused.append(Skipped(str(of), f"refused: {str(error).splitlines()[0]}"))
+                del ranked[0]
+        return [trial.planned(found) for trial, found in ranked], [*self._refused, *self._skipped]
 
 
 def _check_chain(graph: LayerGraph) -> None:

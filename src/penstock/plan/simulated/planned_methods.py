@@ -1,4 +1,4 @@
-"""The methods that plans by simulation try: which stages their ranks hold, and what they need of a profile."""
+"""The methods that plans by simulation try: which stages their ranks hold, and what their proofs will say of these."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from penstock.schedule.methods.find_method import find_method
+from penstock.schedule.proof.proof import StageFacts
+from penstock.schedule.stage_state.stage_state import Delay
 
 
 class PlannedMethod(NamedTuple):
@@ -17,12 +18,16 @@ class PlannedMethod(NamedTuple):
         chunks: stages on each rank.
         folded: they lie on a V, so that rank r has the stages r and, from the end, r; otherwise they go round.
         halved: backwards come in two halves.
+        rule: its version rule.
+        correction: of stale weights.
     """
 
     name: str
     chunks: int = 1
     folded: bool = False
     halved: bool = False
+    rule: str = "flush"
+    correction: str = "none"
 
     @property
     def row(self) -> str:
@@ -35,14 +40,14 @@ class PlannedMethod(NamedTuple):
         return {"chunks": self.chunks} if ":" in self.name else {}
 
     @property
-    def rule(self) -> str:
-        """Its version rule."""
-        return find_method(self.row).rule
-
-    @property
     def flushes(self) -> bool:
         """Whether no weights are read late."""
         return self.rule == "flush"
+
+    @property
+    def forwards_first(self) -> bool:
+        """Whether all forwards of a batch come before its backwards."""
+        return self.row in ("gpipe", "breadth-first")
 
     def ranks(self, depth: int) -> tuple[int, ...]:
         """Return the rank of each stage of a pipeline with so many ranks."""
@@ -51,7 +56,10 @@ class PlannedMethod(NamedTuple):
         return tuple(range(depth)) * self.chunks
 
 
-_USUAL = tuple(map(PlannedMethod, ("1f1b", "eager", "gpipe", "2bw", "2bw-eager")))
+_USUAL = (
+    *map(PlannedMethod, ("1f1b", "eager", "gpipe")),
+    *(PlannedMethod(name, rule="double-buffer") for name in ("2bw", "2bw-eager")),
+)
 _OTHERS = (
     PlannedMethod("zb-h1", halved=True),
     PlannedMethod("zb-h2", halved=True),
@@ -59,6 +67,7 @@ _OTHERS = (
     PlannedMethod("v-half", 2, folded=True, halved=True),
     PlannedMethod("v-min", 2, folded=True, halved=True),
     PlannedMethod("zb-interleaved:chunks=2", 2, halved=True),
+    PlannedMethod("2bw-ahead", rule="double-buffer", correction="2bw-ahead"),
     *(PlannedMethod(f"{name}:chunks={n}", n) for name in ("interleaved", "breadth-first") for n in (2, 4)),
 )
 
@@ -70,3 +79,48 @@ USUAL = tuple(each.name for each in _USUAL)
 
 METHODS = tuple(PLANNED)
 """All names."""
+
+
+class StageForecast(NamedTuple):
+    """What a stage needs, known before a schedule is made.
+
+    Attributes:
+        rule: of the schedule.
+        facts: of its versions and gradients.
+        activations: microbatches in flight, at most; of a method with several stages on a rank, or whose backwards come
+            in halves, at least.
+    """
+
+    rule: str
+    facts: StageFacts
+    activations: int
+
+
+def least_microbatches(method: PlannedMethod, depth: int) -> int:
+    """Return the fewest microbatches of a pipeline that the proof of a method accepts, the depth or more."""
+    return max(depth, 2 * (depth - 1)) if method.name == "2bw-eager" else depth
+
+
+def stage_forecast(method: PlannedMethod, depth: int, microbatches: int, stage: int) -> StageForecast:
+    """Return what the proof of a method derives for a stage, if there are as many microbatches as ranks, or more.
+
+    Args:
+        method: which.
+        depth, microbatches: d and m.
+        stage: which.
+    """
+    doubled, behind = not method.flushes, depth - 1 - stage
+    ahead = _ahead(method, behind, microbatches)
+    flight = ahead + 1 if doubled else min(ahead + 1, microbatches)
+    gradients = 2 if doubled and ahead < microbatches else 1
+    facts = StageFacts(1 + doubled, 0, gradients, 2 + doubled, Delay(float(doubled), float(doubled)))
+    return StageForecast(method.rule, facts, flight)
+
+
+def _ahead(method: PlannedMethod, behind: int, microbatches: int) -> int:
+    """Return how many forwards a stage with so many behind it runs before its first backward."""
+    if method.forwards_first:
+        return microbatches - 1
+    if method.chunks > 1:
+        return 0
+    return 2 * behind if method.row in ("eager", "2bw-eager", "zb-h2") else behind

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 from penstock.errors import ScheduleError
 from penstock.plan.simulated.planned_methods import PlannedMethod
-from penstock.plan.simulated.rank_memory import Moment
 from penstock.schedule.add_options import extend, extended
 from penstock.schedule.build import ScheduleRequest
-from penstock.schedule.compiled.collective_events import NotCompiledError
+from penstock.schedule.compiled.collective_events import NotCompiledError, StuckError
 from penstock.schedule.compiled.instruction_arrays import CodedSchedule, coded
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.lowering.lower import Lowering
@@ -27,6 +27,9 @@ from penstock.simulate.simulate import predict
 from penstock.timeline import Bubble
 
 Span = Callable[[list[Costs]], list[Bubble]]
+
+Moment: TypeAlias = Mapping[tuple[int, HeldKind], float]
+"""What a rank holds at one moment: how many of each kind, of each of its stages."""
 
 
 class ScheduleKey(NamedTuple):
@@ -56,7 +59,7 @@ class KnownSchedules:
         self._decides = decides
         self._lowered: dict[ScheduleKey, tuple[Lowered, CodedSchedule]] = {}
         self._spans: dict[tuple[ScheduleKey, int], Span] = {}
-        self._held: dict[tuple[ScheduleKey, bool, int], list[list[Moment]]] = {}
+        self._held: dict[ScheduleKey, dict[bool, list[list[Moment]]]] = {}
 
     def proof(self, key: ScheduleKey) -> Proof:
         """Prove a schedule.
@@ -91,25 +94,26 @@ class KnownSchedules:
             self._spans[key, batches] = lambda costs: (played if _any_slow(costs, key.depth) else compiled)(costs)
         return self._spans[key, batches]
 
-    def moments(self, key: ScheduleKey, recompute: bool, batches: int = 2) -> list[list[Moment]]:
+    def moments(self, key: ScheduleKey, recompute: bool) -> list[list[Moment]]:
         """Return what each rank holds at the moments that count; parallel pipelines are taken to be in step.
 
         Two batches show all of it, as in the second the last messages of the first may still be held; where batches
-        overlap, four. One is faster, and shows the least that there is.
+        overlap, four.
 
         Raises:
             ScheduleError: there is no such schedule.
         """
-        if (key, recompute, batches) not in self._held:
-            found = most_held(self._made(key)[0], batches, blockwise=recompute)
-            ranks = key.method.ranks(key.depth)
+        if key not in self._held:
+            found = most_held(self._made(key)[0], 2 if key.method.flushes else 4, blockwise=True)
             own: list[dict[tuple[int, HeldKind], float]] = [{} for _ in range(key.depth)]
-            for stage, rank in enumerate(ranks):
+            for stage, rank in enumerate(key.method.ranks(key.depth)):
                 own[rank] |= {(stage, HeldKind.OPTIMIZER): 1.0, (stage, HeldKind.SCRATCH): 1.0}
-            self._held[key, recompute, batches] = [
-                [_moment(each) | own[rank] for each in found[0, rank]] for rank in range(key.depth)
-            ]
-        return self._held[key, recompute, batches]
+            of_ranks = [(found[0, rank], own[rank]) for rank in range(key.depth)]
+            self._held[key] = {
+                again: [[_moment(each, again) | more for each in held] for held, more in of_ranks]
+                for again in (False, True)
+            }
+        return self._held[key][recompute]
 
     def _made(self, key: ScheduleKey) -> tuple[Lowered, CodedSchedule]:
         """Return a schedule with its messages, not proven."""
@@ -127,11 +131,24 @@ class KnownSchedules:
         return ScheduleRequest(key.method.row, key.depth, key.microbatches, options=key.method.options).schedule
 
 
-def _moment(combination: Combination) -> dict[tuple[int, HeldKind], float]:
-    """Return how many of each kind are held, of each stage; a message is one of the stage that sends it."""
+_PLAIN: Mapping[HeldKind, HeldKind | None] = MappingProxyType({
+    HeldKind.SAVED: HeldKind.GRAPH,  # those of halved backwards are as large
+    **dict.fromkeys((HeldKind.FORWARD, HeldKind.FORWARD_HALVED, HeldKind.BACKWARD, HeldKind.BACKWARD_HALVED)),
+})  # fmt: skip  # what is held instead, without recompute
+
+
+def _moment(combination: Combination, recompute: bool) -> dict[tuple[int, HeldKind], float]:
+    """Return how many of each kind are held, of each stage; a message is one of the stage that sends it.
+
+    Args:
+        combination: of what is held where blocks are recomputed.
+        recompute: whether they are; otherwise graphs are there instead, from each forward to its backward.
+    """
     found: dict[tuple[int, HeldKind], float] = {}
     for what, count in combination:
-        found[what.stage, what.kind] = found.get((what.stage, what.kind), 0.0) + count
+        kind = what.kind if recompute else _PLAIN.get(what.kind, what.kind)
+        if kind is not None:
+            found[what.stage, kind] = found.get((what.stage, kind), 0.0) + count
     return found
 
 
@@ -152,12 +169,14 @@ def _lowered(schedule: Schedule) -> tuple[Lowered, CodedSchedule]:
             return None
         return lowered, coded(lowered)
 
-    def ends(found: tuple[Lowered, CodedSchedule]) -> SpanEnds:
-        return CompiledSpan(found[1], batches).ends(costs)
+    def ends(found: tuple[Lowered, CodedSchedule]) -> SpanEnds | None:
+        try:
+            return CompiledSpan(found[1], batches).ends(costs)
+        except StuckError:  # with so few buffers
+            return None
 
     def unhindered(enough: int) -> SpanEnds:
-        lowered = lowering.at(enough)
-        return ends((lowered, coded(lowered)))
+        return CompiledSpan(coded(lowering.at(enough)), batches).ends(costs)
 
     try:
         return least_window(at, ends, unhindered, unlimited(schedule))

@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.stage_graphs.graphpipe_cost import NAME, GraphPipeCost, StageWork
+from penstock.plan.stage_graphs.graphpipe_cost import GraphPipeCost, StageWork
 from penstock.plan.stage_graphs.nested_series import Branches, Series, layers_of, nested_series
 from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.piper_cost import TOLERANCE
+from penstock.plan.stages.graph_cost import TOLERANCE
 from penstock.plan.stages.planned import Plan, PlannedStage, Search
 
 Depths = npt.NDArray[np.int64]
@@ -137,7 +137,7 @@ class GraphPipeSearch:
             return None
         stages = tuple(self._stages(self._series, count, 0))
         chain = all(isinstance(part, int) for part in self._series.parts)
-        return Plan(NAME, stages, self._cost.rate(stages), () if chain else (_NOTE,))
+        return Plan(GraphPipeCost.name, stages, self._cost.rate(stages), () if chain else (_NOTE,))
 
     # --- the dynamic program ------------------------------------------------------------------------------------------
 

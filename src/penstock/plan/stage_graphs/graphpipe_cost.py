@@ -7,21 +7,13 @@ it in a row, and a batch is filled and drained over the longest way.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.byte_sizes import human_bytes
-from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.piper_cost import TOLERANCE
+from penstock.plan.stages.graph_cost import GraphCost
 from penstock.plan.stages.planned import PlannedStage, Rating, StageRating
-
-NAME = "graphpipe"
-
 
 Number = TypeVar("Number", float, npt.NDArray[np.float64])
 
@@ -40,50 +32,35 @@ class StageWork(NamedTuple, Generic[Number]):
     parameters: Number
 
 
-@dataclass(frozen=True)
-class GraphPipeCost:
+class GraphPipeCost(GraphCost):
     """Rates plans whose stages form a graph, with replicas on single devices.
 
     A stage with r replicas takes, per microbatch, its compute over r, what it reads of other stages and the gradients
     of that over r and the bandwidth, and the sum of its gradients, 2 (r - 1) / r of the parameters, over the bandwidth
-    and M. A batch takes M - 1 times the slowest stage and the stages on the slowest way through the graph.
-
-    Attributes:
-        graph: all layers.
-        devices: whose slowest links count.
-        microbatches: M, per batch.
+    and M. A batch takes M - 1 times the slowest stage and the stages on the slowest way through the graph. Of links
+    the slowest level counts.
     """
 
-    graph: LayerGraph
-    devices: Devices
-    microbatches: int
+    name = "graphpipe"
 
     def rate(self, stages: tuple[PlannedStage, ...]) -> Rating:
         """Return what a plan costs, per microbatch: the time of a batch over M."""
         if any(stage.tensor != 1 or stage.inner for stage in stages):
-            return Rating(NAME, math.inf, (), "its stages are not replicated on single devices")
+            return self.refused("its stages are not replicated on single devices")
         following = self._following(stages)
         order = _topological(following)
         if order is None:
-            return Rating(NAME, math.inf, (), "its stages read each other in a cycle")
+            return self.refused("its stages read each other in a cycle")
         depth = [1] * len(stages)
         for at in reversed(order):
             depth[at] = 1 + max((depth[after] for after in following[at]), default=0)
         ratings = tuple(self._stage(stage, depth[at]) for at, stage in enumerate(stages))
-        limit, faults = self.devices.memory, list[str]()
-        for at, rating in enumerate(ratings):
-            if limit is not None and rating.memory is not None and rating.memory > limit * TOLERANCE:
-                faults.append(f"stage {at} needs {human_bytes(rating.memory, 2)} of {human_bytes(limit, 2)}")
-        used = sum(stage.replicas for stage in stages)
-        if used > self.devices.count:
-            faults.append(f"it needs {used} of {self.devices.count} devices")
-        if faults:
-            return Rating(NAME, math.inf, ratings, faults[0])
         way = [0.0] * len(stages)
         for at in reversed(order):
             way[at] = ratings[at].seconds + max((way[after] for after in following[at]), default=0.0)
-        slowest = max(rating.seconds for rating in ratings)
-        return Rating(NAME, ((self.microbatches - 1) * slowest + max(way)) / self.microbatches, ratings)
+        batch = (self.microbatches - 1) * max(rating.seconds for rating in ratings) + max(way)
+        used = sum(stage.replicas for stage in stages)
+        return self.rating(ratings, used, lambda: batch / self.microbatches)
 
     def parts(self, work: StageWork[Number], replicas: int) -> dict[str, Number]:
         """Return the seconds of a stage by cause."""

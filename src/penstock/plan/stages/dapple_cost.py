@@ -19,17 +19,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.byte_sizes import human_bytes
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.piper_cost import TOLERANCE
+from penstock.plan.stages.graph_cost import GraphCost
 from penstock.plan.stages.planned import PlannedStage, Rating, StageRating
-
-NAME = "dapple"
 
 
 class Block(NamedTuple):
@@ -87,19 +82,10 @@ def check_halves(graph: LayerGraph) -> None:
         )
 
 
-@dataclass(frozen=True)
-class DappleCost:
-    """Rates plans of stages with replicas of their own, on single devices.
+class DappleCost(GraphCost):
+    """Rates plans of stages with replicas of their own, on single devices. Of links the first two speeds count."""
 
-    Attributes:
-        graph: all layers.
-        devices: whose first two speeds of links count.
-        microbatches: M, per batch.
-    """
-
-    graph: LayerGraph
-    devices: Devices
-    microbatches: int
+    name = "dapple"
 
     def bandwidth(self, first: int, last: int) -> float:
         """Return the bandwidth among the devices from `first` up to `last`, not included."""
@@ -110,9 +96,9 @@ class DappleCost:
     def rate(self, stages: tuple[PlannedStage, ...]) -> Rating:
         """Return what a plan costs, per microbatch: the latency of a batch over M."""
         if any(stage.tensor != 1 or stage.inner for stage in stages):
-            return Rating(NAME, math.inf, (), "its stages are not replicated on single devices")
+            return self.refused("its stages are not replicated on single devices")
         check_halves(self.graph)
-        blocks, ratings, faults = list[Block](), list[StageRating](), list[str]()
+        blocks, ratings = list[Block](), list[StageRating]()
         homes = {number: at for at, stage in enumerate(stages) for number in stage.layers}
         first = 0
         for at, stage in enumerate(stages):
@@ -120,15 +106,8 @@ class DappleCost:
                 blocks.append(self._messages(homes, at, first - stages[at - 1].replicas, first, stage.replicas))
             blocks.append(self._stage(stage, first))
             first += stage.replicas
-            rating = self._rating(blocks, stage, min(len(stages) - at, self.microbatches))
-            limit = self.devices.memory
-            if limit is not None and rating.memory is not None and rating.memory > limit * TOLERANCE:
-                faults.append(f"stage {at} needs {human_bytes(rating.memory, 2)} of {human_bytes(limit, 2)}")
-            ratings.append(rating)
-        if first > self.devices.count:
-            faults.append(f"it needs {first} of {self.devices.count} devices")
-        seconds = math.inf if faults else latency(blocks, self.microbatches) / self.microbatches
-        return Rating(NAME, seconds, tuple(ratings), faults[0] if faults else "")
+            ratings.append(self._rating(blocks, stage, min(len(stages) - at, self.microbatches)))
+        return self.rating(ratings, first, lambda: latency(blocks, self.microbatches) / self.microbatches)
 
     def _stage(self, stage: PlannedStage, first: int) -> Block:
         """Return the times of a stage on the devices from `first` on."""

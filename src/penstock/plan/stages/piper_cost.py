@@ -9,34 +9,20 @@ adds up the data degrees of this stage and those behind it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from penstock.byte_sizes import human_bytes
 from penstock.checks import check_whole, did_you_mean
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import LayerGraph, Way
-from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.graph_cost import GraphCost
 from penstock.plan.stages.planned import PlannedStage, Rating, StageRating
-
-NAME = "piper"
-TOLERANCE = 1 + 1e-12
-"""Sums in another order differ in their last bits: what exceeds the memory by less fits."""
 
 
 @dataclass(frozen=True)
-class PiperCost:
-    """Rates plans of a graph.
+class PiperCost(GraphCost):
+    """Rates plans of a graph. Of links the slowest level counts, as Piper knows one bandwidth."""
 
-    Attributes:
-        graph: all layers.
-        devices: the slowest level counts, as Piper knows one bandwidth.
-        microbatches: N, per batch.
-    """
-
-    graph: LayerGraph
-    devices: Devices
-    microbatches: int
+    name = "piper"
 
     def __post_init__(self) -> None:
         """Refuse what is no number of microbatches.
@@ -53,20 +39,14 @@ class PiperCost:
         ahead = sum(stage.replicas for stage in stages)
         if ahead > self.microbatches:
             faults.append(f"its data degrees add up to {ahead}, more than {self.microbatches} microbatches")
-        if (used := sum(stage.devices for stage in stages)) > self.devices.count:
-            faults.append(f"it needs {used} of {self.devices.count} devices")
         for at, stage in enumerate(stages):
             if self.microbatches % stage.replicas:
                 faults.append(f"stage {at}: {stage.replicas} replicas do not divide {self.microbatches} microbatches")
             in_flight = -(-ahead // stage.replicas)
             ahead -= stage.replicas
-            rating = self._stage(stage, at, homes, in_flight)
-            ratings.append(rating)
-            limit = self.devices.memory
-            if limit is not None and rating.memory is not None and rating.memory > limit * TOLERANCE:
-                faults.append(f"stage {at} needs {human_bytes(rating.memory, 2)} of {human_bytes(limit, 2)}")
-        seconds = math.inf if faults else max(rating.seconds for rating in ratings)
-        return Rating(NAME, seconds, tuple(ratings), faults[0] if faults else "")
+            ratings.append(self._stage(stage, at, homes, in_flight))
+        used = sum(stage.devices for stage in stages)
+        return self.rating(ratings, used, lambda: max(rating.seconds for rating in ratings), faults)
 
     def _stage(self, stage: PlannedStage, at: int, homes: dict[int, int], in_flight: int) -> StageRating:
         """Return what one stage costs, with so many microbatches in flight."""

@@ -11,16 +11,10 @@ than its units, and stages do if all w d fit into it; other traffic uses the slo
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
-from penstock.byte_sizes import human_bytes
-from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.piper_cost import TOLERANCE, way_named
+from penstock.plan.stages.graph_cost import GraphCost
+from penstock.plan.stages.piper_cost import way_named
 from penstock.plan.stages.planned import PlannedStage, Rating, StageRating
-
-NAME = "2bw-paper"
 
 
 def bandwidths(devices: Devices, width: int, depth: int) -> tuple[float, float]:
@@ -34,38 +28,22 @@ def bandwidths(devices: Devices, width: int, depth: int) -> tuple[float, float]:
     )
 
 
-@dataclass(frozen=True)
-class TwoBwCost:
-    """Rates plans whose stages all have the same number of replicas.
+class TwoBwCost(GraphCost):
+    """Rates plans whose stages all have the same number of replicas. Of links up to two speeds count."""
 
-    Attributes:
-        graph: all layers.
-        devices: of up to two speeds of links.
-        microbatches: N, per batch.
-    """
-
-    graph: LayerGraph
-    devices: Devices
-    microbatches: int
+    name = "2bw-paper"
 
     def rate(self, stages: tuple[PlannedStage, ...]) -> Rating:
         """Return what a plan costs, per microbatch of all pipelines together."""
         width, depth = stages[0].replicas, len(stages)
         faults = []
         if any((stage.replicas, stage.tensor, stage.inner) != (width, 1, ()) for stage in stages):
-            return Rating(NAME, math.inf, (), "its stages are not replicated alike on single devices")
+            return self.refused("its stages are not replicated alike on single devices")
         if self.microbatches % width or self.microbatches // width < depth:
             faults.append(f"{self.microbatches} microbatches are not m >= {depth} for each of {width} pipelines")
-        if width * depth > self.devices.count:
-            faults.append(f"it needs {width * depth} of {self.devices.count} devices")
         homes = {number: at for at, stage in enumerate(stages) for number in stage.layers}
         found = [self._stage(stage, homes, width, depth) for stage in stages]
-        limit = self.devices.memory
-        for at, rating in enumerate(found):
-            if limit is not None and rating.memory is not None and rating.memory > limit * TOLERANCE:
-                faults.append(f"stage {at} needs {human_bytes(rating.memory, 2)} of {human_bytes(limit, 2)}")
-        seconds = math.inf if faults else max(rating.seconds for rating in found)
-        return Rating(NAME, seconds, tuple(found), faults[0] if faults else "")
+        return self.rating(found, width * depth, lambda: max(rating.seconds for rating in found), faults)
 
     def _stage(self, stage: PlannedStage, homes: dict[int, int], width: int, depth: int) -> StageRating:
         """Return what one stage costs."""

@@ -11,7 +11,16 @@ from typing import Protocol
 import numpy as np
 
 from penstock.schedule.compiled.graph import OWN, START, WAIT
-from penstock.schedule.compiled.instruction_arrays import ACT, GRADIENT, JOIN, VERSION, CodedSchedule, Numbers, Unrolled
+from penstock.schedule.compiled.instruction_arrays import (
+    ACT,
+    GRADIENT,
+    JOIN,
+    VERSION,
+    CodedSchedule,
+    Flags,
+    Numbers,
+    Unrolled,
+)
 from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, Stage, Unit
 from penstock.schedule.machine.collective_state import Collectives
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
@@ -23,6 +32,13 @@ forwards and again for backwards, and a gradient summed in parts."""
 
 class NotCompiledError(Exception):
     """The reason why the object machine has to play a span."""
+
+
+class StuckError(NotCompiledError):
+    """Some ranks wait for ever; the object machine says which."""
+
+    def __init__(self) -> None:
+        super().__init__("some ranks wait for ever")
 
 
 class Chain(Protocol):
@@ -83,14 +99,18 @@ class Joins:
         examples, rules = self.code.classes.examples, self._rules
         mine: dict[tuple[Op, Stage, int], int] = {}  # operation, stage of this rank and batch -> message
         ready: dict[Stage, dict[Op, int]] = {}
-        waits, whole = list[tuple[int, int]](), WholeState(self.code.schedule, span)
-        of_interest = np.array([a.op in rules.waiting for a in examples], dtype=bool)
-        readies = any(a.op not in COLLECTIVES and a.unit.kind is Kind.BATCH for a in examples)  # AVERAGE
-        kinds = span.kind == JOIN
-        acts = span.kind == ACT
-        kinds[acts] = readies | of_interest[span.what[acts]]
-        kinds[span.uses[:, 0]] = True
-        for entry in np.flatnonzero(kinds).tolist():
+        joins, acts = span.kind == JOIN, span.kind == ACT
+        gathers, of_interest = (
+            np.array([a.op in ops for a in examples], dtype=bool) for ops in ((Op.GATHER,), rules.waiting)
+        )
+        joined = {examples[what].op for what in np.unique(span.what[joins]).tolist()}
+        readies = not joined <= {*COLLECTIVES, Op.GATHER}  # AVERAGE
+        uses = first_uses(span, joins & gathers[np.where(joins, span.what, 0)])
+        waits, whole = list[tuple[int, int]](), WholeState(self.code.schedule, uses)
+        interesting = joins.copy()
+        interesting[acts] = readies | of_interest[span.what[acts]]
+        interesting[uses[:, 0]] = True
+        for entry in np.flatnonzero(interesting).tolist():
             action, batch = examples[span.what[entry]], int(span.first[entry])
             if span.kind[entry] == JOIN:
                 message = self._issue(rank, entry, action, batch, mine)
@@ -136,18 +156,35 @@ class Joins:
         return joint.message
 
 
+def first_uses(span: Unrolled, gathers: Flags) -> Numbers:
+    """Return the uses that may wait: of versions the GATHERs, and the first use after each; of gradients all.
+
+    Args:
+        span: what a rank does.
+        gathers: which of its entries are GATHERs.
+    """
+    entry, kind, stage, number = span.uses.T
+    order = np.lexsort((entry, number, stage, kind))
+    found = span.uses[order]
+    gather = gathers[found[:, 0]]
+    first = np.zeros(len(found), dtype=bool)
+    first[1:] = gather[:-1] & (found[1:, 1:] == found[:-1, 1:]).all(axis=1)
+    counts: Numbers = found[gather | first | (found[:, 1] == GRADIENT)]
+    return counts
+
+
 class WholeState:
     """What of a rank's stages is whole: the messages of gathers, and of sums that free room for a gradient.
 
     Args:
         schedule: any.
-        span: what the rank does.
+        uses: of the rank, as `first_uses` has them.
     """
 
-    def __init__(self, schedule: Schedule, span: Unrolled) -> None:
+    def __init__(self, schedule: Schedule, uses: Numbers) -> None:
         self._stages = {stage: i for i, stage in enumerate(schedule.stages)}
         self._uses: dict[int, list[tuple[int, int, int]]] = {}
-        for entry, *use in span.uses.tolist():
+        for entry, *use in uses.tolist():
             self._uses.setdefault(entry, []).append((use[0], use[1], use[2]))
         self._gathered: dict[tuple[int, int], int] = {}
         self._begun: set[tuple[int, int]] = set()

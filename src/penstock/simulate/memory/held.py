@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
+from operator import ge
 from typing import NamedTuple
 
 Blockwise = bool | Collection[int]
@@ -70,45 +71,41 @@ Combination = frozenset[tuple[Held, int]]
 
 
 class Holdings:
-    """What one rank holds, over time.
-
-    Attributes:
-        counts: what it holds now.
-    """
+    """What one rank holds, over time."""
 
     def __init__(self) -> None:
-        self.counts: dict[Held, int] = {}
+        self._places: dict[Held, int] = {}
+        self._now: list[int] = []  # by place
         self._rising = False
-        self._seen: set[Combination] = set()
+        self._seen: set[tuple[int, ...]] = set()
+
+    def __getitem__(self, what: Held) -> int:
+        """Return how many of something it holds now."""
+        return self._now[self._places[what]] if what in self._places else 0
 
     def change(self, what: Held, count: int) -> None:
         """Hold more or, negative, less of something."""
         if count < 0 and self._rising:
             self._note()
         self._rising = count > 0
-        now = self.counts.get(what, 0) + count
-        assert now >= 0, f"less than nothing is held of {what}"
-        if now:
-            self.counts[what] = now
-        else:
-            self.counts.pop(what, None)
+        place = self._places.get(what)
+        if place is None:
+            place = self._places[what] = len(self._now)
+            self._now.append(0)
+        self._now[place] += count
+        assert self._now[place] >= 0, f"less than nothing is held of {what}"
 
     def largest(self) -> tuple[Combination, ...]:
         """Return the combinations that have been held, without those that another one exceeds or equals in all."""
         self._note()
-        found: list[dict[Held, int]] = []
-        for each in sorted(self._seen, key=lambda seen: -sum(count for _, count in seen)):
-            counts = dict(each)
-            if not any(_covers(other, counts) for other in found):
-                found.append(counts)
-        return tuple(frozenset(each.items()) for each in found)
+        found: list[tuple[int, ...]] = []
+        for seen in sorted((each + (0,) * (len(self._now) - len(each)) for each in self._seen), key=sum, reverse=True):
+            if not any(all(map(ge, other, seen)) for other in found):
+                found.append(seen)
+        return tuple(frozenset((w, n) for w, n in zip(self._places, each, strict=True) if n) for each in found)
 
     def _note(self) -> None:
-        self._seen.add(frozenset(self.counts.items()))
-
-
-def _covers(other: Mapping[Held, int], counts: Mapping[Held, int]) -> bool:
-    return all(other.get(what, 0) >= count for what, count in counts.items())
+        self._seen.add(tuple(self._now))
 
 
 def most_bytes(combinations: Iterable[Combination], sizes: Mapping[Held, int]) -> int:

@@ -283,5 +283,5 @@ class _RankRun:
     def settled(self, stage: Stage) -> None:
         """Forget what the optimizer remembered before an update that is settled now."""
         what = Held(HeldKind.BEFORE, stage.index)
-        if self.holdings.counts.get(what):
+        if self.holdings[what]:
             self.holdings.change(what, -1)
