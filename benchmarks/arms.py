@@ -60,7 +60,7 @@ def read_text(count: int = 64) -> list[Pair]:
     """Microbatches of real text."""
     # Imported here, so that arms on other data run on any version of Penstock with the same public API.
     from penstock.train.data.corpus import load_corpus
-    from penstock.train.data.windows import Windows
+    from penstock.train.data.window_sampler import Windows
 
     windows = Windows(load_corpus(), SHAPE.context, held_out=0.05, seed=0)
     return [windows.samples(k * MICROBATCH, MICROBATCH) for k in range(count)]

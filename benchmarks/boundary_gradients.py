@@ -23,7 +23,7 @@ from penstock import GPTConfig, Pipeline, gpt_blocks, make_schedule
 from penstock.options.number_formats import BoundaryGradients
 from penstock.options.passes import Precision
 from penstock.train.data.corpus import load_corpus
-from penstock.train.data.windows import Windows
+from penstock.train.data.window_sampler import Windows
 
 SHAPE = GPTConfig(layers=4, width=64, heads=4, context=64)
 MICROBATCHES, SAMPLES, HELD_OUT = 4, 4, 64

@@ -22,7 +22,7 @@ from penstock.schedule.lowering.lower import lower
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.transforms.apply_version_rule import apply_rule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import play

@@ -27,7 +27,7 @@ from .proven_schedule import (
     load_schedule as load_schedule,
     make_schedule as make_schedule,
 )
-from .runtime.execute.evaluation import Evaluating as Evaluating
+from .runtime.execute.evaluation_without_draining import Evaluating as Evaluating
 from .runtime.malloc import keep_freed_memory as keep_freed_memory
 from .runtime.pipeline import Pipeline as Pipeline
 from .runtime.rank.batch_reports import Report as Report
@@ -36,7 +36,7 @@ from .runtime.rank.snapshot import Saving as Saving, Snapshot as Snapshot
 from .runtime.rank.timeline_files import read_timeline as read_timeline
 from .runtime.training_run import TrainingRun as TrainingRun
 from .runtime.update.divergence import Trouble as Trouble
-from .runtime.update.events import Evaluated as Evaluated
+from .runtime.update.run_events import Evaluated as Evaluated
 from .schedule.ir.order import Order as Order
 from .schedule.ir.schedule import Schedule as Schedule, Stage as Stage
 from .schedule.machine.shared_cores import SharedCores as SharedCores
@@ -44,7 +44,7 @@ from .schedule.machine.sharing.shared_links import SharedLinks as SharedLinks
 from .schedule.methods.choice import MethodChoice as MethodChoice, method as method
 from .schedule.methods.data_parallel_sync import Combine as Combine
 from .schedule.proof.proof import Proof as Proof
-from .schedule.text import parse_schedule as parse_schedule
+from .schedule.text_parser import parse_schedule as parse_schedule
 from .schedule.torch_csv import from_torch_csv as from_torch_csv, to_torch_csv as to_torch_csv
 from .simulate.costs import Costs as Costs, StageCost as StageCost
 from .simulate.simulate import Simulation as Simulation

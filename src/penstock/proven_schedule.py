@@ -17,7 +17,7 @@ from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice
 from penstock.schedule.methods.method_parsing import written_method
 from penstock.schedule.proof import check as proofs
 from penstock.schedule.proof.proof import Proof
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.torch_csv import to_torch_csv
 from penstock.simulate.costs import Costs
 from penstock.simulate.method_figures import delay_on

@@ -23,7 +23,7 @@ from penstock.schedule.lowering.lower import lower
 from penstock.schedule.lowering.send_window_search import lower_freely
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.methods.table import METHODS
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.sharding_traffic import Network

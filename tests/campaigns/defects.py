@@ -801,14 +801,14 @@ DEFECTS = (
         "train",
         "for part in (seed ^ (seed >> 32) * 0x9E3779B1, epoch, round_, value):",
         "for part in (seed ^ (seed >> 32) * 0x9E3779B1, round_, value):",
-        ("tests/train/test_windows.py",),
+        ("tests/train/test_window_sampler.py",),
     ),
     Defect(
         "targets are the inputs",
         "train",
         "tokens_BL[:, 1:].contiguous()",
         "tokens_BL[:, :-1].contiguous()",
-        ("tests/train/test_windows.py",),
+        ("tests/train/test_window_sampler.py",),
     ),
     Defect(
         "patience lasts one evaluation longer",

@@ -28,7 +28,7 @@ from penstock.checkpoint.index import INDEX, write_index
 from penstock.cli import main
 from penstock.errors import PenstockError
 from penstock.schedule.add_options import extend
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.torch_csv import from_torch_csv
 from penstock.train.config.load import validate_config, with_method_options
 from penstock.train.config.schema import TrainConfig

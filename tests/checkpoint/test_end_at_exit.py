@@ -23,7 +23,7 @@ import atexit, os, sys, time
 from pathlib import Path
 import torch
 from penstock.checkpoint import format as disk
-from penstock.checkpoint.announcements import LocalPosts
+from penstock.checkpoint.rank_announcements import LocalPosts
 from penstock.checkpoint.writer import Writer
 from support.written_checkpoints import Told, snapshot
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from penstock.checkpoint import format as disk, index as indexes
-from penstock.checkpoint.announcements import LocalPosts
 from penstock.checkpoint.format import Checkpoint, checkpoint_folder, checkpoints, open_newest
+from penstock.checkpoint.rank_announcements import LocalPosts
 from penstock.checkpoint.writer import Writer
 from penstock.errors import CheckpointError
 from penstock.train.export.weights_folder import save_index, save_stage

@@ -12,8 +12,8 @@ import torch
 from torch.distributed import FileStore, HashStore
 
 from penstock.checkpoint import format as disk
-from penstock.checkpoint.announcements import LocalPosts, StorePosts
 from penstock.checkpoint.format import checkpoint_folder, checkpoints, clear_parts, open_newest
+from penstock.checkpoint.rank_announcements import LocalPosts, StorePosts
 from penstock.checkpoint.writer import Part, Writer
 from penstock.train.metrics_file import Metrics
 from support.written_checkpoints import Told, snapshot, write, writer

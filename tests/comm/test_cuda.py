@@ -20,7 +20,7 @@ from penstock.comm.transports import GlooTransports, NcclTransports
 from penstock.options.passes import Precision
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.stage.cuda_graphs.captured_pass import CapturedPass
 from penstock.weights.corrections.registry import correction_of
 from support.cases import (

@@ -15,7 +15,7 @@ from penstock.comm.transports import NcclTransports, Transports
 from penstock.errors import CapabilityError
 from penstock.options.passes import Precision
 from penstock.options.run import Group
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.machine.issue_order import Issued, one_order
 from penstock.weights.updates.lr_scheduler_table import by_factor

@@ -21,7 +21,7 @@ from penstock.errors import ConfigError
 from penstock.models.gpt import language_loss
 from penstock.options.passes import Precision
 from penstock.partition.blocks import cut_blocks
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs

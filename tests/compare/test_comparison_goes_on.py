@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.compare import run, side_by_side
+from penstock.compare import process_pool, run
 from penstock.compare.config import comparison_config
 from penstock.compare.grid import Key, grid_of, other_settings
 from penstock.compare.results import EvaluationRow, Findings, as_csv
@@ -188,12 +188,12 @@ def failed(_: Any, __: Any, key: Key) -> None:
 
 
 def test_a_run_beside_others_that_dies_ends_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "_train", killed)
+    monkeypatch.setattr(process_pool, "_train", killed)
     with pytest.raises(WorkerError, match=r"one of 2 runs was killed; if memory was short, use fewer --jobs"):
         ComparisonRun(configured("methods=1f1b,2bw"), tmp_path, Quiet()).run(jobs=2)
 
 
 def test_a_run_beside_others_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "_train", failed)
+    monkeypatch.setattr(process_pool, "_train", failed)
     with pytest.raises(CapabilityError, match="seed 0, lr 0.01 cannot be trained"):
         ComparisonRun(configured("methods=1f1b,2bw"), tmp_path, Quiet()).run(jobs=2)

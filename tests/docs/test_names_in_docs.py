@@ -44,8 +44,9 @@ def test_docstrings_name_modules_that_exist() -> None:
 
 
 def test_what_does_not_exist_is_found() -> None:
-    assert find_spec("penstock.schedule.text") is not None
-    text = "`schedule/text.py`, `schedule/gone.py`, `tests/conftest.py`, `penstock.schedule.text.parse_schedule`, "
-    text += "`penstock.schedule.text.gone`, `penstock.schedule.gone`, `penstock.Pipeline`, `penstock.Gone`"
+    assert find_spec("penstock.schedule.text_parser") is not None
+    text = "`schedule/text_parser.py`, `schedule/gone.py`, `tests/conftest.py`, "
+    text += "`penstock.schedule.text_parser.parse_schedule`, "
+    text += "`penstock.schedule.text_parser.gone`, `penstock.schedule.gone`, `penstock.Pipeline`, `penstock.Gone`"
     assert missing_paths(text) == ["schedule/gone.py"]
-    assert unknown_names(text) == ["penstock.schedule.text.gone", "penstock.schedule.gone", "penstock.Gone"]
+    assert unknown_names(text) == ["penstock.schedule.text_parser.gone", "penstock.schedule.gone", "penstock.Gone"]

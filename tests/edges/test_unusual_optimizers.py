@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.weights.memory import scratch
+from penstock.weights.memory import gradient_scratch
 from support.plain_training import (
     PlainTraining,
     assert_close_weights,
@@ -25,7 +25,7 @@ from support.plain_training import (
 @pytest.fixture
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a stage of millions of parameters, these are stepped a few at a time."""
-    monkeypatch.setattr(scratch, "_CHUNK", 1)
+    monkeypatch.setattr(gradient_scratch, "_CHUNK", 1)
 
 
 def compare(optimizer: Any, method: str, batches: int = 4) -> None:

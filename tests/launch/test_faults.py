@@ -23,9 +23,9 @@ from campaigns.faults.trial import Trials
 from penstock.errors import WorkerError
 from penstock.launch.launch import launch_local
 from penstock.train.config.load import validate_config
-from penstock.train.data.windows import batches
+from penstock.train.data.window_sampler import batches
 from penstock.train.setup.build_pipeline import make_pipeline
-from penstock.train.setup.preflight import prepare
+from penstock.train.setup.prepare_run import prepare
 from support.worker_functions import stop_after_the_end, stop_at_the_end
 
 pytestmark = pytest.mark.processes

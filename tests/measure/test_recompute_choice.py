@@ -16,7 +16,7 @@ from penstock.measure.recompute_for_config import chosen_recompute
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.config.load import load_config
-from penstock.train.setup.preflight import prepare
+from penstock.train.setup.prepare_run import prepare
 from penstock.train.setup.run_folder import make_run_folder
 from support.command_line import TINY
 from support.grouped import grouped

@@ -16,7 +16,7 @@ from penstock.checkpoint.manager import Checkpoints
 from penstock.errors import CheckpointError, ConfigError, VersionError
 from penstock.options.passes import Staleness
 from penstock.partition.blocks import LazyBlock
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.weights.corrections.pipemare import PipeMare

@@ -9,7 +9,7 @@ from penstock.plan.cluster.files import find_cluster
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.scale.analytic_profile import analytic_profile
 from penstock.plan.scale.model_shape import ModelShape
-from penstock.plan.scale.scaling_rules import read_rules
+from penstock.plan.scale.rules_file import read_rules
 
 SHAPE = ModelShape("gpt", 24, 6144, 2048, 48, vocabulary=51200)
 

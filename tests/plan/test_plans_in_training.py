@@ -6,13 +6,13 @@ import pytest
 import torch
 import yaml
 
+from penstock.plan.plan_export import plan_file
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.files import parse_profile
-from penstock.plan.report import plan_file
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.train.config.load import load_config
 from penstock.train.setup.build_pipeline import make_pipeline
-from penstock.train.setup.preflight import prepare
+from penstock.train.setup.prepare_run import prepare
 
 TINY = (
     "model.layers=6", "model.width=8", "model.heads=2", "model.context=8", "model.vocabulary=300", "threads=1",

@@ -32,7 +32,7 @@ from penstock.schedule.add_options import extend
 from penstock.schedule.build import prove
 from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.simulate.memory.held import HeldKind
-from penstock.simulate.memory.in_process_run import most_held
+from penstock.simulate.memory.memory_simulation import most_held
 from penstock.simulate.memory.predicted import MemoryOptions, StageBytes, peak_bytes
 from penstock.simulate.sharding_traffic import Network
 from penstock.simulate.simulate import play, predict

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.update.events import Evaluated
+from penstock.runtime.update.run_events import Evaluated
 from penstock.schedule.methods.data_parallel_sync import COMBINES, Combine
 from support.averaging_cases import FEW, KINDS, merged, trained
 from support.cases import BALANCE, OPTIMIZERS, TIED, Case, make_batches, make_blocks, make_pipeline

@@ -9,10 +9,10 @@ import torch
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.options.divergence import Divergence
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.methods.data_parallel_sync import Combine
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from support.cases import Case, make_batches, make_pipeline
 from support.meetings import (
     assert_close,

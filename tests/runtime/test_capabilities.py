@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.runtime.plan.capabilities import check_offered
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from support.cases import Case, assert_same, expected, make_pipeline, train
 from support.pool import Pool
 from support.schedules import make_schedule

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.train.setup.early_stopping import Patience, known_after
 from support.cases import Case, make_batches, make_pipeline
 from support.pool import Pool

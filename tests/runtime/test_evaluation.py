@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import ConfigError, DataError
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
-from penstock.runtime.update.events import Evaluated
+from penstock.runtime.update.run_events import Evaluated
 from support.cases import VOCABULARY, WIDTH, Case, assert_equal_tensors, expected, make_batches, make_pipeline
 from support.pool import Pool
 from support.smallest_batch import least

@@ -21,7 +21,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.ir.schedule import Op
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.verify.reference import Scaling
-from penstock.weights.fully_sharded.exact_versions import ExactShardsOfVersions
+from penstock.weights.fully_sharded.full_precision_versions import ExactShardsOfVersions
 from penstock.weights.fully_sharded.one_version import FullyShardedExactStore, FullyShardedStore
 from support.cases import Case, Outcome, assert_equal_tensors, expected, make_batches, make_pipeline
 from support.pool import Pool

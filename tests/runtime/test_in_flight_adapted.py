@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError, DataError
 from penstock.options.parallelism import Microbatches
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.in_flight.adapted_in_flight import MEASURED, AdaptedInFlight
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.runtime.pipeline import Pipeline
 from penstock.timeline import Timeline
 from penstock.weights.store import VersionStore
-from penstock.weights.written_check import WrittenCheck
+from penstock.weights.writes_between_runs import WrittenCheck
 from support.cases import METHODS, ONE_OF_EACH, OPTIMIZERS, Named
 from support.grouped import grouped
 from support.live_storage import LiveStorage

@@ -16,7 +16,7 @@ from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.setup import rank_state, stage_builder
 from penstock.schedule.ir.schedule import Op
 from penstock.weights.corrections.registry import correction_of
-from penstock.weights.memory import scratch
+from penstock.weights.memory import gradient_scratch
 from support.cases import (
     Case,
     Outcome,
@@ -65,7 +65,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
         return found[-1]
 
     monkeypatch.setattr(stage_builder, "side_stream", stream)
-    monkeypatch.setattr(scratch, "_CHUNK", 1)
+    monkeypatch.setattr(gradient_scratch, "_CHUNK", 1)
     return found
 
 

@@ -16,12 +16,12 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.options.run import Group
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Edge
-from penstock.schedule.machine.evaluation_border_check import border_fault
+from penstock.schedule.machine.evaluation_without_draining_check import border_fault
 from penstock.schedule.orders.stage_graph import over
 from support.cases import Case, assert_same, expected, make_batches, make_pipeline, token_loss, train
 from support.graph_cases import SHAPES, Join, data, layer, sgd, squares

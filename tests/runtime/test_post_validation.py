@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import CapabilityError
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.rank.snapshot import Saving
 from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.stage.trained_stage_weights import TrainedWeights

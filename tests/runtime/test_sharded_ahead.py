@@ -16,7 +16,7 @@ from torch import nn
 from penstock import method
 from penstock.errors import CapabilityError, ConfigError, VersionError
 from penstock.options.parallelism import DataParallel
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.verify.reference import Scaling

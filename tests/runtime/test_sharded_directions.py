@@ -10,7 +10,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.add_options import extend
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from support.cases import Case, expected, make_batches, make_pipeline
 from support.pool import Pool
 from support.schedules import make_schedule

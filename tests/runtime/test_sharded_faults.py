@@ -17,7 +17,7 @@ from penstock.comm.core.ticket import Ticket
 from penstock.errors import ScheduleError, TransportError, VersionError
 from penstock.runtime.ops.batch_ops import ReduceAction, ReleaseAction
 from penstock.runtime.ops.sharded_passes import HeldBackward
-from penstock.runtime.update.gathers import Gathers
+from penstock.runtime.update.gathers_and_reduce_scatters import Gathers
 from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op, WeightRef
 from penstock.schedule.proof.check import check

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from penstock.checkpoint.manager import Checkpoints
 from penstock.errors import CheckpointError
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from support.cases import (

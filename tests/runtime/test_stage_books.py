@@ -16,7 +16,7 @@ from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.stage_state.stage_constants import StageSpec, stage_specs
 from penstock.schedule.stage_state.stage_state import StageState
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from support.schedules import make_schedule
 
 SHORT, BATCHES = 5, 24  # of spans; every method repeats within the first half of long ones

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.runtime.execute.evaluation import Evaluating
-from penstock.runtime.update.events import Evaluated
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
+from penstock.runtime.update.run_events import Evaluated
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.verify.reference import run
 from penstock.weights.corrections.registry import correction_of

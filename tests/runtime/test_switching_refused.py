@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from penstock.errors import CapabilityError, ConfigError, PenstockError
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.weights.corrections.pipemare import PipeMare
 from support.cases import (
     Case,

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from penstock.errors import CheckpointError, ConfigError, VersionError
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.methods.data_parallel_sync import Combine
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.weights.store import VersionStore
 from penstock.weights.wave_synchronous_updates import WaveWeights
 from support.cases import make_batches, make_blocks, make_pipeline

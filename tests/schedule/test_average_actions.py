@@ -14,7 +14,7 @@ from penstock.schedule.methods.data_parallel_sync import COMBINES, Combine, comb
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from support.schedules import make_schedule
 
 OFFERED = [name for name, row in METHODS.items() if combine_fault("average", row.rule, row.correction) is None]

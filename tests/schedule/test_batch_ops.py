@@ -9,7 +9,7 @@ from penstock.schedule.build import prove
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.transforms.batch_ops import with_decisions, with_reductions, with_ties
 from support.schedules import make_schedule
 from support.smallest_batch import CHAINS, least

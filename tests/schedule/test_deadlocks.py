@@ -10,7 +10,7 @@ from penstock.schedule.ir.schedule import Op
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from support.schedules import make_schedule
 
 

@@ -7,9 +7,9 @@ import pytest
 from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.lowering.lower import lower
-from penstock.schedule.machine.evaluation_border_check import border_fault
+from penstock.schedule.machine.evaluation_without_draining_check import border_fault
 from penstock.schedule.machine.instructions import Lowered
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from support.smallest_batch import least
 
 RUN = ("sequential", "gpipe", "1f1b", "eager", "2bw", "2bw-eager")

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 
 FOLDER = Path(__file__).parents[1] / "golden"
 

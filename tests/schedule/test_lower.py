@@ -11,7 +11,7 @@ from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.transforms.apply_version_rule import apply_rule
 from support.schedules import make_schedule
 from support.smallest_batch import CHAINS, least

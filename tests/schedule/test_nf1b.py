@@ -14,7 +14,7 @@ from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.orders.nf1b import version_difference
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_bubble
 from penstock.simulate.simulate import simulate_schedule

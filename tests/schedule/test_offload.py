@@ -6,7 +6,7 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.add_options import extend
 from penstock.schedule.ir.schedule import Op, passes
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.transforms.offload import with_offload
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule

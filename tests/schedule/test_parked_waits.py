@@ -13,7 +13,7 @@ from penstock.schedule.machine.default_durations import unit_time
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from support.event_oracle import start_times
 
 PARKED = (Path(__file__).parents[1] / "golden" / "parked.txt").read_text()

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.schedule import Op, Program, WeightRef
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from support.brute_force import complaint
 from support.examples import examples
 from support.schedules import make_schedule

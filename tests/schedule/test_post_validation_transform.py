@@ -13,7 +13,7 @@ from penstock.schedule.ir.schedule import Op, Program, Schedule
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.machine.instructions import Instruction
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.transforms.post_validation import redone
 from support.schedules import make_schedule
 

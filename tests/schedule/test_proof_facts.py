@@ -7,7 +7,7 @@ import pytest
 from penstock.schedule.build import prove
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 
 DEPTHS = [1, 2, 3, 4, 6]
 SIZES = [1, 2, 3, 8]

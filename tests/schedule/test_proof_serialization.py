@@ -19,7 +19,7 @@ from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof_serialization import common_part, part_of_rank, rank_proof
 from penstock.schedule.rank_schedule import rank_schedule, schedule_facts
 from penstock.schedule.stage_state.stage_constants import stage_specs
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from support.smallest_batch import least
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))

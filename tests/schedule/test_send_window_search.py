@@ -21,7 +21,7 @@ from penstock.schedule.machine.play import Machine
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import check
 from penstock.schedule.proof.proof import Proof
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.torch_csv import to_torch_csv
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule

@@ -16,7 +16,7 @@ from penstock.schedule.ir.sharding import Cache, Level, Sharding, read_sharding
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.transforms.gather_slots import stays
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_bubble

@@ -11,7 +11,7 @@ from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import play, simulate_schedule
 

@@ -25,7 +25,7 @@ from penstock.schedule.ir.schedule import (
     straight,
 )
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_action, parse_schedule
+from penstock.schedule.text_parser import parse_action, parse_schedule
 from support.examples import examples
 from support.schedules import make_schedule
 from support.smallest_batch import CHAINS, least

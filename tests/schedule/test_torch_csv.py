@@ -10,7 +10,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from penstock.errors import ScheduleError
 from penstock.schedule.ir.schedule import Op, passes
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.torch_csv import from_torch_csv, to_torch_csv
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from penstock.schedule.lowering.lower import lower
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import play
 from support.buffer_oracle import bounded_times

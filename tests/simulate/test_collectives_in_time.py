@@ -9,7 +9,7 @@ import pytest
 from penstock.schedule.build import prove
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.sharding_traffic import Network
 from penstock.simulate.simulate import simulate_schedule

@@ -19,7 +19,7 @@ from penstock.schedule.compiled.instruction_arrays import coded
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.machine.instructions import LoweredProgram
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate import compiled_span as module
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs, StageCost

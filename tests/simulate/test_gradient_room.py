@@ -14,7 +14,7 @@ from penstock.schedule.ir.schedule import Kind, Op
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.lowering.send_window_search import unlimited
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.sharding_traffic import Network
 from penstock.simulate.simulate import play, simulate_schedule

@@ -9,7 +9,7 @@ from penstock.schedule.build import prove
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.orders import ORDERS
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.transforms.apply_version_rule import apply_rule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import play

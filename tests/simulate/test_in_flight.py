@@ -11,7 +11,7 @@ import pytest
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import ScheduleRequest, prove
-from penstock.schedule.ir.in_flight import check_in_flight, in_flight_on, read_in_flight, write_in_flight
+from penstock.schedule.ir.in_flight_option import check_in_flight, in_flight_on, read_in_flight, write_in_flight
 from penstock.simulate.auto_in_flight import as_allowed, choose_in_flight, choose_interleaved, most_of_a_run
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.least_in_flight import least_in_flight, rank_times

@@ -14,7 +14,7 @@ from penstock.schedule.machine.instructions import Lowered, LoweredProgram
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.transforms.batch_ops import with_averages
 from penstock.simulate.memory.held import Held, HeldKind, Holdings, most_bytes
-from penstock.simulate.memory.in_process_run import most_held
+from penstock.simulate.memory.memory_simulation import most_held
 from penstock.simulate.memory.predicted import MemoryOptions, SnapshotBytes, StageBytes, peak_bytes
 from penstock.simulate.memory.snapshots import Snapshots
 from support.predicted_memory import Run, peaks_of_a_run

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.schedule.build import prove
 from penstock.schedule.ir.order import NO_OPTIONS
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
 from support.schedules import make_schedule

@@ -23,7 +23,7 @@ from penstock.schedule.machine.sharing.shared_machine import SharedMachine, Shar
 from penstock.schedule.machine.sharing.shared_time import SharedTime
 from penstock.schedule.proof.check import check
 from penstock.schedule.proof.proof import Proof
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.long_run import steady_batch
 from penstock.simulate.simulate import play, predict, simulate_schedule

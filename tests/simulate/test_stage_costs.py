@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.schedule.ir.schedule import Action, Kind, Op, Stage, Unit
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate.costs import Costs, StageCost, read_stage_costs
 from penstock.simulate.simulate import simulate_schedule
 from support.schedules import make_schedule

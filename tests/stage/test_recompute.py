@@ -13,7 +13,7 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.proof.check import check
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.transforms.recompute import with_recompute
 from penstock.stage.autograd.recompute import RecomputeMode
 from support.cases import (

@@ -16,7 +16,7 @@ from penstock.runtime.ops.bound import BoundAction
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.setup.stage_builder import _halved
 from penstock.schedule.ir.schedule import Op
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from support.cases import OPTIMIZERS, Residual
 from support.halved_backwards import SAMPLES, TOKENS, WIDTH, Plain, gradients_of
 from support.live_storage import LiveStorage

@@ -16,7 +16,7 @@ from penstock.options.run import Group
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import prove
 from penstock.schedule.orders.stage_graph import over
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from support.graph_cases import SHAPES, M, Shape, data, layer, sgd, squares
 from support.pool import Pool
 from support.schedules import make_schedule

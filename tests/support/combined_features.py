@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.options.divergence import Divergence
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.update.divergence import Trouble
-from penstock.runtime.update.events import Evaluated
+from penstock.runtime.update.run_events import Evaluated
 from penstock.schedule.build import prove
-from penstock.schedule.machine.evaluation_border_check import border_fault
+from penstock.schedule.machine.evaluation_without_draining_check import border_fault
 from penstock.schedule.methods.table import METHODS
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.verify.config_to_reference import reference_options
@@ -29,7 +29,7 @@ from penstock.verify.derived_delays import order_of
 from penstock.verify.reference import Reference, train_reference
 from penstock.verify.reference.delays import version_read
 from penstock.verify.reference.ftpipe_prediction import Partials
-from penstock.verify.reference.methods import FLUSH
+from penstock.verify.reference.supported_methods import FLUSH
 from penstock.weights.corrections.base import Correction
 from support.cases import (
     BALANCE,

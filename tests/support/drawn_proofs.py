@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.schedule.proof.check import check
 from penstock.schedule.proof.proof import Proof
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from support.schedules import make_schedule
 from support.smallest_batch import CHAINS, least
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.ir.schedule import Schedule
 from penstock.verify.reference import Scaling, run
-from penstock.verify.reference.methods import DOUBLE_BUFFER, method_options
 from penstock.verify.reference.predictions import ReferencePrediction
 from penstock.verify.reference.stage import ReferenceReading, step
+from penstock.verify.reference.supported_methods import DOUBLE_BUFFER, method_options
 from penstock.weights.corrections.registry import correction_of
 from support.cases import (
     OPTIMIZERS,

@@ -15,7 +15,7 @@ from penstock.runtime.update.update_step import Updates
 from penstock.stage.autograd.recompute import RecomputeInputSaver
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
-from penstock.train.setup import build_pipeline, preflight
+from penstock.train.setup import build_pipeline, prepare_run
 from penstock.weights.memory.buffers import Buffer, Handle
 from penstock.weights.memory.squared_norm import squared_norm
 from penstock.weights.mixed_store import MixedStore
@@ -63,8 +63,8 @@ def another_rule(name: str) -> Any:
     """The schedule is that of another method: legal in itself, but its versions are not those of this one."""
 
     def plant(patch: Patch) -> None:
-        real = preflight.ScheduleRequest
-        patch.setattr(preflight, "ScheduleRequest", lambda _, *numbers, **more: real(name, *numbers, **more))
+        real = prepare_run.ScheduleRequest
+        patch.setattr(prepare_run, "ScheduleRequest", lambda _, *numbers, **more: real(name, *numbers, **more))
 
     return plant
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.checkpoint.announcements import LocalPosts, Posts
+from penstock.checkpoint.rank_announcements import LocalPosts, Posts
 from penstock.checkpoint.writer import Part, Writer
 from penstock.runtime.rank.snapshot import Snapshot
 

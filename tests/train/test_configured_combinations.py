@@ -12,7 +12,7 @@ from penstock.runtime.from_checked_plan import continue_under
 from penstock.train.config.load import load_config
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.phase_plan import FALLBACK, SYNC
-from penstock.train.setup.preflight import Prepared, prepare
+from penstock.train.setup.prepare_run import Prepared, prepare
 from support.combinations import PAGE, REFUSALS, answer, case_of, stated_on
 
 CHANGES: Mapping[str, tuple[str, ...]] = {

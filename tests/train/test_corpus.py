@@ -12,7 +12,7 @@ import pytest
 from penstock.errors import DataError
 from penstock.train.data import corpus as corpus_module
 from penstock.train.data.corpus import SKIPPED_FOLDERS, Corpus, load_corpus, unigram_entropy
-from penstock.train.data.windows import Windows
+from penstock.train.data.window_sampler import Windows
 from penstock.train.setup.run_folder import is_of_a_run
 
 

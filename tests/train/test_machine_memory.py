@@ -73,7 +73,7 @@ def test_the_command_refuses_them_at_once(change: str, message: str, monkeypatch
     monkeypatch.setattr("penstock.schedule.build.check", made)
     monkeypatch.setattr("penstock.schedule.add_options.check", made)
     if message != "the model has 6 blocks, which cannot be cut into 100 stages":
-        monkeypatch.setattr("penstock.models.language_model.gpt_blocks", made)
+        monkeypatch.setattr("penstock.models.gpt_variant.gpt_blocks", made)
     code, out, err = run(monkeypatch, capsys, "train", "--data", tmp_path / "text.txt", "--set", change)
     assert (code, out) == (2, "")
     assert message in " ".join(err.split())

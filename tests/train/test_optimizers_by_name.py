@@ -20,7 +20,7 @@ from penstock.train.config.load import load_config
 from penstock.train.config.schema import TrainConfig
 from penstock.train.config.sections import OptimizerName, OptimizerSection
 from penstock.train.setup.optimizers import is_hidden, optimizer_factory
-from penstock.train.setup.preflight import prepare
+from penstock.train.setup.prepare_run import prepare
 from penstock.weights.corrections.base import StagePlace
 from penstock.weights.corrections.registry import correction_of
 from penstock.weights.memory.buffers import Layout

@@ -22,10 +22,10 @@ from penstock.schedule import add_options, build
 from penstock.train.config.load import load_config
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import load_corpus
-from penstock.train.setup import preflight
+from penstock.train.setup import prepare_run
 from penstock.train.setup.model_shape import model_of, model_shape
 from penstock.train.setup.pipeline_options import pipeline_options
-from penstock.train.setup.preflight import prepare
+from penstock.train.setup.prepare_run import prepare
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +98,8 @@ def test_the_command_says_at_once_that_there_are_too_few_blocks(
 
 def test_the_text_is_not_read_for_a_model_of_too_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[object] = []
-    monkeypatch.setattr(preflight, "load_corpus", lambda *given: reads.append(given))
-    monkeypatch.setattr(preflight, "UnprovenPlan", None)
+    monkeypatch.setattr(prepare_run, "load_corpus", lambda *given: reads.append(given))
+    monkeypatch.setattr(prepare_run, "UnprovenPlan", None)
     with pytest.raises(ConfigError, match=r"6 blocks, .* 100 stages.*or set model\.layers to at least 98"):
         prepare(load_config(None, ["method=2bw", "stages=100", "microbatches=100"]))
     assert not reads
@@ -129,7 +129,7 @@ def test_nor_is_the_compiler_of_torch_for_a_run_that_can_start(text: str) -> Non
     script = f"""
         import sys
         from penstock.train.config.load import load_config
-        from penstock.train.setup.preflight import prepare
+        from penstock.train.setup.prepare_run import prepare
         prepare(load_config(None, ["stages=2", {text!r}]), local=True)
         print(*(name for name in ("torch", "torch._dynamo") if name in sys.modules))
     """

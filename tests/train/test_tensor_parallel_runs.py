@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.train.config.load import load_config
-from penstock.train.setup.preflight import prepare
+from penstock.train.setup.prepare_run import prepare
 from support.command_line import Command, only_folder
 from support.same_runs import assert_same_reports, assert_same_weights, train, write_text
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.verify.reference import FLUSH, METHODS, train_reference
-from penstock.verify.reference.methods import OPTIONS
+from penstock.verify.reference.supported_methods import OPTIONS
 from support import scalar_pipelines as by_hand
 from support.delayed_by_hand import begin, nadam, referred
 from support.reference_cases import BATCHES, PIPEMARE, Times, adamw, assert_equal, half_square, inputs, of, sgd

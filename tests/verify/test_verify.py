@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, VersionError
-from penstock.models import language_model
+from penstock.models import gpt_variant
 from penstock.models.gpt_shape import GPTConfig
 from penstock.options import passes as passes_module
 from penstock.partition.blocks import LazyBlock
 from penstock.schedule.methods.table import METHODS
 from penstock.stage.module import StageModule
 from penstock.train.config.load import load_config
-from penstock.verify import runs, verify as verify_module
+from penstock.verify import baseline_runs, verify as verify_module
 from penstock.verify.differences import KINDS
 from penstock.verify.report import Verification
 from penstock.verify.verify import TOLERANCE, verify
@@ -192,7 +192,7 @@ def test_plain_torch_stays_as_near_after_many_batches(text: str) -> None:
 
 def test_skipped_updates(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss scale that is too high at first."""
-    for module in (passes_module, runs):
+    for module in (passes_module, baseline_runs):
         monkeypatch.setattr(module, "LossScale", partial(LossScale, initial=2.0**21))
     found = verified(text, "precision=fp16", count=8)
     assert found.agrees, found.verdict
@@ -243,7 +243,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         return {name: LazyBlock(make, seed=seed + i) for i, (name, make) in enumerate(makers.items())}
 
-    monkeypatch.setattr(language_model, "gpt_blocks", blocks)
+    monkeypatch.setattr(gpt_variant, "gpt_blocks", blocks)
 
 
 def test_buffers_and_random_numbers(text: str, monkeypatch: pytest.MonkeyPatch) -> None:

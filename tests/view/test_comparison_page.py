@@ -21,7 +21,7 @@ from penstock.compare.tasks import make_task
 from penstock.compare.trial import TrialResult
 from penstock.view.comparison_page import comparison_page, write_findings
 from penstock.view.comparison_progress import plus_minus
-from penstock.view.plot import Curve, plot_svg
+from penstock.view.line_plot import Curve, plot_svg
 
 VOID = {"meta"}
 

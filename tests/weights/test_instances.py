@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import penstock
 from penstock.errors import CapabilityError, ConfigError
-from penstock.weights.optim.refused_instances import refuse_instances
+from penstock.weights.optim.instance_instead_of_factory import refuse_instances
 
 
 def parameters() -> list[nn.Parameter]:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.update.events import Evaluated
+from penstock.runtime.update.run_events import Evaluated
 from support.cases import Case, assert_equal_tensors, expected, make_batches, make_pipeline
 from support.correction_cases import KINDS, case_of, snapshots_of
 from support.schedules import prove

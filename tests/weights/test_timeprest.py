@@ -19,7 +19,7 @@ from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.build import prove
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 from penstock.weights.corrections.blending import Blending
 from penstock.weights.corrections.registry import correction_of
 from penstock.weights.store import VersionStore

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from penstock.checkpoint.announcements import LocalPosts, Posts, StorePosts
 from penstock.checkpoint.folder_claim import Owner
 from penstock.checkpoint.format import (
     Checkpoint,
@@ -23,8 +22,9 @@ from penstock.checkpoint.format import (
     open_newest,
     set_aside,
 )
+from penstock.checkpoint.rank_announcements import LocalPosts, Posts, StorePosts
 from penstock.checkpoint.writer import Writer
-from penstock.comm.collective.gather import gather_json
+from penstock.comm.collective.all_gather_json import gather_json
 from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint import format as disk
-from penstock.checkpoint.announcements import Posts
 from penstock.checkpoint.end_at_exit import end_at_exit
 from penstock.checkpoint.frozen_parameters import NOTHING, FrozenFile
 from penstock.checkpoint.index import INDEX
+from penstock.checkpoint.rank_announcements import Posts
 from penstock.comm.core.background import Background
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import CheckpointError, TransportError

@@ -34,7 +34,7 @@ from penstock.schedule.ir.limits import MOST_BATCHES
 
 if TYPE_CHECKING:
     from penstock.train.config.schema import TrainConfig
-    from penstock.train.setup.preflight import Prepared, RecomputeQuestion
+    from penstock.train.setup.prepare_run import Prepared, RecomputeQuestion
 
 
 def changes_of(
@@ -143,7 +143,7 @@ def _checked(
     settings = load_config(file, changes, proves=local)  # rank 0 of a job that runs already proves for all
     check_enough_blocks(settings)
     from penstock.comm.core.devices import find_device  # not before, as these import torch
-    from penstock.train.setup.preflight import prepare
+    from penstock.train.setup.prepare_run import prepare
     from penstock.train.setup.run_folder import check_resume
 
     if resume is not None and not restart:

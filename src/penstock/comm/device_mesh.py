@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.comm.collective.gather import collective
+from penstock.comm.collective.all_gather_json import collective
 from penstock.comm.core.rank_grid import Members, RankGrid, backends
 from penstock.errors import CapabilityError, ConfigError
 

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from penstock.comm.collective.broadcast import HandedOut, hand_out
-from penstock.comm.collective.gather import gather_json
+from penstock.comm.collective.all_gather_json import gather_json
+from penstock.comm.collective.broadcast_json import HandedOut, hand_out
 from penstock.comm.core.rank_grid import RankGrid, RankKey, backends
 from penstock.comm.core.transfer_priority import TransferPriority
 from penstock.comm.p2p.gloo import GlooTransport

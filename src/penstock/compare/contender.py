@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.checks import in_short, is_whole, no_option
 from penstock.errors import ConfigError
-from penstock.schedule.ir.in_flight import write_in_flight
+from penstock.schedule.ir.in_flight_option import write_in_flight
 from penstock.schedule.ir.limits import MOST_BATCHES
 from penstock.schedule.ir.order import order_options
 from penstock.schedule.methods.corrections import CORRECTIONS, options_of

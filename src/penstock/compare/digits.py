@@ -17,7 +17,7 @@ from penstock.compare.config import ComparisonConfig
 from penstock.errors import ConfigError
 from penstock.models.residual_cnn import CNNConfig, class_loss, count_correct, residual_cnn_blocks
 from penstock.partition.blocks import LazyBlock
-from penstock.train.data.windows import shuffled
+from penstock.train.data.window_sampler import shuffled
 
 _HELD_OUT = 0.2
 

@@ -12,9 +12,9 @@ import torch
 from penstock.compare.config import ComparisonConfig
 from penstock.compare.contender_setup import Entrant, enter
 from penstock.compare.grid import Key, contenders, grid_of, rounds_of
+from penstock.compare.process_pool import train_side_by_side
 from penstock.compare.result_files import Records, joined
 from penstock.compare.results import Findings
-from penstock.compare.side_by_side import train_side_by_side
 from penstock.compare.tasks import Task, make_task
 from penstock.compare.trial import TrialResult, run_trial
 

@@ -20,7 +20,7 @@ from penstock.compare.digits import DigitsTask
 from penstock.errors import ConfigError
 from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.models.gpt_shape import preset
-from penstock.models.language_model import as_they_are
+from penstock.models.gpt_variant import as_they_are
 from penstock.models.vocabulary_parallel_gpt import (
     summed_cross_entropy,
     vocabulary_parallel_gpt,
@@ -30,7 +30,7 @@ from penstock.models.vocabulary_parallel_gpt import (
 from penstock.partition.blocks import LazyBlock
 from penstock.stage.loss import LossFunction
 from penstock.train.data.corpus import load_corpus
-from penstock.train.data.windows import Windows
+from penstock.train.data.window_sampler import Windows
 
 Sample = tuple[Tensor, Tensor]
 """Inputs and targets of several samples."""

@@ -23,10 +23,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.errors import InterruptedRunError, WorkerError
-from penstock.launch.fork_server_death import why_not_started
 from penstock.launch.local_rendezvous import BACKEND
 from penstock.launch.signals import LauncherSignals
 from penstock.launch.worker_exit import WorkerExits, work
+from penstock.launch.worker_start_failure import why_not_started
 
 _LOOK = 0.1  # seconds between two checks of the workers
 _REPORTS = ".workers"  # begins the name of a folder of reports in a run folder; the process id of its launcher follows

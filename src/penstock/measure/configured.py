@@ -18,7 +18,7 @@ from penstock.plan.profile.schema import Profile
 from penstock.runtime.malloc import keep_freed_memory
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import load_corpus
-from penstock.train.data.windows import Windows
+from penstock.train.data.window_sampler import Windows
 from penstock.train.setup.model_shape import model_of, model_shape
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.run_folder import is_of_a_run

@@ -24,7 +24,7 @@ from penstock.errors import ConfigError
 from penstock.job.cpus import Cpus
 from penstock.measure.own_work import OwnWork, own_work
 from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training
-from penstock.models.language_model import LanguageModel
+from penstock.models.gpt_variant import LanguageModel
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.from_checked_plan import pipeline_of
 from penstock.runtime.malloc import keep_freed_memory
@@ -32,7 +32,7 @@ from penstock.runtime.plan.plan import PipelinePlan
 from penstock.train.config.schema import TrainConfig
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.pipeline_options import pipeline_options
-from penstock.train.setup.preflight import prepare
+from penstock.train.setup.prepare_run import prepare
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 _WARM = 2  # batches before those that are timed

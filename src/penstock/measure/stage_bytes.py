@@ -19,7 +19,7 @@ from penstock.simulate.memory.predicted import SliceBytes, SnapshotBytes, StageB
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.corrections.base import StagePlace
 from penstock.weights.memory.buffers import Layout
-from penstock.weights.memory.scratch import Scratch
+from penstock.weights.memory.gradient_scratch import Scratch
 from penstock.weights.optim.optimizer_adapters import is_separable
 from penstock.weights.sharded_store import ShardedStore
 from penstock.weights.store import VersionStore

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from penstock.errors import ConfigError
 from penstock.models.gpt_shape import GPTConfig
-from penstock.models.vocabulary_parts import cross_entropy_of_processes, embed
+from penstock.models.vocabulary_parallel_functions import cross_entropy_of_processes, embed
 from penstock.partition.blocks import LazyBlock
 
 KeysValues = tuple[Tensor, Tensor]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.models.gpt import Embedding, Head, Layer, gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
-from penstock.models.vocabulary_parts import cross_entropy_of_parts, known_of_part
+from penstock.models.vocabulary_parallel_functions import cross_entropy_of_parts, known_of_part
 from penstock.partition.blocks import LazyBlock
 
 WithTargets = tuple[Tensor, Tensor]

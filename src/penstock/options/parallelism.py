@@ -12,7 +12,7 @@ from penstock.comm.collective.all_reduce import Reduce, is_fast
 from penstock.errors import ConfigError
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.repr_without_defaults import ShortRepr
-from penstock.schedule.ir.in_flight import read_in_flight
+from penstock.schedule.ir.in_flight_option import read_in_flight
 from penstock.schedule.ir.sharding import Sharding, read_sharding
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 

@@ -10,8 +10,8 @@ import torch
 
 from penstock.checks import check_number
 from penstock.errors import ConfigError
-from penstock.options.kernels import Kernels, SdpaName
 from penstock.options.number_formats import BoundaryGradients, PrecisionName, boundary_format, low_precision
+from penstock.options.sdpa_and_tf32 import Kernels, SdpaName
 from penstock.partition.emulated_delays import Delays
 from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.transforms.recompute import Segments

@@ -19,7 +19,7 @@ from torch import nn
 
 from penstock.checks import check_whole, did_you_mean
 from penstock.errors import ConfigError
-from penstock.partition.block_names import block_of
+from penstock.partition.parameter_names import block_of
 from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.named_delay_profiles import delays_of_profile
 

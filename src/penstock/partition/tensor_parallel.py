@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.partition.block_names import modules_in
+from penstock.partition.parameter_names import modules_in
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.partition.block_names import block_of, modules_in, prefix_of
 from penstock.partition.blocks import LazyBlock
+from penstock.partition.parameter_names import block_of, modules_in, prefix_of
 
 
 @dataclass(frozen=True)

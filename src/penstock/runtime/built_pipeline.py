@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.comm.collective.spin_or_sleep import choose_polling
+from penstock.comm.collective.polling_choice import choose_polling
 from penstock.comm.communicators import holders_of
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.device_mesh import groups_of_holders

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from penstock.comm.core.rank_grid import rank_grid
 from penstock.partition.blocks import Blocks, named_blocks
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.saved_states import check_idle

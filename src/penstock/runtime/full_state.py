@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.checks import in_brief
-from penstock.comm.collective.gather import collective, gather_json
+from penstock.comm.collective.all_gather_json import collective, gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.errors import ConfigError
-from penstock.partition.block_names import block_of, tensors_in, tensors_of
+from penstock.partition.parameter_names import block_of, tensors_in, tensors_of
 from penstock.partition.whole_model.fx_subgraph_module import ModelPart
 from penstock.stage.stage_runtime import StageRuntime
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
-from penstock.comm.collective.gather import gather_json
+from penstock.comm.collective.all_gather_json import gather_json
 from penstock.errors import ConfigError
 from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks
 from penstock.runtime.built_pipeline import BuiltPipeline

@@ -27,10 +27,10 @@ from penstock.partition.blocks import Blocks, check_same_blocks
 from penstock.runtime.attribute_hints import UserAdvice, names_checked
 from penstock.runtime.data.batch_source import Batches
 from penstock.runtime.data.microbatches import warn_of_short_end
-from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating, check_evaluating
 from penstock.runtime.plan.plan import UnprovenPlan
+from penstock.runtime.plan.received_schedule import ranks_of
 from penstock.runtime.plan.schedule_from_arguments import Chosen, default_stages, request_for, with_asked_in_flight
-from penstock.runtime.plan.schedule_from_other_rank import ranks_of
 from penstock.runtime.plan.sharding_limits import check_shown
 from penstock.runtime.rank.snapshot import Saving, check_saving
 from penstock.runtime.saved_states import SavedStates

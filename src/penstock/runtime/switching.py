@@ -7,13 +7,13 @@ from functools import partial
 
 import torch.distributed as dist
 
-from penstock.comm.collective.broadcast import from_first
+from penstock.comm.collective.broadcast_json import from_first
 from penstock.comm.p2p.transport import Channel
 from penstock.runtime.engine.engine import Halt
-from penstock.runtime.execute.evaluation import Evaluating, check_evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating, check_evaluating
 from penstock.runtime.in_flight.adapted_in_flight import MEASURED, AdaptedInFlight, adapt
 from penstock.runtime.in_flight.pass_and_message_times import measured_by_all
-from penstock.runtime.inspection import Inspection
+from penstock.runtime.pipeline_stats import Inspection
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.plan.schedule_from_arguments import Chosen, request_for
 from penstock.runtime.plan.sharding_limits import check_shown

@@ -10,7 +10,6 @@ from functools import cached_property, partial
 from penstock.checks import did_you_mean
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.add_options import with_window
-from penstock.schedule.call_order import call_order
 from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Sharding, read_sharding
@@ -18,6 +17,7 @@ from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.compatibility import compatible, sharding_of
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.table import METHODS
+from penstock.schedule.order_from_function import call_order
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import check, check_versions
 from penstock.schedule.proof.proof import Proof

@@ -1,7 +1,7 @@
 """A proof in parts: what one rank of a pipeline needs of it, as plain values that can be sent to that rank.
 
 A job proves a schedule once. Every rank then gets what all have in common (the facts of the stages, the routes, the
-window) and the lowered program of its own, whose actions are in the text form of `penstock.schedule.text`.
+window) and the lowered program of its own, whose actions are in the text form of `penstock.schedule.text_parser`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.schedule.proof.data_read_ahead import Reading
 from penstock.schedule.proof.proof import Proof, StageFacts
 from penstock.schedule.rank_schedule import Json, RankSchedule
 from penstock.schedule.stage_state.stage_state import Delay
-from penstock.schedule.text import parse_action
+from penstock.schedule.text_parser import parse_action
 
 _ADDED = (Op.SEND, Op.RECV, Op.REDO)
 """What lowering adds to a program."""

@@ -10,7 +10,7 @@ from operator import gt
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import ScheduleRequest, smallest_microbatches
-from penstock.schedule.ir.in_flight import AUTO, AUTO_DELAYED, check_in_flight, in_flight_on, write_in_flight
+from penstock.schedule.ir.in_flight_option import AUTO, AUTO_DELAYED, check_in_flight, in_flight_on, write_in_flight
 from penstock.schedule.ir.order import check_options, order_options
 from penstock.schedule.ir.version_rules import RULES, Source
 from penstock.schedule.methods.find_method import find_method

@@ -31,7 +31,7 @@ from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof_serialization import RankProof
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs
-from penstock.simulate.shard_figures import ShardFigures, shard_figures
+from penstock.simulate.sharding_overlap import ShardFigures, shard_figures
 from penstock.simulate.unplayed.message_counts import count_messages, receive_buffers
 from penstock.timeline import Bubble, Interval, Timeline, Waiting
 

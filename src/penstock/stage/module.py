@@ -20,11 +20,11 @@ from penstock.comm.message.tree_classes import open_dataclasses
 from penstock.comm.message.trees import detached
 from penstock.errors import CapabilityError, ConfigError
 from penstock.options.all_options import PipelineOptions
-from penstock.partition.block_names import prefix_of
+from penstock.partition.parameter_names import prefix_of
 from penstock.partition.tensor_parallel import Division, whole_output
 from penstock.stage.autograd.forward_graph import open_inputs
-from penstock.stage.checks.absent_weights import hide
-from penstock.stage.checks.changed_modules import check_changes, find_parameters, take_over_values
+from penstock.stage.checks.changes_between_runs import check_changes, find_parameters, take_over_values
+from penstock.stage.checks.released_weight_placeholders import hide
 from penstock.stage.loss import LossFunction, call_loss, sum_and_weight
 from penstock.stage.precision_casts import cast, check_formats, in_full, kept_full
 from penstock.stage.rng import BlockRng, RngKey

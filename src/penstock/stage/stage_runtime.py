@@ -19,9 +19,9 @@ from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.autograd.forward_graph import Graph
 from penstock.stage.autograd.recompute import RecomputeInput
 from penstock.stage.autograd.saved_bytes import storage_bytes
-from penstock.stage.checks.absent_weights import absent
+from penstock.stage.autograd_graphs import StageGraphs
 from penstock.stage.checks.forward_writes import explain_backward
-from penstock.stage.graphs import StageGraphs
+from penstock.stage.checks.released_weight_placeholders import absent
 from penstock.stage.in_flight_microbatch import InFlightMicrobatch, Microbatch
 from penstock.stage.loss import UnreadLoss
 from penstock.stage.module import StageModule

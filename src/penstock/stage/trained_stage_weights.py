@@ -29,7 +29,7 @@ from penstock.weights.update_hooks import UpdateHooks, call_hooks
 from penstock.weights.updates.updater import Updater
 from penstock.weights.updates.version_step import VersionStep
 from penstock.weights.wave_synchronous_updates import WaveWeights
-from penstock.weights.written_check import WrittenCheck
+from penstock.weights.writes_between_runs import WrittenCheck
 
 
 @dataclass

@@ -13,22 +13,22 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.checkpoint.manager import Checkpoints
-from penstock.comm.collective.broadcast import from_first
-from penstock.comm.collective.gather import gather_json
+from penstock.comm.collective.all_gather_json import gather_json
+from penstock.comm.collective.broadcast_json import from_first
 from penstock.errors import CheckpointError
 from penstock.job.cpus import Cpus, shares
 from penstock.job.torchrun_agent import Agent
 from penstock.runtime.data.batch_source import Batches
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.malloc import LARGEST, SMALL, keep_freed_memory
-from penstock.runtime.update.events import Evaluated
+from penstock.runtime.update.run_events import Evaluated
 from penstock.schedule.methods.wave_lags import RECORD
 from penstock.train.checkpoint_troubles import Troubles
 from penstock.train.config.schema import TrainConfig
 from penstock.train.config.wave_lags_record import write_lags
 from penstock.train.config.written_config import note_changes
 from penstock.train.data.run_samples import RunSamples
-from penstock.train.data.windows import WindowMicrobatches
+from penstock.train.data.window_sampler import WindowMicrobatches
 from penstock.train.export.save_weights import save_weights
 from penstock.train.graceful_stop import DrainRequest
 from penstock.train.metrics_file import Metrics
@@ -38,7 +38,7 @@ from penstock.train.process_group import first_of_the_job, process_group, shared
 from penstock.train.reporter import Reporter
 from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.early_stopping import Patience, known_in_run
-from penstock.train.setup.preflight import ChooseRecompute, Prepared, prepare
+from penstock.train.setup.prepare_run import ChooseRecompute, Prepared, prepare
 from penstock.train.setup.recorded_progress import recorded
 from penstock.train.setup.run_folder import check_is_saved, set_aside_run
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.checks import finite_or_none
 from penstock.guarded_files import append_line
-from penstock.runtime.update.events import Evaluated
+from penstock.runtime.update.run_events import Evaluated
 from penstock.train.setup.recorded_progress import METRICS
 from penstock.weights.decision import Decision
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from penstock.checkpoint.manager import Checkpoints
 from penstock.errors import CheckpointError
-from penstock.runtime.execute.evaluation import Evaluating
+from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.from_checked_plan import continue_under
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.update.divergence import Trouble
 from penstock.train.observer import Switched
 from penstock.train.setup.phase_plan import MAIN, Course
-from penstock.train.setup.preflight import Prepared
+from penstock.train.setup.prepare_run import Prepared
 
 
 class Phases:

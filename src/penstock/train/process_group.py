@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from penstock.comm.collective.gather import gather_json
+from penstock.comm.collective.all_gather_json import gather_json
 from penstock.comm.core.devices import choose_backend, find_device
 from penstock.comm.core.ticket import brief
 from penstock.errors import ConfigError, TransportError
 from penstock.job.place import LOOPBACK, JobPlace, job_place
 from penstock.job.store import is_loopback, job_store
 from penstock.train.config.schema import TrainConfig
-from penstock.train.rendezvous import Meeting, differing_keys
 from penstock.train.setup.run_folder import make_run_folder
+from penstock.train.start_barrier import Meeting, differing_keys
 
 _STARTING = 60.0  # seconds within which all processes must start, in addition to the time-out of messages
 _LOOK = 0.05  # seconds between two looks

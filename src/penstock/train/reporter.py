@@ -20,7 +20,7 @@ from penstock.idle_time import split_time
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.timeline_files import read_timeline
-from penstock.runtime.update.events import Evaluated
+from penstock.runtime.update.run_events import Evaluated
 from penstock.schedule.ir.version_rules import RULES
 from penstock.timeline import Timeline
 from penstock.train.checkpoint_troubles import Troubles
@@ -30,7 +30,7 @@ from penstock.train.export.sample import sample_if_possible
 from penstock.train.metrics_file import Metrics
 from penstock.train.observer import Observer, Progress, RunSummary, Switched
 from penstock.train.setup.lr_schedule import rate_schedule
-from penstock.train.setup.preflight import Prepared
+from penstock.train.setup.prepare_run import Prepared
 
 _POST_EVERY = 0.5  # seconds between two posts of a rank's figures
 

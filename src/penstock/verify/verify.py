@@ -7,7 +7,7 @@
                 for methods that read up-to-date weights, in fp32
 
 Everything runs in this process, so what does not fit on one device cannot be verified; but for pipelines with tensor
-parallelism, which have processes of their own (`penstock.verify.shared_stages`). It takes the memory of the whole
+parallelism, which have processes of their own (`penstock.verify.tensor_parallel_run`). It takes the memory of the whole
 pipeline, and in addition that of the weights and gradients of every batch (twice if plain torch is compared, too).
 """
 
@@ -27,11 +27,11 @@ from penstock.schedule.ir.schedule import Op, Schedule, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Source
 from penstock.train.config.schema import TrainConfig
-from penstock.train.setup.preflight import Prepared, prepare
+from penstock.train.setup.prepare_run import Prepared, prepare
+from penstock.verify.baseline_runs import decides, record_of, run_plain, run_reference
 from penstock.verify.differences import Comparisons
 from penstock.verify.report import ReportRow, Verification
-from penstock.verify.runs import decides, record_of, run_plain, run_reference
-from penstock.verify.shared_stages import run_in_processes
+from penstock.verify.tensor_parallel_run import run_in_processes
 from penstock.verify.watched_run import WatchedRun
 from penstock.weights.corrections.error_feedback import ErrorFeedback
 from penstock.weights.corrections.pipelined_backprop import PipelinedBackprop

@@ -14,7 +14,7 @@ from penstock.compare.trial import TrialResult
 from penstock.errors import ConfigError
 from penstock.guarded_files import write_whole
 from penstock.view.comparison_progress import caption, delay_by_rank, plus_minus
-from penstock.view.plot import Curve, plot_svg
+from penstock.view.line_plot import Curve, plot_svg
 from penstock.view.plurals import counted
 from penstock.view.svg import timeline_svg
 from penstock.view.tables import DELAY, RANGES

@@ -17,12 +17,12 @@ from rich.text import Text
 from penstock.byte_sizes import human_bytes
 from penstock.idle_time import split_time
 from penstock.runtime.in_flight.adapted_in_flight import AdaptedInFlight
-from penstock.runtime.update.events import Evaluated
-from penstock.schedule.ir.in_flight import write_in_flight
+from penstock.runtime.update.run_events import Evaluated
+from penstock.schedule.ir.in_flight_option import write_in_flight
 from penstock.schedule.ir.sharding import Level
 from penstock.timeline import Timeline
 from penstock.train.observer import Progress, RunSummary, Switched
-from penstock.train.setup.preflight import Prepared
+from penstock.train.setup.prepare_run import Prepared
 from penstock.view.perfetto import write_trace
 from penstock.view.plurals import counted
 from penstock.view.resizable_live import ResizableLive

@@ -7,7 +7,7 @@ import io
 from rich.console import Console, Group
 from rich.text import Text
 
-from penstock.comm.collective.gather import gather_json
+from penstock.comm.collective.all_gather_json import gather_json
 from penstock.idle_time import split_time
 from penstock.runtime.pipeline import Pipeline
 from penstock.view.tables import bytes_table, time_table

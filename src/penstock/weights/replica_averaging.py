@@ -18,7 +18,7 @@ from penstock.weights.memory.buffers import Buffer
 from penstock.weights.optim.optimizer_adapters import check_averages
 from penstock.weights.store import VersionStore
 from penstock.weights.updates.updater import Updater
-from penstock.weights.written_check import WrittenCheck
+from penstock.weights.writes_between_runs import WrittenCheck
 
 COMMON = ("common", "momentum")  # kinds of tensors that `copies` makes
 _PULL = 0.9  # default of elastic: the share of its distance to the mean that the reference moves

@@ -22,7 +22,7 @@ from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.schedule.methods.wave_lags import stage_place
 from penstock.weights.memory.buffers import Buffer
 from penstock.weights.store import VersionStore
-from penstock.weights.written_check import WrittenCheck
+from penstock.weights.writes_between_runs import WrittenCheck
 
 COMMON = "common"  # the kind of tensors that `copies` makes
 

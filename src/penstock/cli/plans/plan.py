@@ -107,9 +107,9 @@ def plan(
 def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
     """Print plans, what was asked for them, and what more of each resource would bring."""
     from penstock.cli.plans.plan_tables import planning_tables
-    from penstock.plan.objectives_report import trials_json, trials_table
+    from penstock.plan.objective_trials_report import trials_json, trials_table
+    from penstock.plan.plan_export import planning_json
     from penstock.plan.planned_timeline import what_would_help
-    from penstock.plan.report import planning_json
     from penstock.view.tables import table_console
 
     found = chosen.planning
@@ -158,7 +158,7 @@ def _write_plans(out: Path, found: Any, sizes: Sequence[int]) -> list[Path]:
     Raises:
         ConfigError: one cannot be written, or nothing fits fewer devices.
     """
-    from penstock.plan.report import plan_file
+    from penstock.plan.plan_export import plan_file
 
     paths = [out.with_stem(f"{out.stem}-{size}") for size in sizes]
     _write_plan(out, plan_file(found))
@@ -206,8 +206,8 @@ def _smaller_world(found: Any, size: int) -> str:
     from dataclasses import replace
 
     from penstock.plan.objectives import fewer_devices
+    from penstock.plan.plan_export import plan_file
     from penstock.plan.planning import make_plan
-    from penstock.plan.report import plan_file
 
     best, request = found.plans[0], found.request
     if size > request.devices.count:

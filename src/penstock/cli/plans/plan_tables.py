@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from penstock.byte_sizes import human_bytes
-from penstock.cli.plans.fitted_table import FittedTable
+from penstock.cli.plans.terminal_width_table import FittedTable
 from penstock.plan.memory_knobs.dawnpiper_cost import SWAP
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph

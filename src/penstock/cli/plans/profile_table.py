@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock.byte_sizes import human_bytes
-from penstock.cli.plans.fitted_table import FittedTable
+from penstock.cli.plans.terminal_width_table import FittedTable
 from penstock.plan.profile.layer_graph import GraphLayer, layer_graph, sizes_of
 from penstock.plan.profile.schema import Profile
 from penstock.view.plurals import counted

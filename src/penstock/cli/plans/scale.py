@@ -69,11 +69,11 @@ def scale(
     For example: penstock scale --x 160 --cluster a100. The analysis is that of layered gradient accumulation (arXiv
     2106.02679): a batch depth-first, or layer by layer with a modular pipeline and sharded weights.
     """
-    from penstock.plan.scale.analysis import analyse
     from penstock.plan.scale.fastest import ScaledTraining
     from penstock.plan.scale.model_shape import critical_batch as by_rules
     from penstock.plan.scale.report import scaling_json, scaling_tables
-    from penstock.plan.scale.scaling_rules import read_rules, rules_text
+    from penstock.plan.scale.rules_file import read_rules, rules_text
+    from penstock.plan.scale.scaling_curves import analyse
 
     if print_rules:
         typer.echo(rules_text(), nl=False)
@@ -132,8 +132,8 @@ def _draw(folder: Path, scaling: Any) -> None:
     Raises:
         ConfigError: they cannot be written.
     """
-    from penstock.plan.scale.analysis import days_by_devices, days_by_size
-    from penstock.view.plot import Curve, plot_document
+    from penstock.plan.scale.scaling_curves import days_by_devices, days_by_size
+    from penstock.view.line_plot import Curve, plot_document
 
     name = f"{scaling.training.shape.name} on {scaling.training.cluster.name}"
     drawings = {"days-by-devices.svg": (days_by_devices(scaling), f"{name}: days by devices", "devices")}

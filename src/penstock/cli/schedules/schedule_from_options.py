@@ -41,7 +41,7 @@ def prove_asked(
         copies: times of a copy of activations, and of optimizer states, if they are moved to the host's memory.
     """
     from penstock.schedule.build import ScheduleRequest
-    from penstock.schedule.ir.in_flight import read_in_flight
+    from penstock.schedule.ir.in_flight_option import read_in_flight
     from penstock.schedule.methods.compatibility import sharding_of
     from penstock.schedule.methods.find_method import find_method
     from penstock.schedule.methods.method_parsing import written_method
@@ -129,7 +129,7 @@ def _order_options(changes: list[str] | None) -> dict[str, Any]:
         ConfigError: another key, or not a whole number.
     """
     from penstock.checks import nearest_keys
-    from penstock.schedule.ir.in_flight import read_in_flight
+    from penstock.schedule.ir.in_flight_option import read_in_flight
     from penstock.train.config.key_reference import order_keys
 
     options: dict[str, Any] = {}

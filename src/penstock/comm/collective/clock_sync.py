@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from penstock.comm.collective.gather import collective
+from penstock.comm.collective.all_gather_json import collective
 
 _PINGS = 8
 

@@ -22,10 +22,10 @@ from penstock.errors import ConfigError
 from penstock.plan.planners.piper_tables import EndTable, Floats, StageTables
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.free_layers import useful_prefixes
 from penstock.plan.stages.layer_ideals import PrefixFamily, frontier_prefixes, ordered_prefixes
 from penstock.plan.stages.piper_cost import PiperCost
 from penstock.plan.stages.planned import Plan, PlannedStage, Search
+from penstock.plan.stages.prefix_pruning import useful_prefixes
 
 MOST_PREFIXES = 5_000
 _MOST_SECONDS = 60.0  # to bring bounds together

@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from penstock.plan.planners.equal_division import Division, equal_divisions
 from penstock.plan.profile.layer_graph import LayerGraph, Way
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.equal_stages import Division, equal_divisions
 from penstock.plan.stages.piper_cost import PiperCost
 from penstock.plan.stages.planned import Plan, PlannedStage, Search, Skipped
 from penstock.plan.stages.two_bw_cost import TwoBwCost

@@ -19,7 +19,7 @@ from penstock.plan.cluster.schema import Cluster
 from penstock.plan.scale.batch_theory import steps_at
 from penstock.plan.scale.layout_costs import Array, Layouts, efficiency_of, exposed_of, memory_of, overheads
 from penstock.plan.scale.model_shape import ModelShape
-from penstock.plan.scale.scaling_rules import ScalingRules
+from penstock.plan.scale.rules_file import ScalingRules
 
 AXES = ("data", "pipeline", "tensor")
 """How a model can be divided."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from penstock.plan.cluster.schema import Cluster
 from penstock.plan.scale.model_shape import ModelShape
-from penstock.plan.scale.scaling_rules import ScalingRules
+from penstock.plan.scale.rules_file import ScalingRules
 
 Array = npt.NDArray[np.float64]
 

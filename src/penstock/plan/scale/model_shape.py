@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from penstock.checks import check_whole
 from penstock.errors import ConfigError
-from penstock.plan.scale.scaling_rules import ScalingRules
+from penstock.plan.scale.rules_file import ScalingRules
 
 _MOST = 1 << 24  # of each dimension
 

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from penstock.checks import finite_or_none
 from penstock.plan.cluster.schema import LINKS
-from penstock.plan.scale.analysis import BASELINE, IMPROVED, ScalingAnalysis, ScalingRow
 from penstock.plan.scale.layout_costs import Transfer, offloads, transfers
+from penstock.plan.scale.scaling_curves import BASELINE, IMPROVED, ScalingAnalysis, ScalingRow
 
 _GIB = 2.0**30
 _YEAR = 365.25  # days

@@ -11,7 +11,7 @@ from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.simulate.memory.held import HeldKind
 
 Floats = npt.NDArray[np.float64]
-_SCRATCH = 4.0 * (1 << 20)  # bytes: `penstock.weights.memory.scratch`, in float32
+_SCRATCH = 4.0 * (1 << 20)  # bytes: `penstock.weights.memory.gradient_scratch`, in float32
 
 
 class PassSums(NamedTuple):

@@ -22,7 +22,7 @@ from penstock.schedule.proof.proof import Proof
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.held import Combination, HeldKind
-from penstock.simulate.memory.in_process_run import most_held
+from penstock.simulate.memory.memory_simulation import most_held
 from penstock.simulate.simulate import predict
 from penstock.timeline import Bubble
 

@@ -18,10 +18,10 @@ from penstock.runtime.data.batch_source import Batches, Portions
 from penstock.runtime.data.resumed_data_check import DataPosition
 from penstock.runtime.engine.span_runner import Spans
 from penstock.runtime.engine.span_setup import SpanSetup
-from penstock.runtime.execute.evaluation import Evaluating, readable
+from penstock.runtime.execute.evaluation_without_draining import Evaluating, readable
 from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.snapshot import Saving, Snapshot, take_snapshot
-from penstock.runtime.update.events import Evaluated
+from penstock.runtime.update.run_events import Evaluated
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.proof.proof import Proof
 from penstock.weights.corrections.base import Correction

@@ -17,9 +17,9 @@ from penstock.runtime.data.batch_source import Batches, BatchSource
 from penstock.runtime.data.lr_schedule_end import Schedules
 from penstock.runtime.engine.lifecycle import Lifecycle
 from penstock.runtime.engine.span_setup import SpanSetup
-from penstock.runtime.execute.evaluation import Evaluating, EvaluationData, Evaluator, no_data
+from penstock.runtime.execute.evaluation_without_draining import Evaluating, EvaluationData, Evaluator, no_data
 from penstock.runtime.execute.executor import Executor
-from penstock.runtime.execute.span_agreement import SpanBorders
+from penstock.runtime.execute.span_barriers import SpanBorders
 from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.snapshot import Saving
 from penstock.stage.checks.changes_between_reports import ParameterWatch

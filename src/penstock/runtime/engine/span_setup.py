@@ -8,10 +8,10 @@ from penstock.comm.communicators import connect, holders_of
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.ticket import LATENCY, Polling
 from penstock.comm.device_mesh import Groups
-from penstock.comm.p2p.stage_neighbors import reads_of
+from penstock.comm.p2p.stage_routes import reads_of
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports
-from penstock.options.kernels import Kernels
+from penstock.options.sdpa_and_tf32 import Kernels
 from penstock.runtime.data.batch_source import Batches, BatchSource
 from penstock.runtime.execute.drive_ranks import Run, drive_all, drive_one
 from penstock.runtime.execute.executor import Executor

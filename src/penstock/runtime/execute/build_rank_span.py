@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from penstock.comm.communicators import Communicators
 from penstock.comm.core.rank_grid import Holder
 from penstock.comm.p2p.inbox_and_outbox import Mailbox
-from penstock.comm.p2p.stage_neighbors import StageRoutes
+from penstock.comm.p2p.stage_routes import StageRoutes
 from penstock.runtime.rank.batch_reports import Reports
 from penstock.runtime.rank.loss_ledger import LossLedger
 from penstock.runtime.rank.memory_ledger import MemoryLedger, StageMemory, WatchfulMemory
 from penstock.runtime.rank.span import RankSpan, StageSpan
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.update.averaging_rounds import Combining, Meetings, NoMeetings, Party
-from penstock.runtime.update.gathers import Gathers
+from penstock.runtime.update.gathers_and_reduce_scatters import Gathers
 from penstock.runtime.update.tied_gradients import TiedGradients
 from penstock.runtime.update.unsharded_gradient_limit import GradientPlaces
 from penstock.runtime.update.update_step import Updates

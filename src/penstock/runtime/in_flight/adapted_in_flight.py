@@ -11,7 +11,7 @@ from penstock.errors import ScheduleError
 from penstock.runtime.in_flight.pass_and_message_times import Measured
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.schedule.build import ScheduleRequest
-from penstock.schedule.ir.in_flight import write_in_flight
+from penstock.schedule.ir.in_flight_option import write_in_flight
 from penstock.schedule.proof.proof import Proof
 from penstock.simulate.auto_in_flight import (
     InFlightChoice,

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from penstock.comm.collective.gather import gather_json
+from penstock.comm.collective.all_gather_json import gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.schedule.ir.schedule import Payload

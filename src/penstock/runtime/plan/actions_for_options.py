@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from penstock.comm.p2p.stage_neighbors import needs_decisions
+from penstock.comm.p2p.stage_routes import needs_decisions
 from penstock.errors import ConfigError
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.plan.capabilities import check_offered

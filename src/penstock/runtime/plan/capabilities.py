@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.comm.p2p.stage_neighbors import needs_decisions
+from penstock.comm.p2p.stage_routes import needs_decisions
 from penstock.errors import CapabilityError, ConfigError
 from penstock.options.all_options import PipelineOptions
 from penstock.options.passes import Recompute

@@ -40,7 +40,7 @@ from penstock.runtime.plan.capabilities import (
     check_slices,
 )
 from penstock.runtime.plan.options_equal_on_ranks import common_options
-from penstock.runtime.plan.schedule_from_other_rank import KnownSchedule, described, identity
+from penstock.runtime.plan.received_schedule import KnownSchedule, described, identity
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.proof.proof import Proof

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.runtime.rank.loss_ledger import BatchLoss, LossLedger
 from penstock.runtime.update.decisions import Decisions
-from penstock.runtime.update.events import Evaluated
+from penstock.runtime.update.run_events import Evaluated
 from penstock.timeline import Waiting
 from penstock.weights.decision import Decision
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.partition.block_names import block_of, prefix_of
+from penstock.partition.parameter_names import block_of, prefix_of
 from penstock.runtime.rank.snapshot import suffix
 from penstock.runtime.rank.tensor_pieces import joined_pieces, pieces_in
 from penstock.schedule.methods.corrections import CORRECTIONS

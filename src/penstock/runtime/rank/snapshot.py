@@ -33,7 +33,7 @@ from torch import Tensor
 
 from penstock.checks import check_whole
 from penstock.comm.core.devices import is_accelerator
-from penstock.comm.core.side_stream import Done, SideStream
+from penstock.comm.core.host_copy_stream import Done, SideStream
 from penstock.errors import ConfigError
 from penstock.runtime.rank.tensor_pieces import own_pieces
 from penstock.runtime.update.decisions import Decisions

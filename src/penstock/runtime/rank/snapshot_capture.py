@@ -7,7 +7,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from penstock.comm.core.side_stream import Done, SideStream
+from penstock.comm.core.host_copy_stream import Done, SideStream
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.runtime.rank.snapshot import Fixed, Saving, Snapshot, take_fixed, take_snapshot
 from penstock.runtime.update.decisions import Decisions

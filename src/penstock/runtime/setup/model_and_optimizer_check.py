@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.partition.blocks import named_blocks
-from penstock.weights.optim.refused_instances import refuse_instances
+from penstock.weights.optim.instance_instead_of_factory import refuse_instances
 
 
 def blocks_of(blocks: Any, optimizer: Any, lr_scheduler: Any) -> dict[str, Any]:

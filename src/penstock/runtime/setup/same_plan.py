@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from penstock.comm.collective.gather import gather_json
+from penstock.comm.collective.all_gather_json import gather_json
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.plan.options_equal_on_ranks import differing_options
 from penstock.runtime.plan.plan import UnprovenPlan
-from penstock.runtime.plan.schedule_from_other_rank import OtherScheduleError
+from penstock.runtime.plan.received_schedule import OtherScheduleError
 
 
 def check_same_plans(plans: Mapping[str, UnprovenPlan], failure: Exception | None, control: dist.ProcessGroup) -> None:

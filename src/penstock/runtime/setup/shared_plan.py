@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
-from penstock.comm.collective.broadcast import HandedOut, hand_out
+from penstock.comm.collective.broadcast_json import HandedOut, hand_out
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
-from penstock.runtime.plan.schedule_from_other_rank import KnownSchedule
+from penstock.runtime.plan.received_schedule import KnownSchedule
 from penstock.runtime.setup.same_plan import check_same_plans
 from penstock.schedule.add_options import evaluation_of
 from penstock.schedule.ir.schedule import Schedule

@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from penstock.comm.core.devices import find_device
+from penstock.comm.core.host_copy_stream import side_stream
 from penstock.comm.core.rank_grid import RankKey
-from penstock.comm.core.side_stream import side_stream
 from penstock.comm.core.tensor_group import TensorGroup
 from penstock.comm.core.trace_recorder import Recorder
-from penstock.comm.p2p.stage_neighbors import neighbors_of
+from penstock.comm.p2p.stage_routes import neighbors_of
 from penstock.errors import ConfigError
 from penstock.partition.aliased_parameters import check_shared_memory
 from penstock.partition.blocks import LazyBlock, check_shapes
@@ -35,9 +35,9 @@ from penstock.schedule.proof.proof import Proof
 from penstock.schedule.split_backward_microbatches import halved_units
 from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.autograd.recompute import parts_to_recompute
+from penstock.stage.autograd_graphs import StageGraphs
 from penstock.stage.cuda_graphs.pass_capturer import PassCapturer
 from penstock.stage.cuda_graphs.recorder import recorder_on
-from penstock.stage.graphs import StageGraphs
 from penstock.stage.loss import LossFunction
 from penstock.stage.module import StageModule
 from penstock.stage.stage_runtime import StageRuntime

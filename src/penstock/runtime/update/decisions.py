@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.options.divergence import Divergence
 from penstock.runtime.update.divergence import DivergenceDetector
-from penstock.runtime.update.events import Evaluated, RunEvents
+from penstock.runtime.update.run_events import Evaluated, RunEvents
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 from penstock.stage.loss import Loss

@@ -11,7 +11,7 @@ from penstock.comm.core.rank_grid import Holder
 from penstock.comm.core.ticket import Ticket, after_all
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.runtime.update.decisions import Decisions
-from penstock.runtime.update.gathers import Gathers
+from penstock.runtime.update.gathers_and_reduce_scatters import Gathers
 from penstock.runtime.update.tied_gradients import TiedGradients
 from penstock.schedule.ir.schedule import Op, Stage
 from penstock.stage.loss import Loss

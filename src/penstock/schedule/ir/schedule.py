@@ -330,7 +330,7 @@ _GIVING = (Op.SEND, Op.OFFLOAD, Op.RETURN)
 
 
 def format_action(action: Action, relative: bool = False, stage: bool = True) -> str:
-    """Format an action as text; `penstock.schedule.text` holds the grammar.
+    """Format an action as text; `penstock.schedule.text_parser` holds the grammar.
 
     Args:
         action: the action.
@@ -364,7 +364,7 @@ def format_place(schedule: Schedule, action: Action) -> str:
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """Format a schedule as text; `penstock.schedule.text.parse_schedule` parses it back to an equal schedule."""
+    """Format a schedule as text; `penstock.schedule.text_parser.parse_schedule` parses it back to an equal schedule."""
     lines = [f"schedule {schedule.name}", f"rule {schedule.rule}", f"microbatches {schedule.microbatches}"]
     lines.append("nodes " + " ".join(f"{n.name}@{n.rank}" for n in schedule.stages))
     if schedule.edges != chain(schedule.num_stages):

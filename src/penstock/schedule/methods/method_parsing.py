@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.schedule.ir.in_flight import read_in_flight
+from penstock.schedule.ir.in_flight_option import read_in_flight
 from penstock.schedule.methods.choice import MethodChoice, method
 from penstock.schedule.methods.corrections import CORRECTIONS, find_correction, options_of
 

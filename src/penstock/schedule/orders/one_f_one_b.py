@@ -26,7 +26,7 @@ the order is endless eager 1F1B.
 import numpy as np
 
 from penstock.schedule.ir.arrays import ActionArrays, ArrayOrder, B, F, Numbers, ProgramArrays
-from penstock.schedule.ir.in_flight import InFlight, in_flight_on
+from penstock.schedule.ir.in_flight_option import InFlight, in_flight_on
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.schedule import straight
 

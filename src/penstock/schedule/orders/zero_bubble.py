@@ -17,7 +17,7 @@ With several chunks per rank, H1 in Megatron's interleaved order: (v - 1) g + p 
 
 from __future__ import annotations
 
-from penstock.schedule.ir.in_flight import InFlight, in_flight_on
+from penstock.schedule.ir.in_flight_option import InFlight, in_flight_on
 from penstock.schedule.ir.order import Order, make_order, pass_of
 from penstock.schedule.ir.placement import by_rank, looped
 from penstock.schedule.ir.schedule import Action, Op, Stage, straight

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from penstock.schedule.ir.schedule import Schedule, Stage
-from penstock.schedule.machine.evaluation_border_check import border_fault
+from penstock.schedule.machine.evaluation_without_draining_check import border_fault
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.proof.data_read_ahead import Reading, reading_of
 from penstock.schedule.proof.unsharded_peaks import RankShards

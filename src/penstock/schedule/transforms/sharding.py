@@ -18,8 +18,8 @@ from penstock.schedule.ir.op_table import PASSES
 from penstock.schedule.ir.schedule import Action, Op, Program, Schedule, Stage, WeightRef, passes
 from penstock.schedule.ir.sharding import Cache, Level, Sharding
 from penstock.schedule.transforms.batch_ops import batch_unit, is_backward, with_reductions
+from penstock.schedule.transforms.fully_sharded_double_buffer import with_overlapping_gathers
 from penstock.schedule.transforms.gather_slots import stays
-from penstock.schedule.transforms.overlapping_batch_gathers import with_overlapping_gathers
 
 _PLACES = 2  # gathered stages, and full-size gradients: one in use, one on its way
 _LEVELS = {"flush": frozenset(Level), "double-buffer": frozenset(Level) - {Level.FULL}}

@@ -12,8 +12,8 @@ from penstock.errors import CapabilityError
 from penstock.schedule.ir.schedule import Action, Op, Payload, Schedule, Stage
 from penstock.schedule.machine.instructions import LaneKey, Lowered, Message, Route
 from penstock.schedule.stage_state.microbatch_state import Piece
+from penstock.simulate.memory.fake_transport import Completion, wait
 from penstock.simulate.memory.held import Blockwise, Held, HeldKind, Holdings, is_blockwise, slice_number
-from penstock.simulate.memory.message_completion import Completion, wait
 
 
 class _Lane:

@@ -2,7 +2,7 @@
 
 What takes the same room from beginning to end is counted at once: every buffer of weights and gradients that the proof
 asks for exists all the time, in use or idle, and so do master weights, copies, and the buffers of a correction. What
-comes and goes is played (`penstock.simulate.memory.in_process_run`).
+comes and goes is played (`penstock.simulate.memory.memory_simulation`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from penstock.schedule.ir.version_rules import RULES, Update
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.proof.proof import Proof, StageFacts
 from penstock.schedule.proof.unsharded_peaks import sums_wait
+from penstock.simulate.memory.fake_transport import Part
 from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, is_blockwise, most_bytes
-from penstock.simulate.memory.in_process_run import most_held
-from penstock.simulate.memory.message_completion import Part
+from penstock.simulate.memory.memory_simulation import most_held
 from penstock.simulate.memory.snapshots import Snapshots
 
 _ESTIMATING = "pipemare"

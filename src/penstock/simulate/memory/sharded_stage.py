@@ -17,8 +17,8 @@ from penstock.schedule.machine.gradient_room import ADDING
 from penstock.schedule.proof.unsharded_peaks import sums_wait
 from penstock.schedule.stage_state.stage_constants import StageSpec
 from penstock.schedule.stage_state.stage_state import StageState
+from penstock.simulate.memory.fake_transport import Completion, Rendezvous, wait
 from penstock.simulate.memory.held import Held, HeldKind, Holdings
-from penstock.simulate.memory.message_completion import Completion, Rendezvous, wait
 
 _READING = (*ADDING, Op.F, Op.R)
 

@@ -10,8 +10,8 @@ from penstock.schedule.ir.schedule import Action, Op, Payload, Schedule, Stage
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.split_backward_microbatches import halved_units
 from penstock.schedule.stage_state.microbatch_state import Piece
+from penstock.simulate.memory.fake_transport import Completion, Rendezvous, wait
 from penstock.simulate.memory.held import Blockwise, Held, HeldKind, Holdings, is_blockwise, slice_number
-from penstock.simulate.memory.message_completion import Completion, Rendezvous, wait
 from penstock.simulate.memory.moved_activations import MovedActivations
 from penstock.simulate.memory.sharded_stage import ShardedStage
 from penstock.simulate.memory.snapshots import SnapshotCopies

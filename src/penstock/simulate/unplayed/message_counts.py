@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 
 from penstock.schedule.array_schedules.array_lowering import ArrayLowered
-from penstock.schedule.array_schedules.array_messages import messages_sent, most_received
+from penstock.schedule.array_schedules.array_message_counts import messages_sent, most_received
 from penstock.schedule.ir.absolute_actions import since
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.machine.instructions import Lowered

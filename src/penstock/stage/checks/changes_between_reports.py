@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from penstock.errors import ConfigError
-from penstock.stage.checks.absent_weights import AbsentWeight
+from penstock.stage.checks.released_weight_placeholders import AbsentWeight
 
 _LOOKS = 64  # reports of a span at which values are compared: what is a habit shows at once
 _SAMPLE = 16  # values of a parameter

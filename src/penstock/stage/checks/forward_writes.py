@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.stage.checks.absent_weights import AbsentWeight
+from penstock.stage.checks.released_weight_placeholders import AbsentWeight
 
 _WRITTEN = "modified by an inplace operation"  # torch's words of a tensor that a backward needs
 _TWICE = "backward through the graph a second time"

@@ -25,7 +25,7 @@ from penstock.stage.cuda_graphs.captured_pass import CapturedPass, FixedMemory, 
 from penstock.stage.cuda_graphs.host_effects import ModuleAttributes, noticing_host_effects
 from penstock.stage.cuda_graphs.in_flight_room import InFlightRoom, RecordingKey
 from penstock.stage.cuda_graphs.recorder import GraphRecorder
-from penstock.stage.cuda_graphs.replayed_graph import ReplayedGraph
+from penstock.stage.cuda_graphs.replayed_backward import ReplayedGraph
 from penstock.stage.in_flight_microbatch import Microbatch
 from penstock.stage.loss import UnreadLoss, count_targets
 from penstock.stage.module import StageModule

@@ -18,7 +18,7 @@ from penstock.schedule.load import holds_function, prove_file, read_file
 from penstock.schedule.methods.corrections import correction_fault
 from penstock.schedule.methods.method import Method
 from penstock.schedule.methods.method_parsing import WrittenOrder
-from penstock.schedule.text import parse_schedule
+from penstock.schedule.text_parser import parse_schedule
 
 
 @lru_cache(maxsize=8)

@@ -9,7 +9,7 @@ from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, PlainS
 from pydantic_core import PydanticCustomError
 
 from penstock.errors import ConfigError
-from penstock.schedule.ir.in_flight import read_in_flight
+from penstock.schedule.ir.in_flight_option import read_in_flight
 
 MANY, MOST = 10**6, 1e12  # largest counts and numbers, far above what is of use
 LONGEST = 1e7  # seconds, about four months

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from penstock.errors import CheckpointError, DataError
-from penstock.train.data.windows import WindowMicrobatches, Windows, batches
+from penstock.train.data.window_sampler import WindowMicrobatches, Windows, batches
 
 
 class RunSamples:

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from penstock.comm.collective.gather import gather_json
+from penstock.comm.collective.all_gather_json import gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.errors import CheckpointError
 from penstock.runtime.full_state import gather_state, with_whole_tensors
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.export.weights_folder import save_index, save_stage
 from penstock.train.setup.model_shape import describe_model
-from penstock.train.setup.preflight import Prepared
+from penstock.train.setup.prepare_run import Prepared
 
 AVERAGED = "averaged"  # a folder in the run folder
 

@@ -16,7 +16,7 @@ from penstock.train.config.schema import TrainConfig
 
 if TYPE_CHECKING:  # as they import torch
     from penstock.checkpoint.format import Checkpoint
-    from penstock.models.language_model import LanguageModel
+    from penstock.models.gpt_variant import LanguageModel
     from penstock.train.data.corpus import Corpus
 
 
@@ -81,7 +81,7 @@ def model_of(config: TrainConfig, shape: GPTConfig) -> LanguageModel:
     Raises:
         ConfigError: it has none for this method.
     """
-    from penstock.models.language_model import language_model
+    from penstock.models.gpt_variant import language_model
 
     head_parts = config.stages if config.row.divides_head else None
     return language_model(shape, config.seed, head_parts=head_parts, balance=config.balance, tied=config.model.tied)

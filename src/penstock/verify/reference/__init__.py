@@ -74,9 +74,9 @@ operations.
 """
 
 from penstock.verify.reference.decisions import Scaling
-from penstock.verify.reference.methods import DOUBLE_BUFFER, FLUSH, METHODS
 from penstock.verify.reference.order_delays import ReferenceOrder
 from penstock.verify.reference.run import Reference, train_reference
+from penstock.verify.reference.supported_methods import DOUBLE_BUFFER, FLUSH, METHODS
 from penstock.verify.reference.waves import ReferenceWaves, Wsp, train_wsp
 
 __all__ = [

@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from penstock.errors import ConfigError
-from penstock.verify.reference.methods import DOUBLE_BUFFER, FLUSH, NF1B
 from penstock.verify.reference.order_delays import Delays, ReferenceOrder
+from penstock.verify.reference.supported_methods import DOUBLE_BUFFER, FLUSH, NF1B
 
 
 def version_read(method: str, t: int, k: int, m: int, s: int, d: int, first: int, delays: Delays | None = None) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.errors import ConfigError
-from penstock.verify.reference.methods import OWN_DELAYS
+from penstock.verify.reference.supported_methods import OWN_DELAYS
 
 Delays = Sequence[Sequence[int]]
 """Per stage and microbatch of a batch, the number of updates that the stage makes between two passes."""

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CapabilityError, DataError
-from penstock.verify.reference.choice import ReferencePlace, correct
 from penstock.verify.reference.decisions import Scale, Scaling, equal_copies, factor_and_norm, tie_gradients
 from penstock.verify.reference.delays import backwards_of_open_batch, check_early, version_read
 from penstock.verify.reference.ftpipe_prediction import Partials
-from penstock.verify.reference.methods import DOUBLE_BUFFER, method_options
+from penstock.verify.reference.method_to_stage import ReferencePlace, correct
 from penstock.verify.reference.order_delays import USUAL, ReferenceOrder
 from penstock.verify.reference.passes import Loss, draw_for, run_microbatch
 from penstock.verify.reference.recompute import recompute_units, run_again
 from penstock.verify.reference.stage import Block, Factory, ReferenceStage
+from penstock.verify.reference.supported_methods import DOUBLE_BUFFER, method_options
 
 
 @dataclass

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from penstock.errors import ConfigError, DataError
 from penstock.verify.reference.decisions import Scale, Scaling, equal_copies
-from penstock.verify.reference.methods import DOUBLE_BUFFER, FLUSH, method_options
 from penstock.verify.reference.order_delays import USUAL, ReferenceOrder
 from penstock.verify.reference.passes import Loss
 from penstock.verify.reference.run import Reference, Run, with_end
 from penstock.verify.reference.stage import Block, Factory, ReferenceStage, Weights
+from penstock.verify.reference.supported_methods import DOUBLE_BUFFER, FLUSH, method_options
 
 APART = (
     *FLUSH,

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.directions import check_predictable
-from penstock.weights.updates.parameter_step import Step
+from penstock.weights.updates.parameter_change import Step
 from penstock.weights.updates.updater import Updater
 
 NO_RECOMPUTE = (

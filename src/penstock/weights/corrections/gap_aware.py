@@ -22,7 +22,7 @@ from penstock.errors import CapabilityError, ConfigError
 from penstock.weights.corrections.base import Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.optimizer_adapters import name_of
-from penstock.weights.updates.parameter_step import Step
+from penstock.weights.updates.parameter_change import Step
 from penstock.weights.updates.updater import Updater
 
 

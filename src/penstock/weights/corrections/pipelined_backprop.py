@@ -23,7 +23,7 @@ from penstock.weights.corrections.base import NO_RECOMPUTE, Corrector, StagePlac
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.optimizer_adapters import name_of
 from penstock.weights.updates.forecasts import go_on
-from penstock.weights.updates.parameter_step import Step
+from penstock.weights.updates.parameter_change import Step
 from penstock.weights.updates.updater import Updater
 
 Form = Literal["none", "velocity", "weights"]

@@ -9,7 +9,7 @@ import torch
 from penstock.errors import ConfigError
 from penstock.weights.corrections.base import Corrector, StagePlace, check_reschedule, rescheduled
 from penstock.weights.memory.buffers import Buffer, Layout
-from penstock.weights.updates.parameter_step import Step
+from penstock.weights.updates.parameter_change import Step
 
 
 @dataclass(frozen=True)

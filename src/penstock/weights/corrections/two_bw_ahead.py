@@ -20,10 +20,10 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.weights.corrections.base import Corrector, StagePlace
-from penstock.weights.corrections.extrapolated_step import check_repeatable, is_elementwise, repeated_step
+from penstock.weights.corrections.repeated_gradient_step import check_repeatable, is_elementwise, repeated_step
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.optim.optimizer_adapters import Joined, optimizer_of
-from penstock.weights.updates.parameter_step import Step
+from penstock.weights.updates.parameter_change import Step
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.weights.optim.refused_instances import refuse_instances
+from penstock.weights.optim.instance_instead_of_factory import refuse_instances
 
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 """Builds an optimizer from the named parameters of a stage, such as ``lambda named: torch.optim.AdamW(named,

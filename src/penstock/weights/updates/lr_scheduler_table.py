@@ -17,7 +17,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.weights.optim.refused_instances import NEEDS_A_METRIC, plateau_lines, refuse_instances, scheduler_line
+from penstock.weights.optim.instance_instead_of_factory import (
+    NEEDS_A_METRIC,
+    plateau_lines,
+    refuse_instances,
+    scheduler_line,
+)
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 """Makes a scheduler of an optimizer, such as ``lambda optimizer: OneCycleLR(optimizer, max_lr=1e-3, total_steps=500)``;

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.comm.core.side_stream import SideStream
+from penstock.comm.core.host_copy_stream import SideStream
 from penstock.errors import CapabilityError
 from penstock.weights.memory.buffers import Buffer, Layout
+from penstock.weights.memory.gradient_scratch import Scratch, step_groups
 from penstock.weights.memory.row_shards import RowShards, Steppable
-from penstock.weights.memory.scratch import Scratch, step_groups
 from penstock.weights.optim.offloaded_state import OffloadedState
 from penstock.weights.optim.optimizer_adapters import is_separable, name_of
 from penstock.weights.optim.optimizer_factory import OptimizerFactory, make_optimizer
@@ -30,7 +30,7 @@ from penstock.weights.optim.step_hooks import step_hooks
 from penstock.weights.optim.undo import check_undoable, undo_step
 from penstock.weights.updates.lr_scheduler_table import SchedulerFactory
 from penstock.weights.updates.optimizer_step import OptimizerStep, drop_gradients
-from penstock.weights.updates.parameter_step import Step, Stepped
+from penstock.weights.updates.parameter_change import Step, Stepped
 from penstock.weights.updates.rates import Factor, Rates
 
 _Group = TypeVar("_Group", bound=Collection[str])

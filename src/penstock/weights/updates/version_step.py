@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from penstock.weights.memory.row_shards import Steppable
-from penstock.weights.updates.parameter_step import Ahead, Step, Stepped
+from penstock.weights.updates.parameter_change import Ahead, Step, Stepped
 from penstock.weights.updates.updater import Updater
 
 

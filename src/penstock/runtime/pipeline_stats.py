@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from penstock.comm.collective.gather import gather_json
+from penstock.comm.collective.all_gather_json import gather_json
 from penstock.comm.core.devices import allocator_peaks
 from penstock.comm.core.trace_recorder import merge_recordings
 from penstock.runtime.model_weights import ModelWeights
 from penstock.runtime.rank.timeline_files import write_recording
 from penstock.runtime.update.divergence import Trouble
-from penstock.runtime.update.events import Evaluated
+from penstock.runtime.update.run_events import Evaluated
 from penstock.schedule.ir.schedule import Stage
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.timeline import Timeline

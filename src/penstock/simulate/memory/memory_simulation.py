@@ -22,8 +22,8 @@ from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.machine.deadlock import Blocked, blocked_at, deadlock
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Message
 from penstock.schedule.stage_state.stage_constants import stage_specs
+from penstock.simulate.memory.fake_transport import Completion, InProcessLane, Part, Rendezvous, take_turns, wait
 from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, Holdings, slice_number
-from penstock.simulate.memory.message_completion import Completion, InProcessLane, Part, Rendezvous, take_turns, wait
 from penstock.simulate.memory.moved_activations import MovedActivations
 from penstock.simulate.memory.sharded_stage import PendingChanges, PlacesForGradients, ShardedStage, Tracked
 from penstock.simulate.memory.snapshots import KeptSnapshots, SnapshotCopies, Snapshots, check_snapshots

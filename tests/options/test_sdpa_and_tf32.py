@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from penstock import Pipeline, Precision
 from penstock.errors import ConfigError
-from penstock.options.kernels import Kernels
+from penstock.options.sdpa_and_tf32 import Kernels
 from penstock.train.config.schema import TrainConfig
 from penstock.verify.verify import verify
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from penstock.comm.collective.gather import collective, post_json, receive_json, send_json
+from penstock.comm.collective.all_gather_json import collective, post_json, receive_json, send_json
 from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.errors import CapabilityError, ConfigError, DataError, DeadlockError, ScheduleError, TransportError
 

@@ -1,9 +1,10 @@
 """Evaluation of the newest weights between two batches of a run, without draining the pipeline.
 
 Every rank runs forward-only passes directly before its first forward of a batch, over lanes of their own; what is in
-flight stays where it is (`schedule.machine.evaluation_border_check` says when that cannot block). They read the newest
-weights there, which are of one version on all stages. At the first border of a span with double-buffered weights there
-is a newer one already; the one before is due, and read, as it would have been had the span before gone on.
+flight stays where it is (`schedule.machine.evaluation_without_draining_check` says when that cannot block). They read
+the newest weights there, which are of one version on all stages. At the first border of a span with double-buffered
+weights there is a newer one already; the one before is due, and read, as it would have been had the span before gone
+on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from penstock.errors import ConfigError, DataError
 from penstock.runtime.data.batch_source import Batches, BatchSource
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.setup.rank_state import RankState
-from penstock.runtime.update.events import Evaluated
+from penstock.runtime.update.run_events import Evaluated
 
 
 class Evaluating(NamedTuple):

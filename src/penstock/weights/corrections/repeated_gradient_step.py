@@ -27,7 +27,7 @@ from torch.optim import SGD, Adam, AdamW, Muon, NAdam, Optimizer
 
 from penstock.errors import CapabilityError
 from penstock.weights.optim.optimizer_adapters import Joined, name_of, optimizer_of
-from penstock.weights.updates.parameter_step import Step
+from penstock.weights.updates.parameter_change import Step
 
 Weights = tuple[float, float]
 """a and b, the weights of the mean of gradients and of the last gradient."""

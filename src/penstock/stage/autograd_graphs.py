@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.comm.core.side_stream import side_stream
+from penstock.comm.core.host_copy_stream import side_stream
 from penstock.comm.message.structure import check_dense
 from penstock.comm.message.tree_classes import open_dataclasses
 from penstock.comm.message.trees import detached

@@ -9,13 +9,13 @@ import pytest
 import torch.distributed as dist
 
 from penstock.errors import ConfigError, WorkerError
-from penstock.models import vocabulary_parts
+from penstock.models import vocabulary_parallel_functions
 from penstock.train.config.load import load_config, validate_config
 from penstock.train.config.schema import TrainConfig
-from penstock.train.setup.preflight import prepare
-from penstock.verify import shared_stages, verify as verify_module
+from penstock.train.setup.prepare_run import prepare
+from penstock.verify import tensor_parallel_run, verify as verify_module
 from penstock.verify.report import Verification
-from penstock.verify.shared_stages import show_numbers, write_numbers
+from penstock.verify.tensor_parallel_run import show_numbers, write_numbers
 from penstock.verify.verify import verify
 from penstock.verify.watched_run import See
 from support.command_line import Command
@@ -40,8 +40,10 @@ def write(
     """What a worker does; a bad one takes its part of the vocabulary for the first."""
     with pytest.MonkeyPatch.context() as patch:
         if bad and dist.get_rank(group) % 2:
-            own = vocabulary_parts._own
-            patch.setattr(vocabulary_parts, "_own", lambda tokens, size, first: own(tokens, size, 0 * first))
+            own = vocabulary_parallel_functions._own
+            patch.setattr(
+                vocabulary_parallel_functions, "_own", lambda tokens, size, first: own(tokens, size, 0 * first)
+            )
         write_numbers(Path(folder), prepare(validate_config(values)), count, updated, group)
 
 
@@ -96,7 +98,7 @@ def test_a_worker_that_fails_is_a_finding(text: str, monkeypatch: pytest.MonkeyP
     def fail(*_: object, **__: object) -> None:
         raise WorkerError("worker 1 failed", "")
 
-    monkeypatch.setattr(shared_stages, "launch_local", fail)
+    monkeypatch.setattr(tensor_parallel_run, "launch_local", fail)
     found = verify(load_config(None, [*SETTINGS, "method=1f1b", f"data={text}"]), 3)
     assert not found.agrees
     assert "the pipeline of 1f1b ended with WorkerError: worker 1 failed" in found.verdict

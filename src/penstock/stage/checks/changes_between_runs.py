@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.partition.block_names import modules_in
+from penstock.partition.parameter_names import modules_in
 
 _INSTEAD = "make a new Pipeline of the changed modules (a checkpoint of this one can be loaded into it)"
 ParameterPlaces = dict[str, list[tuple[nn.Module, str]]]

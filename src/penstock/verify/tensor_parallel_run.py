@@ -21,7 +21,7 @@ from penstock.runtime.rank.tensor_pieces import joined_pieces, piece_name, piece
 from penstock.train.config.load import validate_config
 from penstock.train.config.schema import TrainConfig
 from penstock.train.process_group import process_group
-from penstock.train.setup.preflight import Prepared, prepare
+from penstock.train.setup.prepare_run import Prepared, prepare
 from penstock.verify.differences import Value
 from penstock.verify.watched_run import See, WatchedRun
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import DataError
-from penstock.models.language_model import as_they_are
+from penstock.models.gpt_variant import as_they_are
 from penstock.train.data.corpus import Corpus
 
 _ROUNDS = 4

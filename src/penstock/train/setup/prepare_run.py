@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from penstock.comm.collective.broadcast import from_first
+from penstock.comm.collective.broadcast_json import from_first
 from penstock.errors import ConfigError, PenstockError
-from penstock.models.language_model import LanguageModel
+from penstock.models.gpt_variant import LanguageModel
 from penstock.options.all_options import PipelineOptions
 from penstock.partition.sequence_slices import Slicing, equal_time_lengths
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
@@ -29,7 +29,7 @@ from penstock.simulate.auto_in_flight import later_with
 from penstock.train.config.own_schedule import own_schedule
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import Once, load_corpus
-from penstock.train.data.windows import Windows
+from penstock.train.data.window_sampler import Windows
 from penstock.train.setup.machine_memory import check_machine_memory, check_workers
 from penstock.train.setup.model_shape import check_enough_blocks, model_of, model_shape
 from penstock.train.setup.optimizers import optimizer_factory

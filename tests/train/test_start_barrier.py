@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from penstock.train.rendezvous import Meeting
+from penstock.train.start_barrier import Meeting
 
 
 class CountingStore:

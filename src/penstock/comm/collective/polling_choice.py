@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from penstock.comm.collective.gather import gather_json
+from penstock.comm.collective.all_gather_json import gather_json
 from penstock.comm.core.ticket import LATENCY, SHARED, Polling
 from penstock.job.cpus import Cpus, parts
 

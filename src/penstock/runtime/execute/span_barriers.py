@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.comm.collective.gather import gather_json
+from penstock.comm.collective.all_gather_json import gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.errors import ConfigError, DataError
 from penstock.runtime.data.batch_source import BatchSource

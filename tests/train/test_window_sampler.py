@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from penstock.errors import DataError
 from penstock.train.data.corpus import Corpus
-from penstock.train.data.windows import WindowMicrobatches, Windows, batches, shuffled
+from penstock.train.data.window_sampler import WindowMicrobatches, Windows, batches, shuffled
 
 
 def windows(tokens=10_000, context=10, held_out=0.1, seed=0):
@@ -83,7 +83,7 @@ def test_there_is_always_something_to_train_and_to_validate_on(tokens, held_out)
 
 def test_tokens_are_counted_where_they_are(monkeypatch):
     """Training and held-out text apart, in parts, every token of a window once."""
-    monkeypatch.setattr("penstock.train.data.windows._PART", 7)
+    monkeypatch.setattr("penstock.train.data.window_sampler._PART", 7)
     tokens = np.random.default_rng(0).integers(0, 11, 1003)
     windows = Windows(Corpus("numbers", tokens, 11, text=False), 10, 0.1, seed=0)
     train, held_out = windows.count_tokens(11)
@@ -94,7 +94,7 @@ def test_tokens_are_counted_where_they_are(monkeypatch):
 
 def test_of_a_large_text_some_windows_are_counted_of_either_kind(monkeypatch):
     """Held-out windows are few and lie together; none of them must be missed because of that."""
-    monkeypatch.setattr("penstock.train.data.windows._COUNTED", 1000)
+    monkeypatch.setattr("penstock.train.data.window_sampler._COUNTED", 1000)
     tokens = np.random.default_rng(0).integers(0, 11, 100_001)
     windows = Windows(Corpus("numbers", tokens, 11, text=False), 10, 0.004, seed=0)
     train, held_out = windows.count_tokens(11)

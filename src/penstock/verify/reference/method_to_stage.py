@@ -20,9 +20,9 @@ from penstock.verify.reference.corrections import (
 )
 from penstock.verify.reference.delays import largest_delay, mean_delay, prediction_horizons
 from penstock.verify.reference.ftpipe_prediction import Decaying
-from penstock.verify.reference.methods import DECAYED, NEWEST, PREDICTION
 from penstock.verify.reference.predictions import Ahead, LastChange, ReferencePrediction, check_velocity
 from penstock.verify.reference.stage import ReferenceReading, ReferenceStage, step
+from penstock.verify.reference.supported_methods import DECAYED, NEWEST, PREDICTION
 
 UNEQUAL = ("pipemare", "nag-pp-no-stash", "spike", "spike-lwp", "spike-lwp-weights", "gap-aware")
 """Methods whose updates depend on the stage, so that copies of a parameter on two stages would diverge."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.checks import check_whole
 from penstock.errors import ScheduleError
-from penstock.schedule.ir.in_flight import AUTO, AUTO_DELAYED, check_in_flight
+from penstock.schedule.ir.in_flight_option import AUTO, AUTO_DELAYED, check_in_flight
 from penstock.schedule.ir.limits import check_sizes
 from penstock.schedule.ir.op_table import PASSES
 from penstock.schedule.ir.order import (
@@ -22,7 +22,7 @@ from penstock.schedule.ir.order import (
 )
 from penstock.schedule.ir.schedule import Action, Op, format_action, passes, split_fused, straight
 from penstock.schedule.orders import ASK_LINKS, CHAINS, IN_ARRAYS, ORDERS
-from penstock.schedule.text import parse_action
+from penstock.schedule.text_parser import parse_action
 
 
 def call_order(
