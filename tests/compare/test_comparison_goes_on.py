@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +199,18 @@ def test_a_run_beside_others_that_fails_says_why(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(process_pool, "_train", failed)
     with pytest.raises(CapabilityError, match="seed 0, lr 0.01 cannot be trained"):
         ComparisonRun(configured("methods=1f1b,2bw"), tmp_path, Quiet()).run(jobs=2)
+
+
+def ends_or_not(_: Any, __: Any, key: Key) -> Key:
+    time.sleep(1000 * key.seed)
+    return key
+
+
+def test_runs_under_way_are_ended_where_nobody_waits_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an interrupt of this process alone."""
+    monkeypatch.setattr(process_pool, "_train", ends_or_not)
+    before = multiprocessing.active_children()
+    runs = process_pool.train_side_by_side(configured(), tmp_path, [Key("1f1b", seed, 0.1) for seed in (0, 1)], 2)
+    assert next(runs) == Key("1f1b", 0, 0.1)
+    runs.close()
+    assert multiprocessing.active_children() == before

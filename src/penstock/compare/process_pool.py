@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -19,7 +19,9 @@ from penstock.errors import PenstockError, WorkerError
 from penstock.launch.parent_death import end_with_parent
 
 
-def train_side_by_side(config: ComparisonConfig, folder: Path, keys: Sequence[Key], jobs: int) -> Iterator[TrialResult]:
+def train_side_by_side(
+    config: ComparisonConfig, folder: Path, keys: Sequence[Key], jobs: int
+) -> Generator[TrialResult, None, None]:
     """Train runs, so many at a time, and yield their results in the order in which they end.
 
     After a run that fails, none begins; its error is raised when those under way have ended.
@@ -36,8 +38,9 @@ def train_side_by_side(config: ComparisonConfig, folder: Path, keys: Sequence[Ke
     """
     context = multiprocessing.get_context("spawn")  # a fork would have no GPU
     failed: PenstockError | None = None
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(min(jobs, len(keys)), context, initializer=end_with_parent) as pool:
-        runs = {pool.submit(_train, config, folder, key): key for key in keys}
+        runs = [pool.submit(_train, config, folder, key) for key in keys]
         try:
             for run in as_completed(runs):
                 if run.cancelled():
@@ -53,13 +56,17 @@ def train_side_by_side(config: ComparisonConfig, folder: Path, keys: Sequence[Ke
                 except PenstockError as error:
                     failed = failed or error
                     _cancel(runs)
-        finally:
+        except BaseException:  # an interrupt, too: the pool would wait for all runs that are under way
             _cancel(runs)
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+            raise
     if failed is not None:
         raise failed
 
 
-def _cancel(runs: Sequence[Future[TrialResult]] | dict[Future[TrialResult], Key]) -> None:
+def _cancel(runs: Sequence[Future[TrialResult]]) -> None:
+    """Have no further run begin."""
     for run in runs:
         run.cancel()
 
