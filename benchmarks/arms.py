@@ -88,11 +88,10 @@ class Data:
 
 
 def stage_modules(stages: int, shape: GPTConfig | None = None) -> list[nn.Sequential]:
-    """Split a model, that of `SHAPE` if None, into equal parts; the first also embeds, the last also has the head."""
+    """Split a model, that of `SHAPE` if None, into parts as equal as can be; the first also embeds, the last also has the head."""
     shape = shape or SHAPE
     blocks = [block.make() for block in gpt_blocks(shape, seed=0).values()]
-    layers = shape.layers // stages
-    ends = [1 + layers * (c + 1) for c in range(stages)]
+    ends = [1 + shape.layers * (c + 1) // stages for c in range(stages)]
     ends[-1] = len(blocks)
     starts = [0, *ends[:-1]]
     return [nn.Sequential(*blocks[a:b]) for a, b in zip(starts, ends, strict=True)]

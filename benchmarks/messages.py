@@ -1,11 +1,12 @@
 """Measures where the time of a message between two stages goes, on loopback or on a shaped link.
 
-    python -m benchmarks.messages                                # loopback
-    python -m benchmarks.messages --rate 100mbit --busy 2        # as root: two network namespaces, two busy processes
+    python -m benchmarks.messages                                                # loopback
+    python -m benchmarks.messages --rate loopback 100mbit --busy 0 2 --rounds 3  # needs root
 
-Two ranks, one thread each, train linear layers on messages of half a megabyte. With `--rate` each rank has a network
-namespace of its own; a pair of virtual interfaces joins them, each shaped by a token bucket (`tc ... tbf`). For every
-message this takes, on the clock that all processes of a machine share:
+Two ranks, one thread each, train linear layers on messages of half a megabyte. With a rate each rank has a network
+namespace of its own; a pair of virtual interfaces joins them, each shaped by a token bucket (`tc ... tbf`). `--busy`
+starts so many processes that want a core each. Settings take turns within a round; medians are those of all rounds.
+For every message this takes, on the clock that all processes of a machine share:
 
 - ready: from when the tensor exists to when its SEND begins
 - encode: header and copy into one block
@@ -33,6 +34,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ from torch.nn import functional as F
 import penstock
 from benchmarks.arms import STAGES, Data, PenstockArm, Task, TorchArm, make_optimizer
 from benchmarks.machine import free_port, leave
+from benchmarks.throughput import RESULTS, open_raw, read_raw
 from penstock.comm.message.codec import Codec
 from penstock.comm.message.tensor_message import TensorMessage
 from penstock.comm.p2p import gloo_send_receive
@@ -53,6 +56,7 @@ from penstock.comm.p2p.messages_by_microbatch import MessageBuffer
 
 NAMES, ADDRESSES = ("penstock-m0", "penstock-m1"), ("10.231.7.1", "10.231.7.2")
 PARTS = ("ready", "encode", "post", "way", "held", "needless", "wait", "decode", "use")
+LOOPBACK = "loopback"
 ROWS, WIDTH = 512, 256  # of a message in float32: half a megabyte
 now = time.perf_counter
 
@@ -205,96 +209,105 @@ def train(rank: int, arguments: argparse.Namespace) -> None:
     method = f"tcp://{arguments.address}:{arguments.port}"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=STAGES)
     stamps, m, task, data = Stamps(), arguments.microbatches, make_task(arguments.layers), make_data()
-    if arguments.arm.startswith("torch_"):
-        arm: Any = TorchArm(arguments.arm.removeprefix("torch_"), m, data, task)
+    (name,) = arguments.arm
+    if name.startswith("torch_"):
+        arm: Any = TorchArm(name.removeprefix("torch_"), m, data, task)
     else:
         stamps.attach()
-        arm = PenstockArm(arguments.arm, m, data, task=task, window=arguments.window)
+        arm = PenstockArm(name, m, data, task=task, window=arguments.window)
     arm.run(2)
     stamps.rows.clear()
     dist.barrier()
     start, busy = now(), time.process_time()
     arm.run(arguments.batches)
     seconds, busy = now() - start, time.process_time() - busy
-    Path(arguments.out, f"{rank}.json").write_text(json.dumps([seconds, busy, stamps.rows]))
+    Path(arguments.found, f"{rank}.json").write_text(json.dumps([seconds, busy, stamps.rows]))
     leave()
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start both ranks, and join what they have found: medians per payload, in milliseconds."""
+def measure(arguments: argparse.Namespace, arm: str, rate: str, busy: int) -> dict[str, Any]:
+    """Start both ranks, and join what they have found: a line of the raw data, with the whole way of every message."""
+    shaped = rate != LOOPBACK
     with ExitStack() as stack:
-        out = stack.enter_context(tempfile.TemporaryDirectory())
-        names = stack.enter_context(shaped_link(arguments.rate, arguments.tcp)) if arguments.rate else ("", "")
-        address, port = (ADDRESSES[0] if arguments.rate else "127.0.0.1"), free_port()
-        for _ in range(arguments.busy):
+        found_in = stack.enter_context(tempfile.TemporaryDirectory())
+        names = stack.enter_context(shaped_link(rate, arguments.tcp)) if shaped else ("", "")
+        address, port = (ADDRESSES[0] if shaped else "127.0.0.1"), free_port()
+        for _ in range(busy):
             process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
             stack.callback(process.wait)
             stack.callback(process.kill)
         ranks = []
         for rank, name in enumerate(names):
-            words = [sys.executable, "-m", "benchmarks.messages", *sys.argv[1:], "--rank", str(rank)]
-            words += ["--out", out, "--port", str(port), "--address", address]
+            words = [sys.executable, "-m", "benchmarks.messages", *sys.argv[1:], "--arm", arm, "--rank", str(rank)]
+            words += ["--found", found_in, "--port", str(port), "--address", address]
             interface = f"p{rank}" if name else "lo"
             where = ["ip", "netns", "exec", name] if name else []
             ranks.append(subprocess.Popen([*where, *words], env=os.environ | {"GLOO_SOCKET_IFNAME": interface}))
             stack.callback(ranks[-1].kill)
         if any(process.wait() for process in ranks):
             raise SystemExit("a rank has failed")
-        found = [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(STAGES)]
-    return summarise(found, arguments)
-
-
-def summarise(found: list[Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Medians of all messages whose whole way was seen."""
+        found = [json.loads(Path(found_in, f"{rank}.json").read_text()) for rank in range(STAGES)]
     seconds = max(part[0] for part in found)
-    samples = arguments.batches * arguments.microbatches
-    result: dict[str, Any] = {
-        "arm": arguments.arm, "rate": arguments.rate, "busy": arguments.busy,
-        "window": arguments.window, "tcp": " ".join(arguments.tcp),
-        "microbatches a second": round(samples / seconds, 2), "CPU seconds": [round(part[1], 2) for part in found],
+    return {
+        "arm": arm, "rate": rate, "busy": busy, "window": arguments.window, "tcp": " ".join(arguments.tcp),
+        "microbatches a second": round(arguments.batches * arguments.microbatches / seconds, 2),
+        "CPU seconds": [round(part[1], 2) for part in found],
+        "messages": list(whole_ways(*(part[2] for part in found))),
     }  # fmt: skip
-    columns: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for key in found[0][2].keys() & found[1][2].keys():
-        row = found[0][2][key] | found[1][2][key]
-        if not {"posted", "arrived", "used"} <= row.keys():
-            continue
-        row |= {"way": row["arrived"] - row["posted"], "use": row["used"] - row["arrived"] - row["decode"]}
-        for part in PARTS:
-            columns[key.split()[0]][part].append(1e3 * row.get(part, 0.0))
-    for payload, parts in sorted(columns.items()):
-        result[payload] = {
-            part: [round(statistics.median(values), 3), round(statistics.mean(values), 3), round(max(values), 2)]
-            for part, values in parts.items()
-        }
-    return result
+
+
+def whole_ways(*ranks: dict[str, dict[str, float]]) -> Iterator[dict[str, Any]]:
+    """Yield the milliseconds of each part of the messages whose whole way was seen, with their payload."""
+    first, second = ranks
+    for key in first.keys() & second.keys():
+        row = first[key] | second[key]
+        if {"posted", "arrived", "used"} <= row.keys():
+            row |= {"way": row["arrived"] - row["posted"], "use": row["used"] - row["arrived"] - row["decode"]}
+            yield {"payload": key.split()[0], **{part: round(1e3 * row.get(part, 0.0), 4) for part in PARTS}}
+
+
+def print_summary(rows: Sequence[dict[str, Any]]) -> None:
+    """Print medians, means and maxima of the messages of every setting, over all rounds."""
+    for arm, rate, busy in dict.fromkeys((row["arm"], row["rate"], row["busy"]) for row in rows):
+        here = [row for row in rows if (row["arm"], row["rate"], row["busy"]) == (arm, rate, busy)]
+        speeds = [row["microbatches a second"] for row in here]
+        print(f"\n{arm}, {rate}, {busy} busy processes: {statistics.median(speeds):.2f} microbatches a second", end="")
+        print(f" ({min(speeds):.2f}, {max(speeds):.2f}) in {len(here)} rounds; CPU seconds {here[-1]['CPU seconds']}")
+        messages = [message for row in here for message in row["messages"]]
+        for payload in sorted({message["payload"] for message in messages}):
+            print(f"{payload} (ms): median, mean, maximum")
+            for part in PARTS:
+                values = [message[part] for message in messages if message["payload"] == payload]
+                figures = statistics.median(values), statistics.mean(values), max(values)
+                print(f"  {part:8}" + "".join(f"{figure:10.3f}" for figure in figures))
 
 
 def main() -> None:
-    """Measure one arm, and print medians, means and maxima."""
+    """Measure every setting, and print medians, means and maxima."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arm", default="2bw", help="a method of Penstock, or torch's as torch_1f1b")
+    parser.add_argument("--arm", nargs="+", default=["2bw"], help="methods of Penstock, or torch's as torch_1f1b")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--layers", type=int, default=4, help="of each stage")
-    parser.add_argument("--rate", help="of the link, such as 100mbit; loopback without it")
+    parser.add_argument("--rate", nargs="+", default=[LOOPBACK], help=f"of links, such as 100mbit; or {LOOPBACK}")
     parser.add_argument("--tcp", nargs="*", default=(), help="sysctl settings of the namespaces, NAME=VALUE")
     parser.add_argument("--window", type=int, help="messages outstanding on a lane; what the method chooses without it")
-    parser.add_argument("--busy", type=int, default=0, help="processes that want a core each")
-    for name, kind in (("rank", int), ("port", int), ("address", str), ("out", str)):
+    parser.add_argument("--busy", type=int, nargs="+", default=[0], help="processes that want a core each")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw data")
+    for name, kind in (("rank", int), ("port", int), ("address", str), ("found", str)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank is not None:
         train(arguments.rank, arguments)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left behind
-    result = measure(arguments)
-    for key, value in result.items():
-        if isinstance(value, dict):
-            print(f"\n{key} (ms): median, mean, maximum")
-            for part, figures in value.items():
-                print(f"  {part:8}" + "".join(f"{figure:10.3f}" for figure in figures))
-        else:
-            print(f"{key}: {value}")
+    out = open_raw("messages", arguments.out)
+    with out.open("a") as file:
+        for round_, *setting in product(range(arguments.rounds), arguments.arm, arguments.rate, arguments.busy):
+            row = measure(arguments, *setting)
+            print(json.dumps({"round": round_, **row}), file=file, flush=True)
+    print_summary(read_raw(out))
 
 
 if __name__ == "__main__":

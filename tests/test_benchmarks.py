@@ -210,9 +210,9 @@ def test_the_page_has_what_was_measured(name):
 
 
 @pytest.mark.slow
-def test_times_of_messages(run):
-    printed = run("messages", "--batches", 1, "--microbatches", 2, "--layers", 1)
-    assert "arm: 2bw" in printed
+def test_times_of_messages(run, tmp_path):
+    printed = run("messages", "--batches", 1, "--microbatches", 2, "--layers", 1, "--out", tmp_path)
+    assert "2bw, loopback, 0 busy processes" in printed
     for part in ("ready", "encode", "post", "way", "held", "needless", "wait", "decode", "use"):
         assert printed.count(f"\n  {part} ") == 2  # of activations and of gradients
 

@@ -229,13 +229,12 @@ class Case(NamedTuple):
         return f"{self.hosts} hosts, {self.model} parameters, m = {self.m}"
 
 
-_MAIN = (*AUTO, "penstock 2bw", "penstock 1f1b", "torch 1f1b", "torch ddp")
 _FAST_ENOUGH = ("loopback", "1 Gbit/s", "200 Mbit/s", "100 Mbit/s", "1 Gbit/s, 5 ms")  # messages do not set the pace
 CASES = (
     Case(2, "few", 2, links=_FAST_ENOUGH),
     Case(2, "few", 8),
-    Case(2, "many", 8, (*_MAIN, "torch fsdp2"), _FAST_ENOUGH),
-    Case(4, "few", 8, _MAIN, ("loopback", "1 Gbit/s", "100 Mbit/s")),
+    Case(2, "many", 8, links=_FAST_ENOUGH),
+    Case(4, "few", 8, links=_FAST_ENOUGH),
 )
 SHARDED = tuple(Case(4, "many", m, tuple(PARALLEL_MAKERS)) for m in (2, 4, 16))
 """Of `benchmarks.sharded_links`: two pipelines of two ranks, m microbatches for each."""
