@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from penstock.errors import ConfigError
 from penstock.plan.planned_timeline import idle_shares
 from penstock.plan.profile.layer_graph import sizes_of
-from penstock.plan.profile.schema import Numbers, Profile
+from penstock.plan.profile.schema import Calibration, Numbers, Profile
 from penstock.plan.run_forecast import RunSettings, run_forecast
 from penstock.schedule.proof.proof import Proof
 from penstock.simulate.costs import Costs
@@ -68,9 +68,10 @@ def compare_with_run(profile: Profile, settings: RunSettings, timeline: Timeline
     proof, costs = run_forecast(profile, settings)
     played, longer = _spans(proof, costs)
     batch = (longer.bubble.makespan - played.bubble.makespan) / _SPAN
-    stages = []
+    stages, between = [], profile.calibration.between if profile.calibration else 0.0
     for at in range(proof.schedule.num_stages):
         predicted, measured = (_medians(each, at, settings.stages) for each in (longer.timeline, timeline))
+        predicted = {k: v if k == "STEP" else v - between for k, v in predicted.items()}  # simulated as part of passes
         if "F" not in measured:
             raise ConfigError(f"the timeline of the run has no forwards of stage {at}; runs write it when they end")
         stages.append(StageTimes({k: v for k, v in predicted.items() if k in measured}, measured))
@@ -98,6 +99,7 @@ def recalibrated(profile: Profile, settings: RunSettings, comparison: RunCompari
         run: its name, for the profile's source.
     """
     at = sizes_of(profile).index(settings.microbatch_size) if profile.microbatch_sizes else 0
+    profile = _folded(profile)
     layers = list(profile.layers)
     ends = pairwise((0, *accumulate(settings.balance)))
     for stage, (first, last), recomputed in zip(comparison.stages, ends, settings.recompute, strict=True):
@@ -124,6 +126,26 @@ def recalibrated(profile: Profile, settings: RunSettings, comparison: RunCompari
             )
     source = f"{profile.source}; recalibrated from {run}"[:2_000]
     return profile.model_copy(update={"layers": layers, "source": source})
+
+
+def _folded(profile: Profile) -> Profile:
+    """Return a profile whose layers take what its calibration makes of them."""
+    if (more := profile.calibration) is None:
+        return profile
+    layers = [
+        layer.model_copy(
+            update={
+                "forward": _scaled(layer.forward, more.forward),
+                "backward": _scaled(layer.backward, more.backward),
+                "backward_input": _scaled(layer.backward_input, more.backward),
+                "backward_weight": _scaled(layer.backward_weight, more.backward),
+                "step": layer.step * more.step,
+            }
+        )
+        for layer in profile.layers
+    ]
+    left = Calibration(between=more.between, runs=more.runs)
+    return profile.model_copy(update={"layers": layers, "calibration": left})
 
 
 def _spans(proof: Proof, costs: Costs) -> tuple[Simulation, Simulation]:

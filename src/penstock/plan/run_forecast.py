@@ -107,15 +107,16 @@ def run_forecast(profile: Profile, settings: RunSettings, devices: Devices | Non
             f"{settings.method} has {proof.schedule.num_stages} stages, but the blocks of {len(settings.balance)} are "
             "given"
         )
-    return proof, _costs(proof.schedule, graph, settings, devices or _profiled(profile, settings))
+    return proof, _costs(proof.schedule, graph, settings, devices or profiled_devices(profile, settings))
 
 
-def _profiled(profile: Profile, settings: RunSettings) -> Devices:
-    """Return the devices that were profiled."""
+def profiled_devices(profile: Profile, settings: RunSettings) -> Devices:
+    """Return the devices that were profiled, as many as a run takes."""
     link = profile.links[0] if profile.links else None
     level = DeviceLevel(settings.stages * settings.width, link.bandwidth if link else _FAST / 10)
     latency, work = (link.latency, (link.work, link.work_per_byte)) if link else (0.0, (0.0, 0.0))
-    return Devices((level,), None, latency, profile.cores, link_work=work)
+    between = profile.calibration.between if profile.calibration else 0.0
+    return Devices((level,), None, latency, profile.cores, link_work=work, between=between)
 
 
 def _proof(settings: RunSettings, decides: bool) -> Proof:
@@ -148,7 +149,8 @@ def _costs(schedule: Schedule, graph: LayerGraph, settings: RunSettings, devices
         ConfigError: backwards come in halves, which the profile does not know.
     """
     chain, cuts = BlockChain(graph, 2.0), np.array([0, *accumulate(settings.balance)])
-    passes = chain.halved if schedule.operations & {Op.I, Op.W} else chain.passes
+    halved = bool(schedule.operations & {Op.I, Op.W})
+    passes = chain.halved if halved else chain.passes
     if passes is None:
         raise ConfigError(
             f"backwards of {settings.method} come in two halves, which the profile does not tell apart; take one that "
@@ -164,7 +166,9 @@ def _costs(schedule: Schedule, graph: LayerGraph, settings: RunSettings, devices
     largest = float(chain.crossing[cuts[between]].max(initial=0.0)) / schedule.slices
     ends = np.bincount([*between - 1, *between], minlength=stages)  # messages of a pass
     messages = ends * devices.message_work(largest, settings.stages * settings.width) * schedule.slices
-    forward, first = forward + messages, first + messages
+    more = messages + devices.between * schedule.slices
+    forward, first = forward + more, first + more
+    second = second + devices.between if halved else second
     across, along = bandwidths(devices, settings.width, settings.stages)
     holders, divided = settings.width * schedule.directions, schedule.sharding != REPLICATED
     parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())

@@ -62,7 +62,7 @@ def devices_of(
         if bandwidth is None and profile.links:
             link = profile.links[0]
             found = replace(found, cores=profile.cores, link_work=(link.work, link.work_per_byte))
-        return _with_host(found, host_bandwidth)
+        return _completed(found, profile, host_bandwidth)
 
     if bandwidth is not None:
         raise ConfigError("--cluster says what links do; leave --bandwidth out, or --cluster")
@@ -71,16 +71,17 @@ def devices_of(
         raise ConfigError("--devices takes one number with --cluster, which knows its nodes")
     found = cluster_named(cluster).devices(count)
     found = found if memory is None else replace(found, memory=size_of("--memory", memory))
-    return _with_host(found, host_bandwidth)
+    return _completed(found, profile, host_bandwidth)
 
 
-def _with_host(devices: Any, bandwidth: str | None) -> Any:
-    """Return devices with the bandwidth to their hosts that is given, or the one that they have.
+def _completed(devices: Any, profile: Any, host_bandwidth: str | None) -> Any:
+    """Return devices with what a profile says of their ranks, and the bandwidth to their hosts, if it is given.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    return devices if bandwidth is None else replace(devices, host=size_of("--host-bandwidth", bandwidth))
+    found = devices if profile.calibration is None else replace(devices, between=profile.calibration.between)
+    return found if host_bandwidth is None else replace(found, host=size_of("--host-bandwidth", host_bandwidth))
 
 
 def known_profile(profile: Path | None, devices: str | None, bandwidth: str | None) -> Any:

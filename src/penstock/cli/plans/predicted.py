@@ -17,6 +17,7 @@ from penstock.guarded_files import write_whole
 
 if TYPE_CHECKING:
     from penstock.plan.measured_run import RunComparison
+    from penstock.plan.profile.schema import Profile
     from penstock.plan.run_forecast import RunSettings
     from penstock.train.config.schema import TrainConfig
 
@@ -25,42 +26,82 @@ _ERROR = (
     "the run took longer than predicted."
 )
 
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that has ended.")]
+RunFolders = Annotated[list[Path], typer.Argument(metavar="RUN...", help="The folder of a run that has ended.")]
 RunProfile = Annotated[Path, typer.Option("--profile", metavar="FILE", help="The profile that it was planned with.")]
 Recalibrated = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Write a profile whose layers take what they took there.")
 ]
+Calibrated = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibrated",
+        metavar="FILE",
+        help="Write the profile with what passes of all these runs took beside it, for any plan on this machine.",
+    ),
+]
 
 
-def predicted(run: RunFolder, profile: RunProfile, out: Recalibrated = None, as_json: AsJson = False) -> None:
-    """Compare what a profile predicts of a run with what the run took, by stage and cause; and recalibrate the profile.
+def predicted(
+    runs: RunFolders,
+    profile: RunProfile,
+    out: Recalibrated = None,
+    calibration: Calibrated = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare what a profile predicts of runs with what they took, by stage and cause; and calibrate the profile.
 
-    For example: penstock predicted runs/2026-07-01-120000-2bw --profile blocks.yaml --out recalibrated.yaml
+    For example: penstock predicted runs/2026-07-01-120000-2bw --profile blocks.yaml --calibrated better.yaml
     """
+    from penstock.plan.calibration import calibrated, measured_passes
     from penstock.plan.measured_run import compare_with_run, recalibrated
-    from penstock.plan.profile.files import profile_text, read_profile
+    from penstock.plan.profile.files import read_profile
     from penstock.runtime.rank.timeline_files import read_timeline
     from penstock.train.config.load import load_config
 
-    known, settings = read_profile(profile), settings_of_run(load_config(run / "config.yaml", []), run)
-    found = compare_with_run(known, settings, read_timeline(run))
-    if as_json:
-        print_json(
-            {
-                "stages": [{"predicted": dict(s.predicted), "measured": dict(s.measured)} for s in found.stages],
-                "batch": {"predicted": found.batch[0], "measured": found.batch[1]},
-                "idle": {"predicted": dict(found.idle[0]), "measured": dict(found.idle[1])},
-            }
-        )
-    else:
-        _print(found)
-    if out is not None:
-        try:
-            write_whole(out, profile_text(recalibrated(known, settings, found, run.name)))
-        except OSError as error:
-            raise ConfigError(f"cannot write the profile {str(out)!r}: {error.strerror or error}") from None
+    if out is not None and len(runs) > 1:
+        raise ConfigError("--out takes the times of layers from one run; give one, or --calibrated FILE for several")
+    known, compared, measured = read_profile(profile), [], {}
+    for run in runs:
+        settings, timeline = settings_of_run(load_config(run / "config.yaml", []), run), read_timeline(run)
+        compared.append(found := compare_with_run(known, settings, timeline))
+        if calibration is not None:
+            measured[run.name] = settings, measured_passes(timeline, len(found.stages), settings.stages)
         if not as_json:
-            say_written("profile", out, f"penstock plan --profile {{}} --devices {settings.stages * settings.width}")
+            _print(found, run.name if len(runs) > 1 else "")
+    if not as_json:
+        Console().print(Text(_ERROR, "dim"))
+    else:
+        print_json(_plain(compared[0]) if len(runs) == 1 else {"runs": [_plain(each) for each in compared]})
+    next_step = f"penstock plan --profile {{}} --devices {settings.stages * settings.width}"
+    if out is not None:
+        _write_profile(out, recalibrated(known, settings, found, run.name), next_step, as_json)
+    if calibration is not None:
+        _write_profile(calibration, calibrated(known, measured), next_step, as_json)
+
+
+def _plain(found: RunComparison) -> dict[str, Any]:
+    """Return what was found as plain values."""
+    return {
+        "stages": [{"predicted": dict(s.predicted), "measured": dict(s.measured)} for s in found.stages],
+        "batch": {"predicted": found.batch[0], "measured": found.batch[1]},
+        "idle": {"predicted": dict(found.idle[0]), "measured": dict(found.idle[1])},
+    }
+
+
+def _write_profile(file: Path, profile: Profile, next_step: str, quiet: bool) -> None:
+    """Write a profile, and say so.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    from penstock.plan.profile.files import profile_text
+
+    try:
+        write_whole(file, profile_text(profile))
+    except OSError as error:
+        raise ConfigError(f"cannot write the profile {str(file)!r}: {error.strerror or error}") from None
+    if not quiet:
+        say_written("profile", file, next_step)
 
 
 def settings_of_run(config: TrainConfig, run: Path) -> RunSettings:
@@ -145,11 +186,13 @@ def _balance(config: TrainConfig, run: Path, stages: int) -> list[int]:
     return [len(part) for part in cut_blocks(gpt_blocks(shape, config.seed), stages)]
 
 
-def _print(found: RunComparison) -> None:
-    """Print what was found."""
+def _print(found: RunComparison, name: str) -> None:
+    """Print what was found, under the name of its run if there is one."""
     from penstock.view.drawing.timeline_labels import WORK
 
     console = Console()
+    if name:
+        console.print(Text(f"\n{name}", "bold"))
     console.print(Text("predicted and measured seconds of one pass or update (median)", "italic"))
     table = Table(box=None)
     for heading in ("stage", "work", "predicted s", "measured s", "error"):
@@ -162,7 +205,6 @@ def _print(found: RunComparison) -> None:
                 str(at), WORK.get(kind, kind), f"{stage.predicted.get(kind, 0.0):.4g}", f"{measured:.4g}", said
             )
     console.print(table)
-    console.print(Text(_ERROR, "dim"))
     before, after = found.batch
     console.print(Text(f"A batch: predicted {before:.4g} s, measured {after:.4g} s ({before / after - 1:+.1%})."))
     causes = sorted({*found.idle[0], *found.idle[1]})

@@ -41,6 +41,13 @@ def profile_tables(profile: Profile, width: int) -> Group:
         parts += [Text(), Text(f"A message takes {', between the next units '.join(links)}.")]
     if profile.cores is not None:
         parts.append(Text(f"At most {profile.cores:g} ranks of its machine work at full speed at once."))
+    if (more := profile.calibration) is not None:
+        parts.append(
+            Text(
+                f"In runs ({', '.join(more.runs)}) forwards take {more.forward:.3g} times as long, backwards "
+                f"{more.backward:.3g}, updates {more.step:.3g}, and {more.between * 1e3:.3g} ms lie between two passes."
+            )
+        )
     if profile.settings:
         said = " ".join(f"--set {key}={value}" for key, value in _flat(profile.settings))
         parts.append(Text(f"Measured with {said}, which plans take over."))

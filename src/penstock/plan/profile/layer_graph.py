@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from penstock.checks import did_you_mean
 from penstock.errors import ConfigError
-from penstock.plan.profile.schema import LayerInput, LayerOption, Number, Numbers, Profile, ProfiledLayer
+from penstock.plan.profile.schema import Calibration, LayerInput, LayerOption, Number, Numbers, Profile, ProfiledLayer
 
 RECOMPUTE = "recompute"
 """The name of the option that a layer with measured forwards has without being profiled for it."""
@@ -180,6 +180,7 @@ class _GraphReader:
 
     def __init__(self, profile: Profile, at: int) -> None:
         self._layers, self.at, self._count = profile.layers, at, len(sizes_of(profile))
+        self._times = profile.calibration or Calibration()
         self._numbers = {layer.name: number for number, layer in enumerate(profile.layers)}
         if len(self._numbers) < len(profile.layers):
             names = [layer.name for layer in profile.layers]
@@ -238,6 +239,7 @@ class _GraphReader:
                 self._value(v, f"{where}, {key}")
                 for v, key in ((layer.forward, "forward"), (layer.backward, "backward"))
             )
+            forward, backward = forward * self._times.forward, backward * self._times.backward
             seconds = forward + backward
             ways = ways or self._plain_ways(number, layer, forward, seconds)
         else:
@@ -250,13 +252,16 @@ class _GraphReader:
             None if (given := getattr(layer, key)) is None else self._value(given, f"{where}, {key}")
             for key in ("backward_input", "backward_weight", "late")
         )
-        halves = None if first is None or second is None else (first, second, stored if late is None else late)
+        halves = None
+        if first is not None and second is not None:
+            factor = self._times.backward
+            halves = first * factor, second * factor, stored if late is None else late
         shared, data = (
             0.0 if given is None else self._value(given, f"{where}, {key}")
             for given, key in ((layer.shared, "shared"), (layer.data, "data"))
         )
         buffer = layer.parameters if layer.buffer is None else layer.buffer
-        costs = layer.parameters, ways, forward, stored, layer.optimizer, layer.step, shared
+        costs = layer.parameters, ways, forward, stored, layer.optimizer, layer.step * self._times.step, shared
         more = buffer, layer.whole, layer.frozen, data, halves
         return GraphLayer(layer.name, layer.kind, seconds, output, *costs, *more)
 

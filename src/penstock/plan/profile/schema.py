@@ -10,6 +10,7 @@ MOST_LAYERS = 5_000
 MOST_DEVICES = 1 << 20
 
 Number = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
+Factor = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 Numbers: TypeAlias = Number | Annotated[list[Number], Field(min_length=1, max_length=64)]
 
 
@@ -123,6 +124,22 @@ class ProfiledLink(_Strict):
     work_per_byte: Number = 0.0
 
 
+class Calibration(_Strict):
+    """What work takes in runs on one machine, beside what was measured of each layer alone.
+
+    Attributes:
+        forward, backward, step: factors on the times of layers.
+        between: seconds of a rank from one pass to the next one, besides waits for other ranks.
+        runs: that it was fitted to.
+    """
+
+    forward: Factor = 1.0
+    backward: Factor = 1.0
+    step: Factor = 1.0
+    between: Number = 0.0
+    runs: Annotated[list[Name], Field(max_length=64)] = Field(default_factory=list)
+
+
 class Profile(_Strict):
     """A profile file.
 
@@ -136,6 +153,7 @@ class Profile(_Strict):
         links: between devices, those of a level each, the innermost first; or one for all levels.
         cores: how many ranks can work at full speed at once, of all those on the machine where the layers and links
             were measured; None if every device computes by itself.
+        calibration: by how much more work takes in runs; None if that is not known.
         layers: in any order in which a layer without `inputs` follows the one that it reads.
     """
 
@@ -147,4 +165,5 @@ class Profile(_Strict):
     settings: Annotated[dict[Name, JsonValue], Field(max_length=64)] = Field(default_factory=dict)
     links: Annotated[list[ProfiledLink], Field(max_length=8)] = Field(default_factory=list)
     cores: Annotated[float, Field(gt=0, le=MOST_DEVICES, allow_inf_nan=False)] | None = None
+    calibration: Calibration | None = None
     layers: Annotated[list[ProfiledLayer], Field(min_length=1, max_length=MOST_LAYERS)]

@@ -247,8 +247,9 @@ class CandidateTrial:
         first = first + forward * np.array([again[rank] for rank in self._ranks])
         largest, between = float(chain.crossing[cuts[self._between]].max(initial=0.0)), np.array(self._between, int)
         ends = np.bincount([*between - 1, *between], minlength=of.stages)  # messages of a pass
-        messages = ends * self._devices.message_work(largest, of.depth * of.width)
-        forward, first = forward + messages, first + messages
+        more = ends * self._devices.message_work(largest, of.depth * of.width) + self._devices.between
+        forward, first = forward + more, first + more
+        second = second + self._devices.between if of.method.halved else second
         steps = np.diff(chain.steps[cuts]) / of.shards
         parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())
         network = None

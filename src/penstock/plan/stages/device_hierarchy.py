@@ -37,6 +37,7 @@ class Devices:
             None if there is none.
         link_work: seconds of a core that a message takes at each of its ends, besides its bytes and for each of them,
             where devices share cores.
+        between: seconds of a rank from one pass to the next one, for costs that know it.
         shares_link: all devices of the innermost level send to others by one link; the bandwidth of the next level is
             the part of each.
     """
@@ -47,6 +48,7 @@ class Devices:
     cores: float | None = None
     host: float | None = None
     link_work: tuple[float, float] = (0.0, 0.0)
+    between: float = 0.0
     shares_link: bool = False
 
     def __post_init__(self) -> None:

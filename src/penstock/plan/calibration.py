@@ -1,0 +1,127 @@
+"""What passes and updates take in runs beside what they take alone: a few numbers of a machine, fitted to short runs.
+
+A profile measures blocks one by one, with warm caches and nothing between them. In a run the same pass takes longer,
+and between two passes a rank samples, posts messages and keeps its books. Ratios of methods hardly depend on that, but
+seconds do.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.errors import ConfigError
+from penstock.plan.profile.schema import Calibration, Profile
+from penstock.plan.run_forecast import RunSettings, profiled_devices, run_forecast
+from penstock.simulate.costs import StageCost
+from penstock.timeline import Interval, Timeline, Waiting
+
+_PASSES = {
+    "F": "forward",
+    "B": "backward_input",  # the whole, where backwards are not halved
+    "I": "backward_input",
+    "W": "backward_weight",
+    "STEP": "step",
+}
+"""Kinds of work -> what `StageCost` calls them."""
+_FOR_PEERS = (Waiting.MESSAGE, Waiting.ROOM, Waiting.CONTROL)
+
+
+@dataclass(frozen=True)
+class MeasuredPasses:
+    """What a run took.
+
+    Attributes:
+        stages: of each, mean seconds by kind of work: F, B, I, W and STEP.
+        between: mean seconds of a rank from one pass or update to the next one, but for waits for other ranks.
+    """
+
+    stages: tuple[Mapping[str, float], ...]
+    between: float
+
+
+def measured_passes(timeline: Timeline, stages: int, ranks: int) -> MeasuredPasses:
+    """Return what passes took in a run, but for its first batch, which is slower.
+
+    Args:
+        timeline: of the run.
+        stages: of a pipeline.
+        ranks: of a pipeline; the first one counts.
+
+    Raises:
+        ConfigError: the timeline holds too little.
+    """
+    found, gaps = [dict[str, list[float]]() for _ in range(stages)], list[float]()
+    for rank in range(ranks):
+        own = sorted((i for i in timeline.intervals if i.rank == rank and i.lane == "compute"), key=lambda i: i.start)
+        steps = [i.end for i in own if i.what == "STEP"]
+        kept = [i for i in own if steps and i.start >= steps[0]]
+        for each in (i for i in kept if i.what in _PASSES):
+            found[each.stage].setdefault(each.what, []).append(each.end - each.start)
+        gaps += _gaps(kept)
+    if not all("F" in each and "STEP" in each for each in found) or not gaps:
+        raise ConfigError("the timeline of the run has fewer than two updates of every stage; train for more batches")
+    means = tuple({kind: statistics.fmean(times) for kind, times in each.items()} for each in found)
+    return MeasuredPasses(means, statistics.fmean(gaps))
+
+
+def _gaps(intervals: Sequence[Interval]) -> list[float]:
+    """Return the seconds from each work of a rank to its next one, without waits for other ranks."""
+    found, end, waited = list[float](), None, 0.0
+    for each in intervals:
+        if each.what in _FOR_PEERS:
+            waited += each.end - each.start
+        elif each.is_work:
+            if end is not None:
+                found.append(max(each.start - end - waited, 0.0))
+            end, waited = each.end, 0.0
+    return found
+
+
+def calibrated(profile: Profile, runs: Mapping[str, tuple[RunSettings, MeasuredPasses]]) -> Profile:
+    """Return a profile that says what passes take in runs beside what it has measured.
+
+    Args:
+        profile: with or without an earlier calibration, which is replaced.
+        runs: by name; what was configured, and what was measured.
+
+    Raises:
+        ConfigError: there is no run, one recomputes, or as `run_forecast`.
+        ScheduleError: there is no such schedule.
+    """
+    plain = profile.model_copy(update={"calibration": None})
+    factors: dict[str, list[float]] = {"forward": [], "backward": [], "step": []}
+    for name, (settings, measured) in runs.items():
+        if any(settings.recompute) or settings.whole:
+            raise ConfigError(f"run {name}: backwards that recompute do not tell how long they take; take another one")
+        for kind, ratio in _ratios(plain, settings, measured):
+            factors[kind].append(ratio)
+    if not factors["forward"] or not factors["backward"] or not factors["step"]:
+        raise ConfigError("a calibration takes at least one run, whose passes and updates the profile knows")
+    fitted = {kind: float(f"{statistics.fmean(found):.4g}") for kind, found in factors.items()}
+    between = float(f"{statistics.fmean(measured.between for _, measured in runs.values()):.4g}")
+    return profile.model_copy(update={"calibration": Calibration(**fitted, between=between, runs=list(runs))})
+
+
+def _ratios(profile: Profile, settings: RunSettings, measured: MeasuredPasses) -> list[tuple[str, float]]:
+    """Return by what the times of every stage are multiplied; work for messages, which is added, is none of them."""
+    alone = replace(profiled_devices(profile, settings), link_work=(0.0, 0.0))
+    costs = run_forecast(profile, settings)[1].stages
+    passes = run_forecast(profile, settings, alone)[1].stages
+    found = []
+    for times, own, whole in zip(measured.stages, passes, costs, strict=True):
+        found += [
+            ("forward", _ratio(times, own, whole, ("F",))),
+            ("backward", _ratio(times, own, whole, ("B", "I", "W"))),
+        ]
+        found.append(("step", _ratio(times, own, whole, ("STEP",))))
+    return [(kind, ratio) for kind, ratio in found if ratio is not None]
+
+
+def _ratio(times: Mapping[str, float], own: StageCost, whole: StageCost, kinds: Sequence[str]) -> float | None:
+    """Return measured over predicted seconds of some kinds of work of a stage; None where nothing is predicted."""
+    there = [kind for kind in kinds if kind in times]
+    predicted, with_messages = (sum(getattr(each, _PASSES[kind]) for kind in there) for each in (own, whole))
+    took = sum(times[kind] for kind in there) - (with_messages - predicted)
+    return took / predicted if predicted > 0 and took > 0 else None
