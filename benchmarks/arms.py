@@ -88,7 +88,10 @@ class Data:
 
 
 def stage_modules(stages: int, shape: GPTConfig | None = None) -> list[nn.Sequential]:
-    """Split a model, that of `SHAPE` if None, into parts as equal as can be; the first also embeds, the last also has the head."""
+    """Split a model, that of `SHAPE` if None, into parts of as many layers, or one more.
+
+    The first one also embeds, the last one also has the head.
+    """
     shape = shape or SHAPE
     blocks = [block.make() for block in gpt_blocks(shape, seed=0).values()]
     ends = [1 + shape.layers * (c + 1) // stages for c in range(stages)]

@@ -4,11 +4,13 @@
     python -m benchmarks.predictions grid          # the planner's choice among all of a grid; about 10 minutes
     python -m benchmarks.predictions --summary FILE
 
-A profile is measured first, in this process and alone, through `penstock.measure`: blocks, and each link by pings. What
-it predicts is written to the raw file *before* any configuration runs. Then all of them take turns in random order, for
-so many rounds; some of them are there twice, which tells the noise. A turn is a span of so many batches, of which the
-first two and the last one do not count. Links are those of `benchmarks.links`: network namespaces whose interfaces are
-limited; loopback is a namespace without other hosts.
+A profile is measured first, in this process and alone, through `penstock.measure`: blocks, and each link by pings. In
+turns with that, two other configurations of each model run for some seconds, on two ranks of the loopback, and tell by
+how much passes take longer there (`penstock.plan.calibration`). What the profile then predicts
+is written to the raw file *before* any configuration runs. Then all of them take turns in random order, for so many
+rounds; some of them are there twice, which tells the noise. A turn is a span of so many batches, of which the first two
+and the last one do not count. Links are those of `benchmarks.links`: network namespaces whose interfaces are limited;
+loopback is a namespace without other hosts.
 
 `grid` does the same with an exhaustive grid of configurations, cut into stages as the planner does, for two and for
 four processes: the planner takes the one that is predicted to be fastest. Its throughput over that of the fastest one
@@ -32,8 +34,8 @@ from benchmarks.links import stop
 from benchmarks.machine import core_seconds
 from benchmarks.network.hosts import LINKS, Network, why_not
 from benchmarks.network.team import Team
-from benchmarks.predicted.configurations import Configuration, grid, timed
-from benchmarks.predicted.forecasts import measured_link, planned, predicted, profiled
+from benchmarks.predicted.configurations import CALIBRATING, LOOPBACK, Configuration, grid, timed
+from benchmarks.predicted.forecasts import CalibratingRuns, measured_link, planned, predicted, profiled
 from benchmarks.predicted.report import print_errors, print_regret
 from benchmarks.throughput import RESULTS, open_raw, read_raw
 from penstock.plan.profile.schema import Profile, ProfiledLink
@@ -42,6 +44,7 @@ Teams = Mapping[tuple[int, bool], Team]
 """By their number of ranks, and whether they are on the loopback."""
 
 _REPLICATED = 4  # every so many configurations one is there twice
+_CALIBRATING = 2, True  # ranks on the loopback
 _RANKS = "benchmarks.predicted.ranks"
 
 
@@ -57,12 +60,18 @@ def measure(part: str, configurations: Sequence[Configuration], arguments: argpa
     sizes = dict[str, list[int]]()
     for of in configurations:
         sizes.setdefault(of.model, []).append(of.samples)
+    for of in CALIBRATING:
+        if of.model in sizes:
+            sizes[of.model].append(of.samples)
     with ExitStack() as stack, out.open("a") as file:
         network = stack.enter_context(Network(max(of.ranks for of in configurations)))
-        keys = dict.fromkeys((of.ranks, LINKS[of.link].mbit is None) for of in configurations)
+        keys = dict.fromkeys([_CALIBRATING, *((of.ranks, LINKS[of.link].mbit is None) for of in configurations)])
         teams = {key: stack.enter_context(Team(network, *key, _RANKS)) for key in keys}
         paces = [pace(next(iter(teams.values())))]
-        profiles, links = profiled(sizes, arguments.seconds), measured_links(configurations, teams)
+        runs = CalibratingRuns(teams[_CALIBRATING], sizes, arguments.batches)
+        profiles, links = profiled(sizes, arguments.seconds, runs.turn), measured_links(configurations, teams)
+        messages = {of.shape.message for of in configurations}
+        profiles = runs.calibrated(profiles, measured_link(teams[_CALIBRATING], LINKS[LOOPBACK], messages))
         paces.append(pace(next(iter(teams.values()))))
         say(file, pace=sum(paces) / 2, paces=paces)
         for name, profile in profiles.items():
@@ -101,12 +110,13 @@ def forecast(
     arms = list[tuple[Configuration, int]]()
     for number, given in enumerate(configurations):
         of, profile, link = given, profiles[given.model], links[given.ranks, given.link]
-        if part == "times":
-            seconds = predicted(of, profile, link)
-        else:
+        if part != "times":
             ((of, seconds),) = planned([of], profile, link)
+        else:
+            seconds = predicted(of, profile, link)
         twice = part == "times" and number % _REPLICATED == 0
-        say(file, part=part, of=of._asdict(), predicted=seconds, replicated=twice)
+        alone = predicted(of, profile.model_copy(update={"calibration": None}), link)
+        say(file, part=part, of=of._asdict(), predicted=seconds, uncalibrated=alone, replicated=twice)
         arms += [(of, copy) for copy in range(1 + twice)]
     return arms
 

@@ -80,6 +80,18 @@ class Configuration(NamedTuple):
         )
 
 
+CALIBRATING = (
+    Configuration("few", "1f1b", 2, 1, 8, 8),
+    Configuration("few", "2bw", 2, 1, 8, 16),
+    Configuration("many", "1f1b", 2, 1, 4, 2),
+    Configuration("many", "2bw", 2, 1, 8, 4),
+    Configuration("middle", "1f1b", 2, 1, 4, 2),
+    Configuration("middle", "2bw", 2, 1, 8, 4),
+    Configuration("tiny", "1f1b", 2, 1, 4, 1),
+)
+"""Those that are run before anything is predicted; none of them is predicted."""
+
+
 def of_row(row: dict[str, Any]) -> Configuration:
     """Return the configuration that raw data tell."""
     return Configuration(**row)._replace(balance=tuple(row["balance"]))

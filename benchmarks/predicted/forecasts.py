@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from statistics import median
 from typing import Any
@@ -14,11 +14,12 @@ import torch
 from benchmarks.arms import make_optimizer, mean_loss
 from benchmarks.network.hosts import Link
 from benchmarks.network.team import Team
-from benchmarks.predicted.configurations import ALL_MODELS, Configuration
+from benchmarks.predicted.configurations import ALL_MODELS, CALIBRATING, Configuration
 from penstock import gpt_blocks, keep_freed_memory
 from penstock.measure.machine.links import Ping, fit, sizes_around
 from penstock.measure.model_profile import measure_blocks, profile_of
 from penstock.options.all_options import PipelineOptions
+from penstock.plan.calibration import MeasuredPasses, calibrated, measured_passes
 from penstock.plan.measured_run import predicted_batch
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.layer_graph import layer_graph
@@ -30,11 +31,14 @@ from penstock.plan.simulated.planned_methods import PLANNED
 from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.plan.stages.planned import Plan
+from penstock.timeline import Interval, Timeline
 
-_TURNS = 3
+_TURNS = 5
 
 
-def profiled(sizes: Mapping[str, Iterable[int]], seconds: float) -> dict[str, Profile]:
+def profiled(
+    sizes: Mapping[str, Iterable[int]], seconds: float, between: Callable[[], None] = lambda: None
+) -> dict[str, Profile]:
     """Measure the blocks of models in this process, with one thread, as `penstock profile` does.
 
     Models take turns, so that a slow moment of the machine does not fall on one of them; the median counts.
@@ -42,6 +46,7 @@ def profiled(sizes: Mapping[str, Iterable[int]], seconds: float) -> dict[str, Pr
     Args:
         sizes: samples of a microbatch, by the name of the model.
         seconds: for each size of each block, once for every kind of pass.
+        between: called after every turn.
     """
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -57,7 +62,50 @@ def profiled(sizes: Mapping[str, Iterable[int]], seconds: float) -> dict[str, Pr
             # Updates of these runs wait for no norm.
             given = {"settings": {"max_grad_norm": None}, "cores": float(os.cpu_count() or 1)}
             found[name].append(profile_of(name, measured, **given))
+        between()
     return {name: typical(several) for name, several in found.items()}
+
+
+class CalibratingRuns:
+    """Runs of a few configurations on two ranks, which tell what passes take there beside their profile.
+
+    Args:
+        team: of two ranks, on the loopback.
+        models: those that are predicted.
+        batches: of a turn.
+    """
+
+    def __init__(self, team: Team, models: Iterable[str], batches: int) -> None:
+        self._team, self._batches = team, batches
+        self._found = {of: list[MeasuredPasses]() for of in CALIBRATING if of.model in models}
+        for of in self._found:
+            team.ask("build", name=str(of), configuration=of._asdict())
+
+    def turn(self) -> None:
+        """Run each once."""
+        for of, found in self._found.items():
+            ranks = self._team.ask("calibrate", name=str(of), batches=self._batches)
+            intervals = [Interval(*each) for rank in ranks for each in rank["intervals"]]
+            found.append(measured_passes(Timeline(len(ranks), intervals), of.depth, of.depth))
+
+    def calibrated(self, profiles: Mapping[str, Profile], link: ProfiledLink) -> dict[str, Profile]:
+        """Return profiles of models with what was found, in the mean of all turns.
+
+        Args:
+            profiles: by the name of the model.
+            link: between the two ranks.
+        """
+        found = {}
+        for name, profile in profiles.items():
+            runs = {
+                f"{of}, turn {n}": (of.settings, turn)
+                for of, turns in self._found.items()
+                for n, turn in enumerate(turns)
+                if of.model == name
+            }
+            fitted = calibrated(profile.model_copy(update={"links": [link]}), runs).calibration
+            found[name] = profile.model_copy(update={"calibration": fitted})
+        return found
 
 
 def typical(several: Sequence[Profile]) -> Profile:
@@ -109,7 +157,8 @@ def planned(
     for of in configurations:
         graph = layer_graph(profile, of.samples)
         level, work = DeviceLevel(of.ranks, link.bandwidth), (link.work, link.work_per_byte)
-        devices = Devices((level,), None, link.latency, profile.cores, link_work=work)
+        between = profile.calibration.between if profile.calibration else 0.0
+        devices = Devices((level,), None, link.latency, profile.cores, link_work=work, between=between)
         candidate = Candidate(Sized(graph, of.samples, of.m * of.width), PLANNED[of.method], of.depth, of.width)
         trial = CandidateTrial(candidate, BlockChain(graph, optimizer_copies=2.0), devices, known)
         plan = trial.plan(math.inf)

@@ -66,6 +66,9 @@ def print_errors(rows: Sequence[Row]) -> None:
     noise = noise_of(rows)
     print(f"\n{len(errors)} configurations, aims 3 % and 8 % (or twice the control's noise):")
     print(f"- errors: {_distribution(errors)}")
+    if all("uncalibrated" in row for row in forecasts):
+        alone = [abs(row["uncalibrated"] / median(steps_of(rows, row["of"])) - 1) for row in forecasts]
+        print(f"- errors of the profile without its calibration: {_distribution(alone)}")
     print(f"- errors at the profile's pace: {_distribution(paced)}")
     print(f"- control, {len(noise)} configurations run twice: {_distribution(noise)}")
 
