@@ -31,6 +31,7 @@ from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.schedule.add_options import extend
 from penstock.schedule.build import prove
 from penstock.schedule.machine.shared_cores import SharedCores
+from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.memory_simulation import most_held
 from penstock.simulate.memory.predicted import MemoryOptions, StageBytes, peak_bytes
@@ -112,7 +113,9 @@ def memory(graph, of, proof, cuts, again):
         passes |= {HeldKind.HALVED: passes[HeldKind.GRAPH], HeldKind.FORWARD_HALVED: passes[HeldKind.FORWARD]}
         ends, part = (crossing[stage + 1], crossing[stage]), (weights // of.shards,) * of.width
         optimizer = tuple(2 * each for each in part)
-        sizes[stage] = StageBytes(weights, weights, optimizer, 0, part, part, part, passes, *ends)
+        ahead = CORRECTIONS[of.method.correction].reads_ahead  # by the last gradient, which takes no room
+        scratch = (0,) * of.width if ahead else part
+        sizes[stage] = StageBytes(weights, weights, optimizer, 0, scratch, part, part, passes, *ends)
     blockwise = {stage for stage, rank in enumerate(of.method.ranks(of.depth)) if again[rank]}
     options = MemoryOptions(blockwise=blockwise, batches=5, correction=of.method.correction)
     peaks = peak_bytes(proof, sizes, options)  # of pipelines in step
