@@ -42,14 +42,15 @@ def zb_h1(stages: int, microbatches: int, *, in_flight: InFlight | None = None) 
     )
 
 
-def zb_h2(stages: int, microbatches: int) -> Order:
+def zb_h2(stages: int, microbatches: int, *, in_flight: InFlight | None = None) -> Order:
     """ZB-H2: at most 2p - 1 microbatches on every rank and, where F = I = W, no bubble within a rank (sec. 2).
 
     Args:
         stages: p, the ranks.
         microbatches: m.
+        in_flight: as of `zb_h1`; 2 p - 1 if None.
     """
-    return zb_h1(stages, microbatches, in_flight=2 * stages - 1)
+    return zb_h1(stages, microbatches, in_flight=2 * stages - 1 if in_flight is None else in_flight)
 
 
 def zb_interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Order:
