@@ -9,6 +9,7 @@ from rich.text import Text
 
 from penstock.errors import ConfigError
 from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.ir.in_flight_option import AUTO, AUTO_DELAYED
 from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Sharding
@@ -137,6 +138,11 @@ def make_schedule(
         chosen = written_method(chosen)
     if chosen is not None:
         options = {**chosen.options, **options}
+    if options.get("in_flight") in (AUTO, AUTO_DELAYED):
+        raise ConfigError(
+            f"make_schedule knows no links, so in_flight={options['in_flight']!r} finds nothing; give numbers (for "
+            "given times: penstock simulate --in-flight auto --latency), or give the method itself to a Pipeline"
+        )
     asked = chosen.name if chosen is not None else method_or_order
     assert not isinstance(asked, MethodChoice)
     request = ScheduleRequest(asked, stages, microbatches, rule, order, options, decides, window, sharding)

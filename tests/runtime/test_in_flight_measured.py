@@ -168,3 +168,38 @@ def test_the_only_batch_of_a_span_counts_and_others_do_not() -> None:
     told = [measure_rank(part, range(2, 3), 2) for part in parts]
     assert told[0]["passes"]["F"] == pytest.approx(0.1)
     assert merge([measure_rank(part, range(8, 9), 2) for part in parts], [[], []], 2) is None
+
+
+def test_stages_on_a_v_send_both_ways_and_the_slower_way_counts() -> None:
+    """Rank 0 has stages 0 and 3, rank 1 stages 1 and 2; between 1 and 2 there is no message."""
+    recorders = [Recorder(rank, origin) for rank, origin in zip(range(2), ORIGINS, strict=False)]
+    places, took = (0, 1, 1, 0), {1: 0.4, 3: 0.7}  # seconds of the activation that a stage takes
+    for recorder in recorders:
+        recorder.begin_span()
+    for k in range(M * BATCHES):
+        for stage, rank in enumerate(places):
+            start, here, label = 10.0 * k + 2.0 * stage, recorders[rank], f"activation {k}"
+            if stage in took:
+                sent, sender = start - 1, recorders[1 - rank]
+                at, arrived = sender.origin + sent, here.origin + sent + took[stage]
+                sender.add("activation x", at, at + 8, "SEND", label, stage, microbatch=k, peer=rank)
+                cause = f"rank {1 - rank}: {label}"
+                here.add("compute", arrived - 0.3, arrived, Waiting.MESSAGE, "", cause=cause, peer=1 - rank)
+            here.add_work(here.origin + start, here.origin + start + 0.1, "F", Named(), stage, 0, k // M, 0, k)
+    parts = [recorder.recording() for recorder in recorders]
+    told = [measure_rank(part, range(BATCHES), 2, folded=True) for part in parts]
+    found = merge(told, [messages_of_rank(part, told) for part in parts], 2, folded=True)
+    assert found is not None
+    assert found.hops[0] == pytest.approx((0.7, 0))
+    assert (found.around, found.message) == ((0.0, 0.0), pytest.approx(0.7))
+
+
+def test_what_a_microbatch_holds_between_two_passes_counts() -> None:
+    """Two forwards of 100 bytes each, whose backwards leave 130 until their second halves."""
+    recorder = Recorder(0, 0.0)
+    recorder.begin_span()
+    for k, what in enumerate("FFIWIW"):
+        recorder.add_work(k + 0.1, k + 0.9, what, Named(), 0, 0, 0, 0, k)
+    live = [(k + 0.5, nbytes) for k, nbytes in enumerate((100, 200, 230, 100, 130, 0))]
+    found = measure_rank(recorder.recording() | {"memory": {"activations": live}}, range(BATCHES), 1)
+    assert (found["each"], found["nbytes"]) == (130, 230)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
 from dataclasses import replace
 from functools import partial
 from itertools import combinations_with_replacement, pairwise
 
 import pytest
 
+import penstock
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import ScheduleRequest, prove
 from penstock.schedule.ir.in_flight_option import check_in_flight, in_flight_on, read_in_flight, write_in_flight
-from penstock.simulate.auto_in_flight import as_allowed, choose_in_flight, choose_interleaved, most_of_a_run
+from penstock.schedule.methods import choice as choices
+from penstock.schedule.methods.table import METHODS
+from penstock.schedule.orders import ASK_LINKS, ORDERS
+from penstock.schedule.orders.without_auto import WITHOUT_AUTO
+from penstock.simulate.auto_in_flight import as_allowed, choose_in_flight, most_of_a_run
+from penstock.simulate.auto_of_chunks import choose_interleaved
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.least_in_flight import least_in_flight, rank_times
 from penstock.simulate.long_run import steady_bubble
@@ -216,11 +224,99 @@ def test_what_is_no_number_in_flight_is_refused(given, words):
         make_schedule("2bw", 4, 8, options={"in_flight": given})
 
 
-def test_orders_without_a_choice_refuse_auto():
-    with pytest.raises(ConfigError, match="timeprest has no option 'in_flight'"):
-        chosen("timeprest", 8)
-    with pytest.raises(ConfigError, match="hanayo takes a number of microbatches in flight"):
-        chosen("hanayo", 8)
+def test_every_order_takes_auto_or_says_why_not():
+    assert {name for name, order in ORDERS.items() if order not in ASK_LINKS} == WITHOUT_AUTO.keys()
+    for row in METHODS.values():
+        if row.order in WITHOUT_AUTO:
+            said = f"{row.name} does not take in_flight='auto': {WITHOUT_AUTO[row.order]}"
+            with pytest.raises(ConfigError, match=re.escape(said)):
+                chosen(row.name, 8)
+    with pytest.raises(ConfigError, match="method gpipe does not take in_flight='auto': it has all microbatches"):
+        choices.method("gpipe", in_flight="auto")
+    with pytest.raises(ConfigError, match="zb-h2-post does not take in_flight='auto': where an update is taken back"):
+        chosen("zb-h2-post", 8)
+
+
+def test_an_order_of_ones_own_takes_no_auto():
+    def own(stages: int, microbatches: int, *, in_flight: int = 1) -> list[str]:
+        return ["F0 B0"] * stages
+
+    with pytest.raises(ConfigError, match="order own does not take in_flight='auto': nothing is known"):
+        make_schedule(own, 1, 1, options={"in_flight": "auto"})
+
+
+def test_a_schedule_that_is_made_has_no_links_to_ask():
+    with pytest.raises(ConfigError, match="make_schedule knows no links, so in_flight='auto' finds nothing"):
+        penstock.make_schedule("2bw", 4, 8, options={"in_flight": "auto"})
+
+
+@pytest.mark.parametrize(
+    ("method", "most"),
+    [
+        ("zb-h1", None), ("zb-h1", (7, 5, 3, 1)), ("zb-h1", (6, 6, 6, 6)), ("zb-h1", (0, 4, 4, 4)),
+        ("zb-h2", (5, 5, 5, 4)), ("zb-v", (5, 6, 5, 5)), ("zb-v", (0, 4, 4, 4)),
+    ],
+)  # fmt: skip
+def test_what_is_held_with_halves_of_backwards_is_said_and_keeps_to_memory(method, most):
+    request, choice = chosen(method, 8, most=most)
+    assert choice.held == tuple(map(math.ceil, request.prove().activations))
+    if most is not None:
+        assert f"memory allows {write_in_flight(most)}" in str(choice)
+        assert all(held <= max(limit, 1) for held, limit in zip(choice.held, most, strict=True))
+        assert " that are held with them" in str(choice)
+        assert ("where a rank needs one" in str(choice)) == (min(most) < 1)
+
+
+def test_forwards_ahead_are_not_called_microbatches():
+    assert str(chosen("zb-h1", 8)[1]) == (
+        "7/5/3/1 forwards ahead on ranks 0 to 3, which hold 7/7/7/7 microbatches (4/3/2/1 where messages take no time)"
+    )
+    costs = Costs((StageCost(1, 1, 1),) * 2, 0.5)
+    _, choice = choose_in_flight(ScheduleRequest("zb-v", 2, 6, options={"in_flight": "auto"}), costs)
+    assert choice.counted == "3 microbatches, of which ranks 0 and 1 hold 3/3"
+
+
+@pytest.mark.parametrize("method", ["zb-h2", "zb-v"])
+@pytest.mark.parametrize(("ranks", "latency"), [(2, 0.5), (3, 0.25), pytest.param(4, 0.75, marks=pytest.mark.long)])
+def test_zero_bubble_stays_without_a_bubble_on_slow_links(method, ranks, latency):
+    costs = Costs((StageCost(1, 1, 1),) * ranks, latency)
+    request, choice = choose_in_flight(ScheduleRequest(method, ranks, 6 * ranks, options={"in_flight": "auto"}), costs)
+    assert idle(request, latency) == pytest.approx(0, abs=1e-9)
+    assert idle(ScheduleRequest(method, ranks, 6 * ranks), latency) > 0.01
+    fewer = replace(request, options={"in_flight": choice.taken[0] - 1})
+    assert idle(fewer, latency) > 0.001
+
+
+def idle(request: ScheduleRequest, latency: float) -> float:
+    """The bubble of one more batch, of ranks with F = I = W."""
+    proof = request.prove()
+    costs = Costs.uniform(proof.schedule, 1, 1, 1, latency=latency)
+    return steady_bubble(simulate_schedule(proof, costs).lowered, costs, proof.steady_from + 2)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3, 4, 5, 7, 10, 20])
+@pytest.mark.parametrize("m", [1, 5, 12])
+def test_any_number_on_a_v_is_proven_and_no_rank_holds_more(in_flight, m):
+    proof = prove("zb-v", 3, m, options={"in_flight": in_flight})
+    assert max(proof.activations) <= min(in_flight, m)
+
+
+def test_links_that_take_no_time_leave_zero_bubble_as_it_is():
+    for method in ("zb-h1", "zb-h2", "zb-v"):
+        asks = ScheduleRequest(method, 4, 8, options={"in_flight": "auto"})
+        assert choose_in_flight(asks, EQUAL)[0].schedule.programs == make_schedule(method, 4, 8).programs
+
+
+@pytest.mark.parametrize("method", ["2bw", "1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved", "stash"])
+@pytest.mark.parametrize(("ranks", "m"), [(1, 1), (1, 4), (2, 1), (3, 1)])
+def test_one_is_no_plural(method, ranks, m):
+    asks = ScheduleRequest(method, ranks, m, options={"in_flight": "auto"})
+    for most in (None, (1,) * ranks):
+        try:
+            choice = choose_in_flight(asks, Costs((StageCost(1, 1, 1),) * ranks, 0.75), most)[1]
+        except ScheduleError:
+            continue
+        assert re.search(r"(?<![/\d.])1 (microbatches|forwards|ranks)", str(choice)) is None
 
 
 @pytest.mark.parametrize("text", ["auto", "auto+delay", "7", "7/5/3/1"])

@@ -26,6 +26,7 @@ from penstock.train.setup import prepare_run
 from penstock.train.setup.model_shape import model_of, model_shape
 from penstock.train.setup.pipeline_options import pipeline_options
 from penstock.train.setup.prepare_run import prepare
+from penstock.verify.verify import verify
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,16 @@ WRONG = [
     (["stages=100"], "the model has 6 blocks, which cannot be cut into 100 stages; use fewer stages"),
     (["stages=6", "method=interleaved"], "the model has 6 blocks, which cannot be cut into 12 stages"),
     (["balance=[6]"], "must hold 6 positive numbers that add up to the model's 6 blocks"),
+    (
+        ["options.in_flight=auto", "recompute=auto", "memory_limit=2e9"],
+        "recompute=auto fills memory_limit before it is known how many microbatches in flight",
+    ),
+    (["in_flight_bytes=2e9"], "in_flight_bytes limits what options.in_flight=auto takes; set that, or leave it out"),
+    (
+        ["method=1f1b", "options.in_flight=auto", "delays=2"],
+        "in_flight='auto' does not go with delays of your own choice",
+    ),
+    (["method=gpipe", "options.in_flight=auto"], "method gpipe does not take in_flight='auto': it has all"),
     (["segments=2"], "segments=2 is for recompute='stage'"),
     (["recompute=stage", "segments=7"], "from 1 to 6 here"),
     (["delays=2"], "delays need version rule 'flush'"),
@@ -143,6 +154,11 @@ def test_blocks_are_counted_as_they_are_made() -> None:
     for layers in (1, 5):
         shape = preset("tiny", layers=layers)
         assert count_blocks(shape) == len(gpt_blocks(shape, seed=0))
+
+
+def test_a_verification_has_no_links_to_ask(text: str) -> None:
+    with pytest.raises(ConfigError, match="in_flight=auto: verify trains in one process, where there are no links"):
+        verify(load_config(None, [text, "options.in_flight=auto"]), 2)
 
 
 @pytest.mark.parametrize("method", ["2bw", "2bw:sync=2"])

@@ -12,7 +12,7 @@ from penstock.byte_sizes import human_bytes
 from penstock.idle_time import Idle, TimeSplit, split_time
 from penstock.runtime.in_flight.adapted_in_flight import AdaptedInFlight
 from penstock.runtime.in_flight.pass_and_message_times import Measured
-from penstock.simulate.auto_in_flight import InFlightChoice
+from penstock.schedule.in_flight_choice import NO_LINKS_HERE, InFlightChoice
 from penstock.simulate.least_in_flight import RankTimes
 from penstock.timeline import Timeline
 from penstock.train.config.load import load_config
@@ -301,14 +301,15 @@ def test_microbatches_in_flight_that_were_found_are_a_line():
         ("2bw", "3/1", None),
         ("1f1b", "3", None),
         ("stash", "auto", None),
+        ("1f1b:stages=1", "auto", f"in flight: {NO_LINKS_HERE}"),
     ],
 )
 def test_a_run_that_reads_weights_later_says_so_at_its_beginning(tmp_path, method, given, said):
     text = tmp_path / "text.txt"
     text.write_text("a quick brown fox " * 300)
-    model = ["model.layers=2", "model.width=32", "model.context=16", f"data={text}", f"method={method}"]
+    model = ["model.layers=2", "model.width=32", "model.context=16", f"data={text}", *f"method={method}".split(":")]
     prepared = prepare(load_config(None, [*model, f"options.in_flight={given}"]))
-    console = Console(file=StringIO(), width=100)
+    console = Console(file=StringIO(), width=200)
     TerminalObserver(console).started(prepared, prepared.plan.parts, 0)
     lines = [line for line in console.file.getvalue().splitlines() if line.startswith("in flight")]
     assert len(lines) == (said is not None)

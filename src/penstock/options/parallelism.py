@@ -12,7 +12,7 @@ from penstock.comm.collective.all_reduce import Reduce, is_fast
 from penstock.errors import ConfigError
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.repr_without_defaults import ShortRepr
-from penstock.schedule.ir.in_flight_option import read_in_flight
+from penstock.schedule.ir.in_flight_option import AUTO, AUTO_DELAYED, read_in_flight
 from penstock.schedule.ir.sharding import Sharding, read_sharding
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 
@@ -128,7 +128,8 @@ class Microbatches(ShortRepr):
         in_flight: how many are in flight on each rank (begun there, and their backwards not yet), where the order of
             the method has that option: of the first rank, or one number for every rank; or "auto": between processes
             the first batches are measured, and the run goes on with as many as hide the time of messages, but without
-            reading weights later; "auto+delay" may do that, too. What the method itself has if None.
+            reading weights later; "auto+delay" may do that, too. In one process messages take no time, and nothing
+            changes. What the method itself has if None.
         in_flight_bytes: with "auto", the most bytes of activations on a rank; any number if None.
 
     Raises:
@@ -148,3 +149,8 @@ class Microbatches(ShortRepr):
         check_number("in_flight_bytes", self.in_flight_bytes, "2e9")
         if self.in_flight_bytes is not None and not self.in_flight_bytes > 0:
             raise ConfigError(f"in_flight_bytes must be positive, got {self.in_flight_bytes}")
+        if self.in_flight_bytes is not None and self.in_flight not in (None, AUTO, AUTO_DELAYED):
+            raise ConfigError(
+                f"in_flight_bytes limits what in_flight='auto' takes, but in_flight={self.in_flight!r:.80} asks for a "
+                "number; leave one of them out"
+            )

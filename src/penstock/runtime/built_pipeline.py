@@ -60,7 +60,8 @@ class BuiltPipeline:
         holders = holders_of(self.schedule, parallel.width).values()
         alike = groups_of_holders(self.grid, holders, parallel.mesh) if parallel.fast else {}
         self._held = HeldElsewhere(named, blocks_here(plan, self.grid))
-        self._ranks, self._adaptations = make_ranks(named, plan, self.grid, loss, optimizer), Adaptations()
+        self._ranks = make_ranks(named, plan, self.grid, loss, optimizer)
+        self._adaptations = Adaptations(plan.options.microbatches.in_flight_bytes)
         self._held.built()
         self._sharing = KnownSharing(named, plan.parts)
         self._hooks = UpdateHooks()

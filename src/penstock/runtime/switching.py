@@ -18,6 +18,7 @@ from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.plan.schedule_from_arguments import Chosen, request_for
 from penstock.runtime.plan.sharding_limits import check_shown
 from penstock.runtime.setup.shared_plan import shared_plan
+from penstock.schedule.in_flight_choice import NO_LINKS_HERE, on_v
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.rank_schedule import Json
 from penstock.weights.corrections.base import Correction
@@ -90,20 +91,23 @@ class Switching(Inspection):
         """The microbatches in flight that were found for the links of the present method, with what was measured.
 
         None where nothing has been found (yet): it did not ask for `in_flight="auto"`, or all ranks are in one process,
-        where messages take no time; or pipelines average their weights now and then, or weights are read late by
-        choice, as then stages cannot go on under another schedule.
+        where messages take no time.
         """
         return self._adaptations.of(self._plan.auto)
 
     def _halts(self, evaluate: Evaluating | None) -> Halt | None:
         """When a run stands still, to go on with as many microbatches in flight as its links ask for."""
-        if self.grid.group is None or self._plan.auto is None:
+        if self._plan.auto is None:
+            return None
+        if self.grid.group is None or self.grid.depth == 1:
+            if self._adaptations.first_told() and (self.grid.group is None or not dist.get_rank(self.grid.group)):
+                _LOG.info("in flight: %s", NO_LINKS_HERE)
             return None
         until = self._adaptations.measured_until(self._plan.auto, self.batches)
         if until is None:
             return None
         ahead = CORRECTIONS[self._plan.options.staleness.correction_name].reads_ahead
-        if ahead and evaluate is not None and evaluate.wants(until - 1):
+        if until > self.batches and ahead and evaluate is not None and evaluate.wants(until - 1):
             until += 1  # that version would be due behind the halt, over which nobody keeps it
         return Halt(until, partial(self._adapt, evaluate))
 
@@ -111,13 +115,15 @@ class Switching(Inspection):
         """Choose the microbatches in flight by what the batches so far have taken; all ranks do it together."""
         plan, batch = self._plan, self.batches
         assert plan.auto is not None
-        measured = measured_by_all(self._ranks[0].recorder, self.grid, range(batch - MEASURED, batch))
+        counted = range(batch - MEASURED, batch)
+        measured = measured_by_all(self._ranks[0].recorder, self.grid, counted, folded=on_v(plan.auto))
 
         def choose() -> Json:
             return None if measured is None else adapt(plan, measured, batch).state()
 
         state = from_first(choose, "choosing the microbatches in flight", self.grid.control)
         if state is None:  # a rank has measured nothing
+            self._adaptations.begin_anew(plan.auto, batch)
             return
         found = AdaptedInFlight.of_state(state)
         self._adaptations.settle(plan.auto, found)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from penstock.checks import check_whole
-from penstock.errors import ScheduleError
+from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.ir.in_flight_option import AUTO, AUTO_DELAYED, check_in_flight
 from penstock.schedule.ir.limits import check_sizes
 from penstock.schedule.ir.op_table import PASSES
@@ -22,6 +22,7 @@ from penstock.schedule.ir.order import (
 )
 from penstock.schedule.ir.schedule import Action, Op, format_action, passes, split_fused, straight
 from penstock.schedule.orders import ASK_LINKS, CHAINS, IN_ARRAYS, ORDERS
+from penstock.schedule.orders.without_auto import auto_refused
 from penstock.schedule.text_parser import parse_action
 
 
@@ -40,11 +41,13 @@ def call_order(
         ConfigError: a number is not positive, or the order does not have such an option.
         ScheduleError: the function returned something that is not an order.
     """
-    name = order_name(function, ORDERS)
+    name, given = order_name(function, ORDERS), options.get("in_flight")
+    auto = given in (AUTO, AUTO_DELAYED)
+    if auto and function not in ASK_LINKS:
+        raise ConfigError(auto_refused(asked or f"order {name}", name, given))
     check_options(function, options, ORDERS, asked)
     defaults, ours = order_options(function), function in ORDERS.values()
-    given = options.get("in_flight")
-    if given in (AUTO, AUTO_DELAYED) and function in ASK_LINKS:  # no links are known: messages take no time
+    if auto:  # no links are known: messages take no time
         options = {option: value for option, value in options.items() if option != "in_flight"}
     elif given is not None and function in CHAINS:
         options = {**options, "in_flight": check_in_flight(f"{name}: in_flight", given, stages)}

@@ -3,72 +3,35 @@
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from operator import gt
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.build import ScheduleRequest, smallest_microbatches
+from penstock.schedule.in_flight_choice import (
+    FILLS,
+    InFlightChoice,
+    asked_order,
+    interleaves,
+    on_v,
+    plain_numbers,
+    plural,
+    splits,
+    with_in_flight,
+)
 from penstock.schedule.ir.in_flight_option import AUTO, AUTO_DELAYED, check_in_flight, in_flight_on, write_in_flight
-from penstock.schedule.ir.order import check_options, order_options
+from penstock.schedule.ir.order import check_options
 from penstock.schedule.ir.version_rules import RULES, Source
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
-from penstock.schedule.orders.interleaved import groups_of
+from penstock.schedule.orders.without_auto import auto_refused
 from penstock.schedule.proof.check import check_versions
 from penstock.schedule.proof.proof import Proof
+from penstock.simulate.auto_of_chunks import choose_interleaved, choose_on_v
 from penstock.simulate.costs import Costs
-from penstock.simulate.least_in_flight import RankTimes, least_in_flight, least_interleaved, rank_times
-
-_SPLIT_ORDERS, _INTERLEAVED = ("zb-h1",), "interleaved"
-
-
-@dataclass(frozen=True)
-class InFlightChoice:
-    """Microbatches in flight on every rank; of interleaved 1F1B, passes of chunks on the first rank only.
-
-    Attributes:
-        taken: what to run with.
-        asked: the least with which no rank waits for messages.
-        plain: what the order has where messages take no time.
-        reasons: why fewer are taken than the links ask for.
-        later: by how much weights are read later with them, if they are.
-        group: of interleaved 1F1B, the microbatches that run through a chunk together.
-    """
-
-    taken: tuple[int, ...]
-    asked: tuple[int, ...]
-    plain: tuple[int, ...]
-    reasons: tuple[str, ...] = ()
-    later: str = ""
-    group: int | None = None
-
-    def applied(self, request: ScheduleRequest) -> ScheduleRequest:
-        """Return the request with these numbers in place of `auto`."""
-        if self.group is None:
-            return with_in_flight(request, self.taken)
-        return replace(request, options={**request.options, "in_flight": self.taken[0], "group": self.group})
-
-    def __str__(self) -> str:
-        """Return the numbers with the reasons, for people."""
-        plain = f"{write_in_flight(self.plain)} where messages take no time"
-        return f"{self.counted} ({'; '.join([*self.why, plain])})"
-
-    @property
-    def counted(self) -> str:
-        """What is taken, with what it counts and where: "3/1 microbatches on ranks 0 and 1"."""
-        ranks = len(self.taken)
-        if self.group is not None:
-            return f"{write_in_flight(self.taken)} passes of chunks on rank 0"
-        where = "rank 0" if ranks == 1 else f"ranks 0 {'and' if ranks == 2 else 'to'} {ranks - 1}"
-        return f"{write_in_flight(self.taken)} microbatches on {where}"
-
-    @property
-    def why(self) -> list[str]:
-        """Why they are not what links ask for, and what they cost; nothing where there is nothing to say."""
-        asked = f"links ask for {write_in_flight(self.asked)}, but {' and '.join(self.reasons)}"
-        return [asked] * bool(self.reasons) + [self.later] * bool(self.later)
+from penstock.simulate.least_in_flight import least_in_flight, rank_times
 
 
 def asks_for_auto(given: object) -> bool:
@@ -81,24 +44,17 @@ def asks_for_auto(given: object) -> bool:
         return False
     if not isinstance(given.method, str) or callable(given.order):
         return False
-    order = _order_of(given)
+    order = asked_order(given)
     what = f"method {given.method}" if given.order is None else f"order {order}"
-    check_options(ORDERS[order], given.options, ORDERS, what)
     if ORDERS[order] not in ASK_LINKS:
+        raise ConfigError(auto_refused(what, order, given.options["in_flight"]))
+    if RULES[given.rule or find_method(given.method).rule].provisional:
         raise ConfigError(
-            f"{what} takes a number of microbatches in flight, such as in_flight=8; got {given.options['in_flight']!r}"
+            f"{what} does not take in_flight={given.options['in_flight']!r}: where an update is taken back, its repair "
+            "might wait for ever behind the messages of more microbatches. Leave it out, or take zb-h2"
         )
+    check_options(ORDERS[order], given.options, ORDERS, what)
     return True
-
-
-def splits(request: ScheduleRequest) -> bool:
-    """Whether its backwards come in two halves."""
-    return _order_of(request) in _SPLIT_ORDERS
-
-
-def interleaves(request: ScheduleRequest) -> bool:
-    """Whether its order is interleaved 1F1B, whose numbers count passes of chunks."""
-    return _order_of(request) == _INTERLEAVED
 
 
 def choose_in_flight(
@@ -119,15 +75,17 @@ def choose_in_flight(
     """
     if not asks_for_auto(request):
         return request, None
-    if interleaves(request):
-        times = rank_times(costs, splits=False)
-        choice = choose_interleaved(request, times, costs.transfer + costs.latency, costs.transfer)
+    hop = costs.transfer + costs.latency
+    if interleaves(request) or on_v(request):
+        times, choose = rank_times(costs, splits=splits(request)), choose_on_v if on_v(request) else choose_interleaved
+        choice = choose(request, times, hop, costs.transfer, most)
         return choice.applied(request), choice
     if len(costs.stages) != request.stages:
         raise ConfigError(f"the costs describe {len(costs.stages)} stages, there are {request.stages}")
-    times = rank_times(costs, splits=splits(request))
-    hop = costs.transfer + costs.latency
-    choice = as_allowed(request, lambda limits: least_in_flight(times, hop, costs.transfer, most=limits), most)
+    times, fills = rank_times(costs, splits=splits(request)), asked_order(request) == FILLS
+    choice = as_allowed(
+        request, lambda limits: least_in_flight(times, hop, costs.transfer, most=limits, fills=fills), most
+    )
     return choice.applied(request), choice
 
 
@@ -153,31 +111,59 @@ def as_allowed(
         most: microbatches that the memory of each rank allows.
         at_most: of a run; any number if None.
     """
-    plain = tuple(in_flight_on(request.stages, request.stages))
     assert isinstance(request.method, str)
     flushed = RULES[request.rule or find_method(request.method).rule].forward is Source.BATCH
+    in_a_batch = request.microbatches if flushed else sys.maxsize
+    plain = tuple(min(n, in_a_batch) for n in plain_numbers(request))
     limits: Sequence[float] = [math.inf] * request.stages
     asked, reasons, later = least(limits), list[str](), ""
 
     def within(limits: Sequence[float]) -> tuple[int, ...]:
-        return tuple(min(n, request.microbatches) if flushed else n for n in least(limits))
+        return tuple(min(n, in_a_batch) for n in least(limits))
 
-    taken = within(limits)
-    if most is not None and any(map(gt, taken, most)):
-        limits = most
-        reasons.append(f"memory allows {write_in_flight(tuple(most))}")
+    if most is not None and any(map(gt, held := _held(request, within(limits)), most)):
+        limits = _limits_of_memory(request, within, most)
+        wanted = f" of the {write_in_flight(held)} that are held with them" if splits(request) else ""
+        needed = ", where a rank needs one" * (min(most) < 1)
+        reasons.append(f"memory allows {write_in_flight(tuple(most))}{wanted}{needed}")
     if at_most is not None and within(limits)[0] > at_most:
         limits = [min(n, at_most) for n in limits]
-        reasons.append(f"a run takes at most {at_most}, those of its {request.stages} ranks and of two batches")
+        depth = f"{request.stages} {plural((request.stages,), 'rank', 'ranks')}"
+        reasons.append(f"a run takes at most {at_most}, those of its {depth} and of two batches")
     taken, why = _as_batches_allow(request, within, limits, asked)
     reasons += why
-    if any(map(gt, taken, plain)):
+    if not flushed and any(map(gt, taken, plain)):
         fewer = tuple(map(min, taken, plain))
         later = _longer_delay(request, fewer, taken)
         if later and request.options["in_flight"] == AUTO:
             reasons.append(f"{later.format('would be')} (in_flight={AUTO_DELAYED} accepts that)")
             taken, later = fewer, ""
-    return InFlightChoice(taken, asked, plain, tuple(reasons), later.format("are"))
+    held = _held(request, taken) if splits(request) else ()
+    return InFlightChoice(taken, asked, plain, tuple(reasons), later.format("are"), held=held)
+
+
+def _held(request: ScheduleRequest, numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the most microbatches whose activations each rank holds with these numbers."""
+    if not splits(request):
+        return numbers
+    return tuple(map(math.ceil, with_in_flight(request, numbers).prove().activations))
+
+
+def _limits_of_memory(
+    request: ScheduleRequest, within: Callable[[Sequence[float]], tuple[int, ...]], most: Sequence[int]
+) -> list[int]:
+    """Return the numbers that memory allows each rank: a rank that puts halves of backwards off holds more than those.
+
+    Then all ranks have one limit, the largest one with which none holds more than its memory allows.
+    """
+    if not splits(request):
+        return [max(number, 1) for number in most]
+
+    def exceeds(limit: int) -> bool:
+        return any(map(gt, _held(request, within([limit] * request.stages)), most))
+
+    wanted = within([math.inf] * request.stages)[0]
+    return [max(bisect_left(range(wanted), True, lo=1, key=exceeds) - 1, 1)] * request.stages
 
 
 def later_with(request: ScheduleRequest) -> str:
@@ -189,20 +175,13 @@ def later_with(request: ScheduleRequest) -> str:
     if not isinstance(request.method, str) or not isinstance(given, int | Sequence) or isinstance(given, str):
         return ""
     flushed = RULES[request.rule or find_method(request.method).rule].forward is Source.BATCH
-    if flushed or ORDERS[_order_of(request)] not in CHAINS:
+    if flushed or ORDERS[asked_order(request)] not in CHAINS:
         return ""
     plain, taken = (
         tuple(in_flight_on(request.stages, n))
         for n in (request.stages, check_in_flight("in_flight", given, request.stages))
     )
     return _longer_delay(request, plain, taken).format("are")
-
-
-def _order_of(request: ScheduleRequest) -> str:
-    assert isinstance(request.method, str)
-    order = request.order or find_method(request.method).order
-    assert isinstance(order, str)
-    return order
 
 
 def _as_batches_allow(
@@ -237,8 +216,8 @@ def _as_batches_allow(
         beyond=request.microbatches,
     )
     more = f", where {enough} would be enough (--microbatches {enough}, or microbatches={enough})"
-    need = "" if enough is None else more
-    return at_most(limit), [f"a batch has {request.microbatches} microbatches{need}"]
+    size = f"{request.microbatches} {plural((request.microbatches,), 'microbatch', 'microbatches')}"
+    return at_most(limit), [f"a batch has {size}{'' if enough is None else more}"]
 
 
 def _longer_delay(request: ScheduleRequest, before: tuple[int, ...], after: tuple[int, ...]) -> str:
@@ -254,63 +233,3 @@ def _delays(proof: Proof) -> list[float]:
     """Updates between the version that a rank's passes read and the version updated, the longer one of both passes."""
     stages = [proof.schedule.on_rank(rank)[0] for rank in range(proof.schedule.ranks)]
     return [max(proof.stages[s].delay.forward, proof.stages[s].delay.backward) for s in stages]
-
-
-def choose_interleaved(
-    request: ScheduleRequest,
-    times: Sequence[RankTimes],
-    hop: float,
-    transfer: float = 0.0,
-    most: Sequence[int] | None = None,
-    **leave: float,
-) -> InFlightChoice:
-    """Return the group of interleaved 1F1B, unless it is given, and the passes of chunks in flight on the first rank.
-
-    Args:
-        request: which asks for `auto`.
-        times, hop, transfer, leave: as of `penstock.simulate.least_in_flight.least_interleaved`.
-        most: passes of chunks that the memory of each rank allows.
-    """
-    given, ranks, m = request.options.get("group"), request.stages, request.microbatches
-    chunks = chunks_of(request)
-    slots, group = least_interleaved(times, chunks, hop, transfer, **leave)
-    asked = (ranks - 1) * slots + (chunks - 1) * group + 1
-
-    def in_flight(slots: int, group: int, rank: int = 0) -> int:
-        return (ranks - 1 - rank) * slots + (chunks - 1) * _largest(ranks, m, group) + 1
-
-    usual, wanted = given or ranks, min(max(given or group, ranks), max(m, ranks))
-    size = _largest(ranks, m, wanted)
-    reasons = [f"a group has {size} microbatches where {group} would do"] if size < group else []
-
-    def allowed(group: int) -> int:  # more slots than that, and ranks would wait for each other in a circle
-        return max(min(slots, 2 * _largest(ranks, m, group) // ranks), 2)
-
-    taken = allowed(wanted), wanted
-    if most is not None:
-        fits = [
-            (n, g)
-            for g in (range(wanted, usual - 1, -1) if given is None else [wanted])
-            for n in range(allowed(g), 1, -1)
-            if all(in_flight(n, g, rank) <= limit for rank, limit in enumerate(most))
-        ]
-        if taken not in fits:
-            reasons.append(f"memory allows {write_in_flight(tuple(most))}")
-            taken = max(fits, default=(2, usual))
-    plain = (in_flight(2, usual),)
-    return InFlightChoice((in_flight(*taken),), (asked,), plain, tuple(reasons), group=taken[1])
-
-
-def _largest(ranks: int, microbatches: int, group: int) -> int:
-    """Return the microbatches of the largest group."""
-    return len(groups_of(ranks, microbatches, group)[0])
-
-
-def chunks_of(request: ScheduleRequest) -> int:
-    """Return the stages on every rank of interleaved 1F1B."""
-    return int(request.options.get("chunks", order_options(ORDERS[_INTERLEAVED])["chunks"]))
-
-
-def with_in_flight(request: ScheduleRequest, numbers: tuple[int, ...]) -> ScheduleRequest:
-    """Return a request with other numbers of microbatches in flight."""
-    return replace(request, options={**request.options, "in_flight": numbers})

@@ -17,6 +17,10 @@ Where fewer are allowed, the period is longer, and that of all ranks: a rank wit
 backward only behind a forward that the ranks before it may not begin yet. All w(s) fall with T, so the best that is
 allowed are the least w(s) at the shortest T with which all of them are.
 
+At its beginning a rank waits for its first gradient if its forwards are done before: in ZB-H2 it has as many of them
+ahead as fill that time, too. It is f(s) + c + D'(s + 1) + g(s + 1) + c, with D' from the start of the first forward of
+the rank behind to that of its first backward, behind all forwards that rank has ahead.
+
 With v chunks on a rank, in turns and in groups of g microbatches (interleaved 1F1B), a pass of a chunk has a slot of
 T / v for its forward and its backward. A hop forward and one backward together take h slots, a whole number, in which
 the passes and the messages of both have room; and a microbatch is back on the first rank, for its next chunk, g slots
@@ -31,6 +35,7 @@ from itertools import pairwise
 from operator import gt
 from typing import NamedTuple
 
+from penstock.schedule.ir.in_flight_option import in_flight_on
 from penstock.simulate.costs import Costs
 
 Hops = float | Sequence[tuple[float, float]]
@@ -78,6 +83,8 @@ def least_in_flight(
     transfer: float = 0.0,
     leave: float = _ROUNDING,
     most: Sequence[float] | None = None,
+    *,
+    fills: bool = False,
 ) -> tuple[int, ...]:
     """Return, per rank, the least number of microbatches in flight with which no rank waits for messages.
 
@@ -87,19 +94,26 @@ def least_in_flight(
         transfer: the part of it in which a message occupies its lane.
         leave: the share of T by which waits may lengthen it, as that is not worth the memory of another microbatch.
         most: of each rank; if that is too few, the least numbers with which ranks wait no longer than they have to.
+        fills: no rank waits for its first gradient, either.
     """
     period = max(max(here.total for here in times), transfer)
     if not period:
         return tuple(range(len(times), 0, -1))
     each = [(hops, hops)] * (len(times) - 1) if isinstance(hops, int | float) else hops
-    found, lead = [1], times[-1].forward
+    found, lead, first = [1], times[-1].forward, times[-1].forward
     for (here, behind), (there, back) in reversed(list(zip(pairwise(times), each, strict=True))):
-        lead += here.forward + there + behind.returns + back
+        way = here.forward + there + behind.returns + back
+        lead, first = lead + way, first + way
         ahead = math.ceil((lead + here.returns + here.rest) / (period * (1 + leave)) - 1)
+        if fills and here.forward:
+            ahead = max(ahead, math.ceil(first / (here.forward * (1 + leave))) - 1, found[-1] - 1)
+            first = max(first, (ahead + 1) * here.forward)
         lead = max(lead, ahead * period + here.forward)
         found.append(ahead + 1)
     if most is not None and any(map(gt, reversed(found), most)):
-        return _at_a_longer_period(times, each, period, leave, most)
+        least = _at_a_longer_period(times, each, period, leave, most)
+        spread = in_flight_on(len(times), int(min(most)) if fills else 1)
+        return tuple(max(number, min(pair)) for number, *pair in zip(least, reversed(found), spread, strict=True))
     return tuple(reversed(found))
 
 

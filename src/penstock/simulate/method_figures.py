@@ -12,6 +12,7 @@ from penstock.gc_pause import no_collection
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.order import NO_OPTIONS, Options
 from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.method import Method
 from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
 from penstock.schedule.proof.proof import Proof
@@ -58,7 +59,8 @@ def figures_of_methods(
 def _options(method: Method, costs: Costs, numbers: int | tuple[int, ...] | str | None) -> Options:
     """Return the options of a method's order that the links ask for."""
     order = ORDERS[method.order]
-    chooses = order in CHAINS if isinstance(numbers, int | tuple) else numbers and order in ASK_LINKS
+    auto = order in ASK_LINKS and not RULES[method.rule].provisional
+    chooses = order in CHAINS if isinstance(numbers, int | tuple) else numbers and auto
     options = {"in_flight": numbers} if chooses else NO_OPTIONS
     return with_search_options(method.name, None, options, costs, len(costs.stages)) if costs.latency else options
 

@@ -110,6 +110,11 @@ def _check_comparable(config: TrainConfig) -> None:
         )
     if config.delayed:
         raise ConfigError("delays: there is no reference to verify chosen delays against; leave delays out")
+    if isinstance(config.options.get("in_flight"), str):
+        raise ConfigError(
+            f"options.in_flight={config.options['in_flight']}: verify trains in one process, where there are no links "
+            "to measure; give the numbers to verify, such as those of a run (in_flight in its metrics.jsonl)"
+        )
     if config.row.divides_head and config.precision == "fp32" and config.boundary_gradients != "same":
         raise ConfigError(
             f"{config.row.name}: stages round the gradient of each part of the output layer to "

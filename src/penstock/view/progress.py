@@ -18,7 +18,6 @@ from penstock.byte_sizes import human_bytes
 from penstock.idle_time import split_time
 from penstock.runtime.in_flight.adapted_in_flight import AdaptedInFlight
 from penstock.runtime.update.run_events import Evaluated
-from penstock.schedule.ir.in_flight_option import write_in_flight
 from penstock.schedule.ir.sharding import Level
 from penstock.timeline import Timeline
 from penstock.train.observer import Progress, RunSummary, Switched
@@ -69,8 +68,8 @@ class TerminalObserver:
         if config.delayed:
             late = "" if config.backward_delays is None else f", backward_delays {config.backward_delays}"
             self.console.print(f"weights are read with chosen delays: delays {config.delays}{late}", markup=False)
-        if later := prepared.later():
-            self.console.print(f"in flight: {write_in_flight(config.options['in_flight'])}; {later}", markup=False)
+        if said := prepared.about_in_flight():
+            self.console.print(f"in flight: {said}", markup=False)
         if batch:
             self.console.print(f"resuming from the checkpoint after {batch} batches")
         if self.console.is_terminal:

@@ -48,7 +48,7 @@ from penstock.cli.schedules.study_options import (
 )
 
 if TYPE_CHECKING:
-    from penstock.simulate.auto_in_flight import InFlightChoice
+    from penstock.schedule.in_flight_choice import InFlightChoice
 
 _MOST_SHOWN = 1_000  # batches
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
+    from penstock.schedule.in_flight_choice import InFlightChoice
     from penstock.schedule.machine.shared_cores import SharedCores
     from penstock.schedule.proof.proof import Proof
-    from penstock.simulate.auto_in_flight import InFlightChoice
     from penstock.simulate.costs import Costs
     from penstock.simulate.sharding_traffic import Network
 

@@ -78,6 +78,10 @@ class Engine:
         self._stop.reset()
         batches = self.position.observed(self._with_unread(batches), self._spans.batches)
         halt = halts()
+        if halt is not None and halt.at == self._spans.batches:  # the run before has ended where it would have halted
+            with self.life.together():
+                halt.act()
+            halt = halts()
         if halt is None:
             yield from self._train_spans(batches, save, evaluate)
             return

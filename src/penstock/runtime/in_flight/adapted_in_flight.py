@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from penstock.errors import ScheduleError
 from penstock.runtime.in_flight.pass_and_message_times import Measured
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.in_flight_choice import FILLS, InFlightChoice, asked_order, interleaves, on_v, splits
 from penstock.schedule.ir.in_flight_option import write_in_flight
 from penstock.schedule.proof.proof import Proof
-from penstock.simulate.auto_in_flight import (
-    InFlightChoice,
-    as_allowed,
-    choose_interleaved,
-    chunks_of,
-    interleaves,
-    most_of_a_run,
-    splits,
-)
-from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.auto_in_flight import as_allowed, most_of_a_run
+from penstock.simulate.auto_of_chunks import choose_interleaved, choose_on_v, chunks_of, costs_of_stages
 from penstock.simulate.least_in_flight import RankTimes, least_in_flight
 from penstock.simulate.simulate import Simulation, simulate_schedule
 
@@ -49,7 +44,7 @@ class AdaptedInFlight:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Microbatches in flight on every rank; of interleaved 1F1B, passes of chunks on the first one."""
+        """Microbatches in flight, as the option of the order counts them (`InFlightChoice`)."""
         return self.choice.taken
 
     def __repr__(self) -> str:
@@ -74,16 +69,19 @@ class AdaptedInFlight:
             "hops": [list(hop) for hop in self.measured.hops],
             "around": list(self.measured.around),
             "nbytes": list(self.measured.nbytes),
+            "each": list(self.measured.each),
         }
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> AdaptedInFlight:
         """Read what `state` has returned."""
         taken, asked, plain = (tuple(map(int, state[key])) for key in ("taken", "asked", "plain"))
-        choice = InFlightChoice(taken, asked, plain, tuple(state["reasons"]), state["later"], state.get("group"))
+        held = tuple(map(int, state.get("held", ())))
+        choice = InFlightChoice(taken, asked, plain, tuple(state["reasons"]), state["later"], state.get("group"), held)
         times = tuple(RankTimes(*each) for each in state["times"])
         hops = tuple((there, back) for there, back in state["hops"])
-        measured = Measured(times, hops, tuple(state["nbytes"]), tuple(state.get("around", (0.0, 0.0))))
+        around, each = tuple(state.get("around", (0.0, 0.0))), tuple(state.get("each", ()))
+        measured = Measured(times, hops, tuple(state["nbytes"]), around, each)
         return cls(state["from_batch"], choice, state["window"], measured)
 
 
@@ -95,38 +93,39 @@ def adapt(plan: PipelinePlan, measured: Measured, batch: int) -> AdaptedInFlight
         measured: on all ranks.
         batch: the first one that is trained so.
     """
-    request, limit = plan.auto, plan.options.microbatches.in_flight_bytes
-    assert request is not None
-    choice = _choose(request, measured, plan.proof, limit)
+    assert plan.auto is not None
+    request, limit = replace(plan.auto, window=None), plan.options.microbatches.in_flight_bytes
+    choice = _choose(request, measured, limit)
     simulated = _simulated(request, choice, measured)
     if choice.group is not None:
         plain = _simulated(request, _plain(request, choice), measured)
         if simulated.bubble.makespan > plain.bubble.makespan:
             choice = _plain(request, choice, "a batch has too few microbatches for the larger groups to pay")
             simulated = plain
-    window = request.window or simulated.window
+    window = plan.auto.window or simulated.window
     assert isinstance(window, int)
     try:
-        plan.adapted(choice, window).prove()
-    except ScheduleError as error:  # with what the options of the pipeline add to the schedule
-        choice = _plain(request, choice, f"they do not go with the other options ({error})")
-        window = plan.proof.lowered.window
+        proof = plan.adapted(choice, window).prove().proof
+    except ScheduleError as error:  # with the window that is given, or with what options add to the schedule
+        why = str(error).partition("\n")[0]
+        choice = _plain(request, choice, f"they do not go with the other options ({why})")
+        proof, window = plan.proof, plan.proof.lowered.window
+    if choice.held:
+        choice = replace(choice, held=tuple(map(math.ceil, proof.activations)))
     return AdaptedInFlight(batch, choice, window, measured)
 
 
-def _choose(request: ScheduleRequest, measured: Measured, proof: Proof, limit: float | None) -> InFlightChoice:
+def _choose(request: ScheduleRequest, measured: Measured, limit: float | None) -> InFlightChoice:
     """The microbatches in flight that links ask for, as far as batch, memory (`limit`, in bytes) and delay allow."""
+    chunks = chunks_of(request) if interleaves(request) else 1
+    most = None if limit is None else _most(request.prove(), measured, limit, chunks)
     if interleaves(request):
-        chunks = chunks_of(request)
-        passes = None if limit is None else _most(proof, measured.nbytes, limit, chunks)
-        return choose_interleaved(request, measured.times, measured.message, most=passes, leave=_LEAVE)
-    most = None if limit is None else _most(proof, measured.nbytes, limit)
-    return as_allowed(
-        request,
-        lambda limits: least_in_flight(measured.times, measured.hops, leave=_LEAVE, most=limits),
-        most,
-        most_of_a_run(request.stages, request.microbatches),
-    )
+        return choose_interleaved(request, measured.times, measured.message, most=most, leave=_LEAVE)
+    if on_v(request):
+        return choose_on_v(request, measured.times, measured.message, most=most, leave=_LEAVE)
+    least = partial(least_in_flight, measured.times, measured.hops, leave=_LEAVE, fills=asked_order(request) == FILLS)
+    at_most = most_of_a_run(request.stages, request.microbatches)
+    return as_allowed(request, lambda limits: least(most=limits), most, at_most)
 
 
 def _plain(request: ScheduleRequest, choice: InFlightChoice, reason: str | None = None) -> InFlightChoice:
@@ -138,26 +137,21 @@ def _plain(request: ScheduleRequest, choice: InFlightChoice, reason: str | None 
 
 def _simulated(request: ScheduleRequest, choice: InFlightChoice, measured: Measured) -> Simulation:
     """A batch with these numbers and times; its window is the least that costs no time."""
-    return simulate_schedule(choice.applied(request).prove(), _costs(request, measured))
+    proof = choice.applied(request).prove()
+    costs = costs_of_stages(proof.schedule, measured.times, measured.message, halves=splits(request))
+    return simulate_schedule(proof, costs)
 
 
-def _costs(request: ScheduleRequest, measured: Measured) -> Costs:
-    """The times of every stage."""
-    chunks = chunks_of(request) if interleaves(request) else 1
-    half, parts = splits(request), [RankTimes(*(time / chunks for time in times)) for times in measured.times]
-    return Costs(
-        tuple(
-            StageCost(t.forward, t.returns, t.rest) if half else StageCost(t.forward, t.returns + t.rest, 0.0)
-            for t in parts * chunks
-        ),
-        latency=measured.message,
-    )
+def _most(plain: Proof, measured: Measured, limit: float, chunks: int) -> list[int]:
+    """The passes whose activations fit on each rank, each of which takes a microbatch through one of its chunks.
 
-
-def _most(proof: Proof, nbytes: Sequence[int], limit: float, chunks: int = 1) -> list[int]:
-    """The passes whose activations fit on each rank, each of which takes a microbatch through one of its chunks."""
-    each = [held / float(count * chunks) for held, count in zip(nbytes, proof.activations, strict=True)]
-    return [max(int(min(limit, sys.maxsize) // size), 1) if size else sys.maxsize for size in each]
+    That is as many as there were when the most was held, and as many more as the rest of the memory has room for.
+    """
+    found = []
+    for count, held, each in zip(plain.activations, measured.nbytes, measured.each, strict=True):
+        more = (min(limit, sys.maxsize) - held) * chunks / each if each else sys.maxsize
+        found.append(max(math.floor(float(count * chunks) + more + 1e-9), 0))
+    return found
 
 
 def _milliseconds(seconds: float) -> str:
@@ -165,9 +159,14 @@ def _milliseconds(seconds: float) -> str:
 
 
 class Adaptations:
-    """What a pipeline has found for each of its schedules that ask for it, and from where on it measures others."""
+    """What a pipeline has found for each of its schedules that ask for it, and from where on it measures others.
 
-    def __init__(self) -> None:
+    Args:
+        limit: in bytes, under which that holds; another one asks for another choice.
+    """
+
+    def __init__(self, limit: float | None = None) -> None:
+        self._limit, self._told = limit, False
         self._begun: dict[str, int] = {}
         self._found: dict[str, AdaptedInFlight] = {}
 
@@ -176,22 +175,32 @@ class Adaptations:
 
         Args:
             request: that asks for it.
-            batch: that comes next. A run that was left goes on measuring.
+            batch: that comes next. A run that was left goes on measuring, and one that has ended there chooses when the
+                next one begins.
         """
-        key = _key(request)
+        key = self._key(request)
         if key in self._found:
             return None
-        if not self._begun.get(key, -MEASURED) <= batch < self._begun.get(key, -MEASURED) + MEASURED:
+        if not 0 <= batch - self._begun.get(key, batch + 1) <= MEASURED + 1:
             self._begun[key] = batch
-        return self._begun[key] + MEASURED
+        return max(self._begun[key] + MEASURED, batch)
+
+    def begin_anew(self, request: ScheduleRequest, batch: int) -> None:
+        """Measure from this batch on, as nothing is known of those before."""
+        self._begun[self._key(request)] = batch
+
+    def first_told(self) -> bool:
+        """Whether this is the first time that there is nothing to measure."""
+        told, self._told = self._told, True
+        return not told
 
     def settle(self, request: ScheduleRequest, found: AdaptedInFlight) -> None:
         """Keep what has been found."""
-        self._found[_key(request)] = found
+        self._found[self._key(request)] = found
 
     def of(self, request: ScheduleRequest | None) -> AdaptedInFlight | None:
         """Return what has been found for a request; None if nothing has."""
-        return None if request is None else self._found.get(_key(request))
+        return None if request is None else self._found.get(self._key(request))
 
     def state(self) -> dict[str, Any]:
         """Return everything as plain values, for snapshots."""
@@ -205,10 +214,10 @@ class Adaptations:
             if "found" in entry:
                 self._found[key] = AdaptedInFlight.of_state(entry["found"])
 
-
-def _key(request: ScheduleRequest) -> str:
-    """The request in one word, without the window: that is chosen, too, or the same."""
-    parts = request.method, request.order, request.rule, request.stages, request.microbatches
-    options = {key: value for key, value in sorted(request.options.items()) if key != "in_flight"}
-    more = [f"{key}={value}" for key, value in options.items()]
-    return "/".join(str(part) for part in (*parts, request.options["in_flight"], *more))
+    def _key(self, request: ScheduleRequest) -> str:
+        """The request in one word, without the window: that is chosen, too, or the same."""
+        parts = request.method, request.order, request.rule, request.stages, request.microbatches
+        options = {key: value for key, value in sorted(request.options.items()) if key != "in_flight"}
+        more = [f"{key}={value}" for key, value in options.items()]
+        limit = [] if self._limit is None else [f"bytes={self._limit:g}"]
+        return "/".join(str(part) for part in (*parts, request.options["in_flight"], *more, *limit))

@@ -6,11 +6,13 @@ faster: then those that were waited for are exceptions, such as where a process 
 that nobody waited for counts as 0, as more microbatches in flight could bring nothing there. At most 16 messages of
 each kind are told of a lane, so what ranks tell each other does not grow with the batch.
 
-Stage c lies on rank c mod p: that is a chain, or the chunks of interleaved 1F1B, whose last rank sends to the first.
+Stage c lies on rank c mod p: that is a chain, or the chunks of interleaved 1F1B, whose last rank sends to the first. Or
+stages lie on a V: those from p on on the ranks from the last to the first, so both kinds of messages go both ways.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
@@ -37,12 +39,15 @@ class Measured(NamedTuple):
         hops: from each rank but the last, the time of an activation there and of a gradient back.
         nbytes: of the most activations that each rank has held.
         around: with several chunks on a rank, the same from the last rank to the first.
+        each: bytes that a microbatch adds to them on each rank, between its forward and its backward, or between the
+            halves of that; empty if unknown.
     """
 
     times: tuple[RankTimes, ...]
     hops: tuple[tuple[float, float], ...]
     nbytes: tuple[int, ...]
     around: tuple[float, float] = (0.0, 0.0)
+    each: tuple[int, ...] = ()
 
     @property
     def message(self) -> float:
@@ -55,7 +60,7 @@ class Measured(NamedTuple):
         return max(here.total for here in self.times)
 
 
-def measure_rank(recording: Mapping[str, Any], batches: range, depth: int) -> dict[str, Any]:
+def measure_rank(recording: Mapping[str, Any], batches: range, depth: int, *, folded: bool = False) -> dict[str, Any]:
     """Return what one rank has measured, as plain values.
 
     Args:
@@ -63,11 +68,13 @@ def measure_rank(recording: Mapping[str, Any], batches: range, depth: int) -> di
         batches: counted from the start of training; the first one of each span, which fills the pipeline, is left out
             where others follow it.
         depth: p, ranks of a pipeline.
+        folded: stages lie on a V.
 
     Returns:
         Under "passes" the median seconds of each kind of pass of a microbatch, through all stages of the rank; under
-        "nbytes" the peak of activations; under "taken" messages: the global rank of the sender, the span, the stage
-        that takes it, what was sent, by when it had come, whether somebody waited.
+        "nbytes" the peak of activations; under "each" the most of them that a microbatch holds between two passes;
+        under "taken" messages: the global rank of the sender, the span, the stage that takes it, what was sent, by when
+        it had come, whether somebody waited.
     """
     intervals = sorted((Interval(*interval) for interval in recording["intervals"]), key=lambda one: one.start)
     passes = [i for i in intervals if i.is_work and i.what in _PASSES and i.batch in batches]
@@ -80,15 +87,28 @@ def measure_rank(recording: Mapping[str, Any], batches: range, depth: int) -> di
     for one in counted:
         seconds[one.what][one.stage].append(one.end - one.start)
     since = min((one.start for one in passes), default=0.0)
-    held = [amount for when, amount in recording["memory"].get(_ACTIVATIONS, ()) if when >= since]
+    memory = recording["memory"].get(_ACTIVATIONS, ())
+    held = [amount for when, amount in memory if when >= since]
     return {
         "passes": {what: sum(map(median, of_stages.values())) for what, of_stages in seconds.items()},
-        "taken": _taken(intervals, counted, depth),
+        "taken": _taken(intervals, counted, depth, folded),
         "nbytes": max(held, default=0),
+        "each": max(_changed(memory, passes, "F"), -_changed(memory, passes, "W")),
     }
 
 
-def _taken(intervals: Sequence[Interval], passes: Sequence[Interval], depth: int) -> list[list[Any]]:
+def _changed(memory: Sequence[tuple[float, int]], passes: Sequence[Interval], what: str) -> int:
+    """The bytes by which a kind of pass of a microbatch has changed what is live, through all stages of the rank."""
+    times, amounts = [when for when, _ in memory], [0, *(amount for _, amount in memory)]
+    changes: dict[int, list[int]] = defaultdict(list)
+    for one in passes:
+        if one.what == what:
+            before, after = bisect_left(times, one.start), bisect_right(times, one.end)
+            changes[one.stage].append(amounts[after] - amounts[before])
+    return sum(max(found, key=abs) for found in changes.values())
+
+
+def _taken(intervals: Sequence[Interval], passes: Sequence[Interval], depth: int, folded: bool) -> list[list[Any]]:
     """Messages that passes have taken, from the first to the last; a wait for one is the last before the pass."""
     waits: dict[tuple[int, str], float] = {}
     taken: dict[tuple[str, int, bool], list[list[Any]]] = defaultdict(list)
@@ -102,7 +122,10 @@ def _taken(intervals: Sequence[Interval], passes: Sequence[Interval], depth: int
             end = waits.pop((one.span, sent), None)
             if one not in counted:
                 continue
-            sender = one.rank // depth * depth + (one.stage + step) % depth
+            turn, place = divmod(one.stage + step, depth)
+            sender = one.rank // depth * depth + (depth - 1 - place if folded and turn % 2 else place)
+            if sender == one.rank:
+                continue
             waited = end is not None
             taken[payload, sender, waited].append(
                 [sender, one.span, one.stage, sent, end if waited else one.start, waited]
@@ -131,13 +154,16 @@ def messages_of_rank(recording: Mapping[str, Any], told: Sequence[Mapping[str, A
     return found
 
 
-def merge(told: Sequence[Mapping[str, Any]], messages: Sequence[Iterable[Any]], depth: int) -> Measured | None:
+def merge(
+    told: Sequence[Mapping[str, Any]], messages: Sequence[Iterable[Any]], depth: int, *, folded: bool = False
+) -> Measured | None:
     """Return the times of all ranks; None where a rank has measured nothing.
 
     Args:
         told: by global rank, what `measure_rank` has returned there.
         messages: by global rank, what `messages_of_rank` has returned there.
         depth: ranks of a pipeline, one of which follows the other.
+        folded: stages lie on a V, so that a hop has both kinds of messages both ways, and the slower one counts.
     """
     if any("F" not in part["passes"] for part in told):
         return None
@@ -151,15 +177,18 @@ def merge(told: Sequence[Mapping[str, Any]], messages: Sequence[Iterable[Any]], 
         return max(float(sum(part["passes"].get(kind, 0.0) for kind in kinds)) for part in told[rank::depth])
 
     def hop(rank: int, behind: int) -> tuple[float, float]:
-        rows = range(0, len(told), depth)
-        there = max(lanes.get((rank + row, behind + row, Payload.ACTIVATION.value), 0.0) for row in rows)
-        return there, max(lanes.get((behind + row, rank + row, Payload.GRADIENT.value), 0.0) for row in rows)
+        ways = [(rank + row, behind + row) for row in range(0, len(told), depth)]
+        back = [(to, since) for since, to in ways]
+        there, again = (ways + back, back + ways) if folded else (ways, back)
+        activation = max(lanes.get((*way, Payload.ACTIVATION.value), 0.0) for way in there)
+        return activation, max(lanes.get((*way, Payload.GRADIENT.value), 0.0) for way in again)
 
     return Measured(
         tuple(RankTimes(slowest(r, "F"), slowest(r, "R", "B", "I"), slowest(r, "W")) for r in range(depth)),
         tuple(hop(r, r + 1) for r in range(depth - 1)),
         tuple(max(part["nbytes"] for part in told[rank::depth]) for rank in range(depth)),
-        hop(depth - 1, 0),
+        (0.0, 0.0) if folded else hop(depth - 1, 0),
+        tuple(max(part["each"] for part in told[rank::depth]) for rank in range(depth)),
     )
 
 
@@ -176,13 +205,14 @@ def _spread(found: list[Any]) -> list[Any]:
     return [found[int(k * step)] for k in range(min(len(found), _MOST))]
 
 
-def measured_by_all(recorder: Recorder, grid: RankGrid, batches: range) -> Measured | None:
+def measured_by_all(recorder: Recorder, grid: RankGrid, batches: range, *, folded: bool) -> Measured | None:
     """Return what all ranks have measured, the same on all of them; all call this together.
 
     Args:
         recorder: of the rank in this process.
         grid: all ranks, each in a process of its own.
         batches: counted from the start of training.
+        folded: stages lie on a V.
 
     Returns:
         The times; None where a rank has measured nothing.
@@ -191,6 +221,6 @@ def measured_by_all(recorder: Recorder, grid: RankGrid, batches: range) -> Measu
         TransportError: a peer is dead.
     """
     recording = recorder.recording()
-    told = gather_json(measure_rank(recording, batches, grid.depth), "measuring passes", grid.control)
+    told = gather_json(measure_rank(recording, batches, grid.depth, folded=folded), "measuring passes", grid.control)
     messages = gather_json(messages_of_rank(recording, told), "measuring messages", grid.control)
-    return merge(told, messages, grid.depth)
+    return merge(told, messages, grid.depth, folded=folded)

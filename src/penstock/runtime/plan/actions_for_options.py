@@ -111,6 +111,25 @@ def additions(plain: Schedule, options: PipelineOptions, tied: Collection[int]) 
     }
 
 
+def adapting(given: GivenSchedule, options: PipelineOptions) -> ScheduleRequest | None:
+    """What asks for as many microbatches in flight as links ask for; None where nothing does.
+
+    Raises:
+        ConfigError: stages cannot go on under another schedule with these options.
+    """
+    if not isinstance(given, ScheduleRequest) or not asks_for_auto(given):
+        return None
+    combine, staleness = options.data_parallel.combine, options.staleness
+    if not combine.apart and not staleness.chosen:
+        return given
+    kept = f"combine={combine.kind}" if combine.apart else "delays of your own choice"
+    raise ConfigError(
+        f"in_flight={given.options['in_flight']!r} does not go with {kept}, under which stages cannot go on with "
+        "another schedule once the links have been measured; give a number (for given times: penstock simulate "
+        "--in-flight auto --latency), or leave one of them out"
+    )
+
+
 def with_own_sharding(given: GivenSchedule, options: PipelineOptions) -> PipelineOptions:
     """Options with the sharding that a method has by itself, where they ask for none.
 

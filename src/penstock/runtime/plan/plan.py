@@ -22,6 +22,7 @@ from penstock.partition.emulated_delays import BlockDelays, resolve_both
 from penstock.partition.tied import Tie, find_ties
 from penstock.runtime.plan.actions_for_options import (
     GivenSchedule,
+    adapting,
     additions,
     check_ranks,
     check_same_places,
@@ -42,9 +43,9 @@ from penstock.runtime.plan.capabilities import (
 from penstock.runtime.plan.options_equal_on_ranks import common_options
 from penstock.runtime.plan.received_schedule import KnownSchedule, described, identity
 from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.in_flight_choice import InFlightChoice
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.proof.proof import Proof
-from penstock.simulate.auto_in_flight import InFlightChoice, asks_for_auto
 from penstock.weights.corrections.base import Correction
 
 
@@ -62,7 +63,7 @@ class UnprovenPlan:
         delays: of every block, in updates.
         backward_delays: the same in backwards; None where they are those of forwards.
         auto: what the schedule was asked for with, if its microbatches in flight are still to be found, or have been,
-            for links that take time; None also where stages cannot go on under another schedule.
+            for links that take time.
         shared_buffers: buffers that several stages have, by name, each with the other stages in words.
     """
 
@@ -132,8 +133,7 @@ class UnprovenPlan:
         check_captured(schedule, options)
         check_recomputed_blocks(schedule, recompute)
         check_correction(schedule, staleness.correction, options.precision.low, recompute, tied=bool(ties))
-        stays = parallel.combine.apart or staleness.chosen
-        auto = given if isinstance(given, ScheduleRequest) and asks_for_auto(given) and not stays else None
+        auto = adapting(given, options)
         places = options, given, schedule, parts, ties, inside, delays, backward
         return UnprovenPlan(*places, auto=auto, shared_buffers=shared_buffers(blocks, parts))
 
@@ -191,7 +191,7 @@ class UnprovenPlan:
         recompute = options.recompute
         check_recomputed_blocks(schedule, recompute)
         check_correction(schedule, correction, options.precision.low, recompute, tied=bool(self.ties))
-        auto = given if isinstance(given, ScheduleRequest) and asks_for_auto(given) else None
+        auto = adapting(given, options)
         return UnprovenPlan(**self._values() | {"options": options, "given": given, "schedule": schedule, "auto": auto})
 
     def adapted(self, choice: InFlightChoice, window: int, known: KnownSchedule | None = None) -> UnprovenPlan:

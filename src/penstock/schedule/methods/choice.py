@@ -9,11 +9,13 @@ from typing import Any
 from penstock.checks import no_option
 from penstock.errors import ConfigError
 from penstock.repr_without_defaults import ShortRepr
+from penstock.schedule.ir.in_flight_option import AUTO, AUTO_DELAYED
 from penstock.schedule.ir.order import order_options
 from penstock.schedule.methods.compatibility import correction_options
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.orders import ORDERS
+from penstock.schedule.orders.without_auto import auto_refused
 from penstock.schedule.proof.proof import Proof
 
 
@@ -61,6 +63,8 @@ def method(name: str, **options: Any) -> MethodChoice:
             f"method {row.name} has no option 'sync': sync is for comparisons (penstock compare {row.name}:sync=50); "
             f"in a run: --set sync.batches={options['sync']}; in Python, pipeline.switch('{row.name}') after 1f1b"
         )
+    if options.get("in_flight") in (AUTO, AUTO_DELAYED) and "in_flight" in unknown:
+        raise ConfigError(auto_refused(f"method {row.name}", row.order, options["in_flight"]))
     if unknown:
         raise ConfigError(no_option(f"method {row.name}", unknown[0], [*of_order, *of_correction]))
     correction = {k: v for k, v in options.items() if k in of_correction}

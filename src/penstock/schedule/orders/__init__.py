@@ -69,11 +69,11 @@ ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
 )
 """All orders by their names."""
 
-CHAINS = (one_f_one_b, endless_1f1b, zb_h1)
+CHAINS = (one_f_one_b, endless_1f1b, zb_h1, zb_h2)
 """Orders with a stage on each rank whose option in_flight may be one number for each of them, or "auto"."""
 
-ASK_LINKS = (*CHAINS, interleaved)
-"""Orders whose option in_flight may be "auto"."""
+ASK_LINKS = (*CHAINS, interleaved, zb_v)
+"""Orders whose option in_flight may be "auto"; `WITHOUT_AUTO` says of the others why not."""
 
 IN_ARRAYS = (
     one_f_one_b,

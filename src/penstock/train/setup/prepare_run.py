@@ -21,6 +21,8 @@ from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.setup.shared_plan import Known, shared_plans
 from penstock.runtime.setup.tensor_division import check_steps_parts
 from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.in_flight_choice import NO_LINKS_HERE
+from penstock.schedule.ir.in_flight_option import write_in_flight
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.version_rules import RULES, Source
 from penstock.schedule.methods.find_method import find_method
@@ -100,10 +102,16 @@ class Prepared:
             )
         return found
 
-    def later(self) -> str:
-        """Say by how much weights are read later with the microbatches in flight that are configured; empty if not."""
+    def about_in_flight(self) -> str:
+        """Say by how much weights are read later with the microbatches in flight that are configured; empty if not.
+
+        Or that `auto` finds no links, where one rank has all stages.
+        """
+        if self.plan.auto is not None and self.config.stages == 1:
+            return NO_LINKS_HERE
         request = _schedule(self.config)
-        return later_with(request) if isinstance(request, ScheduleRequest) else ""
+        later = later_with(request) if isinstance(request, ScheduleRequest) else ""
+        return later and f"{write_in_flight(self.config.options['in_flight'])}; {later}"
 
     @property
     def microbatches(self) -> int:
@@ -214,11 +222,20 @@ def _chosen(choose: ChooseRecompute, question: RecomputeQuestion) -> tuple[list[
 
 
 def _check_limit(config: TrainConfig, choose: ChooseRecompute | None) -> None:
-    """Make sure that a limit of memory stands where recomputes are chosen for it.
+    """Make sure that a limit of memory stands where something is chosen for it, and one thing only.
 
     Raises:
-        ConfigError: one of the two is missing.
+        ConfigError: the limit is missing, or what is chosen, or both are chosen.
     """
+    auto = isinstance(config.options.get("in_flight"), str)
+    if config.recompute == "auto" and auto:
+        raise ConfigError(
+            "recompute=auto fills memory_limit before it is known how many microbatches in flight "
+            "options.in_flight=auto takes, whose activations would exceed it; give options.in_flight a number, or list "
+            "what is recomputed"
+        )
+    if config.in_flight_bytes is not None and not auto:
+        raise ConfigError("in_flight_bytes limits what options.in_flight=auto takes; set that, or leave it out")
     if config.recompute == "auto" and config.memory_limit is None:
         raise ConfigError(
             "recompute=auto needs memory_limit, the most bytes that a rank may hold, such as memory_limit=2e9"
