@@ -3,7 +3,7 @@
 Configurations, schedules as text and as torch's CSV, indexes of checkpoints and weights (behind a valid digest, and
 not), and command lines, in this process. Each input is a valid one in which parts were replaced, removed, repeated or
 nested. Allowed is an error that `penstock.errors` has, or none; everything else is a finding, and so is an input that
-takes longer than ten seconds.
+takes longer than ten seconds. `--out FILE` keeps the counts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import argparse
 import contextlib
 import io
 import json
+import resource
 import sys
 import tempfile
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -102,12 +104,14 @@ class Findings:
     """What is wrong, counted by where it happens."""
 
     def __init__(self) -> None:
-        self.tried, self.found = 0, Counter[str]()
+        self.tried, self.found = Counter[str](), Counter[str]()
         self.examples: dict[str, str] = {}
+        self.longest = 0.0  # seconds that an input has taken
 
     def attempt(self, what: str, call: Callable[[], Any], given: object) -> None:
         """Give one input to a reader."""
-        self.tried += 1
+        self.tried[what] += 1
+        begun = time.monotonic()
         try:
             with (
                 time_limit(LIMIT),
@@ -123,6 +127,16 @@ class Findings:
             said = f"{what}: {type(error).__name__} in {where}"
             self.found[said] += 1
             self.examples.setdefault(said, f"{given!a:.300} -> {str(error)!a:.200}")
+        finally:
+            self.longest = max(self.longest, time.monotonic() - begun)
+
+    def summary(self) -> dict[str, Any]:
+        """What was tried and found, for a file of results."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        return {
+            "inputs": dict(self.tried), "findings": dict(self.found), "examples": self.examples,
+            "longest_seconds": round(self.longest, 3), "peak_bytes": peak,
+        }  # fmt: skip
 
 
 def run_command(arguments: list[str]) -> None:
@@ -203,22 +217,22 @@ def fuzz(inputs: int, start: int) -> Findings:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), no_processes:
         found = readers(Path(folder), findings)
         for function, strategies in found.values():
-            goal = findings.tried + -(-inputs // len(found))
+            goal = findings.tried.total() + -(-inputs // len(found))
             for again in range(ROUNDS):  # an input may be none, and a round may end early
-                missing = max(goal - findings.tried, LEAST)
+                missing = max(goal - findings.tried.total(), LEAST)
                 options = settings(
                     max_examples=missing, database=None, deadline=None, phases=[Phase.generate],
                     suppress_health_check=list(HealthCheck),
                 )  # fmt: skip
                 seed(start + again * 10**6)(options(given(**strategies)(function)))()
-                if findings.tried >= goal:
+                if findings.tried.total() >= goal:
                     break
     return findings
 
 
 def report(findings: Findings) -> str:
     """What was found, most frequent first, each with an example."""
-    lines = [f"{findings.tried} inputs, {findings.found.total()} findings at {len(findings.found)} places"]
+    lines = [f"{findings.tried.total()} inputs, {findings.found.total()} findings at {len(findings.found)} places"]
     return "\n".join(
         [*lines, *(f"{n} x {what}\n    {findings.examples[what]}" for what, n in findings.found.most_common())]
     )
@@ -228,7 +242,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--inputs", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="append what was tried and found to this file, as a line of JSON")
     arguments = parser.parse_args()
     outcome = fuzz(arguments.inputs, arguments.seed)
+    if arguments.out:
+        with arguments.out.open("a") as file:
+            file.write(json.dumps({"seed": arguments.seed, **outcome.summary()}) + "\n")
     sys.stdout.write(report(outcome) + "\n")
     sys.exit(bool(outcome.found))

@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 
 def test_nothing_but_documented_errors() -> None:
     findings = fuzz(300, start=1)
-    assert findings.tried >= 300
+    assert findings.tried.total() >= 300
     assert not findings.found, report(findings)
 
 
@@ -31,6 +31,9 @@ def test_the_campaign_sees_what_it_looks_for(monkeypatch: pytest.MonkeyPatch) ->
     findings.attempt("a reader", hang, 1)
     assert dict(findings.found) == {"a reader: ZeroDivisionError in ?": 1, "a reader: TooLongError in ?": 1}
     assert "3 inputs, 2 findings at 2 places" in report(findings)
+    summary = findings.summary()
+    assert summary["inputs"] == {"a reader": 3}
+    assert summary["longest_seconds"] >= 0.1
 
 
 def test_inputs_are_edited_in_every_way() -> None:

@@ -21,7 +21,8 @@ COMMANDS = [
     "simulate 1f1b --microbatches 1000000000", f"show interleaved:chunks={LONG}", "show interleaved:chunks=999999",
     "show interleaved:chunks=nan", f"show interleaved --set options.chunks={LONG}", "show hanayo:waves=999999",
     "show 1f1b --segments ²", f"simulate 1f1b --window {LONG}", "show 1f1b --forward 1e308",
-    "simulate 1f1b --latency 1e300", "simulate 1f1b --forward inf", "simulate 1f1b --batches 1000000000",
+    "simulate 1f1b --latency 1e300", "show 1f1b --latency 1e16", "methods --latency 1e16", "simulate 1f1b --left 1e16",
+    "simulate 1f1b --forward inf", "simulate 1f1b --batches 1000000000",
     "sample run --seed 1" + "0" * 26, "sample run --length 99999999999", "show \udcff",
     "compare --out o 1f1b:delays=99999999", "compare --out o --lr 1e999", "compare --out o --set methods={1:2}",
     "train --config /dev/zero", "train --resume \udcff", "simulate 1f1b --per-stage /dev/zero",
@@ -40,7 +41,9 @@ FILES = {
 }  # fmt: skip
 
 SETTINGS = [
-    "timeout=1e300", "timeout=1e-300", "model={1: 2}", "model=[1]", "stages=10000000", "model.layers=10000000",
+    "timeout=1e300", "timeout=1e-300", "backend=evil", "backend=cpu:gloo,cuda:nccl,xpu:evil", "device=evil",
+    "device=cuda:x", "device=cuda:99999999999999999999",
+    "model={1: 2}", "model=[1]", "stages=10000000", "model.layers=10000000",
     f"model.layers=0x{'f' * 5000}", "model.context=1000000000000", f"seed={LONG}", "x=" + "[" * 10_000,
     "model=" + "{a: " * 5000, "options={chunks: 99999999999}", "options={1: 2}", "correction={1: 2}", "delays=99999999",
     "delays=2020-01-01", "lr=2020-99-99", "optimizer.lr=.inf", "balance=[99999999999]", "combine.lag=/dev/zero",
@@ -96,6 +99,15 @@ def test_configurations_that_cannot_be(refused, name: str) -> None:
     content = YAML[name]
     Path("config.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
     refused("train", "--config", "config.yaml", "--set", "data=text.txt")
+
+
+def test_a_cost_that_is_too_large_is_told_with_its_limit(refused) -> None:
+    for option in ("latency", "forward", "left"):
+        said = refused("simulate", "1f1b", f"--{option}", "1e308")
+        assert f"invalid value for '--{option}': input should be less than or equal to" in said, said
+    Path("costs.json").write_text('[{"forward": 1e308, "backward_input": 1, "backward_weight": 1}]')
+    said = " ".join(refused("simulate", "1f1b", "--per-stage", "costs.json", "--stages", "1").split())
+    assert "stage 0: expected forward, backward_input, backward_weight and optionally step, all from 0 to 1e+15" in said
 
 
 def test_a_number_that_is_too_large_is_told_with_its_limit(refused) -> None:

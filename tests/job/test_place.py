@@ -17,6 +17,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1", "PMIX_NAMESPACE": "prterun-host-1@1",
 }  # fmt: skip
+HERE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **STORE}
 HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "3"}
 
 
@@ -27,7 +28,7 @@ HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "4", "MPI_LOCALRAN
         ({"RANK": "0", "WORLD_SIZE": "1"}, None),  # as a machine for notebooks may have them
         ({"RANK": "3", "WORLD_SIZE": "4", **STORE}, JobPlace("the launcher", 3, 4, "10.0.0.1", 29500)),
         (
-            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **STORE, **STEP},
+            HERE | STEP,
             JobPlace("the launcher", 3, 4, "10.0.0.1", 29500, 1, 2),
         ),
         (
@@ -62,7 +63,20 @@ def test_the_place_that_a_launcher_gives(environment: dict[str, str], place: Job
         ({"RANK": "9" * 30, "WORLD_SIZE": "4", **STORE}, "RANK must be a whole number"),
         ({"RANK": "0", "WORLD_SIZE": "4", **STORE, "MASTER_PORT": "0"}, "MASTER_PORT must be from 1 to 65535, got 0"),
         (STEP | {"MASTER_PORT": "65536"}, "MASTER_PORT must be from 1 to 65535, got 65536"),
-        ({"RANK": "4", "WORLD_SIZE": "4", **STORE}, "this is rank 4 of 4; ranks begin at 0"),
+        ({"RANK": "0", "WORLD_SIZE": "four", **STORE}, "WORLD_SIZE must be a whole number from 0 on, got 'four'"),
+        (HERE | {"LOCAL_RANK": "-1"}, "LOCAL_RANK must be a whole number from 0 on, got '-1'"),
+        (HERE | {"LOCAL_WORLD_SIZE": "1.5"}, "LOCAL_WORLD_SIZE must be a whole number from 0 on, got '1.5'"),
+        (HERE | {"RANK": "4"}, "the launcher has set RANK to 4, but WORLD_SIZE to 4; .* left over from another job"),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK to 1, but WORLD_SIZE to 1"),
+        ({"RANK": "0", "WORLD_SIZE": "0", **STORE}, "RANK to 0, but WORLD_SIZE to 0"),
+        (HERE | {"LOCAL_RANK": "5"}, "LOCAL_RANK to 5, but LOCAL_WORLD_SIZE to 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2", **STORE}, "LOCAL_RANK to 2, but WORLD_SIZE to 2"),
+        (HERE | {"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE to 8, but WORLD_SIZE to 4"),
+        (HERE | {"LOCAL_WORLD_SIZE": "0"}, "LOCAL_RANK to 1, but LOCAL_WORLD_SIZE to 0"),
+        (HERE | {"TORCHELASTIC_RUN_ID": "x", "RANK": "9"}, "torchrun has set RANK to 9, but WORLD_SIZE to 4"),
+        (HYDRA | {"MPI_LOCALRANKID": "4"}, "mpiexec has set MPI_LOCALRANKID to 4, but MPI_LOCALNRANKS to 4"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK to 2, but OMPI_COMM_WORLD_SIZE to 2"),
+        (STEP | STORE | {"SLURM_PROCID": "6"}, "SLURM_PROCID to 6, but SLURM_STEP_NUM_TASKS to 6"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "several machines, but does not say which one has rank 0"),
         (STEP | {"SLURM_STEP_NODELIST": "[;rm]"}, "cannot read the list of nodes"),
     ],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from penstock.train.config.written_config import note_changes
 from penstock.train.graceful_stop import DrainRequest
 from penstock.train.loop import _Loop
 from penstock.train.setup.prepare_run import prepare
+from penstock.train.setup.run_folder import check_own_files
 from support.pool import Pool
 from support.worker_functions import Silent
 
@@ -47,6 +50,33 @@ def test_the_configuration_is_that_of_the_batches_to_come_and_says_what_was_befo
         'prompt="a\\nb" (before: def ), lr_schedule.warm_up=0 (before: 50)',
     ]
     assert lines[2] == "method: pipemare"
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe", "link", "unreadable"])
+def test_a_lock_that_nobody_can_take_is_told_before_anything_starts(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(tmp_path)
+    check_own_files(tmp_path)
+    lock = tmp_path / ".checkpoints.lock"
+    if what == "folder":
+        lock.mkdir()
+    elif what == "pipe":
+        os.mkfifo(lock)
+    elif what == "link":
+        lock.symlink_to(tmp_path / "config.yaml")
+    else:  # root may read everything
+        lock.touch(mode=0)
+        opened = os.open
+        monkeypatch.setattr(
+            os, "open", lambda path, flags, *mode: _refuse(path) if path == lock else opened(path, flags, *mode)
+        )
+    with pytest.raises(ConfigError, match=rf"cannot resume in .*checkpoints\.lock: .*({what}|Permission denied)"):
+        check_own_files(tmp_path)
+
+
+def _refuse(path: Path) -> int:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def test_nothing_is_written_where_nothing_changes(tmp_path: Path) -> None:

@@ -16,6 +16,13 @@ from penstock.job.slurm_notation import first_host, step_of, tasks_on_node
 
 _PORTS = range(20_000, 30_000)  # below those that Linux gives to connections
 LOOPBACK = "127.0.0.1"
+_CONTRACT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_VARIABLES = {
+    "mpirun": tuple(f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+"""Where the numbers of a place stand: rank, size, local rank and local size."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ def job_place(environment: Mapping[str, str]) -> JobPlace | None:
         environment: the variables of this process.
 
     Raises:
-        ConfigError: some of the variables are missing, or no numbers.
+        ConfigError: some of the variables are missing, no numbers, or contradict each other.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         found: JobPlace | None = _by_contract(environment)
@@ -61,11 +68,10 @@ def job_place(environment: Mapping[str, str]) -> JobPlace | None:
         found = _by_slurm(environment)
     else:
         return None
-    if found is None or (found.size == 1 and not found.served):
+    if found is None:
         return None
-    if not 0 <= found.rank < found.size:
-        raise ConfigError(f"{found.launcher} says that this is rank {found.rank} of {found.size}; ranks begin at 0")
-    return found
+    _check(found)
+    return None if found.size == 1 and not found.served else found
 
 
 def is_worker(environment: Mapping[str, str]) -> bool:
@@ -75,6 +81,27 @@ def is_worker(environment: Mapping[str, str]) -> bool:
         ConfigError: see `job_place`.
     """
     return job_place(environment) is not None
+
+
+def _check(place: JobPlace) -> None:
+    """Refuse a place of which the numbers contradict each other, as where a variable of another job is left over.
+
+    Raises:
+        ConfigError: which two of them do.
+    """
+    rank, size, local_rank, local_size = _VARIABLES.get(place.launcher, _CONTRACT)
+    here = (size, place.size) if place.local_size is None else (local_size, place.local_size)
+    for number, value, count, total in ((rank, place.rank, size, place.size), (local_rank, place.local_rank, *here)):
+        if value is not None and value >= total:
+            raise ConfigError(
+                f"{place.launcher} has set {number} to {value}, but {count} to {total}; numbers begin at 0 and are "
+                "below that. Is one of both left over from another job?"
+            )
+    if place.local_size is not None and place.local_size > place.size:
+        raise ConfigError(
+            f"{place.launcher} has set {local_size} to {place.local_size}, but {size} to {place.size}; a machine has "
+            "no more processes than the job. Is one of both left over from another job?"
+        )
 
 
 def _by_contract(environment: Mapping[str, str]) -> JobPlace:

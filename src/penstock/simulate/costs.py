@@ -10,6 +10,7 @@ from penstock.checks import in_short
 from penstock.errors import ConfigError
 from penstock.guarded_files import parse_json, read_given
 from penstock.repr_without_defaults import ShortRepr
+from penstock.schedule.ir.limits import MOST_COST
 from penstock.schedule.ir.schedule import Action, Op, Schedule
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.message_lanes import MessageObserver
@@ -173,15 +174,12 @@ class Costs:
                 return 0.0
 
 
-_LONGEST = 1e100  # so that sums of times are numbers, too
-
-
 def _check_times(costs: StageCost | Costs) -> None:
     for name, value in vars(costs).items():
         if name in ("stages", "network", "cores", "links"):
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LONGEST:
-            raise ConfigError(f"{name} must be a finite number, not negative; got {in_short(value)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_COST:
+            raise ConfigError(f"{name} must be a number from 0 to {MOST_COST:g}; got {in_short(value)}")
 
 
 def _check_stages(stages: object) -> None:
@@ -224,7 +222,7 @@ def read_stage_costs(path: Path, num_stages: int | None, latency: float = 0.0, t
             stages.append(StageCost(**row))
         except (TypeError, ConfigError):
             raise ConfigError(
-                f"{path}, stage {number}: expected forward, backward_input, backward_weight and optionally step, none "
-                f"negative; got {in_short(row)}"
+                f"{path}, stage {number}: expected forward, backward_input, backward_weight and optionally step, all "
+                f"from 0 to {MOST_COST:g}; got {in_short(row)}"
             ) from None
     return Costs(tuple(stages), latency, transfer)

@@ -7,10 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.schedule.ir.limits import MOST_COST
+
 
 def at_least_0(unit: str, help: str) -> Any:
-    """Return an option that takes a number which is not negative."""
-    return typer.Option(metavar=unit, help=help, min=0)
+    """Return an option that takes a number which is not negative, and of which sums are numbers, too."""
+    return typer.Option(metavar=unit, help=help, min=0, max=MOST_COST)
 
 
 OrderOptions = Annotated[

@@ -11,6 +11,8 @@ MOST_STAGES = 1 << 14
 MOST_MICROBATCHES = 1 << 16
 MOST_BATCHES = 10**12
 """Of a run."""
+MOST_COST = 1e15
+"""Units of time, bytes or bytes in a unit of time: a sum of so much and 1 still differs from it."""
 _MOST_UNITS = 1 << 20  # stages x microbatches, and chunks or slices, of schedules whose actions are objects
 _MOST_IN_ARRAYS = 1 << 23  # of those that are arrays
 _MOST_PAIRS = 1 << 22  # of stages and microbatches, in these

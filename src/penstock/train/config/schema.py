@@ -27,6 +27,7 @@ from penstock.train.config.values import (
     MOST,
     MOST_THREADS,
     BlockDelays,
+    DeviceName,
     Number,
     OrderOptions,
     RecomputeModes,
@@ -171,7 +172,7 @@ class TrainConfig(Strict):
     timeout: Number = Field(
         default=300.0, ge=1e-3, le=LONGEST, description="seconds after which a missing message ends the run"
     )
-    device: str = Field(
+    device: DeviceName = Field(
         default="auto",
         description="auto (a GPU if there is one), cpu, cuda (the ranks of a machine take its GPUs in turns), or one "
         "such as cuda:1, which several ranks then share",
@@ -179,7 +180,7 @@ class TrainConfig(Strict):
     cuda_graphs: bool = Field(
         default=False, description="record passes as CUDA graphs, so that the host issues each by one call"
     )
-    backend: str = Field(
+    backend: Literal["auto", "gloo", "nccl", "cpu:gloo,cuda:nccl"] = Field(
         default="auto", description="of messages: gloo, nccl, or auto: nccl where every rank has a GPU of its own"
     )
     waits: Literal["auto", "latency", "shared"] = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -53,6 +54,13 @@ def _as_recompute(value: Any) -> Any:
     )
 
 
+def _as_device(value: Any) -> Any:
+    """Whether there is such a GPU is known where the ranks are."""
+    if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", value, re.ASCII):
+        return value
+    raise PydanticCustomError("device", "Input should be auto, cpu, cuda, or one by its number, such as cuda:1")
+
+
 def _as_plain(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
@@ -75,6 +83,7 @@ def _as_options(value: Any, others: Callable[[Any], dict[str, Any]]) -> dict[str
 
 Number = Annotated[float, BeforeValidator(_as_number), AllowInfNan(False)]
 BlockDelays = Annotated[int | str | list[int] | dict[str, int] | None, PlainValidator(_as_delays)]
+DeviceName = Annotated[str, PlainValidator(_as_device)]
 RecomputeModes = Annotated[str | list[str], PlainValidator(_as_recompute)]
 OrderOptions = Annotated[dict[str, int], WrapValidator(_as_options), PlainSerializer(_as_plain)]
 

@@ -16,9 +16,10 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
+from penstock.checkpoint.folder_claim import LOCK
 from penstock.checkpoint.format import FOLDER, Checkpoint, checkpoints, open_newest
 from penstock.errors import CheckpointError, ConfigError, UnsavedRunError
-from penstock.guarded_files import check_own_folder, check_regular
+from penstock.guarded_files import check_own_folder, check_regular, open_regular
 from penstock.train.config.schema import TrainConfig
 from penstock.train.config.written_config import CONFIG, WRITTEN, write_config
 from penstock.train.setup.model_shape import check_same_shape
@@ -73,9 +74,11 @@ def check_own_files(folder: Path) -> None:
     try:
         for name in _FOLDERS:
             check_own_folder(folder / name)
-        for name in _FILES:
+        for name in (*_FILES, LOCK):
             if os.path.lexists(folder / name):
                 check_regular(folder / name)
+        if os.path.lexists(folder / LOCK):
+            open_regular(folder / LOCK, os.O_RDWR, "r+b").close()
     except OSError as error:
         raise ConfigError(f"cannot resume in {str(folder)!r}: {error.filename}: {error.strerror}") from None
 
