@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Precision, Staleness
-from penstock.errors import CapabilityError
+from penstock.errors import CapabilityError, ConfigError
 from support.plain_training import (
     SAMPLES,
     PlainTraining,
@@ -61,8 +61,21 @@ def add_replacements(model: nn.Sequential) -> None:
         model.get_parameter(name).register_post_accumulate_grad_hook(replace)
 
 
+def node_of(p: nn.Parameter) -> Any:
+    """Of what accumulates the gradient of a parameter; its hooks live as long as somebody keeps it."""
+    return p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def add_hooks_before_nodes(model: nn.Sequential) -> None:
+    nodes = [node_of(model.get_parameter(name)) for name in NAMES]
+    for node in nodes:
+        node.register_prehook(lambda g: (g[0].clamp(-0.02, 0.03),))
+        node.register_prehook(lambda g: None if g[0].dim() > 1 else (g[0] * 2,))
+    model.nodes = nodes  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("add", [add_masks, add_masks_after, add_clamps, add_replacements])
+@pytest.mark.parametrize("add", [add_masks, add_masks_after, add_clamps, add_replacements, add_hooks_before_nodes])
 def test_hooks_act_as_in_plain_torch(add: Any, method: str) -> None:
     model, other = make_model(), make_model()
     add(model)
@@ -115,6 +128,17 @@ def test_hooks_come_and_go_between_runs() -> None:
     list(pipeline.run(make_data()[2:]))
     plain.run(make_data()[2:])
     assert_close_weights(pipeline.state_dict(), dict(plain.model.state_dict()))
+
+
+def test_hooks_after_nodes_are_refused() -> None:
+    model = make_model()
+    node = node_of(model[2].weight)
+    handle = node.register_hook(lambda *_: None)
+    pipeline = pipeline_of_model(model)
+    with pytest.raises(ConfigError, match=r"2\.weight has a hook on the node .* register_post_accumulate_grad_hook"):
+        list(pipeline.run(make_data()[:1]))
+    handle.remove()
+    assert len(list(pipeline.run(make_data()[:1]))) == 1
 
 
 def test_hooks_run_once_for_each_microbatch() -> None:

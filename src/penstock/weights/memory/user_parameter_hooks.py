@@ -3,14 +3,17 @@
 As in plain torch where gradients accumulate, hooks run at every backward: for each microbatch. A hook of
 `register_hook` gets the gradient of the loss sum of the microbatch divided by the constant c (`Precision.divisor`; with
 c = the weight of a batch that is what plain torch gives), before it is added to the others; one of
-`register_post_accumulate_grad_hook` finds the sum so far in `grad`.
+`register_post_accumulate_grad_hook` finds the sum so far in `grad`. Hooks before the node of torch's own accumulation
+(`p.expand_as(p).grad_fn.next_functions[0][0].register_prehook`), which graphs do not lead to here, run like the former.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.errors import CapabilityError, ConfigError
@@ -27,7 +30,7 @@ def warn_of_scale(parameters: Mapping[str, nn.Parameter], divisor: float | None)
         parameters: of a stage.
         divisor: c, as the user has given it.
     """
-    hooked = [name for name, parameter in parameters.items() if parameter._backward_hooks]
+    hooked = [name for name, p in parameters.items() if p._backward_hooks or _on_node(p, "register_prehook")]
     if hooked and divisor is None:
         _LOG.warning(
             "a hook on %s sees, for each microbatch, the gradient of its sum over samples divided by the number of "
@@ -45,7 +48,7 @@ class ParameterHooks:
         where: the stage in messages.
 
     Raises:
-        ConfigError: a hook waits for the gradients of several parameters.
+        ConfigError: a hook waits for the gradients of several parameters, or for torch's own accumulation of them.
 
     Attributes:
         before: names of the parameters with hooks on their gradients.
@@ -53,9 +56,17 @@ class ParameterHooks:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], where: str) -> None:
-        self.before = [name for name, p in parameters.items() if p._backward_hooks]
+        self._of_nodes = {name: hooks for name, p in parameters.items() if (hooks := _on_node(p, "register_prehook"))}
+        self.before = [name for name, p in parameters.items() if p._backward_hooks or name in self._of_nodes]
         self.after = [name for name, p in parameters.items() if p._post_accumulate_grad_hooks]
         self._parameters, self._where = parameters, where
+        for name, parameter in parameters.items():
+            if _on_node(parameter, "register_hook"):
+                raise ConfigError(
+                    f"{where}: {name} has a hook on the node that accumulates its gradients (register_hook of "
+                    "grad_fn.next_functions[0][0]), which would never be called: here they are added to buffers; use "
+                    "register_post_accumulate_grad_hook on the parameter"
+                )
         for name in self.before:
             hooks = (parameters[name]._backward_hooks or {}).values()
             if any(getattr(hook, "__qualname__", "") == _OF_SEVERAL for hook in hooks):
@@ -76,6 +87,9 @@ class ParameterHooks:
         for hook in tuple((parameter._backward_hooks or {}).values()):
             made = hook(result)
             result = result if made is None else made
+        for on_node in tuple(self._of_nodes.get(name, {}).values()):
+            made = on_node((result,))
+            result = result if made is None else made[0]
         return result.to(found.dtype)
 
     def accumulated(self, name: str, weights: Tensor, gradient: Tensor) -> None:
@@ -106,3 +120,18 @@ class ParameterHooks:
                 gradient.copy_(parameter.grad)
         finally:
             parameter.data, parameter.grad = data, None
+
+
+def _on_node(parameter: nn.Parameter, method: str) -> Mapping[int, Callable[..., Any]]:
+    """Return the hooks that a method of what accumulates a parameter's gradients in plain torch has registered.
+
+    Torch shows them to the handle of another one.
+    """
+    if not parameter.requires_grad:
+        return {}
+    with torch.inference_mode(mode=False):
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    handle = getattr(node, method)(lambda *_: None)
+    hooks: Mapping[int, Callable[..., Any]] | None = handle.hooks_dict_ref()
+    handle.remove()
+    return hooks or {}
