@@ -54,7 +54,7 @@ def test_the_first_checkpoint_comes_before_the_first_sample(
 ) -> None:
     """Or the threads and objects that it makes once would be taken for growth in a short run."""
     seen: list[int] = []
-    monkeypatch.setattr(tools.soak, "_runs", lambda methods, batches, every: seen.append(every) or [False])
+    monkeypatch.setattr(tools.soak, "_runs", lambda methods, batches, every, out: seen.append(every) or [False])
     monkeypatch.setattr("sys.argv", ["soak", *arguments.split()])
     assert tools.soak.main() == 0
     assert seen == [every]

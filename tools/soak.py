@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import sys
 import threading
@@ -133,31 +134,36 @@ def _rises(values: Sequence[int]) -> bool:
     return min(values[half:]) > sorted(values[:half])[-3]
 
 
-def _join(rank: int, method: str, batches: int, folder: str, every: int) -> None:
+def _join(rank: int, method: str, batches: int, folder: str, every: int, out: Path | None) -> None:
     """One of the two processes: it prints its own samples, and fails if something grows."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
-    grown = _told(f"{method}, process {rank}", soak(method, batches, dist.group.WORLD, Path(folder), every), 1)
+    found = soak(method, batches, dist.group.WORLD, Path(folder), every)
+    grown = _told(f"{method}, process {rank}", found, 1, out)
     dist.destroy_process_group()
     if grown:
         sys.exit(1)
 
 
-def _told(name: str, found: Sequence[Usage], ranks: int) -> list[str]:
+def _told(name: str, found: Sequence[Usage], ranks: int, out: Path | None) -> list[str]:
     print(f"{name}\n" + "".join(f"  {one}\n" for one in found), end="")
     grown = growth(found, ranks)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps({"run": name, "grown": grown, "samples": [one._asdict() for one in found]}) + "\n")
     print(f"  {'; '.join(grown) or 'nothing grows'}", flush=True)
     return grown
 
 
-def _runs(methods: Sequence[str], batches: int, every: int) -> Iterator[bool]:
+def _runs(methods: Sequence[str], batches: int, every: int, out: Path | None = None) -> Iterator[bool]:
     """Whether something grew: of every method, in one process and in two."""
     for method in methods:
         with TemporaryDirectory() as folder:
-            yield bool(_told(f"{method}, one process", soak(method, batches, None, Path(folder), every), RANKS))
+            found = soak(method, batches, None, Path(folder), every)
+            yield bool(_told(f"{method}, one process", found, RANKS, out))
         with TemporaryDirectory() as folder:
-            arguments = (method, batches, folder, every)
+            arguments = (method, batches, folder, every, out)
             try:
                 multiprocessing.start_processes(_join, arguments, RANKS, start_method="spawn")
                 yield False
@@ -171,10 +177,11 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=50_000, help="to train in each run")
     parser.add_argument("--every", type=int, help="batches between two checkpoints; a hundredth of all if left out")
     parser.add_argument("--method", action="append", choices=METHODS, help="one of them; both if left out")
+    parser.add_argument("--out", type=Path, help="append the samples of every run to this file, as a line of JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
     every = options.every or max(options.batches // 100, 1)  # the first one starts threads, so well before the samples
-    return int(any([*_runs(options.method or METHODS, options.batches, every)]))
+    return int(any([*_runs(options.method or METHODS, options.batches, every, options.out)]))
 
 
 if __name__ == "__main__":

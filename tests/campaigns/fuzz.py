@@ -28,7 +28,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as 
 from penstock.checkpoint.format import Checkpoint
 from penstock.checkpoint.index import INDEX, write_index
 from penstock.cli import main
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, WorkerError
 from penstock.schedule.add_options import extend
 from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.torch_csv import from_torch_csv
@@ -213,7 +213,9 @@ def readers(folder: Path, findings: Findings) -> dict[str, tuple[Callable[..., N
 def fuzz(inputs: int, start: int) -> Findings:
     """Try so many inputs, shared out among all readers."""
     findings = Findings()
-    no_processes = mock.patch("penstock.launch.launch.launch_local")
+    no_processes = mock.patch(
+        "penstock.launch.launch.launch_local", side_effect=WorkerError("no process is started", "")
+    )
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), no_processes:
         found = readers(Path(folder), findings)
         for function, strategies in found.values():

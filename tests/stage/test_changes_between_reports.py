@@ -48,6 +48,15 @@ def frozen(model: nn.Module) -> object:
     return [p.requires_grad_(False) for p in next(model.children()).parameters()]
 
 
+def replaced(model: nn.Module) -> object:
+    model[2].weight = nn.Parameter(torch.eye(3))  # type: ignore[index]
+    return None
+
+
+def parametrized(model: nn.Module) -> object:
+    return nn.utils.parametrizations.weight_norm(model[2])  # type: ignore[index]
+
+
 def looked_at(model: nn.Module) -> object:
     return [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
 
@@ -95,6 +104,13 @@ def test_weights_written_in_the_loop_are_refused(method: str, change: Change) ->
 def test_freezing_in_the_loop_is_refused(method: str) -> None:
     with pytest.raises(ConfigError, match=r"requires_grad of 0\.weight was changed in the loop over reports"):
         losses(frozen, method)
+
+
+@pytest.mark.parametrize("method", ["2bw", "stash", "1f1b"])
+@pytest.mark.parametrize("change", [replaced, parametrized])
+def test_parameters_replaced_in_the_loop_are_refused(method: str, change: Change) -> None:
+    with pytest.raises(ConfigError, match=r"another tensor was put in the place of 2\.weight .* between two runs"):
+        losses(change, method)
 
 
 @pytest.mark.parametrize("method", ["2bw", "1f1b"])

@@ -263,7 +263,9 @@ class StageGraphs:
             counter = SavedBytes(known)
         splitting = self._splitter(handle, counter) if splits and handle is not None else None
         module, first = self._module, key not in self._saved
-        writes = ForwardWrites(module.where, module.bound, module.shared_buffers, module.blocks) if first else None
+        writes = None
+        if first:
+            writes = ForwardWrites(module.where, module.bound, module.shared_buffers, module.blocks, opened.values())
         if counter is None and splitting is None:
             output, total, loss = self._compute(names, microbatch, value)
         else:

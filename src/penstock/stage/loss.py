@@ -28,6 +28,7 @@ LossFunction = Callable[[Any, Any], Any]
 """(output, target) -> the mean over the targets of a microbatch, as a scalar; or (sum, weight)."""
 _IGNORED = -100  # the default of torch's losses over classes
 _OVER_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+_UNUSED = "appears to not have been used in the graph"  # torch's words of what `autograd.grad` is asked for
 _MEANS = ("mean", "batchmean")  # the second one over samples: of KLDivLoss
 
 
@@ -76,6 +77,12 @@ def call_loss(loss: LossFunction, output: Any, target: Any) -> Any:
     try:
         return loss(output, target)
     except Exception as error:
+        if _UNUSED in str(error):
+            raise ConfigError(
+                f"the loss asks for a gradient by a tensor that is not in its graph: {error} In a run, modules compute "
+                "with tensors of the pipeline's: read module.weight when the loss is called, not before, and only of "
+                "blocks of the last stage"
+            ) from error
         shapes = " and ".join(in_short(pytree.tree_map(_shape, value)) for value in (output, target))
         error.add_note(f"raised by the loss, whose output and target of a microbatch are {shapes}")
         raise

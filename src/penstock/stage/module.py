@@ -177,6 +177,11 @@ class StageModule:
             for module, key in self._found.places[name]:
                 module._parameters[key] = tensor  # type: ignore[assignment]  # a leaf tensor, not a Parameter
 
+    def placed(self) -> list[tuple[str, Tensor | None]]:
+        """Return what stands in the place of each parameter, by its name."""
+        places = self._found.places.items()
+        return [(name, module._parameters.get(key)) for name, at in places for module, key in at]
+
     def adopt(self, trained: Mapping[str, Tensor]) -> None:
         """Take over parameters that were replaced, or given other memory, between two runs.
 

@@ -120,7 +120,7 @@ class RecomputeInputSaver:
         changed = {
             place
             for place, tensor in self.buffers(kept.names).items()
-            if kept.states[place] != _state(tensor)
+            if kept.states.get(place, _state(tensor)) != _state(tensor)  # one that it has made is there next time, too
             # Batch norm updates its statistics without a word to autograd, so values are compared, too.
             or (place in kept.buffers and not torch.equal(kept.buffers[place], tensor))
         }

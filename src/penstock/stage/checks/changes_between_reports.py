@@ -45,6 +45,8 @@ class _Module(Protocol):
     @property
     def trained(self) -> Mapping[str, Tensor]: ...
 
+    def placed(self) -> list[tuple[str, Tensor | None]]: ...
+
 
 class ParameterWatch:
     """Compares the parameters and gradients that a caller can reach before and after its code ran; refuses its steps.
@@ -65,6 +67,7 @@ class ParameterWatch:
     ) -> None:
         self._modules, self._stepped, self._alone = list(modules), stepped, alone
         self._seen: list[_Seen] = []
+        self._placed: list[list[tuple[str, Tensor | None]]] = []
         self._looks, self._sampled = 0, (0, b"")
 
     def begin(self) -> None:
@@ -104,12 +107,21 @@ class ParameterWatch:
             for name, leaf in (module.bound or {}).items()
             if not isinstance(leaf, AbsentWeight)  # which refuses whatever is done to it
         ]
+        self._placed = [module.placed() for module in self._modules]
         self._looks += 1
         if self._seen and self._alone and self._looks <= _LOOKS:
             which = self._looks % len(self._seen)
             self._sampled = which, _sample(self._seen[which].leaf)
 
     def _check(self) -> None:
+        for module, before in zip(self._modules, self._placed, strict=True):
+            for (name, was), (_, now) in zip(before, module.placed(), strict=True):
+                if now is not was:
+                    raise ConfigError(
+                        f"{module.where}: another tensor was put in the place of {name} in the loop over reports (as "
+                        "by module.weight = nn.Parameter(...), register_parametrization or load_state_dict("
+                        f"assign=True)), which no update would know of; change modules between two runs. {_AGAIN}"
+                    )
         seen, self._seen = self._seen, []
         for where, name, leaf, version, trained, gradient, gradient_version in seen:
             written = gradient is not None and gradient_version is not None and gradient._version != gradient_version

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from penstock.stage.checks.released_weight_placeholders import AbsentWeight
 
 _WRITTEN = "modified by an inplace operation"  # torch's words of a tensor that a backward needs
 _TWICE = "backward through the graph a second time"
+_SELECTIVE = "to backward once on any region computed under selective activation checkpoint"
 
 
 class ForwardWrites:
@@ -22,23 +23,30 @@ class ForwardWrites:
         bound: the weights that the forward computes with.
         shared: buffers that other stages have as well, and which ones those are, by name.
         blocks: of the stage.
+        inputs: what the stage has received and wants gradients of.
     """
 
     def __init__(
-        self, where: str, bound: Mapping[str, Tensor] | None, shared: Mapping[str, str], blocks: Mapping[str, Any]
+        self,
+        where: str,
+        bound: Mapping[str, Tensor] | None,
+        shared: Mapping[str, str],
+        blocks: Mapping[str, Any],
+        inputs: Iterable[Tensor] = (),
     ) -> None:
         self._where, self._shared = where, shared
         kept = {name: leaf for name, leaf in (bound or {}).items() if not isinstance(leaf, AbsentWeight)}
         self._leaves = [(name, leaf, leaf.data_ptr()) for name, leaf in kept.items()]
+        self._gradients = [(leaf, _gradient(leaf)) for leaf in (*kept.values(), *inputs)]
         self._buffers = _buffers(blocks, shared)
         self._versions = {name: buffer._version for name, buffer in self._buffers.items()}
 
     def check(self) -> None:
-        """Make sure that weights are where they were, and shared buffers as they were.
+        """Make sure that weights are where they were, and gradients and shared buffers as they were.
 
         Raises:
             CapabilityError: a forward has assigned to a weight's data, which the next one would not read.
-            ConfigError: it has written into a buffer that another stage reads.
+            ConfigError: it has made a backward, or has written into a buffer that another stage reads.
         """
         for name, leaf, place in self._leaves:
             if leaf.data_ptr() != place:
@@ -48,6 +56,12 @@ class ForwardWrites:
                     "the pipeline is made, between two runs, or after each update in a hook of the optimizer "
                     "(optimizer.register_step_post_hook); or compute what is to be used from them in the forward"
                 )
+        if any(_gradient(leaf) != before for leaf, before in self._gradients):
+            raise ConfigError(
+                f"{self._where}: the loss or a block has called backward(), which adds to gradients of this stage "
+                "alone; the pipeline makes the backward itself. Leave it out; a gradient that the loss needs is "
+                "torch.autograd.grad(loss, output, create_graph=True)"
+            )
         for name, buffer in self._buffers.items():
             if buffer._version != self._versions[name]:
                 raise ConfigError(
@@ -61,8 +75,13 @@ def explain_backward(error: RuntimeError, where: str) -> None:
     """Raise an error with the reason if torch refuses a backward because of what happened to a tensor that it needs.
 
     Raises:
-        CapabilityError: it was written, or belongs to the graph of another backward.
+        CapabilityError: it was written, or belongs to the graph of another backward, or may be asked for only once.
     """
+    if _SELECTIVE in str(error):
+        raise CapabilityError(
+            f"{where}: a block uses selective activation checkpoint, which goes with a backward in one piece, but here "
+            "it is made in two halves; use checkpoint without context_fn, or a method without halves, such as 1f1b"
+        ) from error
     if _TWICE in str(error):
         raise CapabilityError(
             f"{where}: a block, or a hook, has kept a tensor with its graph for another block, for the loss or for the "
@@ -77,6 +96,11 @@ def explain_backward(error: RuntimeError, where: str) -> None:
             "reset), must be no tensor that a graph needs: let the forward use a copy of it (tensor.clone()), or write "
             "between two runs"
         ) from error
+
+
+def _gradient(leaf: Tensor) -> tuple[int, int] | None:
+    """Return what changes where a backward adds to the gradient of a leaf."""
+    return None if leaf.grad is None else (id(leaf.grad), leaf.grad._version)
 
 
 def _buffers(blocks: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Tensor]:
