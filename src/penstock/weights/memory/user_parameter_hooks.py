@@ -68,8 +68,8 @@ class ParameterHooks:
                     "register_post_accumulate_grad_hook on the parameter"
                 )
         for name in self.before:
-            hooks = (parameters[name]._backward_hooks or {}).values()
-            if any(getattr(hook, "__qualname__", "") == _OF_SEVERAL for hook in hooks):
+            own = (parameters[name]._backward_hooks or {}).values()
+            if any(getattr(hook, "__qualname__", "") == _OF_SEVERAL for hook in own):
                 raise ConfigError(
                     f"{where}: {name} has a hook of register_multi_grad_hook, which would never be called: it waits "
                     "for torch's own accumulation of gradients, and here they are added to buffers; use register_hook "

@@ -56,8 +56,9 @@ class KeptWeights:
 
     def _see(self, weights: Iterable[Tensor]) -> set[int]:
         """Take note of the storages of weights; returns their identities."""
-        self._seen = {address: ref for address, ref in self._seen.items() if not ref.expired()}
-        now = {ref.cdata: ref for ref in (StorageWeakRef(tensor.untyped_storage()) for tensor in weights)}
+        self._seen = {address: ref for address, ref in self._seen.items() if not ref.expired()}  # type: ignore[no-untyped-call]
+        storages = (tensor.untyped_storage() for tensor in weights)
+        now = {ref.cdata: ref for ref in map(StorageWeakRef, storages)}
         self._seen |= now
         return set(now)
 
