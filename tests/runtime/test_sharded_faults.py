@@ -22,7 +22,11 @@ from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op, WeightRef
 from penstock.schedule.proof.check import check
 from penstock.stage.trained_stage_weights import TrainedWeights
-from penstock.weights.fully_sharded.one_version import FullyShardedExactStore
+from penstock.weights.fully_sharded.one_version import (
+    FullyShardedExactStore,
+    FullyShardedMixedStore,
+    FullyShardedStore,
+)
 from penstock.weights.memory.row_shards import Rows, RowShards
 from support.cases import Case, expected, make_batches, make_pipeline
 from support.pool import Pool
@@ -201,14 +205,19 @@ class Planted:
 
     @staticmethod
     def step_writes_into_what_is_gathered(patch: pytest.MonkeyPatch) -> None:
-        step = FullyShardedExactStore.update
+        for kind in (FullyShardedExactStore, FullyShardedMixedStore):
+            patch.setattr(kind, "update", gathered_before(kind.update))
 
-        def gathered(self: FullyShardedExactStore, *arguments: Any) -> None:
-            self.version_shards(self.newest)
-            self.complete(self.newest)
-            step(self, *arguments)
 
-        patch.setattr(FullyShardedExactStore, "update", gathered)
+def gathered_before(step: Callable[..., None]) -> Callable[..., None]:
+    """An update that finds weights gathered."""
+
+    def gathered(self: FullyShardedStore, *arguments: Any) -> None:
+        self.version_shards(self.newest)
+        self.complete(self.newest)
+        step(self, *arguments)
+
+    return gathered
 
 
 @pytest.mark.parametrize(
@@ -228,6 +237,13 @@ def test_faults_that_are_found_at_run_time(monkeypatch: pytest.MonkeyPatch, faul
     run(case, "full")
     getattr(Planted, fault)(monkeypatch)
     with pytest.raises(VersionError, match=said):
+        run(case, "full")
+
+
+def test_a_step_writes_while_casts_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(LAYERED, precision="bf16")
+    Planted.step_writes_into_what_is_gathered(monkeypatch)
+    with pytest.raises(VersionError, match="the update of batch 0 comes while version 0 of the weights is gathered"):
         run(case, "full")
 
 

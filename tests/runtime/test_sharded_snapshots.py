@@ -91,6 +91,29 @@ def test_any_depth_width_and_sharding_reads_any_other(method: str, shapes: list[
     assert any("@" in name for name in tensors)
 
 
+class Counted(Kept):
+    """Counts the bytes of moments that are read."""
+
+    read = 0
+
+    def tensor(self, name: str) -> torch.Tensor:
+        found = super().tensor(name)
+        self.read += found.nbytes if name.startswith("optimizer/exp_avg") else 0
+        return found
+
+
+def test_a_holder_reads_the_moments_that_it_steps() -> None:
+    """Those parts of two that four holders have rows of: about half of all for each."""
+    kept = saved_by(Case("1f1b", 1, 2, width=2, spans=(3,)), "full", 2)
+    whole = sum(t.nbytes for n, t in kept.tensors.items() if n.startswith("optimizer/exp_avg"))
+    for width, level, most in ((4, "full", 2.6), (2, "optimizer", 1.0), (1, "none", 1.0)):
+        counted = Counted([])
+        counted.tensors, counted.facts = kept.tensors, kept.facts
+        case = Case("1f1b", 1, 2, width=width, spans=(3,))
+        make_pipeline(case, sharding=level, blocks=others(case)).load(counted)
+        assert whole <= counted.read <= most * whole, width
+
+
 def test_each_pipeline_saves_its_own_rows_and_the_first_one_the_rest() -> None:
     case = Case("2bw", 1, 2, width=3, spans=(2,))
     pipeline = make_pipeline(case, sharding="gradients")
