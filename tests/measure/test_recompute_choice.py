@@ -112,8 +112,10 @@ def test_a_rank_with_two_stages_recomputes_the_cheaper_one_if_that_is_enough():
 
 
 def test_a_limit_that_nothing_meets_is_refused_with_the_least():
-    with pytest.raises(ConfigError, match=r"rank 0 takes at least \d+\.\d\d KiB, but memory_limit is \d+ B"):
+    with pytest.raises(ConfigError, match=r"rank 0 takes at least \d+\.\d\d KiB, but memory_limit is \d+ B") as refused:
         choose(1.0)
+    rest = r"[\d.]+ \w+ inputs of microbatches in flight, and [\d.]+ \w+ what .* [\d.]+ \w+ is the optimizer's state"
+    assert re.search(rest, str(refused.value))
 
 
 def test_copies_of_a_stage_choose_together():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, WorkerError
 from penstock.models.gpt_shape import preset
 from penstock.train.config.load import load_config
 from penstock.train.setup import machine_memory
-from penstock.train.setup.machine_memory import check_machine_memory, check_workers
+from penstock.train.setup.machine_memory import check_machine_memory, check_workers, ways_to_take_less
 from support.command_line import run
 
 
@@ -77,3 +77,60 @@ def test_the_command_refuses_them_at_once(change: str, message: str, monkeypatch
     code, out, err = run(monkeypatch, capsys, "train", "--data", tmp_path / "text.txt", "--set", change)
     assert (code, out) == (2, "")
     assert message in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            ["stages=4", "width=2", "microbatch_size=8"],
+            [
+                "keep_freed_memory=false: up to half as much as the memory ledger says lies free otherwise",
+                "recompute=block: of a microbatch in flight each layer keeps its input alone, 4.0 MiB",
+                "microbatch_size=4 with twice as many microbatches: activations halve, and so do the logits of one, "
+                "512.0 KiB",
+                "sharding=gradients: each of the 2 pipelines keeps its part of optimizer states, 2.1 GiB of a stage",
+                "stages=5 or more: each has fewer layers",
+            ],
+        ),
+        (
+            ["keep_freed_memory=false", "recompute=block", "microbatch_size=1", "options={in_flight: 3}"],
+            [
+                "options.in_flight, which is 3: a smaller number, or none",
+                "sharding=gradients with width=2 or more: parallel pipelines divide optimizer states, 4.1 GiB of a "
+                "stage",
+                "stages=3 or more: each has fewer layers",
+            ],
+        ),
+        (
+            ["method=spectrain", "keep_freed_memory=false", "microbatch_size=1"],  # no recompute, no sharding
+            ["stages=3 or more: each has fewer layers"],
+        ),
+    ],
+)
+def test_what_makes_a_run_take_less(changes: list[str], said: list[str]) -> None:
+    model = preset("1.3b", vocabulary=256, context=64, layers=22)
+    assert ways_to_take_less(load_config(None, ["method=1f1b", *changes]), model) == said
+
+
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        ("exit code -9: Signal 9 (SIGKILL) received by PID 5", True),
+        ("exit code 1: RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes", True),
+        ("exit code 1: ValueError: no", False),
+    ],
+)
+def test_a_worker_that_found_no_memory_is_told_what_takes_less(
+    failure: str, told: bool, monkeypatch, capsys, tmp_path
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise WorkerError(f"worker 0 failed with {failure}", "")
+
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 500)
+    monkeypatch.setattr("penstock.launch.launch.launch_local", fails)
+    given = ("--data", tmp_path / "text.txt", "--set", f"out={tmp_path / 'runs'}", "--set", "recompute=block")
+    code, _, err = run(monkeypatch, capsys, "train", *given)
+    assert code == 1
+    assert ("if there was no memory left" in err and "\n  microbatch_size=" in err) == told
+    assert "recompute=block:" not in err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +27,7 @@ from penstock.cli.options import (
     Stages2,
 )
 from penstock.cli.output import print_words
-from penstock.errors import ConfigError, InterruptedRunError, WorkerError
+from penstock.errors import ConfigError, InterruptedRunError, PenstockError, WorkerError
 from penstock.job.place import is_worker
 from penstock.job.torchrun_agent import starts_again
 from penstock.launch.print_once import is_first_to_say
@@ -218,9 +219,29 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
             console.line()  # a worker that was killed has left the cursor behind its live display
         failed = isinstance(error, WorkerError) and before is not None
         error.hint = (before.advice() if failed and before is not None else None) or how_to_go_on(folder)
+        if isinstance(error, WorkerError):
+            error.hint += _how_to_take_less(settings, str(error))
         raise
     finally:
         console.show_cursor()  # a killed worker could not
+
+
+def _how_to_take_less(settings: TrainConfig, said: str) -> str:
+    """Return what to do where a worker may have found no memory left."""
+    from penstock.train.data.corpus import load_corpus
+    from penstock.train.setup.machine_memory import may_lack_memory, ways_to_take_less
+    from penstock.train.setup.model_shape import model_shape
+    from penstock.train.setup.run_folder import is_of_a_run
+
+    if not may_lack_memory(said):
+        return ""
+    try:
+        skip = partial(is_of_a_run, Path(settings.out))
+        model = model_shape(settings, load_corpus(settings.data, skip, settings.model.vocabulary))
+    except PenstockError:  # of the text, which is no longer there
+        return ""
+    ways = "".join(f"\n  {way}" for way in ways_to_take_less(settings, model))
+    return f"\nif there was no memory left (`dmesg` tells), one of these takes less (`penstock train --set`):{ways}"
 
 
 def _work(values: dict[str, Any], folder: str | None, restart: bool, drain: str | None) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from penstock.byte_sizes import human_bytes
 from penstock.errors import ConfigError, PenstockError
+from penstock.measure.recompute_savings import SETTLED, Savings
 from penstock.measure.stage_bytes import measure_stages
 from penstock.measure.stage_trial import Training
 from penstock.options.all_options import PipelineOptions
@@ -25,20 +26,15 @@ from penstock.options.parallelism import DataParallel
 from penstock.partition.blocks import LazyBlock, cost_of, named_blocks
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.plan.schedule_from_arguments import request_for
-from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.order import OrderFunction
-from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
-from penstock.schedule.ir.sharding import Level
+from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.version_rules import RULES, Source
 from penstock.schedule.methods.choice import MethodChoice
-from penstock.schedule.proof.proof import Proof
-from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.predicted import MemoryOptions, StageBytes, peak_bytes
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.loss import LossFunction
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
-_SETTLED = 3  # batches after the first one that repeats, in which the last new peak comes
 _MOST_STAGES = 6  # of a rank that may differ; where it has more, all of them recompute alike
 
 Plans = Callable[[RecomputeMode | tuple[RecomputeMode, ...]], Sequence[PipelinePlan]]
@@ -140,7 +136,7 @@ def choose_for(
     modes, refused = _modes(plans, plain[0])
     ways = [_ways(group, modes, cost) for group in groups]
     chosen: _Way = dict.fromkeys(range(schedule.num_stages), "none")
-    saves = _Savings(plain[0], sizes)
+    saves = Savings(plain[0], sizes)
     while over := {rank for rank, peak in enumerate(peaks) if peak > limit}:
         for group, left in zip(groups, ways, strict=True):
             full = [rank for rank in sorted(over) if any(stage.index in group for stage in schedule.on_rank(rank))]
@@ -150,7 +146,7 @@ def choose_for(
                 least[short[0]] = min(least[short[0]], without[short[0]] - saves.most(left[0], short[0]))
                 left.pop(0)
             if not left:
-                raise _too_little(full[0], least[full[0]], limit, refused)
+                raise _too_little(full[0], least[full[0]], limit, refused, saves)
             chosen |= left.pop(0)
         peaks = _peaks(plans(tuple(chosen.values())), sizes)
         least = [min(pair) for pair in zip(least, peaks, strict=True)]
@@ -240,46 +236,6 @@ def _ways(group: set[int], modes: Mapping[int, Sequence[RecomputeMode]], cost: S
     return sorted((way for way in found if set(way.values()) != {"none"}), key=work)
 
 
-class _Savings:
-    """The most that recomputing stages can save on a rank: what their microbatches in flight hold less.
-
-    A stage that is recomputed as a whole reads its weights at other moments, so where these are gathered they count,
-    too.
-
-    Args:
-        plan: that recomputes nothing.
-        sizes: of its stages.
-    """
-
-    def __init__(self, plan: PipelinePlan, sizes: Mapping[int, StageBytes]) -> None:
-        self._schedule, self._sizes = plan.schedule, sizes
-        self._in_flight = {stage: _most_in_flight(plan.proof, stage) for stage in plan.schedule.stages}
-
-    def most(self, way: _Way, rank: int) -> int:
-        """Return the bytes."""
-        saved = 0
-        for stage in self._schedule.on_rank(rank):
-            passes, mode = self._sizes[stage.index].passes, way.get(stage.index, "none")
-            if mode != "none":
-                graph = max(passes[HeldKind.GRAPH], passes[HeldKind.HALVED])
-                kept = passes[HeldKind.INPUT if mode == "stage" else HeldKind.SAVED]
-                saved += self._in_flight[stage] * max(graph - kept, 0)
-                if mode == "stage" and self._schedule.sharding.level is Level.FULL:
-                    saved += self._sizes[stage.index].version
-        return saved
-
-
-def _most_in_flight(proof: Proof, stage: Stage) -> int:
-    """Return the most microbatches of a stage between forward and the end of their backward, in a span."""
-    held = most = 0
-    for action in actions_of(proof.schedule, stage.rank, proof.steady_from + _SETTLED):
-        for p in passes(action):
-            if p.stage == stage and p.op in (Op.F, Op.B, Op.W):
-                held += p.unit.count if p.op is Op.F else -p.unit.count
-                most = max(most, held)
-    return most
-
-
 def _peaks(plans: Sequence[PipelinePlan], sizes: Mapping[int, StageBytes]) -> tuple[int, ...]:
     """Return the most bytes of every rank, of all pipelines and plans."""
     most = [0] * plans[0].schedule.ranks
@@ -291,16 +247,17 @@ def _peaks(plans: Sequence[PipelinePlan], sizes: Mapping[int, StageBytes]) -> tu
             options.precision.low is not None,
             frozenset(index for index in range(proof.schedule.num_stages) if recompute.of(index) == "block"),
             options.staleness.correction_name,
-            proof.steady_from + _SETTLED,
+            proof.steady_from + SETTLED,
         )
         for (_, rank), peak in peak_bytes(proof, sizes, asked).items():
             most[rank] = max(most[rank], peak)
     return tuple(most)
 
 
-def _too_little(rank: int, least: int, limit: float, refused: Sequence[str]) -> ConfigError:
+def _too_little(rank: int, least: int, limit: float, refused: Sequence[str], saves: Savings) -> ConfigError:
     more = f" (not possible here: {'; '.join(refused)})" if refused else ""
     return ConfigError(
         f"recompute=auto: rank {rank} takes at least {human_bytes(least, 2)}, but memory_limit is "
-        f"{human_bytes(limit, 2)}; raise it, or take more stages, smaller microbatches or another method{more}"
+        f"{human_bytes(limit, 2)}; raise it, or take more stages, smaller microbatches or another method{more}. "
+        f"{saves.rest(rank)}"
     )
