@@ -1,5 +1,6 @@
 """`penstock rehearse`: a rank alone holds what it holds among all others, to the byte, and runs all its passes."""
 
+import copy
 import json
 import re
 
@@ -33,8 +34,8 @@ def whole_run(config, batches):
     """The peaks and the passes of every rank of the whole pipeline in this process."""
     prepared = prepare(config)
     pipeline, size = make_pipeline(prepared), config.microbatch_size
-    x, y = prepared.windows.samples(0, size)
-    for _ in pipeline.run([(x.clone(), y.clone()) for _ in range(config.microbatches)] for _ in range(batches)):
+    sample = prepared.windows.samples(0, size)
+    for _ in pipeline.run([copy.deepcopy(sample) for _ in range(config.microbatches)] for _ in range(batches)):
         pass
     return pipeline.peak_bytes()
 
@@ -47,6 +48,7 @@ def whole_run(config, batches):
         (["method=interleaved", "stages=2", "options.chunks=2"], (0, 1)),
         (["method=zb-h1", "stages=3"], (1,)),
         (["method=gpipe", "stages=2", "precision=bf16"], (1,)),
+        (["method=vocabulary-1f1b", "stages=3"], (0, 1, 2)),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -111,7 +111,7 @@ def memory(graph, of, proof, cuts, again):
             HeldKind.BACKWARD_HALVED: max(backward, late),
         }
         passes |= {HeldKind.HALVED: passes[HeldKind.GRAPH], HeldKind.FORWARD_HALVED: passes[HeldKind.FORWARD]}
-        ends, part = (crossing[stage + 1], crossing[stage]), (weights // of.shards,) * of.width
+        ends, part = (crossing[stage + 1], {stage - 1: crossing[stage]}), (weights // of.shards,) * of.width
         optimizer = tuple(2 * each for each in part)
         ahead = CORRECTIONS[of.method.correction].reads_ahead  # by the last gradient, which takes no room
         scratch = (0,) * of.width if ahead else part

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,14 +12,18 @@ from torch import nn
 
 from penstock.measure.stage_bytes import measure_stages
 from penstock.measure.stage_trial import Training
+from penstock.models.gpt_shape import GPTConfig
+from penstock.models.vocabulary_parallel_gpt import summed_cross_entropy, vocabulary_parallel_gpt, with_targets
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
+from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.choice import method as method_choice
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.find_method import find_method
 from penstock.simulate.memory.predicted import MemoryOptions, peak_bytes
 from penstock.simulate.memory.snapshots import Snapshots
+from penstock.stage.loss import LossFunction
 from penstock.train.config.sections import OptimizerSection
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.weights.corrections.registry import correction_of
@@ -95,6 +101,36 @@ def blocks_for(stages: int, tied: bool = False, slices: bool = False) -> dict[st
     return blocks
 
 
+_GPT = GPTConfig(layers=4, width=16, heads=2, context=TOKENS, vocabulary=29)
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What is trained: its blocks, made anew for each use, how they are divided, its loss, and a microbatch."""
+
+    blocks: Callable[[], Mapping[str, Any]]
+    balance: list[int]
+    loss: LossFunction
+    microbatch: Callable[[], tuple[Any, Any]]
+
+
+def model_for(run: Run, schedule: Schedule) -> _Model:
+    """Layers that are not alike; a GPT whose output layer is divided where the method divides one."""
+    if find_method(run.method).divides_head:
+        made = partial(vocabulary_parallel_gpt, _GPT, schedule.ranks, 0)
+        return _Model(lambda: made().blocks, made().partition, summed_cross_entropy, _tokens)
+    sliced = schedule.slices > 1
+    shape = (2, SAMPLES, TOKENS, WIDTH) if sliced else (2, SAMPLES, WIDTH)
+    blocks = partial(blocks_for, schedule.num_stages, run.tied, sliced)
+    loss = squares if sliced else squared
+    return _Model(blocks, [2] * schedule.num_stages, loss, lambda: tuple(torch.randn(*shape)))
+
+
+def _tokens() -> tuple[Any, torch.Tensor]:
+    tokens, targets = torch.randint(_GPT.vocabulary, (2, SAMPLES, TOKENS))
+    return with_targets(tokens, targets)
+
+
 def squared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
@@ -147,34 +183,25 @@ def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
     correction = None if row.correction == "none" else correction_of(row.correction, **given)
     order = {key: n for key, n in (("chunks", run.chunks), ("slices", run.slices)) if n is not None}
     schedule = make_schedule(run.method, run.depth, m, options=order)
-    sliced = schedule.slices > 1
-    blocks, loss = blocks_for(schedule.num_stages, run.tied, sliced), squares if sliced else squared
-    optimizer = muon if run.muon else optimizer_for(run.method)
+    model, optimizer = model_for(run, schedule), muon if run.muon else optimizer_for(run.method)
     arguments = {
-        "blocks": blocks,
+        "blocks": model.blocks(),
         "method": method_choice(run.method, **order, **given),
         "stages": run.depth,
         "microbatches": m,
-        "loss": loss,
+        "loss": model.loss,
         "optimizer": optimizer,
         "max_grad_norm": run.clip,
+        "balance": model.balance,
     }
-    divided = {"balance": [2] * schedule.num_stages}
-    pipeline = Pipeline(**grouped(arguments | divided | options))
-    shape = (2, SAMPLES, TOKENS, WIDTH) if sliced else (2, SAMPLES, WIDTH)
-    data = [[tuple(torch.randn(*shape)) for _ in range(m * run.width)] for _ in range(BATCHES)]
+    pipeline = Pipeline(**grouped(arguments | options))
+    data = [[model.microbatch() for _ in range(m * run.width)] for _ in range(BATCHES)]
     list(pipeline.run(data, save=None if run.snapshots is None else saving(run.snapshots)))
     found = {rank: kinds["total"] for rank, kinds in pipeline.peak_bytes().items()}
     options |= {"sharding": str(pipeline.schedule.sharding.level)}
-    training = Training(loss, optimizer, PipelineOptions().changed(**options), correction)
-    sizes = measure_stages(
-        blocks_for(schedule.num_stages, run.tied, sliced),
-        pipeline.parts,
-        data[0][0],
-        training,
-        run.recompute != "none",
-        schedule,
-    )
+    training = Training(model.loss, optimizer, PipelineOptions().changed(**options), correction)
+    again = run.recompute != "none"
+    sizes = measure_stages(model.blocks(), pipeline.parts, data[0][0], training, again, schedule)
     each = run.recompute if isinstance(run.recompute, tuple) else (run.recompute,) * schedule.num_stages
     blockwise = frozenset(index for index, mode in enumerate(each) if mode == "block")
     asked = MemoryOptions(run.width, run.precision != "fp32", blockwise, row.correction, BATCHES, run.snapshots)

@@ -53,7 +53,8 @@ def measure_configured(
         WorkerError: a process that measures the link failed.
     """
     check_microbatch_sizes(sizes)
-    config.check_undivided("profiles", "which measure blocks in one process")
+    config.check_chain("profiles", "which have one cost for each cut between two blocks")
+    config.check_own_stages("profiles", "which measure blocks in one process")
     device = find_device(config.device)
     corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)), config.model.vocabulary)
     model = model_of(config, model_shape(config, corpus))

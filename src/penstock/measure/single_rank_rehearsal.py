@@ -1,13 +1,13 @@
 """One rank of a plan on one device: its real program on its real stages, among stand-ins for all other ranks.
 
-The other stages of the schedule are single blocks without work: those before a stage of the rank hand on tensors of the
-shapes that the real ones would, and those behind it take whatever comes. So the rank runs every action of its program,
-with messages of full size, and all memory but that of the stand-ins is its own.
+The other stages of the schedule are single blocks without work: those that feed a stage of the rank hand on tensors of
+the shapes that the real ones would, and those behind it take whatever comes. So the rank runs every action of its
+program, with messages of full size, and all memory but that of the stand-ins is its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +18,18 @@ from torch.utils import _pytree as pytree
 
 from penstock.checks import check_whole
 from penstock.comm.core.devices import find_device
-from penstock.comm.message.memory_order import copied
 from penstock.comm.message.trees import leaves_of
 from penstock.errors import ConfigError
 from penstock.job.cpus import Cpus
 from penstock.measure.own_work import OwnWork, own_work
-from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training
+from penstock.measure.stage_inputs import StageInputs
+from penstock.measure.stage_trial import BlockPlace, StageTrial, Training
 from penstock.models.gpt_variant import LanguageModel
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.from_checked_plan import pipeline_of
 from penstock.runtime.malloc import keep_freed_memory
 from penstock.runtime.plan.plan import PipelinePlan
+from penstock.schedule.ir.schedule import Schedule
 from penstock.train.config.schema import TrainConfig
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.pipeline_options import pipeline_options
@@ -119,7 +120,9 @@ def rehearse(config: TrainConfig, rank: int, batches: int = 5) -> Rehearsal:
         ScheduleError: there is no such schedule.
     """
     check_whole("batches", batches, 1, 1_000_000)
-    config.check_undivided("rehearsals of one rank", "as nobody stands in for those that share its stages")
+    config.check_own_stages(
+        "rehearsals of one rank", "as nobody stands in for the processes that share its stages and add up their outputs"
+    )
     device = find_device(config.device)
     alone, left_out = _alone(config)
     prepared = prepare(alone)
@@ -179,13 +182,13 @@ class _Rehearsed:
     ) -> tuple[OwnWork, dict[str, int]]:
         """Return what the work takes, and the peak bytes."""
         depth = self._plan.schedule.num_stages
-        inputs = self._inputs(Training(self._loss, optimizer, options))
+        outputs = self._outputs(Training(self._loss, optimizer, options))
         blocks, balance = dict[str, Any](), []
         for index, part in enumerate(self._plan.parts):
             own = index in self.own
             balance.append(len(part) if own else 1)
             named = {name: self._all[name] for name in part}
-            blocks |= named if own else {f"instead of stage {index}": StandIn(inputs.get(index + 1))}
+            blocks |= named if own else {f"instead of stage {index}": StandIn(outputs.get(index))}
         loss = self._loss if depth - 1 in self.own else _no_loss
         plan = PipelinePlan.make(blocks, self._plan.given, options.changed(balance=balance))
         pipeline = pipeline_of(plan, blocks, loss, optimizer)
@@ -197,23 +200,35 @@ class _Rehearsed:
 
     def _pair(self) -> tuple[Any, Any]:
         """Return a microbatch in memory of its own."""
-        x, y = self._sample
-        return x.clone(), y.clone()
+        copy: tuple[Any, Any] = pytree.tree_map_only(Tensor, torch.clone, self._sample)
+        return copy
 
-    def _inputs(self, training: Training) -> dict[int, Any]:
-        """Return what each stage of the rank is given, but the first stage; earlier blocks run once, one by one."""
-        given, found = BlockInput(self._sample[0]), dict[int, Any]()
+    def _outputs(self, training: Training) -> dict[int, Any]:
+        """Return what other stages hand on to one of the rank; blocks before these run once, one by one."""
+        schedule, parts = self._plan.schedule, self._plan.parts
+        inputs, found = StageInputs(self._sample[0], len(parts), schedule), dict[int, Any]()
+        needed = _leading_to(schedule, self.own)
         alone = training._replace(options=training.options.changed(recompute="none", balance=None))
-        for index, part in enumerate(self._plan.parts[: max(self.own) + 1]):
-            if index in self.own and index:
-                found[index] = pytree.tree_map(lambda x: copied(x) if isinstance(x, Tensor) else x, given.value)
-            if index == max(self.own):
-                break
-            for name in part:
-                place = BlockPlace(first=name == self._plan.parts[0][0], last=False)
+        for index in (each for each in inputs.order if each in needed):
+            given, first = inputs.of(index), inputs.place(index).first
+            for name in parts[index]:
+                place = BlockPlace(first=first and name == parts[index][0], last=False)
                 with closing(StageTrial({name: self._all[name]}, place, alone)) as trial:
                     given = trial.output_of(given)
+            inputs.add(index, given)
+            if index not in self.own:
+                found[index] = given.value
         return found
+
+
+def _leading_to(schedule: Schedule, stages: Collection[int]) -> set[int]:
+    """Return the stages from which data flow to some others."""
+    found, border = set[int](), list(stages)
+    while border:
+        new = {edge.source for edge in schedule.predecessors[border.pop()]} - found
+        found |= new
+        border += new
+    return found
 
 
 def _no_loss(output: Any, target: Any) -> Tensor:  # noqa: ARG001

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training, Trial
+from penstock.measure.stage_inputs import StageInputs
+from penstock.measure.stage_trial import BlockInput, BlockPlace, SliceTrial, StageTrial, Training, Trial
 from penstock.partition.blocks import LazyBlock, named_blocks
 from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.ir.sharding import Level, read_sharding
@@ -56,28 +57,36 @@ def measure_stages(
         sample: a microbatch of the model, and its target.
         training: how it is trained; width and sharding count for what the optimizer remembers.
         recompute: also what stages take whose blocks, or that as a whole, are recomputed.
-        schedule: that it is for; needed where it takes slices of sequences, has ranks keep activations of others, or
-            several copies of a stage that divide its state.
+        schedule: that it is for; needed where its stages are no chain, or it takes slices of sequences, has ranks keep
+            activations of others, or several copies of a stage that divide its state.
 
     Returns:
         By the index of the stage.
     """
     moved = schedule is not None and Op.HOLD in schedule.operations
-    slices, copies = (1, 1) if schedule is None else (schedule.slices, schedule.directions)
+    count, copies = (1, 1) if schedule is None else (schedule.slices, schedule.directions)
     training = _with_holders(training, copies)
-    named, given, found = named_blocks(blocks), BlockInput(sample[0]), {}
+    named, found = named_blocks(blocks), dict[int, StageBytes]()
     slicing = training.options.partition.slicing
-    pieces = [BlockInput(slicing.part(sample[0], (j, slices))) for j in range(slices if slices > 1 else 0)]
-    for index, part in enumerate(parts):
-        place = BlockPlace(index == 0, index == len(parts) - 1)
+    whole = StageInputs(sample[0], len(parts), schedule)
+    pieces = [
+        StageInputs(slicing.part(sample[0], (j, count)), len(parts), schedule) for j in range(count if count > 1 else 0)
+    ]
+    for index in whole.order:
+        place, given, sliced = whole.place(index), whole.of(index), [each.of(index) for each in pieces]
         if place.last:
             given = given._replace(target=sample[1])
-            pieces = [p._replace(target=slicing.part(sample[1], (j, slices))) for j, p in enumerate(pieces)]
-        own = {name: b.make() if isinstance(b := named[name], LazyBlock) else b for name in part}
-        found[index], given = _measure_stage(own, place, given, training, recompute and slices == 1, moved)
+            sliced = [p._replace(target=slicing.part(sample[1], (j, count))) for j, p in enumerate(sliced)]
+        own = {name: b.make() if isinstance(b := named[name], LazyBlock) else b for name in parts[index]}
+        stage, leaves, behind = _measure_stage(own, place, given, training, recompute and count == 1, moved)
+        whole.add(index, behind)
+        found[index] = replace(stage, gradients=whole.divided(index, leaves))
         if pieces:
-            measured, pieces = _measure_slices(own, place, pieces, training, recompute)
-            found[index] = replace(found[index], slices=measured)
+            slices = _measure_slices(own, place, sliced, training, recompute)
+            divided = [SliceBytes(kinds, each.output, whole.divided(index, each.gradients)) for kinds, each in slices]
+            found[index] = replace(found[index], slices=divided)
+            for inputs, (_, each) in zip(pieces, slices, strict=True):
+                inputs.add(index, each.behind)
     return found
 
 
@@ -91,8 +100,8 @@ def _with_holders(training: Training, copies: int) -> Training:
 
 def _measure_stage(
     blocks: Mapping[str, Any], place: BlockPlace, given: BlockInput, training: Training, recompute: bool, moved: bool
-) -> tuple[StageBytes, BlockInput]:
-    """Measure one stage; returns the input of the next one, too."""
+) -> tuple[StageBytes, tuple[int, ...], BlockInput]:
+    """Measure one stage; returns the bytes of the gradient of each leaf of its input, and what it hands on, too."""
     alone = training._replace(options=training.options.changed(width=1, sharding=None, recompute="none"))
     with closing(StageTrial(blocks, place, alone)) as trial:
         passes, stage = trial.run(given), _weights(trial)
@@ -104,12 +113,13 @@ def _measure_stage(
         with closing(StageTrial(blocks, place, alone, moved=True)) as trial:
             movable = trial.run(given).movable
         kinds |= {HeldKind.MOVED: movable, HeldKind.LEFT: passes.stored - movable}
-    stage = replace(stage, passes=kinds, output=passes.output, gradient=passes.gradient)
+    stage = replace(stage, passes=kinds, output=passes.output)
     optimizers, scratches, rows, low = zip(*_of_pipelines(blocks, place, given, training), strict=True)
     with closing(StageTrial(blocks, place, alone)) as trial:
         trial.update(given, clips=False)
         snapshot = SnapshotBytes(*trial.copied_for_snapshots())
-    return replace(stage, optimizer=optimizers, scratch=scratches, rows=rows, low_rows=low, snapshot=snapshot), behind
+    stage = replace(stage, optimizer=optimizers, scratch=scratches, rows=rows, low_rows=low, snapshot=snapshot)
+    return stage, passes.gradients, behind
 
 
 def _halved(blocks: Mapping[str, Any], place: BlockPlace, given: BlockInput, training: Training) -> dict[HeldKind, int]:
@@ -137,8 +147,8 @@ def _recomputed(
 
 def _measure_slices(
     blocks: Mapping[str, Any], place: BlockPlace, given: Sequence[BlockInput], training: Training, recompute: bool
-) -> tuple[list[SliceBytes], list[BlockInput]]:
-    """Measure the slices of a microbatch; returns those of the next stage, too."""
+) -> list[tuple[dict[HeldKind, int], SliceTrial]]:
+    """Measure the slices of a microbatch; returns for each what its passes take, by kind, and what was run."""
     alone = training._replace(options=training.options.changed(width=1, sharding=None, recompute="none"))
     with closing(StageTrial(blocks, place, alone, slices=len(given))) as trial:
         whole = trial.run_slices(given)
@@ -149,8 +159,7 @@ def _measure_slices(
             trial.run_slices(given)  # which buffers a forward changes is known after the first
             for kind, each in zip(kinds, trial.run_slices(given), strict=True):
                 kind[HeldKind.INPUT] = each.stored
-    found = [SliceBytes(kind, each.output, each.gradient) for kind, each in zip(kinds, whole, strict=True)]
-    return found, [each.behind for each in whole]
+    return list(zip(kinds, whole, strict=True))
 
 
 def _second(trial: StageTrial, given: BlockInput) -> Trial:

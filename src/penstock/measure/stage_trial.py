@@ -84,7 +84,8 @@ class Trial(NamedTuple):
         most_forward, most_backward: bytes of activations, at most, in each.
         stored, late: bytes of activations after the forward, and between the parts of the backward.
         movable: those of them that can be moved away; 0 where nothing is.
-        output, gradient: bytes of the output, and of the gradient of the input.
+        output: bytes of the output.
+        gradients: bytes of the gradient of each leaf of the input.
     """
 
     forward: float
@@ -95,7 +96,7 @@ class Trial(NamedTuple):
     stored: int
     late: int
     output: int
-    gradient: int
+    gradients: tuple[int, ...]
     movable: int = 0
 
 
@@ -104,13 +105,14 @@ class SliceTrial(NamedTuple):
 
     Attributes:
         stored: bytes of activations that its forward has left.
-        output, gradient: bytes of the output, and of the gradient of the input.
+        output: bytes of the output.
+        gradients: bytes of the gradient of each leaf of the input.
         behind: what the next stage is given.
     """
 
     stored: int
     output: int
-    gradient: int
+    gradients: tuple[int, ...]
     behind: BlockInput
 
 
@@ -229,8 +231,8 @@ class StageTrial:
         first, most_backward, found = self._timed(lambda: self._backward_for_inputs(output))
         late = live.get(_ACTIVATIONS, 0)
         second, _, _ = self._timed(self._backward_for_weights)
-        gradient = _bytes_of(found)
-        return Trial(forward, first, second, most_forward, most_backward, stored, late, sent, gradient, movable)
+        gradients = _bytes_of_each(found)
+        return Trial(forward, first, second, most_forward, most_backward, stored, late, sent, gradients, movable)
 
     def run_slices(self, given: Sequence[BlockInput]) -> list[SliceTrial]:
         """Run the slices of a microbatch: forwards in their order, backwards in the reverse one.
@@ -246,12 +248,12 @@ class StageTrial:
         for j in reversed(range(self._slices)):
             above = None if runtime.has_loss else self._gradients(outputs[j])
             found = runtime.backward((self._k, j), self._batch, self._batch, above)
-            gradients.append(_bytes_of(found))
+            gradients.append(_bytes_of_each(found))
         self._k += 1
         made = zip(outputs, pairwise(stored), reversed(gradients), strict=True)
         return [
-            SliceTrial(b - a, 0 if self._place.last else _bytes_of(leaves_of(y)), gradient, _handed_on(y))
-            for y, (a, b), gradient in made
+            SliceTrial(b - a, 0 if self._place.last else _bytes_of(leaves_of(y)), each, _handed_on(y))
+            for y, (a, b), each in made
         ]
 
     def update(self, given: BlockInput, clips: bool) -> float:
@@ -345,3 +347,8 @@ def _wait_for(device: torch.device) -> None:
 def _bytes_of(leaves: Any) -> int:
     """Return the bytes of the tensors among some leaves."""
     return sum(x.nbytes for x in leaves if isinstance(x, Tensor))
+
+
+def _bytes_of_each(gradients: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """Return the bytes of the gradient of each leaf, 0 where there is none."""
+    return tuple(0 if gradient is None else gradient.nbytes for gradient in gradients)

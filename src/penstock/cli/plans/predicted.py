@@ -115,7 +115,9 @@ def settings_of_run(config: TrainConfig, run: Path) -> RunSettings:
     from penstock.schedule.transforms.batch_ops import what_decides
 
     _check_comparable(config)
-    config.check_undivided("comparisons of runs with profiles", "which are of blocks that one process has")
+    what = "comparisons of runs with profiles"
+    config.check_chain(what, "as profiles are of blocks in a row")
+    config.check_own_stages(what, "as profiles are of blocks that one process has")
     rule = "provisional-in-place" if config.undo == "in-place" else None
     request = ScheduleRequest(config.row.name, config.stages, config.microbatches, rule, options=config.options)
     fp16 = config.precision == "fp16"

@@ -9,6 +9,7 @@ from penstock.comm.core.trace_recorder import Recorder
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.stage.untrained_stage_weights import StageWeights
+from penstock.weights.sharded_store import allocated
 
 _OPTIMIZER, _OFFLOADED = "optimizer", "offloaded optimizer"
 
@@ -66,12 +67,11 @@ class StageMemory:
     def __init__(self, ledger: MemoryLedger, weights: StageWeights) -> None:
         self._ledger = ledger
         self._store = weights.store if isinstance(weights, TrainedWeights) else None
-        self._seen: tuple[int, int] | None = None  # versions and gradients; a pass changes nothing else
+        self._seen: tuple[int, ...] | None = None
 
     def after_pass(self) -> None:
         """Report the memory if the pass has begun a gradient or ended a version."""
-        store = self._store
-        if self._seen != ((0, 0) if store is None else (len(store.versions), len(store.gradients))):
+        if self._seen != self._buffers():
             self.after_action(optimizers=False)
 
     def after_action(self, *, optimizers: bool) -> None:
@@ -80,9 +80,12 @@ class StageMemory:
         Args:
             optimizers: optimizer states may have changed, too.
         """
-        store = self._store
-        self._seen = (0, 0) if store is None else (len(store.versions), len(store.gradients))
+        self._seen = self._buffers()
         self._ledger.record(optimizers=optimizers)
+
+    def _buffers(self) -> tuple[int, ...]:
+        """Return how many versions and gradients there are; a pass changes nothing else."""
+        return () if self._store is None else (len(self._store.versions), len(self._store.gradients))
 
 
 class WatchfulMemory(StageMemory):
@@ -94,3 +97,8 @@ class WatchfulMemory(StageMemory):
             self.after_action(optimizers=False)
         else:
             super().after_pass()
+
+    def _buffers(self) -> tuple[int, ...]:
+        """Return the same, and how many gradients have their memory: a further part of one takes it again."""
+        gradients = () if self._store is None else self._store.gradients.values()
+        return (*super()._buffers(), sum(map(allocated, gradients)))

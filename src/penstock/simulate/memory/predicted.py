@@ -29,12 +29,12 @@ class SliceBytes(NamedTuple):
     """What one slice of the sequences of a microbatch takes on a stage.
 
     Attributes:
-        passes, output, gradient: as of `StageBytes`.
+        passes, output, gradients: as of `StageBytes`.
     """
 
     passes: Mapping[HeldKind, int]
     output: int
-    gradient: int
+    gradients: Mapping[int, int]
 
 
 class SnapshotBytes(NamedTuple):
@@ -74,7 +74,7 @@ class StageBytes:
             somebody asks for them; as `optimizer`.
         passes: by kind, bytes of one microbatch, as `HeldKind` has them; a kind that is not there takes none.
         output: bytes of its output, as a message.
-        gradient: bytes of the gradient of its input, as a message.
+        gradients: bytes of the gradient of its input, as messages, by the index of the stage that each goes to.
         slices: of each slice of a sequence, where a method takes slices.
         snapshot: of its copies for snapshots.
     """
@@ -88,13 +88,13 @@ class StageBytes:
     low_rows: Sequence[int] = (0,)
     passes: Mapping[HeldKind, int] = field(default_factory=dict)
     output: int = 0
-    gradient: int = 0
+    gradients: Mapping[int, int] = field(default_factory=dict)
     slices: Sequence[SliceBytes] = ()
     snapshot: SnapshotBytes = NO_COPIES
 
     def of(self, piece: int) -> SliceBytes:
         """Return what passes and messages of a slice take, or of the whole."""
-        return self.slices[piece] if self.slices else SliceBytes(self.passes, self.output, self.gradient)
+        return self.slices[piece] if self.slices else SliceBytes(self.passes, self.output, self.gradients)
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def _bytes_of(what: Held, sizes: Mapping[int, StageBytes], proof: Proof, place: 
     if kind is HeldKind.OUTPUT:
         return stage.of(what.slice).output
     if kind is HeldKind.GRADIENT:
-        return stage.of(what.slice).gradient
+        return stage.of(what.slice).gradients.get(what.peer, 0)
     if kind is HeldKind.OPTIMIZER:
         return stage.optimizer[place]
     if kind in (HeldKind.SNAPSHOT, HeldKind.BUFFERS, HeldKind.FROZEN):

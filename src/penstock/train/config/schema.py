@@ -215,21 +215,32 @@ class TrainConfig(Strict):
         """The number of processes of a run."""
         return self.stages * self.width * self.tensor_parallel
 
-    def check_undivided(self, what: str, why: str) -> None:
-        """Refuse tensor parallelism, and a divided output layer, where they are not offered.
+    def check_chain(self, what: str, why: str) -> None:
+        """Refuse a divided output layer where it is not offered.
 
         Args:
-            what: for what they are not offered.
-            why: it does not go with stages that processes share.
+            what: for what it is not offered.
+            why: it does not go with stages that are no chain.
 
         Raises:
-            CapabilityError: one is wanted.
+            CapabilityError: it is wanted.
         """
         if self.row.divides_head:
             raise CapabilityError(
-                f"{self.row.name}, whose stages are no chain, is not offered for {what} yet; take another method, such "
-                "as 1f1b, whose numbers are the same to rounding"
+                f"{self.row.name}, whose stages are no chain, is not offered for {what} yet, {why}; take another "
+                "method, such as 1f1b, whose numbers are the same to rounding"
             )
+
+    def check_own_stages(self, what: str, why: str) -> None:
+        """Refuse tensor parallelism where it is not offered.
+
+        Args:
+            what: for what it is not offered.
+            why: it does not go with stages that processes share.
+
+        Raises:
+            CapabilityError: it is wanted.
+        """
         if self.tensor_parallel > 1:
             raise CapabilityError(
                 f"tensor_parallel={self.tensor_parallel} is not offered for {what} yet, {why}; set tensor_parallel to 1"

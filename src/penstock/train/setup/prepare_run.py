@@ -241,7 +241,7 @@ def _check_limit(config: TrainConfig, choose: ChooseRecompute | None) -> None:
             "recompute=auto needs memory_limit, the most bytes that a rank may hold, such as memory_limit=2e9"
         )
     if config.recompute == "auto":
-        config.check_undivided("recompute=auto", "which measures stages in one process")
+        config.check_own_stages("recompute=auto", "which measures stages in one process")
     if config.recompute == "auto" and choose is None:
         raise ConfigError("recompute=auto is chosen by penstock train and verify; give none, block, stage or a list")
     if config.memory_limit is not None and config.recompute in ("none", "block", "stage"):
