@@ -20,7 +20,7 @@ from penstock.train.setup.prepare_run import prepare
 from penstock.train.setup.run_folder import make_run_folder
 from support.command_line import TINY
 from support.grouped import grouped
-from support.predicted_memory import SAMPLES, WIDTH, blocks_for, optimizer_for, squared
+from support.predicted_memory import SAMPLES, TOKENS, WIDTH, blocks_for, optimizer_for, squared, squares
 from support.schedules import make_schedule
 
 M = 5
@@ -116,6 +116,18 @@ def test_a_limit_that_nothing_meets_is_refused_with_the_least():
         choose(1.0)
     rest = r"[\d.]+ \w+ inputs of microbatches in flight, and [\d.]+ \w+ what .* [\d.]+ \w+ is the optimizer's state"
     assert re.search(rest, str(refused.value))
+
+
+def test_slices_of_sequences_are_recomputed_by_stage():
+    torch.manual_seed(0)
+    sample, blocks = tuple(torch.randn(2, SAMPLES, TOKENS, WIDTH)), blocks_for(2, slices=True)
+    given = {"method": "seq1f1b", "stages": 2, "microbatches": 3, "loss": squares, "optimizer": optimizer_for("1f1b")}
+    without = choose_recompute(blocks, sample, 1e6, **given).without
+    found = choose_recompute(blocks, sample, max(without) - 1, **given)
+    assert set(found.recompute) == {"none", "stage"}
+    assert max(found.peaks) < max(without)
+    with pytest.raises(ConfigError, match=r"takes at least .* take .stage. or .none.\)\. Of that are .* inputs"):
+        choose_recompute(blocks, sample, 1.0, **given)
 
 
 def test_copies_of_a_stage_choose_together():

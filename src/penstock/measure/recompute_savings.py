@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from penstock.byte_sizes import human_bytes
 from penstock.runtime.plan.plan import PipelinePlan
@@ -16,7 +16,8 @@ from penstock.stage.autograd.recompute import RecomputeMode
 
 SETTLED = 3
 """Batches after the first one that repeats, in which the last new peak comes."""
-_KEPT = (HeldKind.GRAPH, HeldKind.SAVED, HeldKind.INPUT)  # of a microbatch, by what is recomputed
+_KEPT = (HeldKind.GRAPH, HeldKind.SAVED, HeldKind.INPUT)  # of a microbatch in flight, by what is recomputed
+_AGAIN = (HeldKind.GRAPH, HeldKind.BACKWARD)  # during its backward
 
 
 class Savings:
@@ -38,11 +39,11 @@ class Savings:
         """Return the bytes."""
         saved = 0
         for stage in self._schedule.on_rank(rank):
-            passes, mode = self._sizes[stage.index].passes, way.get(stage.index, "none")
+            mode = way.get(stage.index, "none")
             if mode != "none":
-                graph = max(passes[HeldKind.GRAPH], passes[HeldKind.HALVED])
-                kept = passes[HeldKind.INPUT if mode == "stage" else HeldKind.SAVED]
-                saved += self._in_flight[stage] * max(graph - kept, 0)
+                kept = HeldKind.INPUT if mode == "stage" else HeldKind.SAVED
+                less = (max(p[HeldKind.GRAPH], p.get(HeldKind.HALVED, 0)) - p[kept] for p in self._passes(stage))
+                saved += self._in_flight[stage] * max(0, *less)
                 if mode == "stage" and self._schedule.sharding.level is Level.FULL:
                     saved += self._sizes[stage.index].version
         return saved
@@ -50,18 +51,26 @@ class Savings:
     def rest(self, rank: int) -> str:
         """Say what a rank holds however much is recomputed, and what would make it less."""
         stages = self._schedule.on_rank(rank)
-        sizes = [self._sizes[stage.index] for stage in stages]
-        kept = [min(each.passes[kind] for kind in _KEPT) for each in sizes]
-        inputs = sum(self._in_flight[stage] * size for stage, size in zip(stages, kept, strict=True))
-        once = max(each.passes[HeldKind.BACKWARD] for each in sizes)
+        inputs = sum(self._in_flight[stage] * max(_least(p, _KEPT) for p in self._passes(stage)) for stage in stages)
+        once = max(_least(p, _AGAIN) for stage in stages for p in self._passes(stage))
         said = f"Of that are {human_bytes(inputs)} inputs of microbatches in flight, and {human_bytes(once)} what a "
         said += "backward of one has made again: smaller microbatches take less of both"
-        moments = sum(max(each.optimizer) for each in sizes)
+        moments = sum(max(self._sizes[stage.index].optimizer) for stage in stages)
         if not moments:
             return said
         divided = self._schedule.sharding.level is not Level.NONE
         how = "more width divides it further" if divided else "sharding divides it among parallel pipelines (width)"
         return f"{said}; {human_bytes(moments)} is the optimizer's state: {how}"
+
+    def _passes(self, stage: Stage) -> list[Mapping[HeldKind, int]]:
+        """Return what passes of a microbatch take on a stage; of each slice where sequences come in slices."""
+        sizes = self._sizes[stage.index]
+        return [each.passes for each in sizes.slices] or [sizes.passes]
+
+
+def _least(passes: Mapping[HeldKind, int], kinds: Sequence[HeldKind]) -> int:
+    """Return the least bytes of some kinds, of those that were measured."""
+    return min((passes[kind] for kind in kinds if kind in passes), default=0)
 
 
 def _most_in_flight(proof: Proof, stage: Stage) -> int:
