@@ -40,9 +40,11 @@ def test_waits_other_ranks_and_other_batches_do_not_count():
 
 
 def test_stages_of_a_rank_are_not_taken_for_each_other():
-    """Two stages of 1 and 3 seconds forward take 4 in a batch, not twice the faster one."""
-    given = [each for n in range(3) for each in batch_of(n, [("F", 1, 1.0), ("F", 3, 3.0)])]
-    assert own_work(given, 1, range(3)).fastest == pytest.approx(4.0)
+    """Stages of 1, 1 and 7 seconds forward take 9 in a batch, not three times the fastest or the median one."""
+    given = [each for n in range(3) for each in batch_of(n, [("F", 1, 1.0), ("F", 3, 1.0), ("F", 5, 7.0)])]
+    found = own_work(given, 1, range(3))
+    assert found.fastest == pytest.approx(9.0)
+    assert found.busy == pytest.approx(9.0)
 
 
 def test_the_fastest_is_no_more_than_any_batch():

@@ -14,7 +14,8 @@ class OwnWork:
     """The passes and updates of a rank, as they were measured.
 
     Attributes:
-        passes: for each kind of work in a batch, how many there are and the median seconds of one.
+        passes: for each kind of work in a batch, how many there are and the seconds of one: the median on its stage, of
+            several stages their mean.
         fastest: seconds of a batch in which every pass and update is as fast as the fastest of its kind on its stage.
     """
 
@@ -44,6 +45,6 @@ def own_work(intervals: Iterable[Interval], rank: int, batches: range) -> OwnWor
             times.setdefault((each.what, each.stage, each.direction), []).append(each.end - each.start)
     kinds: dict[str, list[float]] = {}
     for (what, _, _), found in sorted(times.items()):
-        kinds.setdefault(what, []).extend(found)
-    passes = {what: (round(len(found) / len(batches)), statistics.median(found)) for what, found in kinds.items()}
+        kinds.setdefault(what, []).extend([statistics.median(found)] * len(found))
+    passes = {what: (round(len(found) / len(batches)), statistics.mean(found)) for what, found in kinds.items()}
     return OwnWork(passes, sum(len(found) / len(batches) * min(found) for found in times.values()))
