@@ -37,6 +37,21 @@ def test_duration(action, time):
     assert COSTS.duration(action) == time
 
 
+def test_slices_may_have_unequal_shares_of_the_time():
+    costs = Costs((StageCost(2, 3, 5),), slices=(0.5, 0.25, 0.25))
+    assert [costs.duration(one(Op.F, Unit(0, 1, (j, 3)))) for j in range(3)] == [1, 0.5, 0.5]
+    assert costs.duration(one(Op.F)) == 2
+    assert "slices=(0.5, 0.25, 0.25)" in repr(costs)
+    with pytest.raises(ConfigError, match="the schedule has 2 slices of each sequence, but shares of 3 are given"):
+        costs.duration(one(Op.B, Unit(0, 1, (0, 2))))
+
+
+@pytest.mark.parametrize("slices", [0.5, (0.5, -0.5, 1.0), (0.5, 0.25), [0.5, 0.5], ("a",)])
+def test_shares_of_slices_are_checked(slices):
+    with pytest.raises(ConfigError, match="slices"):
+        Costs((StageCost(2, 3, 5),), slices=slices)
+
+
 @pytest.mark.parametrize("stages", [1, 1.0, (), (1.0, 2.0), [StageCost(1, 1, 1)], StageCost(1, 1, 1), None])
 def test_stages_that_are_no_costs_are_refused(stages):
     """With what to write instead, not when they are first used."""

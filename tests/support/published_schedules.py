@@ -51,6 +51,17 @@ def unequal(method: str, forwards: tuple[float, ...], m: int) -> float:
     return simulate_schedule(prove(method, len(forwards), m), costs, 1).bubble.makespan
 
 
+def longest_span(method: str, options: tuple[tuple[str, Any], ...] = ()) -> float:
+    """The longest span of a rank of the 1.5 B model, 8 ranks, 24 microbatches."""
+    return played(method, 8, 24, MEASURED, options).bubble.rank_span
+
+
+def interleaved_as_in_table_4() -> float:
+    """The idle part of the longest span, where 8 hops are not counted."""
+    forward, first, second, hop = MEASURED
+    return 1 - 24 * (forward + first + second) / (longest_span("interleaved", (("chunks", 3),)) - 8 * hop)
+
+
 def zero_bubble() -> Iterator[Case]:
     """Rates, activations and times of zero-bubble orders."""
     name = "1.5 B, 8 ranks, 24 microbatches"
@@ -69,13 +80,15 @@ def zero_bubble() -> Iterator[Case]:
         why="our search, with the memory of a microbatch as in the paper", long=True,
     )  # fmt: skip
     yield Case(
-        f"interleaved, 3 chunks, {name}: the same part", f"{ZERO_BUBBLE}, table 4", 0.1055,
-        lambda: played("interleaved", 8, 24, MEASURED, (("chunks", 3),)).bubble.rank_span_bubble,
-        why="their order of interleaved passes is not ours (arXiv 2104.04473's)", open=True,
+        f"interleaved, 3 chunks, {name}: the same part", f"{ZERO_BUBBLE}, table 4", 0.1055, interleaved_as_in_table_4,
+        1e-3,
+        why="less 8 of the 46 hops on the longest path, which their program does not count: of a group of 8 it has "
+        "only the first microbatch wait for its chunk before; with them it is 0.1090",
     )  # fmt: skip
     yield Case(
-        f"ZB-2p over 1F1B, {name}: samples per second", ZERO_BUBBLE, 14.5 / 11.8, None,
-        why="measured on 8 A100 (11.8 and 14.5 samples); the rates above allow 1.264 at most", open=True,
+        f"ZB-2p over 1F1B, {name}: samples per second", ZERO_BUBBLE, 14.5 / 11.8,
+        lambda: longest_span("1f1b") / longest_span("zb-auto", SEARCHED), 0.03,
+        why="from the parts above; 11.8 and 14.5 samples were measured on 8 A100", long=True,
     )  # fmt: skip
     for method, most in (("zb-h1", 4), ("zb-h2", 7)):
         for rank in (0, 3):
@@ -95,11 +108,9 @@ def zero_bubble() -> Iterator[Case]:
             found = peak(method, p, 2 * p)
             yield Case(f"{method}, {p} ranks: in flight, most", V_BLOCKS, most, found, long=p > 8)
     for method, p, idle in (("v-half", 4, 2.5), ("v-half", 6, 5.5), ("v-half", 8, 8.5), ("v-min", 4, 5.5)):
-        longer = method == "v-half" and p == 4
         yield Case(
             f"{method}, {p} ranks, {2 * p} microbatches: makespan beyond the ideal", V_BLOCKS, idle,
-            lambda a=method, b=p: played(a, b, 2 * b).bubble.makespan - 6 * b, open=longer,
-            why="with 4 ranks our order takes a forward longer than theirs" if longer else "",
+            lambda a=method, b=p: played(a, b, 2 * b).bubble.makespan - 6 * b,
         )  # fmt: skip
 
 
@@ -148,10 +159,11 @@ def flushed() -> Iterator[Case]:
             lambda a=n: played("chimera", 4, a, whole).bubble.makespan,
         )  # fmt: skip
     for times, rate in ((alike, 3 / 11), (whole, 1 / 3)):
+        made_for = (("backward", round(2 * times[1])),)
         yield Case(
             f"hanayo, 4 ranks, 4 microbatches, backwards of {2 * times[1]:g}: bubble", f"{HANAYO}, derived", rate,
-            lambda a=times: played("hanayo", 4, 4, a).bubble.bubble, open=times is alike,
-            why="our order is made for backwards of two forwards" if times is alike else "",
+            lambda a=times, b=made_for: played("hanayo", 4, 4, a, b).bubble.bubble,
+            why="with the order for such backwards (hanayo:backward=1)" if times is alike else "",
         )  # fmt: skip
     yield from _other_orders(whole, alike)
 
@@ -183,9 +195,15 @@ def _other_orders(whole: tuple[float, ...], alike: tuple[float, ...]) -> Iterato
         why="algorithm 2, which has one barrier, is not offered", open=True,
     )  # fmt: skip
     yield Case(
-        "TeraPipe, 4 ranks, slices of 2, 1, 1: a sequence", "arXiv 2102.07988", 10, None,
-        why="slices are simulated as equally long; their lengths are not planned", open=True,
+        "TeraPipe, 4 ranks, slices of 2, 1, 1: a sequence", "arXiv 2102.07988", 10, sequence_in_unequal_slices,
     )  # fmt: skip
+
+
+def sequence_in_unequal_slices() -> float:
+    """The makespan of a sequence in slices whose forwards and backwards take 2, 1 and 1 on every rank."""
+    proof = prove("terapipe", 4, 1, options={"slices": 3})
+    costs = Costs((StageCost(4 / 3, 4 / 3, 4 / 3),) * 4, slices=(0.5, 0.25, 0.25))
+    return simulate_schedule(proof, costs, 1).bubble.makespan
 
 
 def first_layers_in_flight() -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,6 +67,7 @@ class Costs:
             `network`.
         links: which ranks share the link of a host (`penstock.SharedLinks`), so that `transfer`, gathers and sums take
             longer while several are under way; None if each lane has one of its own.
+        slices: the share of each slice of a sequence in the time of a microbatch; empty if all take the same.
     """
 
     stages: tuple[StageCost, ...]
@@ -81,11 +83,13 @@ class Costs:
     receive: float = 0.0
     cores: SharedCores | None = None
     links: SharedLinks | None = None
+    slices: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what is no time."""
         _check_stages(self.stages)
         _check_times(self)
+        _check_slices(self.slices)
 
     def __repr__(self) -> str:
         """Return the times; of stages that are all alike those of one."""
@@ -93,9 +97,10 @@ class Costs:
         stages = f"{len(self.stages)} x {self.stages[0]!r}" if alike else f"{len(self.stages)} stages"
         more = dict.fromkeys(("latency", "transfer", "collective", "copy", "swap", "send", "receive"), 0.0)
         more |= {"fused": 1.0, "left": 1.0}
+        sliced = f", slices={self.slices}" if self.slices else ""
         others = "".join(f", {key}={getattr(self, key):g}" for key, v in more.items() if getattr(self, key) != v)
         shared = "".join(f", {each}" for each in (self.cores, self.links) if each is not None)
-        return f"<Costs of {stages}{others}{shared}>"
+        return f"<Costs of {stages}{others}{sliced}{shared}>"
 
     @classmethod
     def uniform(
@@ -146,7 +151,7 @@ class Costs:
         if action.parts:
             return self.fused * sum(self.duration(p) for p in action.parts)
         cost, unit = self.stages[action.stage.index], action.unit
-        amount = unit.count / (unit.slice[1] if unit.slice else 1)
+        amount = unit.count * self._share(unit.slice)
         match action.op:
             case Op.F | Op.R | Op.REDO:
                 return cost.forward * amount
@@ -173,10 +178,27 @@ class Costs:
             case _:
                 return 0.0
 
+    def _share(self, piece: tuple[int, int] | None) -> float:
+        """Return the share of a slice in the time of a microbatch.
+
+        Raises:
+            ConfigError: there are others than those that shares are given of.
+        """
+        if piece is None:
+            return 1.0
+        if not self.slices:
+            return 1.0 / piece[1]
+        if len(self.slices) != piece[1]:
+            raise ConfigError(
+                f"slices: the schedule has {piece[1]} slices of each sequence, but shares of {len(self.slices)} are "
+                "given"
+            )
+        return self.slices[piece[0]]
+
 
 def _check_times(costs: StageCost | Costs) -> None:
     for name, value in vars(costs).items():
-        if name in ("stages", "network", "cores", "links"):
+        if name in ("stages", "network", "cores", "links", "slices"):
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_COST:
             raise ConfigError(f"{name} must be a number from 0 to {MOST_COST:g}; got {in_short(value)}")
@@ -188,6 +210,15 @@ def _check_stages(stages: object) -> None:
             f"stages must be a StageCost for each stage, such as (StageCost(1, 1, 1),) * 4; got {in_short(stages)}. "
             "For the same times on every rank: Costs.uniform(plan.schedule, forward=1.0)"
         )
+
+
+def _check_slices(slices: object) -> None:
+    if not isinstance(slices, tuple) or not all(isinstance(share, int | float) and share >= 0 for share in slices):
+        raise ConfigError(
+            f"slices must be shares of the time of a microbatch, such as (0.5, 0.25, 0.25); got {slices!r}"
+        )
+    if slices and not math.isclose(sum(slices), 1.0):
+        raise ConfigError(f"slices: the shares of all slices must add up to 1, not to {sum(slices):g}")
 
 
 def of_every_rank(costs: Costs, ranks: int) -> Costs:

@@ -16,8 +16,9 @@ microbatches may overtake others of up to d slots before them: d keeps blocks ap
 V-Half holds (p + 2) // 2 microbatches on every rank, V-Min at most (p + 4) // 3: where 3 does not divide p + 1 on every
 rank, else less on some (p = 5: 2.5, 3, 3, 2, 3). With F = I = W their bubbles are, in F, (3p - 7) / 2 (p even) or
 (3p - 4) / 2, and (4p - 5) / 2 or (4p - 7) / 2 (3 divides p), from p // 2 + 1 microbatches on and from 2 on. V-Half has
-one F more where m = p + 1 and p is even, and where p = 4 and m = 8; with p = 2 it has 1/2. Where F, I and W differ,
-V-Min's grows with m."""
+one F more where m = p + 1 and p is even; with p = 2 it has 1/2. (With p = 4 and m = 8 it has no more if passes may
+overtake others of one more slot, so that is tried where the bubble is longer.) Where F, I and W differ, V-Min's grows
+with m."""
 
 from __future__ import annotations
 
@@ -38,11 +39,15 @@ def v_half(stages: int, microbatches: int) -> Order:
         stages: p, the ranks; each has two stages.
         microbatches: m.
     """
-    d = 0 if stages % 2 else 3
+    d, limit = 0 if stages % 2 else 3, 2 * ((stages + 2) // 2)
     blocks = [
         _Block(2 * i, 3 * stages - 2 - i, 3 * stages + d + 2 * i - 1, 6 * stages + d - 2 - i) for i in range(stages)
     ]
-    return _push_together(blocks, microbatches, limit=2 * ((stages + 2) // 2), slack=d)
+    pushed = _push_together(blocks, microbatches, limit, slack=d)
+    if pushed.slots > 6 * microbatches + 3 * stages - (4 if stages % 2 else 7):
+        further = _push_together(blocks, microbatches, limit, slack=d + 1)
+        pushed = min(pushed, further, key=lambda each: each.slots)
+    return pushed.order
 
 
 def v_min(stages: int, microbatches: int) -> Order:
@@ -54,7 +59,7 @@ def v_min(stages: int, microbatches: int) -> Order:
     """
     d = 0 if stages % 3 else 2
     blocks = [_Block(i, 2 * stages - 1 - i, 2 * stages + d + i, 4 * stages + d - 1 - i) for i in range(stages)]
-    return _push_together(blocks, microbatches, limit=2 * ((stages + 4) // 3), slack=d)
+    return _push_together(blocks, microbatches, limit=2 * ((stages + 4) // 3), slack=d).order
 
 
 class _Block(NamedTuple):
@@ -135,7 +140,14 @@ class _RankProgress:
         return all(ready.get(need, now + 1) <= now for need in needs if 0 <= need[1] <= last)
 
 
-def _push_together(blocks: list[_Block], microbatches: int, limit: int, slack: int) -> Order:
+class _Pushed(NamedTuple):
+    """Blocks that are pushed together, and how many slots they take."""
+
+    order: Order
+    slots: int
+
+
+def _push_together(blocks: list[_Block], microbatches: int, limit: int, slack: int) -> _Pushed:
     placed = zigzag(len(blocks), 2)
     ranks = [
         _RankProgress(held, block, microbatches, limit, slack)
@@ -149,4 +161,4 @@ def _push_together(blocks: list[_Block], microbatches: int, limit: int, slack: i
             if action is not None:
                 ready[action.op, action.stage.index, action.unit.first] = now + 1
         now += 1
-    return make_order([rank.found for rank in ranks], stages=placed)
+    return _Pushed(make_order([rank.found for rank in ranks], stages=placed), now)
