@@ -105,10 +105,14 @@ def test_planned_memory_of_several_stages_and_halves(method, precision, recomput
 
 
 @pytest.mark.parametrize(
-    ("method", "precision"), [("1f1b", "fp32"), ("2bw", "bf16"), ("2bw-ahead", "fp32"), ("zb-v", "fp32")]
+    ("method", "precision"),
+    [
+        *[("1f1b", "fp32"), ("2bw", "bf16"), ("2bw-ahead", "fp32"), ("zb-v", "fp32"), ("layered:chunks=4", "fp32")],
+        *[("layered:chunks=4", "bf16"), ("2bw-layered:chunks=4", "fp32"), ("2bw-layered:chunks=4", "bf16")],
+    ],
 )
-def test_planned_memory_of_divided_updates(method, precision):
-    level = "optimizer" if method == "zb-v" else "gradients"
+def test_planned_memory_of_divided_state(method, precision):
+    level = "full" if PLANNED[method].full else "optimizer" if method == "zb-v" else "gradients"
     planned, found = planned_and_found(method, precision, count=8, width=2, sharding=level)
     for ours, ledger in zip(planned, found, strict=True):
         assert abs(ours - ledger) <= 0.02 * ledger

@@ -75,3 +75,25 @@ def test_a_plan_that_divides_updates_is_trained(tmp_path, method, level):
     plan = plan_file(found)
     assert yaml.safe_load(plan)["sharding"] == level
     run_of(plan, tmp_path)
+
+
+@pytest.mark.parametrize("method", ["layered:chunks=4", "2bw-layered:chunks=4"])
+def test_a_plan_that_divides_weights_is_trained(tmp_path, method):
+    devices = Devices((DeviceLevel(4, 1e9),), 80e6)
+    found = make_plan(PlanRequest(profile_of(8_000_000), devices, cost="simulated", microbatches=4, methods=(method,)))
+    plan = plan_file(found)
+    assert {"sharding": "full", "options": {"chunks": 4}}.items() <= yaml.safe_load(plan).items()
+    run_of(plan, tmp_path)
+
+
+def test_a_plan_with_optimizer_states_on_the_host_is_trained(tmp_path):
+    """Those of the first block come and go in pieces, as the device has no room for them."""
+    profile = profile_of(80_000_000)
+    first = profile.layers[0].model_copy(update={"largest": 1e4})
+    profile = profile.model_copy(update={"layers": [first, *profile.layers[1:]]})
+    devices = Devices((DeviceLevel(2, 1.0),), 200e6, host=1e9)
+    found = make_plan(PlanRequest(profile, devices, cost="simulated", microbatches=4, methods=("1f1b",)))
+    plan = plan_file(found)
+    assert yaml.safe_load(plan)["offload_optimizer"] == "pieces"
+    run_of(plan, tmp_path)
+    assert found.plans[0].rating.stages[0].parts["updates"] == pytest.approx(2 * 160e6 / 1e9 / 4, rel=1e-3)

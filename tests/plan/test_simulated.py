@@ -40,17 +40,24 @@ from penstock.simulate.simulate import play, predict
 
 HEAD = "format: penstock profile 1\nlayers:\n"
 BLOCK = "- {{name: b{}, forward: {}, backward: {}, output: {}, stored: {}, parameters: {}}}\n"
+HOST = 4e7  # bytes per second
 OTHERS = [name for name in METHODS if name not in USUAL]
 
 
-def chain(random, layers):
-    """Blocks whose backwards also come in halves, which take a bit longer."""
+def key_of(method, depth, m, parallel, sharding="none"):
+    """A schedule as candidates have it: some methods are fully sharded by themselves."""
+    return ScheduleKey(method, depth, m, parallel, "full" if method.full else sharding)
+
+
+def chain(random, layers, large=1):
+    """Blocks whose backwards also come in halves, which take a bit longer; with large parameters if asked for."""
     text = HEAD
     for n in range(layers):
         forward, first, second = (random.randint(1, 4) for _ in range(3))
         text += f"- {{name: b{n}, forward: {forward}, backward: {first + second - 0.5}, backward_input: {first}, "
         text += f"backward_weight: {second}, late: {random.randint(10, 40)}, output: {random.randint(0, 9)}, "
-        text += f"stored: 30, parameters: {2 * random.randint(0, 4)}, step: {n % 3}}}\n"
+        text += f"stored: {30 if large == 1 else 4 * large}, parameters: {2 * large * random.randint(0, 4)}, "
+        text += f"largest: {large}, step: {n % 3}}}\n"
     return layer_graph(parse_profile(text, "c"))
 
 
@@ -61,7 +68,8 @@ def costs_of(graph, of, proof, cuts, bandwidth, again, cores=None):
         part = graph.layers[a:b]
         f, whole = sum(layer.forward for layer in part), sum(layer.seconds - layer.forward for layer in part)
         first, second = (sum(layer.halves[n] for layer in part) for n in (0, 1)) if of.method.halved else (whole, 0.0)
-        step = sum(layer.step for layer in part) / of.shards
+        copies = 2 * sum(2 * layer.parameters for layer in part) / HOST if of.away else 0.0
+        step = (sum(layer.step for layer in part) + copies) / of.shards
         stages.append(penstock.StageCost(f, first + f * again[rank], second, step))
     largest = max(sum(layer.parameters for layer in graph.layers[a:b]) for a, b in itertools.pairwise(cuts))
     ranks = of.method.ranks(of.depth)
@@ -82,7 +90,7 @@ def proof_of(method, depth, m, parallel, sharding):
     """A schedule, or None if there is none."""
     try:
         plain = prove(PLANNED[method].row, depth, m, options=PLANNED[method].options, decides=True)
-        return extend(plain, reduces=parallel, sharding=sharding)
+        return extend(plain, reduces=parallel, sharding="none" if PLANNED[method].full else sharding)
     except ScheduleError:
         return None
 
@@ -112,9 +120,13 @@ def memory(graph, of, proof, cuts, again):
         }
         passes |= {HeldKind.HALVED: passes[HeldKind.GRAPH], HeldKind.FORWARD_HALVED: passes[HeldKind.FORWARD]}
         ends, part = (crossing[stage + 1], {stage - 1: crossing[stage]}), (weights // of.shards,) * of.width
-        optimizer = tuple(2 * each for each in part)
+        most = math.inf
+        if of.away:
+            most = 3 * (2 * max(min(layer.largest, layer.parameters) for layer in layers) + 8 * (1 << 20))
+        optimizer = tuple(min(2 * each, most) for each in part)
         ahead = CORRECTIONS[of.method.correction].reads_ahead  # by the last gradient, which takes no room
-        scratch = (0,) * of.width if ahead else part
+        scratch = min(weights, max(4 * (1 << 20), *(layer.parameters for layer in layers))) // of.shards
+        scratch = (0 if ahead else scratch,) * of.width
         sizes[stage] = StageBytes(weights, weights, optimizer, 0, scratch, part, part, passes, *ends)
     blockwise = {stage for stage, rank in enumerate(of.method.ranks(of.depth)) if again[rank]}
     options = MemoryOptions(blockwise=blockwise, batches=5, correction=of.method.correction)
@@ -125,16 +137,20 @@ def memory(graph, of, proof, cuts, again):
 def every_candidate(graph, method, devices, m):
     """All candidates of a method, with their proofs."""
     levels = {w: ("none", "optimizer", "gradients") if w > 1 and devices.memory else ("none",) for w in range(1, 5)}
+    if PLANNED[method].full:
+        levels = {w: ("full",) if w > 1 and devices.memory else () for w in levels}
     for depth, width in itertools.product(range(1, devices.count + 1), repeat=2):
         of = Candidate(Sized(graph, 1, m), PLANNED[method], depth, width)
         if depth * width > devices.count or m % width or of.stages > len(graph.layers):
             continue
-        if depth == 1 and method in OTHERS:
+        if depth == 1 and method in OTHERS and not of.method.full:
             continue
         for level in levels[width]:
             proof = proof_of(method, depth, m // width, width > 1, level)
             if proof is not None and (level != "gradients" or of.method.chunks == 1):
                 yield replace(of, sharding=level), proof
+                if devices.memory and devices.host and method in USUAL:
+                    yield replace(of, sharding=level, away=True), proof
 
 
 def best_of_all(graph, method, devices, m):
@@ -185,14 +201,30 @@ def assert_best_of_all(graph, methods, devices, m=4):
     return fits
 
 
-def limited(limit=None, bandwidth=1e4):
-    return Devices((DeviceLevel(3, bandwidth),), limit)
+def limited(limit=None, bandwidth=1e4, count=3):
+    return Devices((DeviceLevel(count, bandwidth),), limit)
 
 
 @pytest.mark.parametrize("limit", [None, 230.0])
 def test_simulated_plans_are_the_best_of_all(limit):
     """Four layers, three devices: depths, widths, cuts, recompute of each rank, sharding."""
     assert assert_best_of_all(chain(Random(0), 4), ("1f1b", "2bw", "zb-h1", "zb-v"), limited(limit)) > 2
+
+
+@pytest.mark.parametrize("limit", [100.0, 160.0])
+def test_fully_sharded_plans_are_the_best_of_all(limit):
+    """Five layers as four stages of a rank, and two or four pipelines."""
+    methods, devices = ("layered:chunks=4", "2bw-layered:chunks=4"), limited(limit, 30.0, 4)
+    assert assert_best_of_all(chain(Random(3), 5), methods, devices) == 2
+
+
+@pytest.mark.parametrize(("method", "limit"), [("1f1b", 3.5e8), ("2bw", 5e8)])
+def test_plans_with_optimizer_states_on_the_host_are_the_best_of_all(method, limit):
+    graph, devices = chain(Random(4), 4, 10**7), replace(limited(limit, 1e9), host=HOST)
+    assert assert_best_of_all(graph, (method,), devices) == 1
+    (plan,), _ = simulated_plans({1: Sized(graph, 1, 4)}, devices, methods=(method,))
+    assert plan.settings["offload_optimizer"] == "pieces"
+    assert assert_best_of_all(graph, (method,), limited(limit, 1e9)) == 0
 
 
 @pytest.mark.long
@@ -308,8 +340,8 @@ def test_the_forecast_is_what_the_proof_says(method):
 def test_the_forecast_of_other_methods_is_what_is_held_at_least(name):
     """At one moment a rank holds of each of its stages as many microbatches, or more."""
     method = PLANNED[name]
-    for depth, m in ((2, 3), (3, 4)):
-        key = ScheduleKey(method, depth, m, False)
+    for depth, m in ((2, 3), (3, 4), (2, 4), (3, 3), (2, 2)):
+        key = key_of(method, depth, m, method.full)
         proof = KnownSchedules().proof(key)
         assert method.ranks(depth) == tuple(stage.rank for stage in proof.schedule.stages)
         foreseen = [stage_forecast(method, depth, m, stage) for stage in range(proof.schedule.num_stages)]
@@ -332,11 +364,11 @@ def test_schedules_are_those_that_the_proof_accepts(method):
     for depth in (1, 2, 3, 4) if method in USUAL else (2,):
         least = least_microbatches(of, depth)
         for m, parallel, sharding in ((least, False, "none"), (least + 3, True, "none"), (least, True, "optimizer")):
-            key = ScheduleKey(of, depth, m, parallel, sharding)
+            key = key_of(of, depth, m, parallel or of.full, sharding)
             assert known._made(key)[0] == known.proof(key).lowered
         for m in range(depth, least):  # fewer microbatches than stages are no candidates
             with pytest.raises(ScheduleError):
-                known.proof(ScheduleKey(of, depth, m, False))
+                known.proof(key_of(of, depth, m, False))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -345,11 +377,12 @@ def test_no_plan_is_faster_than_its_bound(method):
     random, of = Random(METHODS.index(method)), PLANNED[method]
     known = {decides: KnownSchedules(decides) for decides in (False, True)}
     for _ in range(40 if method in USUAL else 6):
-        depth, width = random.randint(1 if method in USUAL else 2, 4 // of.chunks + 1), random.randint(1, 3)
+        depth, width = random.randint(1 if method in USUAL else 2, max(4 // of.chunks, 1) + 1), random.randint(1, 3)
+        width += of.full
         stages, m = depth * of.chunks, random.randint(max(depth, 2), 8)
         graph, level = (
             chain(random, random.randint(stages, stages + 2)),
-            random.choice(["none", "optimizer", "gradients"]),
+            "full" if of.full else random.choice(["none", "optimizer", "gradients"]),
         )
         made = Candidate(Sized(graph, 1, m * width), of, depth, width, level if width > 1 else "none")
         devices = Devices((DeviceLevel(12, random.choice([1.0, 10.0, 1e4])),), latency=random.choice([0.0, 0.7]))
@@ -390,7 +423,9 @@ def test_the_busiest_rank_has_at_least_its_share_of_the_longest_blocks():
 def test_a_search_simulates_few_of_its_candidates(monkeypatch):
     """Bounds leave out the others, however many there are."""
     made, lowered = [], schedule_cache._lowered
-    monkeypatch.setattr(schedule_cache, "_lowered", lambda schedule: made.append(schedule) or lowered(schedule))
+    monkeypatch.setattr(
+        schedule_cache, "_lowered", lambda schedule, near: made.append(schedule) or lowered(schedule, near)
+    )
     text = HEAD + "".join(BLOCK.format(n, 1, 2, 6, 30, 10) for n in range(12))
     graph, devices = layer_graph(parse_profile(text, "equal")), Devices((DeviceLevel(8, 100.0),), 450.0)
     plans, skipped = simulated_plans({1: Sized(graph, 1, 16)}, devices, methods=USUAL)
@@ -402,9 +437,9 @@ def test_a_search_simulates_few_of_its_candidates(monkeypatch):
 def test_what_is_held_without_recompute_is_known_from_a_run_with_it(name):
     """It takes as many bytes as in a run of its own, whatever the sizes are."""
     method, random = PLANNED[name], Random(0)
-    key = ScheduleKey(method, 2, 4, parallel=True, sharding="optimizer")
+    key = key_of(method, 2, 4, parallel=True, sharding="optimizer")
     known = KnownSchedules()
-    alone = most_held(known._made(key)[0], 2 if method.flushes else 4, blockwise=False)
+    alone = most_held(known._made(key)[0], 2 if method.flushes else 4, 1 + method.full, blockwise=False)
     for rank, moments in enumerate(known.moments(key, recompute=False)):
         sizes = defaultdict(lambda: random.randint(1, 99))
         for stage in range(2 * method.chunks):  # a graph of halved backwards is as large as another
@@ -426,7 +461,21 @@ def test_what_does_not_fit_is_skipped_with_its_size():
     plans, skipped = simulated_plans({1: Sized(graph, 1, 4)}, Devices((DeviceLevel(3, 1e4),), 20.0))
     assert plans == []
     assert skipped
-    assert all("does not fit" in each.bound for each in skipped if each.what != "2bw-ahead")
+    assert all("does not fit" in each.bound for each in skipped if "depth" in each.what)
+
+
+def test_what_a_search_does_not_know_is_said():
+    """Whatever is asked for: what it never tries, and what it would try with more options."""
+    graph = chain(Random(1), 4)
+    _, skipped = simulated_plans({1: Sized(graph, 1, 4)}, limited())
+    said = {each.what: each.bound for each in skipped}
+    assert "does not know them" in said["other methods and options"]
+    assert "--memory" in said["layered:chunks=4"]
+    assert not any("optimizer states" in what for what in said)
+    _, skipped = simulated_plans({1: Sized(graph, 1, 4)}, limited(500.0))
+    said = {each.what: each.bound for each in skipped}
+    assert "--host-bandwidth" in said["optimizer states on the host"]
+    assert "layered:chunks=4" not in said
 
 
 def test_updates_are_no_bubble():
@@ -437,3 +486,22 @@ def test_updates_are_no_bubble():
     (stage,) = plans[0].rating.stages
     assert stage.parts == {"compute": 3.0, "updates": 0.5, "bubble": 0.0}
     assert plans[0].rating.seconds == 3.5
+
+
+@pytest.mark.parametrize("name", ["interleaved:chunks=2", "breadth-first:chunks=2"])
+def test_the_least_recompute_of_ranks_with_several_stages_is_a_bound(name):
+    """On random chains and limits no cuts are faster; where little fits the bound is that of a forward more."""
+    random, method, recomputed = Random(METHODS.index(name)), PLANNED[name], 0
+    for _ in range(16):
+        graph, m = chain(random, random.randint(2 * method.chunks, 2 * method.chunks + 1)), random.choice([2, 4])
+        made = Candidate(Sized(graph, 1, 2 * m), method, 2, 2, "full" if method.full else "none")
+        devices = limited(random.choice([100.0, 130.0, 160.0, 200.0, 260.0]), count=4)
+        trial = CandidateTrial(made, BlockChain(graph, 2.0), devices, KnownSchedules())
+        plain = made.bound(BlockChain(graph, 2.0), devices)
+        fit = trial.fit_of_span()
+        cuts = [(c, again) for c in fit.all() if (again := fit.recomputes(c)) is not None]
+        if cuts:
+            least = next(trial.bounds()) * made.samples
+            assert least <= min(trial.batch_times(cuts)) * (1 + 1e-9)
+            recomputed += least > 1.05 * plain * made.samples
+    assert recomputed

@@ -43,14 +43,15 @@ def planned_timeline(planning: Planning) -> Timeline:
             "a smaller batch"
         )
     method, sharding = PLANNED[plan.planner], settings.get("sharding", "none")
-    candidate = Candidate(sized, method, settings["stages"], settings["width"], sharding)
+    away = "offload_optimizer" in settings
+    candidate = Candidate(sized, method, settings["stages"], settings["width"], sharding, away)
     modes = settings["recompute"]
     modes = [modes] * candidate.stages if isinstance(modes, str) else modes
     again = [mode != "none" for _, mode in sorted(dict(zip(method.ranks(candidate.depth), modes, strict=True)).items())]
     known = KnownSchedules(stages_decide(request.profile))
     trial = CandidateTrial(candidate, BlockChain(sized.graph, 2.0), request.devices, known)
     costs = trial.costs(np.array([0, *accumulate(settings["balance"])]), again)
-    return simulate_schedule(known.proof(candidate.schedule), costs, _BATCHES).timeline
+    return simulate_schedule(known.proof(candidate.schedule, away), costs, _BATCHES).timeline
 
 
 def idle_shares(timeline: Timeline) -> dict[str, float]:

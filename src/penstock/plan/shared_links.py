@@ -43,10 +43,14 @@ def _simulated_again(plan: Plan, profile: Profile, devices: Devices) -> Plan:
     except ScheduleError as error:
         return replace(plan, notes=(*plan.notes, f"not simulated with shared links: {error}"))
     links = SharedLinks(max(inner // width, 1))
+    batches = settings.microbatches * width
+    if "offload_optimizer" in plan.settings:  # its updates wait for copies, which the profile does not know
+        stages = zip(costs.stages, plan.rating.stages, strict=True)
+        costs = replace(costs, stages=tuple(replace(each, step=batches * by.parts["updates"]) for each, by in stages))
     costs = replace(costs, transfer=costs.transfer * min(width, inner) / inner, links=links)
     short, long = (simulate_schedule(proof, costs, batches).bubble.makespan for batches in _SPANS)
     batch = (long - short) / (_SPANS[1] - _SPANS[0])
-    seconds, before = batch / (settings.microbatches * width), plan.rating.seconds
+    seconds, before = batch / batches, plan.rating.seconds
     note = f"with the links of servers shared, one more batch takes {batch:.4g} s"
     ratings = tuple(_later(each, (seconds - before) / plan.chunks) for each in plan.rating.stages)
     return replace(plan, rating=replace(plan.rating, seconds=seconds, stages=ratings), notes=(*plan.notes, note))

@@ -142,9 +142,10 @@ def _in_python(plan: Any) -> str:
     options = "".join(f", {key}={value}" for key, value in of.get("options", {}).items())
     method = f"penstock.method({of['method']!r}{options})" if options else repr(of["method"])
     parallel = f"penstock.DataParallel({of['width']}, sharding={of['sharding']!r})" if "sharding" in of else of["width"]
-    more = f", data_parallel={parallel}" * (of["width"] > 1) + f", recompute={of['recompute']!r}" * (
-        of["recompute"] != "none"
-    )
+    more = f", data_parallel={parallel}" * (of["width"] > 1)
+    more += f", recompute={of['recompute']!r}" * (of["recompute"] != "none")
+    if "offload_optimizer" in of:
+        more += f", device=penstock.Device(offload_optimizer={of['offload_optimizer']!r})"
     return (
         f"For blocks of your own: Pipeline(blocks, method={method}, stages={of['stages']}, "
         f"microbatches={of['microbatches']}, partition={of['balance']}{more}, ...), with batches of "

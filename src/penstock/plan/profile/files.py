@@ -21,8 +21,8 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")  # YAML 1.1 reads
 _NUMERIC = frozenset(
     {
         "forward", "backward", "backward_input", "backward_weight", "output", "stored", "shared", "late", "data",
-        "parameters", "buffer", "whole", "frozen", "optimizer", "step", "seconds", "memory", "memory_per_microbatch",
-        "bytes", "latency", "bandwidth",
+        "parameters", "buffer", "whole", "frozen", "optimizer", "largest", "step", "seconds", "memory",
+        "memory_per_microbatch", "bytes", "latency", "bandwidth",
     }
 )  # fmt: skip
 

@@ -45,6 +45,7 @@ class GraphLayer:
         whole: bytes of one of their gradients or master weights, if passes compute in 16 bits; None if not.
         frozen: bytes of frozen parameters and module buffers.
         data: bytes of the model's own input that it reads.
+        largest: bytes of its largest parameter, as of `whole`; None if the profile does not say.
         halves: seconds of the two halves of a backward, and bytes kept between them; None if the profile does not say.
     """
 
@@ -64,6 +65,7 @@ class GraphLayer:
     frozen: float = 0.0
     data: float = 0.0
     halves: tuple[float, float, float] | None = None
+    largest: float | None = None
 
     @property
     def tensor_degrees(self) -> frozenset[int]:
@@ -262,7 +264,7 @@ class _GraphReader:
         )
         buffer = layer.parameters if layer.buffer is None else layer.buffer
         costs = layer.parameters, ways, forward, stored, layer.optimizer, layer.step * self._times.step, shared
-        more = buffer, layer.whole, layer.frozen, data, halves
+        more = buffer, layer.whole, layer.frozen, data, halves, layer.largest
         return GraphLayer(layer.name, layer.kind, seconds, output, *costs, *more)
 
     def _way(self, number: int, option: LayerOption, where: str) -> Way:

@@ -84,6 +84,7 @@ class ProfiledLayer(_Strict):
             not given where they do not.
         frozen: bytes of its frozen parameters and module buffers.
         optimizer: bytes that the optimizer remembers; those of Adam if not given.
+        largest: bytes of its largest parameter, as of `whole`; all of them if not given.
         step: seconds of an update.
         options: ways to execute it, if it was profiled in several; then forward and backward may be left out.
     """
@@ -105,6 +106,7 @@ class ProfiledLayer(_Strict):
     whole: Number | None = None
     frozen: Number = 0.0
     optimizer: Number | None = None
+    largest: Number | None = None
     step: Number = 0.0
     options: Annotated[list[LayerOption], Field(max_length=64)] = Field(default_factory=list)
 

@@ -37,6 +37,7 @@ def analytic_profile(shape: ModelShape, cluster: Cluster, sizes: Sequence[int]) 
     kept = _PER_VALUE * s * h + _PER_SCORE * shape.heads * s * s
     work = [size * s * (2 * matrices + 4 * s * h) for size in sizes]
     layer = _layer("layer", matrices, work, [size * kept for size in sizes], out, cluster)
+    layer = layer.model_copy(update={"largest": _SINGLE * max(shape.expansion, 1) * h**2})
     embedding = _layer("embedding", float(vocabulary * h), [0.0] * len(sizes), list(out), out, cluster)
     logits = [2.0 * size * s * h * vocabulary for size in sizes]
     losses = [(_HALF + _SINGLE) * size * s * vocabulary for size in sizes]

@@ -11,7 +11,8 @@ from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.simulate.memory.held import HeldKind
 
 Floats = npt.NDArray[np.float64]
-_SCRATCH = 4.0 * (1 << 20)  # bytes: `penstock.weights.memory.gradient_scratch`, in float32
+_TOGETHER = 1 << 20  # numbers: `penstock.weights.memory.gradient_scratch`
+_SCRATCH = 4.0 * _TOGETHER  # bytes, in float32
 
 
 class PassSums(NamedTuple):
@@ -51,6 +52,8 @@ class BlockChain:
         buffer, whole: bytes of one copy of the weights as passes read it, and of one gradient or master weights.
         parameters, frozen: bytes of what replicas add up, and of frozen parameters and module buffers.
         crossing: bytes of the edges that cross a cut.
+        own_graphs: bytes that a block keeps for its backward at least, wherever it is cut.
+        pieces: bytes of the largest part of an optimizer's state that comes and goes at once, where it is away.
         sizes: bytes of each kind of what is held, of a microbatch or at all.
     """
 
@@ -72,11 +75,17 @@ class BlockChain:
         self.crossing = np.zeros(self.blocks + 1)
         for edge in graph.edges:
             self.crossing[edge.source + 1 : edge.target + 1] += edge.bytes
-        optimizer = between(_sums([
+        states = np.array([
             optimizer_copies * size if layer.optimizer is None else layer.optimizer
             for layer, size in zip(layers, whole, strict=True)
-        ]))  # fmt: skip
-        largest = _most_of(np.array(whole), np.zeros(self.blocks + 1))
+        ])  # fmt: skip
+        optimizer, nothing = between(_sums(states)), np.zeros(self.blocks + 1)
+        largest = _most_of(np.array(whole), nothing)
+        of_one = [
+            1.0 if not size or layer.largest is None else min(layer.largest / size, 1.0)
+            for layer, size in zip(layers, whole, strict=True)
+        ]
+        self.pieces = _most_of(states * of_one, nothing) + 2 * _SCRATCH
         self.sizes = self._activations(graph, known) | {
             HeldKind.OPTIMIZER: optimizer,
             HeldKind.SCRATCH: np.minimum(self.whole, np.maximum(largest, _SCRATCH)),
@@ -90,6 +99,7 @@ class BlockChain:
             layer.data + sum(edge.bytes for edge in edges) for layer, edges in zip(layers, graph.inputs, strict=True)
         ])  # fmt: skip
         shared = _sums([layer.shared for layer in layers])
+        self.own_graphs = np.maximum(stored - np.diff(shared), 0.0)
         graphs = between(_sums(stored)) - (shared[None, :] - np.append(shared[1:], shared[-1])[:, None])
         late = between(_sums([layer.halves[2] if layer.halves else 0.0 for layer in layers]))
         forward, backward = _most_of(inputs[:-1] + stored, inputs), _most_of(inputs[1:] + stored, inputs)

@@ -15,6 +15,9 @@ from penstock.plan.simulated.planned_methods import PlannedMethod, stage_forecas
 from penstock.plan.simulated.schedule_cache import ScheduleKey
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.two_bw_cost import bandwidths
+from penstock.simulate.memory.held import HeldKind
+
+_GATHERED = 2  # stages of a rank that are whole at once, where weights are divided
 
 
 class RankWork(NamedTuple):
@@ -47,7 +50,8 @@ class Candidate:
         sized: the graph at a microbatch size.
         method: with the options of its order.
         depth, width: ranks of a pipeline, and pipelines.
-        sharding: what pipelines divide of the state of stages: "none", "optimizer" or "gradients".
+        sharding: what pipelines divide of the state of stages: "none", "optimizer", "gradients" or "full".
+        away: optimizer states are in the memory of the host, but for those of a few parameters during an update.
     """
 
     sized: Sized
@@ -55,6 +59,7 @@ class Candidate:
     depth: int
     width: int
     sharding: str = "none"
+    away: bool = False
 
     @property
     def stages(self) -> int:
@@ -97,6 +102,17 @@ class Candidate:
             raise ValueError("the profile does not tell the halves of backwards apart")
         return found
 
+    def updates(self, chain: BlockChain, devices: Devices) -> Floats:
+        """Return the seconds of updates of the first 0, 1, .. blocks.
+
+        Optimizer states that are away come and go one after the other, and no pass is known to hide that.
+        """
+        steps = chain.steps
+        if self.away:
+            assert devices.host is not None, "no bandwidth to the host is known"
+            steps = steps + 2 * chain.sizes[HeldKind.OPTIMIZER][0] / devices.host
+        return steps / self.shards
+
     def bound(self, chain: BlockChain, devices: Devices) -> float:
         """Return the seconds per sample that it takes at least, however it is cut.
 
@@ -110,8 +126,9 @@ class Candidate:
         m, d, passes = self.microbatches, self.depth, self.passes_of(chain)
         total, message = float(passes.busy[-1]), self.least_message(chain, devices)
         longest = least_of_largest(np.diff(passes.busy), d)
-        busy = max((m * total + float(chain.steps[-1]) / self.shards) / d, m * longest)
-        steady, after = max(busy, m * self.messages * message), self.least_after(chain, devices)
+        busy = max((m * total + float(self.updates(chain, devices)[-1])) / d, m * longest)
+        steady = max(busy, m * self.messages * message, self.least_collectives(chain, devices))
+        after = self.least_after(chain, devices)
         if not self.method.flushes:
             return max(steady, after) / self.samples
         through = total - float(passes.second[-1])
@@ -125,8 +142,23 @@ class Candidate:
 
     def least_after(self, chain: BlockChain, devices: Devices) -> float:
         """Return the seconds that sums and gathers take at least, however it is cut, as `after` counts them."""
+        return self.after(self._least_sums(chain, devices))
+
+    def least_collectives(self, chain: BlockChain, devices: Devices) -> float:
+        """Return the seconds that gathers and sums of fully sharded stages take of a rank's lane at least.
+
+        Forwards gather each stage; backwards, too, but for those that are still there where all forwards come first.
+        """
+        if self.sharding != "full":
+            return 0.0
+        reduced, gathered = self._least_sums(chain, devices)
+        v = self.method.chunks
+        return v * reduced + (max(2 * v - _GATHERED, v) if self.method.flushes else v) * gathered
+
+    def _least_sums(self, chain: BlockChain, devices: Devices) -> tuple[float, float]:
+        """Return what `sums` says of a stage of average size."""
         across, _ = bandwidths(devices, self.width, self.depth)
-        return self.after(self.sums(float(chain.parameters[0, -1]) / self.stages, across))
+        return self.sums(float(chain.parameters[0, -1]) / self.stages, across)
 
     def least_message(self, chain: BlockChain, devices: Devices) -> float:
         """Return the seconds that a message between ranks takes of its lane at least, however it is cut."""
@@ -138,7 +170,7 @@ class Candidate:
 
         It is busy for m microbatches and an update. With a flush others run before the rank begins and after it has
         ended; where all forwards come first, also between its forwards and its backwards. Otherwise, with n
-        microbatches in flight, a forward comes after the backward of the nth one before it.
+        microbatches in flight, a forward comes after the backward of the nth one before it, with or without a flush.
 
         Args:
             times: of ranks.
@@ -146,14 +178,16 @@ class Candidate:
         """
         m, method = self.microbatches, self.method
         busy: Floats = m * times.busy + times.step
-        if not method.flushes:
-            return busy
         if method.forwards_first:
             return np.maximum(busy, times.before + m * times.path + times.behind)
+        if not method.flushes and (method.chunks > 1 or method.name == "2bw-eager"):
+            return busy  # of so many in flight the batches that are simulated may show fewer rounds
         flight = np.full(len(ranks), m)
         if method.chunks == 1 and not method.halved:
             flight = np.array([stage_forecast(method, self.depth, m, rank).activations for rank in ranks.tolist()])
         flight = flight.reshape(-1, *[1] * (times.busy.ndim - 1))
+        if not method.flushes:  # in the long run; whole rounds of what is in flight, so that two batches show it
+            return np.maximum(busy, 2 * m // flight * times.through / 2)
         rounds, rest = np.divmod(m - 1, flight)
         own = np.maximum(m * times.path, rest * times.forward + (rounds + 1) * times.through)
         return np.maximum(busy, times.before + own)
@@ -166,12 +200,13 @@ class Candidate:
     @property
     def hops(self) -> int:
         """Borders of stages that lie between ranks."""
-        return self.stages - 1 - self.method.folded
+        return self.stages - 1 - self.method.folded if self.depth > 1 else 0
 
     def sums(self, parameters: float, bandwidth: float) -> tuple[float, float]:
         """Return the seconds of a sum of gradients over the replicas of a stage, and of a gather of its weights."""
         part = (self.width - 1) / self.width * parameters / bandwidth
-        return (part if self.sharding == "gradients" else 2 * part), (0.0 if self.sharding == "none" else part)
+        reduced = part if self.sharding in ("gradients", "full") else 2 * part
+        return reduced, (0.0 if self.sharding == "none" else part)
 
     def after(self, sums: tuple[float, float]) -> float:
         """Return what of these no pass of the same rank can hide; without a flush, what they take of their lane."""
@@ -183,7 +218,8 @@ class Candidate:
         """Return it in words."""
         size = f", microbatch {self.sized.samples}" if self.sized.samples > 1 else ""
         shards = "" if self.sharding == "none" else f", sharded {self.sharding}"
-        return f"{self.method.name}, depth {self.depth}, width {self.width}{size}{shards}"
+        away = ", optimizer on the host" if self.away else ""
+        return f"{self.method.name}, depth {self.depth}, width {self.width}{size}{shards}{away}"
 
 
 def least_of_largest(times: Floats, ranks: int) -> float:

@@ -16,7 +16,7 @@ from penstock.plan.planners.two_bw import single_device_ways
 from penstock.plan.simulated.block_chain import BlockChain
 from penstock.plan.simulated.candidate import Candidate, RankWork
 from penstock.plan.simulated.fitting_cuts import Cuts, FirstCuts, FittingCuts, RankMemory, StageSizes
-from penstock.plan.simulated.planned_methods import StageForecast, least_microbatches, stage_forecast
+from penstock.plan.simulated.planned_methods import StageForecast, least_microbatches, of_full_sharding, stage_forecast
 from penstock.plan.simulated.schedule_cache import KnownSchedules, Moment
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Skipped, StageRating
@@ -85,6 +85,7 @@ class CandidateTrial:
         self._on = [[s for s, r in enumerate(self._ranks) if r == rank] for rank in range(candidate.depth)]
         self._limit = math.inf if devices.memory is None else devices.memory
         self._sizes: dict[AlwaysThere, StageSizes] = {}
+        self._steps = candidate.updates(chain, devices)
         self._hop = candidate.least_message(chain, devices) + devices.latency
         self._fitting: FittingCuts  # by what is known so far
 
@@ -177,18 +178,20 @@ class CandidateTrial:
             if self._limit < math.inf:
                 again = self._rank_memory(stages, moments(rank, True), again=True)
             memory.append((plain, again))
-        return FittingCuts(self.of, self._chain, self._hop, self._limit, memory)
+        return FittingCuts(self.of, self._chain, self._steps, self._hop, self._limit, memory)
 
     def _rank_memory(self, stages: Sequence[int], moments: Sequence[Moment], again: bool) -> RankMemory:
         of, foreseen = self.of, self._forecast(stages[0])
         low, correction = self._chain.low_precision, of.method.correction
         options = MemoryOptions(low_precision=low, blockwise=again, correction=correction)
         there = always_there(foreseen.rule, foreseen.facts, options, again, of.shards > 1)
+        if of.sharding == "full":
+            there = of_full_sharding(of.method, low, foreseen.facts.buffers)
         ahead = CORRECTIONS[correction].reads_ahead  # by the last gradient, which takes no room
         if ahead or not rotates(foreseen.rule, foreseen.facts, options):  # updates take no scratch
             moments = [{key: n for key, n in each.items() if key[1] is not HeldKind.SCRATCH} for each in moments]
         if there not in self._sizes:
-            self._sizes[there] = StageSizes(self._chain, there, of.shards)
+            self._sizes[there] = StageSizes(self._chain, there, of)
         return RankMemory(stages, self._sizes[there], moments)
 
     def _begun(self) -> FirstCuts:
@@ -250,7 +253,7 @@ class CandidateTrial:
         more = ends * self._devices.message_work(largest, of.depth * of.width) + self._devices.between
         forward, first = forward + more, first + more
         second = second + self._devices.between if of.method.halved else second
-        steps = np.diff(chain.steps[cuts]) / of.shards
+        steps = np.diff(self._steps[cuts])
         parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())
         network = None
         if of.shards > 1:
@@ -291,7 +294,7 @@ class CandidateTrial:
             found.again[rank] * (self._passes.forward[last] - self._passes.forward[first])
             for rank, (first, last) in zip(self._ranks, pairwise(cuts), strict=True)
         ]
-        updates = np.diff(self._chain.steps[list(cuts)]) / of.shards / of.sized.microbatches
+        updates = np.diff(self._steps[list(cuts)]) / of.sized.microbatches
         stages, ratings = [], []
         for stage, (rank, (first, last)) in enumerate(zip(self._ranks, pairwise(cuts), strict=True)):
             again, own = found.again[rank], self._on[rank]
@@ -320,6 +323,8 @@ class CandidateTrial:
             found["options"] = of.method.options
         if of.shards > 1:
             found["sharding"] = of.sharding
+        if of.away:
+            found["offload_optimizer"] = "pieces"
         return found | {
             "microbatches": of.microbatches,
             "microbatch_size": of.sized.samples,

@@ -11,6 +11,7 @@ import numpy as np
 
 from penstock.plan.simulated.block_chain import BlockChain, Floats, between
 from penstock.plan.simulated.candidate import Candidate, RankWork
+from penstock.plan.simulated.planned_methods import stage_forecast
 from penstock.plan.simulated.schedule_cache import Moment
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.predicted import AlwaysThere
@@ -22,6 +23,7 @@ Cuts: TypeAlias = tuple[int, ...]
 """Where stages begin, and where the last one ends."""
 
 _DIVIDED = (HeldKind.OPTIMIZER, HeldKind.SCRATCH)  # by parallel pipelines that shard
+_PIECES = 3  # of an optimizer's state that is away: in use, on its way, leaving
 
 
 class StageSizes:
@@ -34,19 +36,27 @@ class StageSizes:
     Args:
         chain: of blocks.
         there: weights and gradients that are always there.
-        shards: pipelines that divide what the optimizer remembers, and its weights.
+        of: what is cut.
     """
 
-    def __init__(self, chain: BlockChain, there: AlwaysThere, shards: int = 1) -> None:
+    def __init__(self, chain: BlockChain, there: AlwaysThere, of: Candidate) -> None:
+        shards, low, full = of.shards, chain.low_precision, of.sharding == "full"
         self.fixed: Floats = (
             chain.frozen + there.versions * chain.buffer + (there.whole + there.rows / shards) * chain.whole
         )
         self.kinds = {**chain.sizes, **{kind: chain.sizes[kind] / shards for kind in _DIVIDED}}
-        self.kinds[HeldKind.WHOLE] = there.rows * chain.whole
+        if of.away:
+            self.kinds[HeldKind.OPTIMIZER] = np.minimum(self.kinds[HeldKind.OPTIMIZER], _PIECES * chain.pieces)
+        self.kinds[HeldKind.WHOLE] = chain.whole + low * chain.buffer if full else there.rows * chain.whole
+        self.kinds |= {HeldKind.GATHERED: chain.buffer, HeldKind.FULL_GRADIENT: chain.whole}
+        self.kinds |= {HeldKind.SUM: low * chain.whole / shards, HeldKind.OLDER: low * chain.buffer / shards}
 
 
 class RankMemory:
     """The most bytes of one rank.
+
+    Attributes:
+        sizes: of each of its stages.
 
     Args:
         stages: that it has.
@@ -55,7 +65,7 @@ class RankMemory:
     """
 
     def __init__(self, stages: Sequence[int], sizes: StageSizes, moments: Sequence[Moment]) -> None:
-        self._stages, self._fixed = stages, sizes.fixed
+        self._stages, self._fixed, self.sizes = stages, sizes.fixed, sizes
         kinds = sorted({key for each in moments for key in each})
         self._counts = np.array([[each.get(key, 0.0) for key in kinds] for each in moments])
         self._sizes = [(stage, sizes.kinds[kind]) for stage, kind in kinds]
@@ -97,6 +107,7 @@ class FittingCuts:
     Args:
         of: what is cut.
         chain: its blocks.
+        steps: seconds of updates of the first 0, 1, .. of them.
         hop: seconds of a message between ranks at least.
         limit: bytes of a rank; may be infinite.
         memory: of each rank, without recompute and with it.
@@ -106,12 +117,15 @@ class FittingCuts:
         self,
         of: Candidate,
         chain: BlockChain,
+        steps: Floats,
         hop: float,
         limit: float,
         memory: Sequence[tuple[RankMemory, RankMemory]],
     ) -> None:
-        self._of, self._chain, self._hop, self._limit, self._memory = of, chain, hop, limit, memory
+        self._of, self._chain, self._steps, self._hop = of, chain, steps, hop
+        self._limit, self._memory = limit, memory
         self._depth, self._blocks, self.stages = of.depth, chain.blocks, of.stages
+        self._ranks = of.method.ranks(of.depth)
         self._matrices = [_matrices(*both) for both in memory] if of.method.chunks == 1 else None
 
     def held(self, rank: int, cuts: Cuts, again: bool) -> float:
@@ -148,7 +162,7 @@ class FittingCuts:
         while cuts is not None and self.recomputes(cuts) is None:
             most, better = min((self._most(each), each) for each in (cuts, *self.near(cuts)))
             cuts = better if most < self._most(cuts) else None
-        return None if cuts is None else FirstCuts(cuts, 0.0)
+        return None if cuts is None else FirstCuts(cuts, self._least_recomputed())
 
     def are_few(self) -> bool:
         """Return whether all cuts are to be tried."""
@@ -184,7 +198,7 @@ class FittingCuts:
         forward = between(passes.forward)
         more = np.where(later, np.where(plain, 0.0, np.where(again, forward, np.inf)), np.inf)
         busy, path = between(passes.busy) + more, between(passes.path) + more
-        step = between(self._chain.steps) / self._of.shards
+        step = between(self._steps)
         before, behind = np.zeros((2, *busy.shape[:2]))
         so_far = (path[0] + step)[0]  # others wait for the first update, too
         for rank in range(1, self._depth):
@@ -196,6 +210,30 @@ class FittingCuts:
             rest = (path[rank] + rest).min(axis=1)
         through = path + behind[:, None, :]
         return RankWork(busy, path, forward, step, before[:, :, None], through, behind[:, None, :])
+
+    def _least_recomputed(self) -> float:
+        """Return the seconds that a batch takes at least where ranks have several stages, whatever their cuts are.
+
+        A rank that recomputes nothing has no more blocks than fit, and the others run the rest, with two forwards. Of
+        each the blocks count that take the most time for their bytes, the last one in part.
+        """
+        of, passes = self._of, self._of.passes_of(self._chain)
+        if self._limit == math.inf:
+            return 0.0
+        seconds, fit = np.diff(passes.busy + passes.forward), []
+        for rank, (plain, _) in enumerate(self._memory):
+            flight = min(
+                stage_forecast(of.method, of.depth, of.microbatches, stage).activations
+                for stage in range(of.stages)
+                if self._ranks[stage] == rank
+            )
+            sizes = np.diagonal(plain.sizes.fixed + plain.sizes.kinds[HeldKind.OPTIMIZER], 1)
+            fit.append(_most_within(seconds, sizes + flight * self._chain.own_graphs, self._limit))
+        without = np.concatenate(([0.0], np.cumsum(sorted(fit, reverse=True))))
+        rest = np.maximum(seconds.sum() - without, 0.0)
+        others = of.depth - np.arange(of.depth + 1)
+        least = np.divide(rest, others, out=np.where(rest > 1e-9 * seconds.sum(), np.inf, 0.0), where=others > 0)
+        return float(of.microbatches * least.min())
 
     def _least_batch(self, times: RankWork) -> float:
         """Return the seconds that a batch takes at least without sums, with whatever cuts of ranks with one stage."""
@@ -218,6 +256,13 @@ class FittingCuts:
         for from_ in reversed(trail):
             cuts.append(int(from_[cuts[-1]]))
         return tuple(reversed(cuts))
+
+
+def _most_within(values: Floats, sizes: Floats, limit: float) -> float:
+    """Return the largest sum of values whose sizes are no more than a limit; of the last one a part counts."""
+    order = np.argsort(sizes / np.maximum(values, 1e-300))
+    room = np.clip(limit - (np.cumsum(sizes[order]) - sizes[order]), 0.0, None)
+    return float((values[order] * np.minimum(room / np.maximum(sizes[order], 1e-300), 1.0)).sum())
 
 
 def _matrices(plain: RankMemory, again: RankMemory) -> tuple[Floats, Floats]:

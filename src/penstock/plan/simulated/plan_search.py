@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 from penstock.errors import ConfigError, ScheduleError
@@ -31,6 +32,11 @@ from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, Skipped
 
+_NEVER = Skipped(
+    "other methods and options",
+    "this search does not know them: other asynchronous methods, orders made for given times (zb-auto, v-auto), "
+    "activations on the host, tensor parallelism, stages with replicas of their own",
+)
 _MOST_TRIED = 1 << 11  # passes of all candidates of a method that is not one of the usual ones
 
 
@@ -60,6 +66,9 @@ def simulated_plans(
         _check_chain(sized.graph)
     chains = {s.samples: BlockChain(s.graph, optimizer_copies) for s in sizes.values()}
     search = _Search(chains, devices, KnownSchedules(decides))
+    if devices.memory is not None and devices.host is None:
+        said = "the bandwidth to the memory of the host is not known: give --host-bandwidth, or --cluster"
+        search.refuse(Skipped("optimizer states on the host", said))
     names = METHODS if methods is None else [name for name in METHODS if name in methods]
     for name in names:
         method = PLANNED[name]
@@ -67,8 +76,13 @@ def simulated_plans(
             search.refuse(Skipped(name, "takes as long as 2bw, whose orders it has, and more memory"))
         elif method.halved and any(chain.halved is None for chain in chains.values()):
             search.refuse(Skipped(name, "the profile does not tell the halves of backwards of every layer apart"))
+        elif method.full and devices.memory is None:
+            search.refuse(
+                Skipped(name, "divides weights among pipelines, which is tried under a limit (--memory) only")
+            )
         else:
             search.look_into(method, _candidates(sizes, devices, method))
+    search.refuse(_NEVER)
     return search.plans()
 
 
@@ -96,11 +110,7 @@ class _Search:
 
         The one whose bound is least comes first; it gets a tighter bound and waits again, or is simulated.
         """
-        waiting = []
-        for each in candidates:
-            chain = self._chains[each.sized.samples]
-            trial = CandidateTrial(each, chain, self._devices, self._schedules)
-            waiting.append((each.bound(chain, self._devices), str(each), 0, trial, trial.bounds()))
+        waiting = [self._waiting(each) for each in candidates]
         usual, tried = method.name in USUAL, 0
         seconds = math.inf if usual else self._fastest_of(method.flushes)
         heapify(waiting)
@@ -116,6 +126,8 @@ class _Search:
                     tried -= trial.of.passes
                     self._skipped.append(Skipped(name, f"{said}and too many passes to try it beside the usual methods"))
                     continue
+            if known == 0 and self._may_be_away(trial.of):
+                heappush(waiting, self._waiting(replace(trial.of, away=True)))
             try:
                 tighter = next(bounds, None)
                 if tighter is not None:
@@ -126,6 +138,20 @@ class _Search:
                 self._refused.append(error.skipped)
                 continue
             self._best[method], seconds = (trial, found), found.seconds
+
+    def _waiting(self, candidate: Candidate) -> tuple[float, str, int, CandidateTrial, Iterator[float]]:
+        """Return a candidate with its first bound: seconds per sample, name, bounds known, trial, further bounds."""
+        chain = self._chains[candidate.sized.samples]
+        trial = CandidateTrial(candidate, chain, self._devices, self._schedules)
+        return candidate.bound(chain, self._devices), str(candidate), 0, trial, trial.bounds()
+
+    def _may_be_away(self, candidate: Candidate) -> bool:
+        """Return whether it is tried with optimizer states in the host's memory, too, which takes longer.
+
+        So it comes behind the same one without, and is not made where that is too slow anyway.
+        """
+        limited = self._devices.memory is not None and self._devices.host is not None
+        return limited and not candidate.away and candidate.method.name in USUAL
 
     def _fastest_of(self, flushes: bool) -> float:
         """Return the seconds per sample of the best plan so far whose weights are late, or are not."""
@@ -141,7 +167,7 @@ class _Search:
         while ranked:
             of = ranked[0][0].of
             try:
-                self._schedules.proof(of.schedule)
+                self._schedules.proof(of.schedule, of.away)
                 break
             except ScheduleError as error:
                 self._refused.append(Skipped(str(of), f"refused: {str(error).splitlines()[0]}"))
@@ -171,9 +197,11 @@ def _candidates(sizes: Mapping[int, Sized], devices: Devices, method: PlannedMet
     time than those of whole gradients, and as many bytes.
     """
     first, level = (1, "gradients") if method.name in USUAL else (2, "gradients" if method.chunks == 1 else "optimizer")
+    first, level = (1, "full") if method.full else (first, level)
     for sized in sizes.values():
         for depth in range(first, min(devices.count, len(sized.graph.layers) // method.chunks) + 1):
             for width in widths(devices.count // depth, 1, sized.microbatches):
-                yield Candidate(sized, method, depth, width)
+                if not method.full:
+                    yield Candidate(sized, method, depth, width)
                 if devices.memory is not None and width > 1:
                     yield Candidate(sized, method, depth, width, level)

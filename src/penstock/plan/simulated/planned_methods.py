@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from penstock.schedule.proof.proof import StageFacts
 from penstock.schedule.stage_state.stage_state import Delay
+from penstock.simulate.memory.predicted import AlwaysThere
 
 
 class PlannedMethod(NamedTuple):
@@ -20,6 +21,7 @@ class PlannedMethod(NamedTuple):
         halved: backwards come in two halves.
         rule: its version rule.
         correction: of stale weights.
+        full: parallel pipelines divide all state of stages, weights, too.
     """
 
     name: str
@@ -28,6 +30,7 @@ class PlannedMethod(NamedTuple):
     halved: bool = False
     rule: str = "flush"
     correction: str = "none"
+    full: bool = False
 
     @property
     def row(self) -> str:
@@ -47,7 +50,7 @@ class PlannedMethod(NamedTuple):
     @property
     def forwards_first(self) -> bool:
         """Whether all forwards of a batch come before its backwards."""
-        return self.row in ("gpipe", "breadth-first")
+        return self.row in ("gpipe", "breadth-first", "layered")
 
     def ranks(self, depth: int) -> tuple[int, ...]:
         """Return the rank of each stage of a pipeline with so many ranks."""
@@ -69,6 +72,8 @@ _OTHERS = (
     PlannedMethod("zb-interleaved:chunks=2", 2, halved=True),
     PlannedMethod("2bw-ahead", rule="double-buffer", correction="2bw-ahead"),
     *(PlannedMethod(f"{name}:chunks={n}", n) for name in ("interleaved", "breadth-first") for n in (2, 4)),
+    *(PlannedMethod(f"layered:chunks={n}", n, full=True) for n in (4, 8)),
+    *(PlannedMethod(f"2bw-layered:chunks={n}", n, rule="double-buffer", full=True) for n in (4, 8)),
 )
 
 PLANNED: Mapping[str, PlannedMethod] = MappingProxyType({each.name: each for each in (*_USUAL, *_OTHERS)})
@@ -96,6 +101,19 @@ class StageForecast(NamedTuple):
     activations: int
 
 
+def of_full_sharding(method: PlannedMethod, low_precision: bool, buffers: int) -> AlwaysThere:
+    """Return the parameter-sized buffers of a fully sharded stage that are there all the time: rows.
+
+    Args:
+        method: with more stages on a rank than places for full-size gradients.
+        low_precision: passes compute in 16 bits.
+        buffers: that its proof asks for.
+    """
+    if method.flushes:
+        return AlwaysThere(0, 0, 2)  # weights, and sums that wait for their update
+    return AlwaysThere(0, 0, 1 if low_precision else buffers)
+
+
 def least_microbatches(method: PlannedMethod, depth: int) -> int:
     """Return the fewest microbatches of a pipeline that the proof of a method accepts, the depth or more."""
     return max(depth, 2 * (depth - 1)) if method.name == "2bw-eager" else depth
@@ -111,10 +129,20 @@ def stage_forecast(method: PlannedMethod, depth: int, microbatches: int, stage: 
     """
     doubled, behind = not method.flushes, depth - 1 - stage
     ahead = _ahead(method, behind, microbatches)
+    if method.row == "interleaved" and microbatches % depth == 0:
+        ahead = _interleaved(method.chunks, depth, microbatches, stage) - 1
     flight = ahead + 1 if doubled else min(ahead + 1, microbatches)
-    gradients = 2 if doubled and ahead < microbatches else 1
+    gradients = 2 if doubled and ahead < microbatches and not (method.full and stage < depth) else 1
     facts = StageFacts(1 + doubled, 0, gradients, 2 + doubled, Delay(float(doubled), float(doubled)))
     return StageForecast(method.rule, facts, flight)
+
+
+def _interleaved(chunks: int, depth: int, microbatches: int, stage: int) -> int:
+    """Return the microbatches of a stage in flight when its rank has run the forwards before its first backward."""
+    chunk, rank = divmod(stage, depth)
+    forwards = min((chunks - 1) * depth + 2 * (depth - 1 - rank) + 1, microbatches * chunks)
+    rounds, rest = divmod(forwards, depth * chunks)  # each round has as many of every chunk
+    return rounds * depth + min(max(rest - chunk * depth, 0), depth)
 
 
 def _ahead(method: PlannedMethod, behind: int, microbatches: int) -> int:

@@ -59,17 +59,21 @@ class KnownSchedules:
         self._decides = decides
         self._lowered: dict[ScheduleKey, tuple[Lowered, CodedSchedule]] = {}
         self._spans: dict[tuple[ScheduleKey, int], Span] = {}
+        self._windows: dict[ScheduleKey, int] = {}  # of those made last, whatever their microbatches
         self._held: dict[ScheduleKey, dict[bool, list[list[Moment]]]] = {}
 
-    def proof(self, key: ScheduleKey) -> Proof:
+    def proof(self, key: ScheduleKey, swaps: bool = False) -> Proof:
         """Prove a schedule.
+
+        Args:
+            key: which.
+            swaps: optimizer states are in the host's memory between updates.
 
         Raises:
             ScheduleError: it is wrong.
         """
-        return extend(
-            self._plain(key), decides=self._decides or key.parallel, reduces=key.parallel, sharding=key.sharding
-        )
+        decides = self._decides or key.parallel
+        return extend(self._plain(key), decides=decides, reduces=key.parallel, sharding=key.sharding, swaps=swaps)
 
     def schedule(self, key: ScheduleKey) -> Schedule:
         """Return a schedule, not proven.
@@ -104,7 +108,8 @@ class KnownSchedules:
             ScheduleError: there is no such schedule.
         """
         if key not in self._held:
-            found = most_held(self._made(key)[0], 2 if key.method.flushes else 4, blockwise=True)
+            width, batches = (2 if key.method.full else 1), (2 if key.method.flushes else 4)
+            found = most_held(self._made(key)[0], batches, width, blockwise=True)
             own: list[dict[tuple[int, HeldKind], float]] = [{} for _ in range(key.depth)]
             for stage, rank in enumerate(key.method.ranks(key.depth)):
                 own[rank] |= {(stage, HeldKind.OPTIMIZER): 1.0, (stage, HeldKind.SCRATCH): 1.0}
@@ -118,17 +123,17 @@ class KnownSchedules:
     def _made(self, key: ScheduleKey) -> tuple[Lowered, CodedSchedule]:
         """Return a schedule with its messages, not proven."""
         if key not in self._lowered:
-            self._lowered[key] = _lowered(
-                extended(
-                    self._plain(key), decides=self._decides or key.parallel, reduces=key.parallel, sharding=key.sharding
-                )
-            )
+            decides, alike = self._decides or key.parallel, key._replace(microbatches=0)
+            whole = extended(self._plain(key), decides=decides, reduces=key.parallel, sharding=key.sharding)
+            self._lowered[key] = _lowered(whole, self._windows.get(alike))
+            self._windows[alike] = self._lowered[key][0].window
         return self._lowered[key]
 
     @staticmethod
     def _plain(key: ScheduleKey) -> Schedule:
         """Return what the method makes."""
-        return ScheduleRequest(key.method.row, key.depth, key.microbatches, options=key.method.options).schedule
+        sizes = key.method.row, key.depth, key.microbatches
+        return ScheduleRequest(*sizes, options=key.method.options, sharding="none").schedule
 
 
 _PLAIN: Mapping[HeldKind, HeldKind | None] = MappingProxyType({
@@ -157,8 +162,13 @@ def _any_slow(costs: list[Costs], ranks: int) -> bool:
     return any(each.slow_down(ranks) for each in costs)
 
 
-def _lowered(schedule: Schedule) -> tuple[Lowered, CodedSchedule]:
-    """Lower a schedule with the window that its proof finds; spans are compiled, which is faster than to play them."""
+def _lowered(schedule: Schedule, guess: int | None = None) -> tuple[Lowered, CodedSchedule]:
+    """Lower a schedule with the window that its proof finds; spans are compiled, which is faster than to play them.
+
+    Args:
+        schedule: which.
+        guess: a window that may be the one, as it is that of other microbatches.
+    """
     lowering, batches = Lowering(schedule), settled(schedule)
     costs = Costs((StageCost(1.0, 1.0, 1.0),) * schedule.num_stages)
 
@@ -179,7 +189,8 @@ def _lowered(schedule: Schedule) -> tuple[Lowered, CodedSchedule]:
         return CompiledSpan(coded(lowering.at(enough)), batches).ends(costs)
 
     try:
-        return least_window(at, ends, unhindered, unlimited(schedule))
+        near = None if guess is None else partial(int, guess)
+        return least_window(at, ends, unhindered, unlimited(schedule), near)
     except NotCompiledError:
         found = lower_freely(schedule)
         return found, coded(found)
