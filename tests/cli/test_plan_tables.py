@@ -7,11 +7,14 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from penstock.cli.plans.plan_devices import devices_of
 from penstock.cli.plans.plan_tables import planning_tables
+from penstock.errors import ConfigError
 from penstock.plan.planners.pipedream import Choices
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.schema import Profile, ProfiledLayer
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
+from penstock.plan.stages.planned import Skipped
 from penstock.view.tables import UNBOUNDED, table_console, width_to_fit
 
 
@@ -85,7 +88,7 @@ def test_what_does_not_fit_is_said_in_the_units_of_devices(planning):
     tight = replace(planning.request, devices=replace(planning.request.devices, memory=2.0**20))
     found = make_plan(tight)
     assert not found.plans
-    others = re.compile("does not tell the halves|takes as long as 2bw")
+    others = re.compile("does not tell the halves|takes as long as 2bw|not known|does not know")
     bounds = [each.bound for each in found.skipped if not others.search(each.bound)]
     assert bounds
     said = r"does not fit: at least \S+ MiB per device on average, but it has 1.00 MiB"
@@ -117,3 +120,22 @@ def test_tables_for_programs_have_the_width_that_columns_says(monkeypatch, colum
 def test_skipped_classes_are_counted_in_good_english(planning, count, said):
     assert len(planning.skipped) >= count
     assert said in "\n".join(lines_at(replace(planning, skipped=planning.skipped[:count]), UNBOUNDED))
+
+
+def test_methods_that_are_skipped_for_one_reason_share_a_line(planning):
+    """Or they would hide the others, as only some lines are printed."""
+    skipped = (*(Skipped(name, "no halves") for name in ("zb-h1", "zb-v")), Skipped("1f1b", "too slow"))
+    lines = [line.strip() for line in lines_at(replace(planning, skipped=skipped), UNBOUNDED)]
+    assert lines[lines.index("Skipped, 3 classes of configurations:") + 1 :][:2] == [
+        "zb-h1; zb-v: no halves", "1f1b: too slow",
+    ]  # fmt: skip
+
+
+def test_one_device_needs_no_link():
+    """Whatever links the profile has."""
+    known = Profile(
+        format="penstock profile 1", links=[{"bandwidth": 1e9}] * 2, layers=[{"name": "a", "forward": 1, "backward": 2}]
+    )
+    assert devices_of(None, "1", None, "16GiB", known).memory == 16 * 2**30
+    with pytest.raises(ConfigError, match="give --cluster, --bandwidth, or levels"):
+        devices_of(None, "2", None, None, known)

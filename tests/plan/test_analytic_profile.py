@@ -41,6 +41,7 @@ def test_plans_of_an_analytic_profile(command, tmp_path):
     file = str(tmp_path / "model.yaml")
     run = command("profile", "--cluster", "a100", *shape, "--microbatch-sizes", "1,2", "--out", file)
     assert (run.returncode, run.stderr) == (0, "")
+    assert "--cluster a100 --devices N --cost simulated" in " ".join(run.stdout.split())
     run = command("plan", "--profile", file, "--devices", "4x2", "--global-batch", "16", "--json")
     assert json.loads(run.stdout)["plans"][0]["devices"] <= 8
 

@@ -343,6 +343,8 @@ def test_the_forecast_of_other_methods_is_what_is_held_at_least(name):
     for depth, m in ((2, 3), (3, 4), (2, 4), (3, 3), (2, 2)):
         key = key_of(method, depth, m, method.full)
         proof = KnownSchedules().proof(key)
+        of = Candidate(Sized(chain(Random(0), 24), 1, m * 2), method, depth, 2, key.sharding)
+        blocks = BlockChain(of.sized.graph, 2.0)
         assert method.ranks(depth) == tuple(stage.rank for stage in proof.schedule.stages)
         foreseen = [stage_forecast(method, depth, m, stage) for stage in range(proof.schedule.num_stages)]
         assert all(each.facts == facts for each, facts in zip(foreseen, proof.stages.values(), strict=True))
@@ -355,6 +357,11 @@ def test_the_forecast_of_other_methods_is_what_is_held_at_least(name):
                 )
                 for each in moments
             )
+            trial = CandidateTrial(of, blocks, limited(1e9), KnownSchedules())
+            for again in (False, True) if not method.halved else ():
+                moments = KnownSchedules().moments(key, again)[rank]
+                for least in trial._foreseen(rank, again):
+                    assert any(all(each.get(what, 0) >= n for what, n in least.items()) for each in moments)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -439,7 +446,7 @@ def test_what_is_held_without_recompute_is_known_from_a_run_with_it(name):
     method, random = PLANNED[name], Random(0)
     key = key_of(method, 2, 4, parallel=True, sharding="optimizer")
     known = KnownSchedules()
-    alone = most_held(known._made(key)[0], 2 if method.flushes else 4, 1 + method.full, blockwise=False)
+    alone = most_held(known._made(key)[0], 2 if method.flushes else 4, blockwise=False)
     for rank, moments in enumerate(known.moments(key, recompute=False)):
         sizes = defaultdict(lambda: random.randint(1, 99))
         for stage in range(2 * method.chunks):  # a graph of halved backwards is as large as another

@@ -121,11 +121,11 @@ def _devices(devices: str, bandwidth: str | None, memory: str | None, links: Seq
     if len(parts) > 8:
         raise ConfigError(f"--devices takes 8 levels at most, got {len(parts)}")
     latency = 0.0
-    if bandwidth is None and links:
+    if bandwidth is None and links and {int(part) for part in parts} != {1}:
         if len(links) not in (1, len(parts)):
             raise ConfigError(
                 f"the profile has {len(links)} links for {len(parts)} level{'s' if len(parts) > 1 else ''} of devices; "
-                "give --bandwidth, or levels of --devices for the links"
+                "give --cluster, --bandwidth, or levels of --devices for the links, as in 8x4"
             )
         bandwidth, latency = ",".join(repr(link.bandwidth) for link in links), max(link.latency for link in links)
     if bandwidth is None and {int(part) for part in parts} != {1}:

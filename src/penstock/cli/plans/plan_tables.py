@@ -48,10 +48,14 @@ def planning_tables(planning: Planning, width: int = UNBOUNDED) -> Group:
     parts += [Text(f"{name}: {why}.") for name, why in planning.left_out.items()]
     if planning.skipped:
         parts.append(Text(f"Skipped, {counted(len(planning.skipped), 'class')} of configurations:"))
-        for each in planning.skipped[:_MOST_SKIPPED]:
-            parts.append(Padding(Text(f"{each.what}: {each.bound}"), (0, 0, 0, 2), expand=False))
-        if len(planning.skipped) > _MOST_SKIPPED:
-            parts.append(Text(f"  ... and {len(planning.skipped) - _MOST_SKIPPED} more, which --json lists"))
+        alike = dict[str, list[str]]()  # by their bound, which often is that of several methods
+        for each in planning.skipped:
+            alike.setdefault(each.bound, []).append(each.what)
+        for bound, names in [*alike.items()][:_MOST_SKIPPED]:
+            parts.append(Padding(Text(f"{'; '.join(names)}: {bound}"), (0, 0, 0, 2), expand=False))
+        more = sum(map(len, [*alike.values()][_MOST_SKIPPED:]))
+        if more:
+            parts.append(Text(f"  ... and {more} more, which --json lists"))
     return Group(*parts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -83,7 +84,8 @@ def profile(
     """
     numbers = (layers, hidden, sequence, heads, vocabulary)
     if cluster is not None or any(number is not None for number in numbers):
-        _write_profile(_analytic(cluster, numbers, microbatch_sizes, name), out, as_json)
+        found = _analytic(cluster, numbers, microbatch_sizes, name)
+        _write_profile(found, out, as_json, f" --cluster {quote(str(cluster))} --devices N --cost simulated")
         return
     if file is None:
         if source is not None:
@@ -167,7 +169,7 @@ def _read(file: Path, source: str | None, name: str | None) -> Any:
     return found
 
 
-def _write_profile(found: Any, out: Path | None, as_json: bool) -> None:
+def _write_profile(found: Any, out: Path | None, as_json: bool, planned: str = " --devices N") -> None:
     """Print a profile, and write it to a file where one is given.
 
     Raises:
@@ -188,4 +190,4 @@ def _write_profile(found: Any, out: Path | None, as_json: bool) -> None:
     console = table_console()
     console.print(profile_tables(found, console.width))
     if out is not None:
-        say_written("profile", out, "penstock plan --profile {} --devices N")
+        say_written("profile", out, f"penstock plan --profile {{}}{planned}")

@@ -148,18 +148,23 @@ class CandidateTrial:
         return stage_forecast(self.of.method, self.of.depth, self.of.microbatches, stage)
 
     def _foreseen(self, rank: int, again: bool) -> list[Moment]:
-        """Return what a rank holds at least at one moment."""
-        found: dict[tuple[int, HeldKind], float] = {}
-        for stage in self._on[rank]:
+        """Return what a rank holds at least at one moment, or at several.
+
+        With one stage, in a backward with all that is in flight. With several, before the first backward, which is that
+        of the last of them; and of a run on divided weights at the end, where weights are whole again.
+        """
+        stages, found = self._on[rank], dict[tuple[int, HeldKind], float]()
+        for stage in stages:
             flight = self._forecast(stage).activations
             found |= {(stage, HeldKind.OPTIMIZER): 1.0, (stage, HeldKind.SCRATCH): 1.0}
-            if not again:
-                found[stage, HeldKind.GRAPH] = flight
-            elif self.of.method.chunks > 1:
-                found[stage, HeldKind.SAVED] = flight
-            else:
-                found |= {(stage, HeldKind.SAVED): flight - 1, (stage, HeldKind.BACKWARD): 1.0}
-        return [found]
+            found[stage, HeldKind.SAVED if again else HeldKind.GRAPH] = flight
+        last = (stages[-1], HeldKind.SAVED)
+        if again and (len(stages) == 1 or not self.of.method.halved):
+            found |= {last: found[last] - 1, (stages[-1], HeldKind.BACKWARD): 1.0}
+        if not self.of.method.full:
+            return [found]
+        kinds = (HeldKind.OPTIMIZER, HeldKind.WHOLE)
+        return [found, {(stage, kind): 1.0 for stage in stages for kind in kinds}]
 
     def fit_of_span(self) -> FittingCuts:
         """Return which cuts fit, by what ranks hold in a span.
@@ -202,8 +207,12 @@ class CandidateTrial:
         """
         found = self._fitting.first()
         if found is None:
-            least, limit = human_bytes(self._fitting.least(), 2), human_bytes(self._limit, 2)
-            raise self._none(f"does not fit: at least {least} per device on average, but it has {limit}")
+            average = self._fitting.least()
+            least, limit = human_bytes(average, 2), human_bytes(self._limit, 2)
+            if average > self._limit:
+                raise self._none(f"does not fit: at least {least} per device on average, but it has {limit}")
+            many = f"{least} of {limit} per device at least on average"
+            raise self._none(f"does not fit: {many}, but some stage takes more however the blocks are cut")
         return found
 
     # --- time -------------------------------------------------------------------------------------------------------

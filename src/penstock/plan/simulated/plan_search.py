@@ -38,6 +38,7 @@ _NEVER = Skipped(
     "activations on the host, tensor parallelism, stages with replicas of their own",
 )
 _MOST_TRIED = 1 << 11  # passes of all candidates of a method that is not one of the usual ones
+_MOST_OF_FULL = 1 << 9  # the same of one that is fully sharded, where others fit
 
 
 def simulated_plans(
@@ -66,6 +67,7 @@ def simulated_plans(
         _check_chain(sized.graph)
     chains = {s.samples: BlockChain(s.graph, optimizer_copies) for s in sizes.values()}
     search = _Search(chains, devices, KnownSchedules(decides))
+    search.refuse(_NEVER)
     if devices.memory is not None and devices.host is None:
         said = "the bandwidth to the memory of the host is not known: give --host-bandwidth, or --cluster"
         search.refuse(Skipped("optimizer states on the host", said))
@@ -82,7 +84,6 @@ def simulated_plans(
             )
         else:
             search.look_into(method, _candidates(sizes, devices, method))
-    search.refuse(_NEVER)
     return search.plans()
 
 
@@ -113,6 +114,7 @@ class _Search:
         waiting = [self._waiting(each) for each in candidates]
         usual, tried = method.name in USUAL, 0
         seconds = math.inf if usual else self._fastest_of(method.flushes)
+        most = _MOST_OF_FULL if method.full and seconds < math.inf else _MOST_TRIED
         heapify(waiting)
         while waiting:
             bound, name, known, trial, bounds = heappop(waiting)
@@ -122,7 +124,7 @@ class _Search:
                 continue
             if known == 1 and not usual:  # from here on its schedule is needed
                 tried += trial.of.passes
-                if tried > _MOST_TRIED:
+                if tried > most:
                     tried -= trial.of.passes
                     self._skipped.append(Skipped(name, f"{said}and too many passes to try it beside the usual methods"))
                     continue

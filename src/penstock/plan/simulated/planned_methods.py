@@ -73,7 +73,7 @@ _OTHERS = (
     PlannedMethod("2bw-ahead", rule="double-buffer", correction="2bw-ahead"),
     *(PlannedMethod(f"{name}:chunks={n}", n) for name in ("interleaved", "breadth-first") for n in (2, 4)),
     *(PlannedMethod(f"layered:chunks={n}", n, full=True) for n in (4, 8)),
-    *(PlannedMethod(f"2bw-layered:chunks={n}", n, rule="double-buffer", full=True) for n in (4, 8)),
+    PlannedMethod("2bw-layered:chunks=4", 4, rule="double-buffer", full=True),
 )
 
 PLANNED: Mapping[str, PlannedMethod] = MappingProxyType({each.name: each for each in (*_USUAL, *_OTHERS)})
@@ -147,7 +147,7 @@ def _interleaved(chunks: int, depth: int, microbatches: int, stage: int) -> int:
 
 def _ahead(method: PlannedMethod, behind: int, microbatches: int) -> int:
     """Return how many forwards a stage with so many behind it runs before its first backward."""
-    if method.forwards_first:
+    if method.forwards_first or method.row == "2bw-layered":
         return microbatches - 1
     if method.chunks > 1:
         return 0

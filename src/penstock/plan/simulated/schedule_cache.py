@@ -108,8 +108,7 @@ class KnownSchedules:
             ScheduleError: there is no such schedule.
         """
         if key not in self._held:
-            width, batches = (2 if key.method.full else 1), (2 if key.method.flushes else 4)
-            found = most_held(self._made(key)[0], batches, width, blockwise=True)
+            found = most_held(self._made(key)[0], 2 if key.method.flushes else 4, blockwise=True)
             own: list[dict[tuple[int, HeldKind], float]] = [{} for _ in range(key.depth)]
             for stage, rank in enumerate(key.method.ranks(key.depth)):
                 own[rank] |= {(stage, HeldKind.OPTIMIZER): 1.0, (stage, HeldKind.SCRATCH): 1.0}
