@@ -38,7 +38,7 @@ _NEVER = Skipped(
     "activations on the host, tensor parallelism, stages with replicas of their own",
 )
 _MOST_TRIED = 1 << 11  # passes of all candidates of a method that is not one of the usual ones
-_MOST_OF_FULL = 1 << 9  # the same of one that is fully sharded, where others fit
+_MOST_OF_FULL = 1 << 8  # the same of one that is fully sharded, where others fit
 
 
 def simulated_plans(
