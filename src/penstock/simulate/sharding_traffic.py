@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from penstock.errors import ConfigError
 from penstock.schedule.ir.schedule import Action, Op, Schedule, Stage
@@ -63,7 +65,7 @@ class Network:
         part of a gradient; a whole sum sends the sums back, too. All holders of a stage have shards of their own, but
         with level full the copies in a pipeline are taken to have the same.
         """
-        holders = self.width * sum(other.index == stage.index for other in self.schedule.stages)
+        holders = self.width * self._copies[stage.index]
         shards = self.width if self.schedule.sharding.level is Level.FULL else holders
         if op is Op.GATHER:
             return (shards - 1) / shards * self.parameters * self.weight_bytes
@@ -73,6 +75,11 @@ class Network:
         if self.schedule.sharding.level.splits_gradients:
             return (holders - 1) / shards * gradient
         return 2 * (holders - 1) / holders * gradient
+
+    @cached_property
+    def _copies(self) -> Counter[int]:
+        """How many copies of each stage a pipeline has, by index."""
+        return Counter(stage.index for stage in self.schedule.stages)
 
     def time(self, action: Action) -> float:
         """Return how long a GATHER or REDUCE is under way on a link of its own."""

@@ -85,6 +85,7 @@ class CandidateTrial:
         self._on = [[s for s, r in enumerate(self._ranks) if r == rank] for rank in range(candidate.depth)]
         self._limit = math.inf if devices.memory is None else devices.memory
         self._sizes: dict[AlwaysThere, StageSizes] = {}
+        self._forecasts: dict[int, StageForecast] = {}
         self._steps = candidate.updates(chain, devices)
         self._hop = candidate.least_message(chain, devices) + devices.latency
         self._fitting: FittingCuts  # by what is known so far
@@ -145,7 +146,9 @@ class CandidateTrial:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def _forecast(self, stage: int) -> StageForecast:
-        return stage_forecast(self.of.method, self.of.depth, self.of.microbatches, stage)
+        if stage not in self._forecasts:
+            self._forecasts[stage] = stage_forecast(self.of.method, self.of.depth, self.of.microbatches, stage)
+        return self._forecasts[stage]
 
     def _foreseen(self, rank: int, again: bool) -> list[Moment]:
         """Return what a rank holds at least at one moment, or at several.
