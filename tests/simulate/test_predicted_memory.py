@@ -111,8 +111,15 @@ def test_also_where_weights_and_gradients_are_whole_for_a_while(run: Run) -> Non
 MOVED = (
     Run("bpipe", 4, 6, precision="bf16", width=2, sharding="gradients"),
     Run("seq1f1b", 2, 3, recompute="stage", precision="bf16", slices=3),
+    Run("seq1f1b", 2, 2, halved=True),
 )
 MORE_MOVED = (
+    Run("seq1f1b", 2, 2, own="parked slices"),
+    Run("seq1f1b", 2, 2, own="parked slices", halved=True, recompute="stage"),
+    Run("terapipe", 3, 2, halved=True, slices=3, precision="bf16"),
+    Run("seq1f1b", 3, 4, halved=True, recompute="stage", width=2, sharding="full"),
+    Run("bpipe", 4, 6, halved=True, precision="bf16", width=2, sharding="gradients"),
+    Run("bpipe", 4, 6, halved=True, recompute=("none", "block", "none", "none")),
     Run("bpipe", 4, 7, recompute="block"),
     Run("bpipe", 4, 8, recompute="stage", clip=1.0),
     Run("bpipe", 4, 6, recompute=("none", "block", "none", "none")),
@@ -239,16 +246,9 @@ def test_what_is_always_there_is_counted_once() -> None:
     assert peak_bytes(proof, sizes, MemoryOptions(low_precision=True)) == {(0, 0): 305, (0, 1): 305}
 
 
-def in_slices(stages: int, microbatches: int) -> list[str]:
-    """Backwards of slices in two halves."""
-    each = "F{0}:0/2 F{0}:1/2 I{0}:1/2 I{0}:0/2 W{0}:1/2 W{0}:0/2"
-    return [" ".join(each.format(k) for k in range(microbatches))] * stages
-
-
 REFUSED = (
     (with_averages(make_schedule("1f1b", 2, 2), 1), "not predicted for schedules with AVERAGE"),
     (make_schedule("1f1b", 2, 2, sharding="optimizer"), "of snapshots is not predicted with sharding optimizer"),
-    (make_schedule(in_slices, 2, 2), "not predicted where backwards of slices come in two halves"),
 )
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock import check
 from penstock.measure.stage_bytes import measure_stages
 from penstock.measure.stage_trial import Training
 from penstock.models.gpt_shape import GPTConfig
@@ -17,7 +18,7 @@ from penstock.models.vocabulary_parallel_gpt import summed_cross_entropy, vocabu
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
-from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.ir.schedule import Action, Op, Program, Schedule
 from penstock.schedule.methods.choice import method as method_choice
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.find_method import find_method
@@ -32,6 +33,17 @@ from support.schedules import make_schedule
 
 WIDTH, SAMPLES, TOKENS = 24, 3, 7
 BATCHES = 4
+BATCH_OPS = (Op.STEP, Op.REDUCE)
+OWN = {
+    "parked slices": """
+schedule parked-slices
+rule flush
+microbatches 2
+nodes 0@0 1@1
+rank 0: F0:0/2^t F0:1/2^t F1:0/2^t F1:1/2^t OFFLOAD1:1/2@0>1/parked B0:1/2^t B0:0/2^t FETCH1:1/2@0<1/parked B1:1/2^t B1:0/2^t STEP[t]
+rank 1: F0:0/2^t F0:1/2^t HOLD1:1/2@1<0/parked B0:1/2^t B0:0/2^t F1:0/2^t F1:1/2^t RETURN1:1/2@1>0/parked B1:1/2^t B1:0/2^t STEP[t]
+"""  # noqa: E501  # an order has a line for each rank
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,26 @@ class Run:
     slices: int | None = None  # of the order, if it has another number by itself
     offload_optimizer: str = "none"
     snapshots: Snapshots | None = None
+    halved: bool = False  # whole backwards of the order are made to come in two halves
+    own: str = ""  # one of `OWN` instead of the schedule of the method
+
+
+def in_halves(schedule: Schedule) -> Schedule:
+    """Make every whole backward two halves, the second one behind the next action, but before updates."""
+
+    def halve(actions: Sequence[Action]) -> Iterator[Action]:
+        late: list[Action] = []
+        for action in actions:
+            if action.op in BATCH_OPS:
+                yield from late
+                late = []
+            yield action._replace(op=Op.I) if action.op is Op.B else action
+            yield from late
+            late = [action._replace(op=Op.W)] if action.op is Op.B else []
+        yield from late
+
+    programs = tuple(Program(*(tuple(halve(part)) for part in program)) for program in schedule.programs)
+    return replace(schedule, programs=programs)
 
 
 class Widening(nn.Module):
@@ -183,17 +215,20 @@ def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
     correction = None if row.correction == "none" else correction_of(row.correction, **given)
     order = {key: n for key, n in (("chunks", run.chunks), ("slices", run.slices)) if n is not None}
     schedule = make_schedule(run.method, run.depth, m, options=order)
+    method: Any = method_choice(run.method, **order, **given)
+    if run.halved or run.own:
+        schedule = check(OWN[run.own]).schedule if run.own else schedule
+        method = schedule = in_halves(schedule) if run.halved else schedule
     model, optimizer = model_for(run, schedule), muon if run.muon else optimizer_for(run.method)
     arguments = {
         "blocks": model.blocks(),
-        "method": method_choice(run.method, **order, **given),
-        "stages": run.depth,
-        "microbatches": m,
+        "method": method,
         "loss": model.loss,
         "optimizer": optimizer,
         "max_grad_norm": run.clip,
         "balance": model.balance,
     }
+    arguments |= {} if method is schedule else {"stages": run.depth, "microbatches": m}
     pipeline = Pipeline(**grouped(arguments | options))
     data = [[model.microbatch() for _ in range(m * run.width)] for _ in range(BATCHES)]
     list(pipeline.run(data, save=None if run.snapshots is None else saving(run.snapshots)))

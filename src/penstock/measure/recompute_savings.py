@@ -42,7 +42,7 @@ class Savings:
             mode = way.get(stage.index, "none")
             if mode != "none":
                 kept = HeldKind.INPUT if mode == "stage" else HeldKind.SAVED
-                less = (max(p[HeldKind.GRAPH], p.get(HeldKind.HALVED, 0)) - p[kept] for p in self._passes(stage))
+                less = (max(p[HeldKind.GRAPH], p[HeldKind.HALVED]) - p[kept] for p in self._passes(stage))
                 saved += self._in_flight[stage] * max(0, *less)
                 if mode == "stage" and self._schedule.sharding.level is Level.FULL:
                     saved += self._sizes[stage.index].version

@@ -82,7 +82,7 @@ def measure_stages(
         whole.add(index, behind)
         found[index] = replace(stage, gradients=whole.divided(index, leaves))
         if pieces:
-            slices = _measure_slices(own, place, sliced, training, recompute)
+            slices = _measure_slices(own, place, sliced, training, recompute, moved)
             divided = [SliceBytes(kinds, each.output, whole.divided(index, each.gradients)) for kinds, each in slices]
             found[index] = replace(found[index], slices=divided)
             for inputs, (_, each) in zip(pieces, slices, strict=True):
@@ -103,16 +103,13 @@ def _measure_stage(
 ) -> tuple[StageBytes, tuple[int, ...], BlockInput]:
     """Measure one stage; returns the bytes of the gradient of each leaf of its input, and what it hands on, too."""
     alone = training._replace(options=training.options.changed(width=1, sharding=None, recompute="none"))
-    with closing(StageTrial(blocks, place, alone)) as trial:
+    with closing(StageTrial(blocks, place, alone, moved=moved)) as trial:
         passes, stage = trial.run(given), _weights(trial)
         behind = given if place.last else trial.output_of(given)
-    kinds = {HeldKind.GRAPH: passes.stored, **_halved(blocks, place, given, alone)}
+    with closing(StageTrial(blocks, place, alone, halved=True, moved=moved)) as trial:
+        kinds = _from_forward_to_backward(passes, trial.run(given), moved)
     if recompute:
         kinds |= _recomputed(blocks, place, given, alone)
-    if moved:
-        with closing(StageTrial(blocks, place, alone, moved=True)) as trial:
-            movable = trial.run(given).movable
-        kinds |= {HeldKind.MOVED: movable, HeldKind.LEFT: passes.stored - movable}
     stage = replace(stage, passes=kinds, output=passes.output)
     optimizers, scratches, rows, low = zip(*_of_pipelines(blocks, place, given, training), strict=True)
     with closing(StageTrial(blocks, place, alone)) as trial:
@@ -122,10 +119,15 @@ def _measure_stage(
     return stage, passes.gradients, behind
 
 
-def _halved(blocks: Mapping[str, Any], place: BlockPlace, given: BlockInput, training: Training) -> dict[HeldKind, int]:
-    with closing(StageTrial(blocks, place, training, halved=True)) as trial:
-        passes = trial.run(given)
-    return {HeldKind.HALVED: passes.stored, HeldKind.LATE: passes.late}
+def _from_forward_to_backward(
+    whole: Trial | SliceTrial, halved: Trial | SliceTrial, moved: bool
+) -> dict[HeldKind, int]:
+    """Return what the graphs of a microbatch or slice take, if its backward comes as a whole, and in two halves."""
+    kinds = {HeldKind.GRAPH: whole.stored, HeldKind.HALVED: halved.stored, HeldKind.LATE: halved.late}
+    if moved:
+        kinds |= {HeldKind.MOVED: whole.movable, HeldKind.LEFT: whole.stored - whole.movable}
+        kinds |= {HeldKind.MOVED_HALVED: halved.movable, HeldKind.LEFT_HALVED: halved.stored - halved.movable}
+    return kinds
 
 
 def _recomputed(
@@ -146,16 +148,24 @@ def _recomputed(
 
 
 def _measure_slices(
-    blocks: Mapping[str, Any], place: BlockPlace, given: Sequence[BlockInput], training: Training, recompute: bool
+    blocks: Mapping[str, Any],
+    place: BlockPlace,
+    given: Sequence[BlockInput],
+    training: Training,
+    recompute: bool,
+    moved: bool,
 ) -> list[tuple[dict[HeldKind, int], SliceTrial]]:
     """Measure the slices of a microbatch; returns for each what its passes take, by kind, and what was run."""
     alone = training._replace(options=training.options.changed(width=1, sharding=None, recompute="none"))
-    with closing(StageTrial(blocks, place, alone, slices=len(given))) as trial:
+    slices = len(given)
+    with closing(StageTrial(blocks, place, alone, moved=moved, slices=slices)) as trial:
         whole = trial.run_slices(given)
-    kinds = [{HeldKind.GRAPH: each.stored} for each in whole]
+    with closing(StageTrial(blocks, place, alone, halved=True, moved=moved, slices=slices)) as trial:
+        halved = trial.run_slices(given)
+    kinds = [_from_forward_to_backward(*each, moved) for each in zip(whole, halved, strict=True)]
     if recompute:
         again = alone._replace(options=alone.options.changed(recompute="stage"))
-        with closing(StageTrial(blocks, place, again, slices=len(given))) as trial:
+        with closing(StageTrial(blocks, place, again, slices=slices)) as trial:
             trial.run_slices(given)  # which buffers a forward changes is known after the first
             for kind, each in zip(kinds, trial.run_slices(given), strict=True):
                 kind[HeldKind.INPUT] = each.stored

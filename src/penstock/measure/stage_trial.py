@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -105,12 +106,16 @@ class SliceTrial(NamedTuple):
 
     Attributes:
         stored: bytes of activations that its forward has left.
+        late: the same between the parts of its backward; 0 if that is not halved.
+        movable: those of them that can be moved away; 0 where nothing is.
         output: bytes of the output.
         gradients: bytes of the gradient of each leaf of the input.
         behind: what the next stage is given.
     """
 
     stored: int
+    late: int
+    movable: int
     output: int
     gradients: tuple[int, ...]
     behind: BlockInput
@@ -152,12 +157,8 @@ class StageTrial:
         depth = 3 - place.first - place.last
         balance = [*([] if place.first else [1]), len(blocks), *([] if place.last else [1])]
         options = training.options.changed(balance=balance, max_grad_norm=None)
-        request = ScheduleRequest(_halves if halved else "1f1b", depth, _MICROBATCHES)
-        if moved:
-            options = options.changed(offload="activations")
-            request = ScheduleRequest("gpipe", depth, _MICROBATCHES_TO_MOVE)
-        if slices > 1:
-            request = ScheduleRequest("terapipe", depth, _MICROBATCHES, options={"slices": slices})
+        options = options.changed(offload="activations") if moved else options
+        request = _request(depth, halved, moved, slices)
         plan = PipelinePlan.make(around, request, options)
         (stage,) = plan.schedule.on_rank(0 if place.first else 1)
         self._place, self.halved, self._slices = place, halved, slices
@@ -231,6 +232,7 @@ class StageTrial:
         first, most_backward, found = self._timed(lambda: self._backward_for_inputs(output))
         late = live.get(_ACTIVATIONS, 0)
         second, _, _ = self._timed(self._backward_for_weights)
+        self._k += 1
         gradients = _bytes_of_each(found)
         return Trial(forward, first, second, most_forward, most_backward, stored, late, sent, gradients, movable)
 
@@ -240,21 +242,25 @@ class StageTrial:
         Args:
             given: to each.
         """
-        runtime, live = self._runtime, self._recorder.live
-        outputs, stored, gradients = [], [live.get(_ACTIVATIONS, 0)], []
+        runtime, live, pieces = self._runtime, self._recorder.live, range(self._slices)
+        outputs, stored, backwards = [], [live.get(_ACTIVATIONS, 0)], {}
         for j, each in enumerate(given):
             outputs.append(self._forward(each, (j, self._slices))[0])
             stored.append(live[_ACTIVATIONS])
-        for j in reversed(range(self._slices)):
-            above = None if runtime.has_loss else self._gradients(outputs[j])
-            found = runtime.backward((self._k, j), self._batch, self._batch, above)
-            gradients.append(_bytes_of_each(found))
+        movable = [runtime.graphs.movable_bytes(runtime.flights[self._k, j].work) for j in pieces]
+        for j in reversed(pieces):
+            before = live[_ACTIVATIONS]
+            gradients = _bytes_of_each(self._backward_for_inputs(outputs[j], j))
+            backwards[j] = live[_ACTIVATIONS] - before, gradients
+        for j in reversed(pieces):
+            self._backward_for_weights(j)
         self._k += 1
-        made = zip(outputs, pairwise(stored), reversed(gradients), strict=True)
-        return [
-            SliceTrial(b - a, 0 if self._place.last else _bytes_of(leaves_of(y)), each, _handed_on(y))
-            for y, (a, b), each in made
-        ]
+        found = []
+        for j, (before, after) in enumerate(pairwise(stored)):
+            graph, (change, gradients) = after - before, backwards[j]
+            sent = 0 if self._place.last else _bytes_of(leaves_of(outputs[j]))
+            found.append(SliceTrial(graph, graph + change, movable[j], sent, gradients, _handed_on(outputs[j])))
+        return found
 
     def update(self, given: BlockInput, clips: bool) -> float:
         """Run a microbatch, and the update with its gradient, of which this returns the seconds.
@@ -287,19 +293,19 @@ class StageTrial:
     def _backward(self, output: Any) -> None:
         self._backward_for_inputs(output)
         self._backward_for_weights()
+        self._k += 1
 
-    def _backward_for_inputs(self, output: Any) -> list[Tensor | None]:
+    def _backward_for_inputs(self, output: Any, piece: int = 0) -> list[Tensor | None]:
         """Run the first half of a backward, or all of it; returns the gradients of the input."""
-        runtime, key = self._runtime, (self._k, 0)
+        runtime, key = self._runtime, (self._k, piece)
         gradients = None if runtime.has_loss else self._gradients(output)
         run = runtime.backward_for_inputs if self.halved else runtime.backward
         return run(key, self._batch, self._batch, gradients)
 
-    def _backward_for_weights(self) -> None:
+    def _backward_for_weights(self, piece: int = 0) -> None:
         """Run the second half of a backward, if there is one."""
         if self.halved:
-            self._runtime.backward_for_weights((self._k, 0), self._batch, self._batch)
-        self._k += 1
+            self._runtime.backward_for_weights((self._k, piece), self._batch, self._batch)
 
     def _gradients(self, output: Any) -> list[Tensor | None]:
         """Return gradients for the leaves of an output, made once for each shape."""
@@ -326,9 +332,28 @@ class StageTrial:
         return time.perf_counter() - start, recorder.peak[_ACTIVATIONS], found
 
 
+def _request(depth: int, halved: bool, moved: bool, slices: int) -> ScheduleRequest:
+    """Return a schedule with what is tried; arguments as of `StageTrial`."""
+    microbatches = _MICROBATCHES_TO_MOVE if moved else _MICROBATCHES
+    if slices > 1:
+        if halved:
+            return ScheduleRequest(partial(_halves_of_slices, slices), depth, microbatches)
+        return ScheduleRequest("terapipe", depth, microbatches, options={"slices": slices})
+    whole = "gpipe" if moved else "1f1b"
+    return ScheduleRequest(_halves if halved else whole, depth, microbatches)
+
+
 def _halves(stages: int, microbatches: int) -> list[str]:
     """Return an order in which no second half of a backward follows its first one, so that all are halved."""
     parts = (" ".join(f"{op}{k}" for k in range(microbatches)) for op in "FIW")
+    return [" ".join(parts)] * stages
+
+
+def _halves_of_slices(slices: int, stages: int, microbatches: int) -> list[str]:
+    """Return the same for slices of sequences."""
+    forwards = [f"{k}:{j}/{slices}" for k in range(microbatches) for j in range(slices)]
+    backwards = [f"{k}:{j}/{slices}" for k in range(microbatches) for j in reversed(range(slices))]
+    parts = [*(f"F{unit}" for unit in forwards), *(f"{op}{unit}" for op in "IW" for unit in backwards)]
     return [" ".join(parts)] * stages
 
 

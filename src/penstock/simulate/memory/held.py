@@ -40,6 +40,8 @@ class HeldKind(StrEnum):
     INPUT = "input of the stage"
     MOVED = "moved activations"  # of a graph of `stage`: on their way to another rank and back, and there
     LEFT = "left of a graph"  # whose activations have been moved
+    MOVED_HALVED = "moved activations of a halved graph"
+    LEFT_HALVED = "left of a halved graph"
     OUTPUT = "output"  # a message from `stage` to `peer`
     GRADIENT = "gradient"  # a message from `stage` to `peer`
     OPTIMIZER = "optimizer"

@@ -251,7 +251,8 @@ class _RankRun:
             self._make_room(there.lane)
         what, count = message_of(there.payload, there.source, there.target, slice_number(there.slice)), there.count
         if there.payload is Payload.PARKED:
-            what, count = self.moved.message(there)
+            first = instruction.action.unit.first + t * self._m
+            what, count = self.moved.message(there, first)
         self.holdings.change(what, count)
         queue.append(_HeldMessage(lane.send(), what, count, instruction, t))
 

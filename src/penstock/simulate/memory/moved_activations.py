@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from penstock.errors import CapabilityError
 from penstock.schedule.ir.schedule import Action, Op, Payload, Schedule, Stage
 from penstock.schedule.machine.instructions import LaneKey, Lowered, Message, Route
+from penstock.schedule.split_backward_microbatches import halved_units
 from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.simulate.memory.fake_transport import Completion, wait
 from penstock.simulate.memory.held import Blockwise, Held, HeldKind, Holdings, is_blockwise, slice_number
@@ -67,6 +68,7 @@ class MovedActivations:
         self._lowered, self._blockwise, self._holdings, self._posted = lowered, blockwise, holdings, posted
         self._lanes: dict[LaneKey, _Lane] = {}
         self._keeping = _moves_to_peers(lowered.schedule)
+        self._halved: dict[Stage, frozenset[Piece]] = {}
 
     def make_room(self, route: int) -> Iterator[Completion]:
         """Wait until another RECV of a route may be posted."""
@@ -80,23 +82,24 @@ class MovedActivations:
         if lane is not None:
             lane.add(came)
 
-    def message(self, route: Route) -> tuple[Held, int]:
-        """Return what a message of moved activations holds, and how many of that."""
+    def message(self, route: Route, first: int) -> tuple[Held, int]:
+        """Return what a message of moved activations of a microbatch holds, and how many of that."""
         owner = route.source if (route.source, route.target) in self._keeping else route.target
-        return Held(HeldKind.MOVED, owner.index), int(self._moves(owner))
+        return self._held(owner, (first, slice_number(route.slice))), int(self._moves(owner))
 
     def accept(self, action: Action, route: int, first: int, move_back: Callable[[Piece], None]) -> None:
         """Take activations of a peer in (HOLD), or those of a stage back (FETCH), once they have come."""
         lane, message, peer = self._lane(route), Message(route, first), action.peer
+        piece = first, slice_number(action.unit.slice)
         assert lane is not None
         assert peer is not None
 
         def use() -> None:
             del self._posted[message]
             if action.op is Op.FETCH:
-                move_back((first, slice_number(action.unit.slice)))
+                move_back(piece)
             elif self._moves(peer):
-                self._holdings.change(Held(HeldKind.MOVED, peer.index), 1)
+                self._holdings.change(self._held(peer, piece), 1)
 
         lane.take(self._posted[message], use)
 
@@ -107,10 +110,18 @@ class MovedActivations:
             yield from wait(self._posted[message])
             lane.settle()
 
-    def give_back(self, peer: Stage) -> None:
+    def give_back(self, peer: Stage, k: Piece) -> None:
         """Give the activations of a peer back to it (RETURN)."""
         if self._moves(peer):
-            self._holdings.change(Held(HeldKind.MOVED, peer.index), -1)
+            self._holdings.change(self._held(peer, k), -1)
+
+    def _held(self, owner: Stage, k: Piece) -> Held:
+        """Return what has been moved of a graph of a stage."""
+        halved = self._halved.get(owner)
+        if halved is None:
+            halved = self._halved[owner] = halved_pieces(self._lowered.schedule, owner)
+        late = (k[0] % self._lowered.schedule.microbatches, k[1]) in halved
+        return Held(HeldKind.MOVED_HALVED if late else HeldKind.MOVED, owner.index, slice=k[1])
 
     def _lane(self, route: int) -> _Lane | None:
         """Return the lane of a route of moved activations; None of others."""
@@ -122,6 +133,20 @@ class MovedActivations:
     def _moves(self, stage: Stage) -> bool:
         """Return whether a stage keeps graphs from forward to backward, of which something can be moved."""
         return not (is_blockwise(self._blockwise, stage.index) or stage.index in self._lowered.schedule.recomputed)
+
+
+def gradients_to(schedule: Schedule, stage: Stage) -> list[Stage]:
+    """Return the stages to which a stage sends gradients."""
+    return [
+        schedule.stage_at[edge.source, stage.direction]
+        for edge in schedule.predecessors[stage.index]
+        if edge.backward and not {edge.source, stage.index} & schedule.frozen
+    ]
+
+
+def halved_pieces(schedule: Schedule, stage: Stage) -> frozenset[Piece]:
+    """Return the microbatches of a batch (and slices) of which the backward of a stage comes in two halves."""
+    return halved_units(schedule, stage, bool(gradients_to(schedule, stage)))
 
 
 def _moves_to_peers(schedule: Schedule) -> frozenset[tuple[Stage, Stage]]:

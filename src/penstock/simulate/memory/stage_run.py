@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Protocol
 
-from penstock.errors import CapabilityError
 from penstock.schedule.ir.schedule import Action, Op, Payload, Schedule, Stage
 from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.split_backward_microbatches import halved_units
 from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.simulate.memory.fake_transport import Completion, Rendezvous, wait
 from penstock.simulate.memory.held import Blockwise, Held, HeldKind, Holdings, is_blockwise, slice_number
-from penstock.simulate.memory.moved_activations import MovedActivations
+from penstock.simulate.memory.moved_activations import MovedActivations, gradients_to, halved_pieces
 from penstock.simulate.memory.sharded_stage import ShardedStage
 from penstock.simulate.memory.snapshots import SnapshotCopies
 
@@ -73,16 +71,8 @@ class StageRun:
             for edge in schedule.successors[stage.index]
             if edge.backward and stage.index not in schedule.frozen
         ]
-        self._returns = [
-            at[edge.source, direction]
-            for edge in schedule.predecessors[stage.index]
-            if edge.backward and not {edge.source, stage.index} & schedule.frozen
-        ]
-        self._m, self._halved = schedule.microbatches, halved_units(schedule, stage, bool(self._returns))
-        if self._halved and schedule.slices > 1:
-            raise CapabilityError(
-                f"{schedule.name}: memory is not predicted where backwards of slices come in two halves"
-            )
+        self._returns = gradients_to(schedule, stage)
+        self._m, self._halved = schedule.microbatches, halved_pieces(schedule, stage)
         self._again = stage.index in schedule.recomputed
         self._blockwise = is_blockwise(rank.blockwise, stage.index)
         self._before, after = schedule.segment_before(stage.index), dict[int | None, int]()
@@ -127,9 +117,9 @@ class StageRun:
         elif op in (Op.REDUCE, Op.TIE, Op.DECIDE) or (op is Op.GATHER and not self._gathers):
             self._join(op, first)
         elif op is Op.OFFLOAD and action.peer is not None:
-            self._move((first, piece), HeldKind.GRAPH, HeldKind.LEFT)
+            self._move((first, piece), away=True)
         elif op is Op.RETURN and action.peer is not None:
-            self._rank.moved.give_back(action.peer)
+            self._rank.moved.give_back(action.peer, (first, piece))
         elif op is Op.STEP:
             return self._step(first)
         elif op is Op.VALIDATE:
@@ -210,23 +200,15 @@ class StageRun:
 
     def move_back(self, k: Piece) -> None:
         """Have the activations of a graph back that another rank has kept."""
-        self._move(k, HeldKind.LEFT, HeldKind.GRAPH)
+        self._move(k, away=False)
 
-    def _move(self, k: Piece, before: HeldKind, after: HeldKind) -> None:
-        """Hold a graph without what another rank keeps of it, or with it; of what is recomputed nothing is kept.
-
-        Raises:
-            CapabilityError: the backward of the graph comes in two halves.
-        """
+    def _move(self, k: Piece, away: bool) -> None:
+        """Hold a graph without what another rank keeps of it, or with it; of what is recomputed nothing is kept."""
         if self._again or self._blockwise:
             return
-        if self._is_halved(k):
-            raise CapabilityError(
-                f"{self._schedule.name}: memory is not predicted where activations are moved to other ranks, and "
-                "backwards come in two halves"
-            )
-        self._change(before, k, -1)
-        self._change(after, k, 1)
+        left = HeldKind.LEFT_HALVED if self._is_halved(k) else HeldKind.LEFT
+        self._change(self._graph(k) if away else left, k, -1)
+        self._change(left if away else self._graph(k), k, 1)
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
