@@ -2,8 +2,9 @@
 
 Every method on 1 to 4 ranks with several numbers of microbatches, recompute none, block and stage, fp32 and bf16, and
 one pipeline, or two to four that share nothing or are sharded in every level; and each on its own: activations or
-optimizer states moved to the host, snapshots taken, sequences in three slices. What the runtime refuses is counted;
-every other run must have exactly the peak that was predicted, on every rank.
+optimizer states moved to the host, snapshots taken, sequences in three slices, a moving average of the weights,
+backwards in two halves, pipelines that are averaged in every way. What the runtime refuses is counted; every other run
+must have exactly the peak that was predicted, on every rank.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from random import Random
 from typing import Any
 
 from penstock.errors import PenstockError
+from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.schedule.methods.table import METHODS
 from penstock.simulate.memory.snapshots import Snapshots
 from support.predicted_memory import Run, peaks_of_a_run
@@ -33,6 +35,13 @@ PARALLEL = (
 
 
 SLICED = ("seq1f1b", "terapipe")
+COMBINES = (
+    Combine("average", every=2, optimizer_state="reset"),
+    Combine("bmuf"),
+    Combine("elastic", every=3),
+    Combine("wsp", every=2, distance=1),
+    Combine("wsp", distance=2, lag="record"),
+)
 BESIDE: tuple[dict[str, Any], ...] = (
     {"offload": "activations"},
     {"offload_optimizer": "stages"},
@@ -40,6 +49,9 @@ BESIDE: tuple[dict[str, Any], ...] = (
     {"snapshots": Snapshots(1, kept=True)},
     {"snapshots": Snapshots(2)},
     {"slices": 3},
+    {"ema": 0.9},
+    {"halved": True},
+    *({"combine": combine} for combine in COMBINES),
 )
 
 

@@ -34,7 +34,8 @@ from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.memory_simulation import most_held
-from penstock.simulate.memory.predicted import MemoryOptions, StageBytes, peak_bytes
+from penstock.simulate.memory.predicted import MemoryOptions, peak_bytes
+from penstock.simulate.memory.stage_sizes import StageBytes
 from penstock.simulate.sharding_traffic import Network
 from penstock.simulate.simulate import play, predict
 

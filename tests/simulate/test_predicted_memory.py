@@ -11,12 +11,14 @@ from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.machine.instructions import Lowered, LoweredProgram
+from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.transforms.batch_ops import with_averages
 from penstock.simulate.memory.held import Held, HeldKind, Holdings, most_bytes
 from penstock.simulate.memory.memory_simulation import most_held
-from penstock.simulate.memory.predicted import MemoryOptions, SnapshotBytes, StageBytes, peak_bytes
+from penstock.simulate.memory.predicted import MemoryOptions, peak_bytes
 from penstock.simulate.memory.snapshots import Snapshots
+from penstock.simulate.memory.stage_sizes import SnapshotBytes, StageBytes
 from support.predicted_memory import Run, peaks_of_a_run
 from support.schedules import make_schedule
 
@@ -141,6 +143,50 @@ def test_also_where_activations_are_moved_or_come_in_slices(run: Run) -> None:
     assert predicted == found
 
 
+AVERAGED = (Run("2bw", 2, 2, ema=0.9),)
+MORE_AVERAGED = (
+    Run("1f1b", 2, 2, precision="bf16", ema=0.9, snapshots=Snapshots(1, kept=True)),
+    Run("1f1b", 2, 2, width=2, sharding="full", ema=0.9),
+    Run("2bw", 2, 3, width=2, sharding="gradients:gradients=1", ema=0.9),
+    Run("2bw-layered", 2, 4, precision="bf16", width=2, ema=0.9),
+    Run("2bw-layered", 2, 4, width=2, ema=0.9),
+)
+
+
+@pytest.mark.parametrize(
+    "run", [*AVERAGED, *(pytest.param(run, marks=pytest.mark.long) for run in MORE_AVERAGED)], ids=str
+)
+def test_also_with_a_moving_average(run: Run) -> None:
+    """Of the weights, or of their rows."""
+    predicted, found = peaks_of_a_run(run)
+    assert predicted == found
+
+
+APART = (
+    Run("1f1b", 2, 2, width=2, combine=Combine("elastic", every=2)),
+    Run("stash", 2, 2, width=2, combine=Combine("wsp", distance=1)),
+)
+MORE_APART = (
+    Run("2bw", 2, 3, width=2, combine=Combine("average", every=2, optimizer_state="average")),
+    Run("1f1b", 3, 3, width=3, precision="bf16", combine=Combine("average", optimizer_state="reset")),
+    Run("chimera", 2, 2, width=2, combine=Combine("bmuf", every=2), clip=1.0),
+    Run("zb-v", 2, 4, width=2, precision="bf16", combine=Combine("bmuf", nesterov=True)),
+    Run("interleaved", 2, 4, width=2, combine=Combine("elastic"), tied=True),
+    Run("2bw", 3, 3, width=3, precision="bf16", combine=Combine("elastic", every=3), recompute="block"),
+    Run("stash", 3, 2, width=3, combine=Combine("wsp", every=2, distance=1)),
+    Run("stash", 2, 4, width=3, precision="bf16", combine=Combine("wsp", distance=2, lag=(0, 2, 1))),
+    Run("1f1b", 2, 2, width=2, combine=Combine("wsp", every=3, distance=1, lag="record")),
+    Run("2bw", 2, 2, width=2, combine=Combine("wsp", distance=3, share=0.5)),
+)
+
+
+@pytest.mark.parametrize("run", [*APART, *(pytest.param(run, marks=pytest.mark.long) for run in MORE_APART)], ids=str)
+def test_also_where_pipelines_have_weights_of_their_own(run: Run) -> None:
+    """Averaged now and then, or in waves."""
+    predicted, found = peaks_of_a_run(run)
+    assert predicted == found
+
+
 SAVED = (Run("2bw", 3, 4, snapshots=Snapshots(1, kept=True)), Run("stash", 2, 3, snapshots=Snapshots(2)))
 MORE_SAVED = (
     Run("1f1b", 2, 3, snapshots=Snapshots(2)),
@@ -247,7 +293,7 @@ def test_what_is_always_there_is_counted_once() -> None:
 
 
 REFUSED = (
-    (with_averages(make_schedule("1f1b", 2, 2), 1), "not predicted for schedules with AVERAGE"),
+    (with_averages(make_schedule("1f1b", 2, 2), 1), "not predicted for schedules with AVERAGE unless"),
     (make_schedule("1f1b", 2, 2, sharding="optimizer"), "of snapshots is not predicted with sharding optimizer"),
 )
 

@@ -21,6 +21,7 @@ from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.ir.schedule import Action, Op, Program, Schedule
 from penstock.schedule.methods.choice import method as method_choice
 from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 from penstock.schedule.methods.find_method import find_method
 from penstock.simulate.memory.predicted import MemoryOptions, peak_bytes
 from penstock.simulate.memory.snapshots import Snapshots
@@ -67,6 +68,8 @@ class Run:
     offload_optimizer: str = "none"
     snapshots: Snapshots | None = None
     halved: bool = False  # whole backwards of the order are made to come in two halves
+    combine: Combine = REDUCE
+    ema: float | None = None
     own: str = ""  # one of `OWN` instead of the schedule of the method
 
 
@@ -211,6 +214,7 @@ def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
     m = int(row.settings.get("microbatches", run.m))
     options = {"precision": run.precision, "recompute": run.recompute, "width": run.width, "offload": run.offload}
     options |= {"sharding": run.sharding, "offload_optimizer": run.offload_optimizer}
+    options |= {"combine": run.combine, "ema_decay": run.ema}
     given = {"motion": 1} if run.motion else _options(row.correction)
     correction = None if row.correction == "none" else correction_of(row.correction, **given)
     order = {key: n for key, n in (("chunks", run.chunks), ("slices", run.slices)) if n is not None}
@@ -239,7 +243,16 @@ def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
     sizes = measure_stages(model.blocks(), pipeline.parts, data[0][0], training, again, schedule)
     each = run.recompute if isinstance(run.recompute, tuple) else (run.recompute,) * schedule.num_stages
     blockwise = frozenset(index for index, mode in enumerate(each) if mode == "block")
-    asked = MemoryOptions(run.width, run.precision != "fp32", blockwise, row.correction, BATCHES, run.snapshots)
+    asked = MemoryOptions(
+        run.width,
+        run.precision != "fp32",
+        blockwise,
+        row.correction,
+        BATCHES,
+        run.snapshots,
+        run.combine,
+        run.ema is not None,
+    )
     predicted = peak_bytes(pipeline.proof, sizes, asked)
     depth = schedule.ranks
     return {pipeline_ * depth + rank: peak for (pipeline_, rank), peak in predicted.items()}, found

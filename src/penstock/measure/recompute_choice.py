@@ -30,7 +30,8 @@ from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.version_rules import RULES, Source
 from penstock.schedule.methods.choice import MethodChoice
-from penstock.simulate.memory.predicted import MemoryOptions, StageBytes, peak_bytes
+from penstock.simulate.memory.predicted import MemoryOptions, peak_bytes
+from penstock.simulate.memory.stage_sizes import StageBytes
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.loss import LossFunction
 from penstock.weights.optim.optimizer_factory import OptimizerFactory

@@ -11,7 +11,7 @@ from penstock.schedule.ir.schedule import Op, Stage, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.proof.proof import Proof
 from penstock.simulate.memory.held import HeldKind
-from penstock.simulate.memory.predicted import StageBytes
+from penstock.simulate.memory.stage_sizes import StageBytes
 from penstock.stage.autograd.recompute import RecomputeMode
 
 SETTLED = 3

@@ -15,8 +15,9 @@ from penstock.measure.stage_trial import BlockInput, BlockPlace, SliceTrial, Sta
 from penstock.partition.blocks import LazyBlock, named_blocks
 from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.ir.sharding import Level, read_sharding
+from penstock.schedule.methods.data_parallel_sync import REDUCE
 from penstock.simulate.memory.held import HeldKind
-from penstock.simulate.memory.predicted import SliceBytes, SnapshotBytes, StageBytes
+from penstock.simulate.memory.stage_sizes import SliceBytes, SnapshotBytes, StageBytes
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.corrections.base import StagePlace
 from penstock.weights.memory.buffers import Layout
@@ -91,7 +92,11 @@ def measure_stages(
 
 
 def _with_holders(training: Training, copies: int) -> Training:
-    """Return how stages are trained that divide their state among all that hold it, several in each pipeline."""
+    """Return how stages are trained that divide their state among all that hold it, several in each pipeline.
+
+    How pipelines with weights of their own agree is nothing that a stage alone takes.
+    """
+    training = training._replace(options=training.options.changed(combine=REDUCE))
     parallel = training.options.data_parallel
     if read_sharding(parallel.sharding or "none").level in (Level.NONE, Level.FULL):
         return training

@@ -52,6 +52,8 @@ class HeldKind(StrEnum):
     FULL_GRADIENT = "full-size gradient"  # where it is there for a while only
     SUM = "rows of a sum"  # from the first backward of a batch to its update
     OLDER = "older version"  # than the newest, or its rows
+    PASSING = "sums over pipelines"  # while these meet
+    WAVE = "wave"  # of updates, of all pipelines
     SNAPSHOT = "snapshot"  # of what is trained
     BUFFERS = "module buffers of a snapshot"
     FROZEN = "frozen parameters of a snapshot"

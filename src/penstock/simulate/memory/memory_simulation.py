@@ -8,62 +8,16 @@ end is not counted here (`penstock.simulate.memory.predicted`).
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
-
 from penstock.errors import CapabilityError
-from penstock.schedule.ir.absolute_actions import since
-from penstock.schedule.ir.op_table import ACCEPTING
-from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, Schedule, Stage
-from penstock.schedule.ir.sharding import Level
-from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.machine.deadlock import Blocked, blocked_at, deadlock
-from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Message
-from penstock.schedule.stage_state.stage_constants import stage_specs
-from penstock.simulate.memory.fake_transport import Completion, InProcessLane, Part, Rendezvous, take_turns, wait
-from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, Holdings, slice_number
-from penstock.simulate.memory.moved_activations import MovedActivations
-from penstock.simulate.memory.sharded_stage import PendingChanges, PlacesForGradients, ShardedStage, Tracked
-from penstock.simulate.memory.snapshots import KeptSnapshots, SnapshotCopies, Snapshots, check_snapshots
-from penstock.simulate.memory.stage_run import StageRun, message_of
-
-_NOT_PREDICTED = (Op.AVERAGE,)
-
-
-@dataclass
-class _Shared:
-    """What all ranks have in common.
-
-    Attributes:
-        lowered: the schedule with its messages.
-        width: parallel pipelines.
-        blockwise: stages whose blocks are recomputed one by one, by index; all or none if a truth value.
-        low_precision: passes compute in 16 bits.
-        lanes: of messages, by pipeline.
-        meet: collectives of ranks.
-        snapshots: that are taken on the way; None for none.
-        kept: snapshots of all ranks.
-    """
-
-    lowered: Lowered
-    width: int
-    blockwise: Blockwise
-    low_precision: bool
-    lanes: dict[tuple[int, LaneKey], InProcessLane]
-    meet: Rendezvous
-    snapshots: Snapshots | None
-    kept: KeptSnapshots
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule."""
-        return self.lowered.schedule
-
-    def lane(self, pipeline: int, lane: LaneKey) -> InProcessLane:
-        """Return a lane of a pipeline."""
-        return self.lanes.setdefault((pipeline, lane), InProcessLane())
+from penstock.schedule.ir.schedule import Op
+from penstock.schedule.machine.deadlock import deadlock
+from penstock.schedule.machine.instructions import Lowered
+from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
+from penstock.simulate.memory.fake_transport import Part, Rendezvous, take_turns
+from penstock.simulate.memory.held import Blockwise, Combination
+from penstock.simulate.memory.meetings import FakeExchange
+from penstock.simulate.memory.rank_run import RankRun, Shared
+from penstock.simulate.memory.snapshots import KeptSnapshots, Snapshots, check_snapshots
 
 
 def most_held(
@@ -73,6 +27,7 @@ def most_held(
     blockwise: Blockwise = False,
     low_precision: bool = False,
     snapshots: Snapshots | None = None,
+    combine: Combine = REDUCE,
 ) -> dict[Part, tuple[Combination, ...]]:
     """Return what every rank holds in a run, at the moments at which it may be the most.
 
@@ -84,205 +39,40 @@ def most_held(
             truth value.
         low_precision: passes compute in 16 bits.
         snapshots: that are taken on the way; None for none.
+        combine: how pipelines agree.
 
     Raises:
         CapabilityError: the schedule does something that is not predicted.
         DeadlockError: some ranks wait for ever; the message names their actions, and the messages that do not come.
     """
     schedule = lowered.schedule
-    ops = {i.action.op for program in lowered.programs for part in program for i in part}
-    unknown = sorted(op.value for op in ops.intersection(_NOT_PREDICTED))
-    if unknown:
-        raise CapabilityError(f"{schedule.name}: memory is not predicted for schedules with {', '.join(unknown)}")
+    if Op.AVERAGE in schedule.operations and not combine.apart:
+        raise CapabilityError(
+            f"{schedule.name}: memory is not predicted for schedules with AVERAGE unless it is known how pipelines are "
+            "combined; give combine, such as Combine('average', every=4)"
+        )
     spans = [batches]
     if snapshots is not None:
-        check_snapshots(schedule)
+        check_snapshots(schedule, combine)
         if snapshots.drains:
             whole, rest = divmod(batches, snapshots.every)
             spans, snapshots = [snapshots.every] * whole + [rest] * bool(rest), None
-    shared = _Shared(lowered, width, blockwise, low_precision, {}, Rendezvous(), snapshots, KeptSnapshots())
+    shared = Shared(
+        lowered,
+        width,
+        blockwise,
+        low_precision,
+        {},
+        Rendezvous(),
+        snapshots,
+        KeptSnapshots(),
+        combine,
+        FakeExchange(width),
+    )
     parts = [(pipeline, rank) for pipeline in range(width) for rank in range(schedule.ranks)]
-    ranks = {part: _RankRun(shared, *part) for part in parts}
+    ranks = {part: RankRun(shared, *part) for part in parts}
     for span in spans:
         stuck = take_turns({part: rank.run(span) for part, rank in ranks.items()})
         if stuck:
             raise deadlock(ranks[part].blocked() for part in stuck)
     return {part: rank.holdings.largest() for part, rank in ranks.items()}
-
-
-class _HeldMessage(NamedTuple):
-    """A message that counts until its receiver has posted the RECV."""
-
-    received: Completion
-    what: Held
-    units: int
-    instruction: Instruction
-    t: int
-
-
-class _RankRun:
-    """One rank during a span."""
-
-    def __init__(self, shared: _Shared, pipeline: int, rank: int) -> None:
-        self.shared, self.pipeline, self.rank = shared, pipeline, rank
-        self.schedule, self.meet = shared.schedule, shared.meet
-        self.width, self.blockwise = shared.width, shared.blockwise
-        self._m, self._program = self.schedule.microbatches, shared.lowered.programs[rank]
-        self.holdings = Holdings()
-        self._pending = PendingChanges(self.holdings)
-        plan = shared.snapshots
-        self.snapshots = None if plan is None else SnapshotCopies(plan, self.holdings, shared.kept)
-        self._shards = self._sharded_stages()
-        self._stages = {stage: StageRun(self, stage, self._shards.get(stage)) for stage in self.schedule.on_rank(rank)}
-        self._sent: dict[LaneKey, deque[_HeldMessage]] = {}
-        self._posted: dict[Message, Completion] = {}
-        self._lanes: dict[int, InProcessLane] = {}  # by route
-        self.moved = MovedActivations(shared.lowered, self.blockwise, self.holdings, self._posted)
-        self._stepped: set[Stage] = set()
-        self._at = self._program.period[0], 0  # the instruction at which it stands, and the batch that it counts from
-        self._wanted: Message | None = None  # for which it has waited last
-
-    def members(self, stage: Stage) -> int:
-        """Return how many hold the weights of a stage."""
-        return self.width * sum(other.index == stage.index for other in self.schedule.stages)
-
-    def _sharded_stages(self) -> dict[Stage, ShardedStage]:
-        """Return those of the rank of which something is whole for a while only."""
-        tracked = Tracked.on(self.schedule, self.rank, self.shared.low_precision)
-        if not tracked.gradients:
-            return {}
-        number = self.schedule.sharding.gradients
-        places = PlacesForGradients(number) if tracked.apart and number is not None else None
-        specs = stage_specs(self.schedule, 0, [self.rank])
-        made = (ShardedStage(s, tracked, self._pending, places, self.meet, self.members(s.stage)) for s in specs)
-        return {spec.stage: stage for spec, stage in zip(specs, made, strict=True)}
-
-    def run(self, batches: int) -> Iterator[Completion]:
-        """Run a span; yields what the rank waits for."""
-        for stage in self._stages.values():
-            stage.begin_span()
-        for t in range(-1, batches):
-            yield from self._play(self._program.period, t, more=t + 1 < batches)
-        for shards in self._shards.values():
-            shards.drain(batches)
-        yield from self._play(self._program.epilogue, batches, more=False)
-        for stage in self._stages.values():
-            yield from stage.whole()
-        for each in self._stages if self.schedule.sharding.level is not Level.NONE else ():
-            self.holdings.change(Held(HeldKind.WHOLE, each.index), 1)
-        for sent in (sent for queue in self._sent.values() for sent in queue):
-            self._at = sent.instruction, sent.t
-            yield from wait(sent.received)
-        for lane in self._sent:
-            self._make_room(lane)
-
-    def blocked(self) -> Blocked:
-        """Say what the rank waits for."""
-        instruction, t = self._at
-        return blocked_at(self.shared.lowered, self.rank, instruction, t, lambda message: message != self._wanted)
-
-    def _play(self, instructions: Sequence[Instruction], t: int, more: bool) -> Iterator[Completion]:
-        for instruction in instructions:
-            action, route, needs, ahead, awaits = instruction
-            unit = action.unit
-            if (t < 0 and not ahead) or (ahead and not more) or t < since(unit, self._m):
-                continue
-            if unit.every > 1 and (unit.first + t + 1) % unit.every:
-                continue
-            first = unit.first + (t if unit.kind is Kind.BATCH else t * self._m)
-            self._at = instruction, t
-            if route >= 0:
-                yield from self._receive(route, first) if action.op is Op.RECV else self._send(instruction, t)
-                continue
-            if action.op in ACCEPTING and action.peer is not None:
-                self.moved.accept(action, needs[0].route, first, self._stages[action.stage].move_back)
-                continue
-            for need in needs:
-                self._wanted = Message(need.route, need.first + t * self._m)
-                came = self._posted.pop(self._wanted, None)
-                if came is None:  # there is no RECV for it
-                    raise deadlock([self.blocked()])
-                if not came.done:
-                    yield came
-            for each in awaits:
-                yield from self.moved.wait(Message(each.route, each.first + t * self._m))
-            yield from self._act(action, t, first)
-
-    def _act(self, action: Action, t: int, first: int) -> Iterator[Completion]:
-        """Do an action of a stage, and take account of it."""
-        shards = self._shards.get(action.stage)
-        if shards is not None:
-            yield from shards.before(action, t)
-        waits = self._stages[action.stage].act(action, first)
-        if waits is not None:
-            yield from waits
-        if shards is not None:
-            shards.after(action, t)
-            self._pending.report()
-        if self.snapshots is not None:
-            if action.op is Op.STEP:
-                self.snapshots.after_step(action.stage, first + 1, not (self.pipeline or action.stage.direction))
-            self.snapshots.record()
-        if action.op is Op.STEP:
-            self._count_update(action.stage)
-
-    # --- messages ---------------------------------------------------------------------------------------------------
-
-    def _lane(self, route: int) -> InProcessLane:
-        """Return the lane of a route."""
-        found = self._lanes.get(route)
-        if found is None:
-            found = self._lanes[route] = self.shared.lane(self.pipeline, self.shared.lowered.routes[route].lane)
-        return found
-
-    def _receive(self, route: int, first: int) -> Iterator[Completion]:
-        """Post a RECV; of moved activations as soon as there is room."""
-        yield from self.moved.make_room(route)
-        came = self._posted[Message(route, first)] = self._lane(route).receive()
-        self.moved.add(route, came)
-
-    def _send(self, instruction: Instruction, t: int) -> Iterator[Completion]:
-        """Post a SEND, as soon as there is room."""
-        there, lane = self.shared.lowered.routes[instruction.route], self._lane(instruction.route)
-        queue = self._sent.setdefault(there.lane, deque())
-        self._make_room(there.lane)
-        if len(queue) >= self.shared.lowered.window:
-            yield from wait(queue[0].received)
-            self._make_room(there.lane)
-        what, count = message_of(there.payload, there.source, there.target, slice_number(there.slice)), there.count
-        if there.payload is Payload.PARKED:
-            first = instruction.action.unit.first + t * self._m
-            what, count = self.moved.message(there, first)
-        self.holdings.change(what, count)
-        queue.append(_HeldMessage(lane.send(), what, count, instruction, t))
-
-    def _make_room(self, lane: LaneKey) -> None:
-        """Forget SENDs that are complete."""
-        queue = self._sent[lane]
-        while queue and queue[0].received.done:
-            sent = queue.popleft()
-            self.holdings.change(sent.what, -sent.units)
-
-    def inside(self, payload: Payload, source: Stage, target: Stage, piece: int, count: int) -> None:
-        """Lay a message ready for a stage of the same rank, or (negative) take it."""
-        if source.rank == target.rank:
-            self.holdings.change(message_of(payload, source, target, piece), count)
-
-    # --- updates ----------------------------------------------------------------------------------------------------
-
-    def _count_update(self, stage: Stage) -> None:
-        """Count what the optimizer of a stage remembers from its first update on, and the scratches of all."""
-        if not self._stepped:
-            for each in self._stages:
-                self.holdings.change(Held(HeldKind.SCRATCH, each.index), 1)
-        if stage not in self._stepped:
-            self._stepped.add(stage)
-            self.holdings.change(Held(HeldKind.OPTIMIZER, stage.index), 1)
-        elif RULES[self.schedule.rule].provisional:
-            self.holdings.change(Held(HeldKind.BEFORE, stage.index), 1)
-
-    def settled(self, stage: Stage) -> None:
-        """Forget what the optimizer remembered before an update that is settled now."""
-        what = Held(HeldKind.BEFORE, stage.index)
-        if self.holdings[what]:
-            self.holdings.change(what, -1)

@@ -8,93 +8,23 @@ comes and goes is played (`penstock.simulate.memory.memory_simulation`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.schedule.ir.schedule import Schedule, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Update
 from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 from penstock.schedule.proof.proof import Proof, StageFacts
 from penstock.schedule.proof.unsharded_peaks import sums_wait
 from penstock.simulate.memory.fake_transport import Part
 from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind, is_blockwise, most_bytes
 from penstock.simulate.memory.memory_simulation import most_held
 from penstock.simulate.memory.snapshots import Snapshots
+from penstock.simulate.memory.stage_sizes import SnapshotBytes, StageBytes
 
 _ESTIMATING = "pipemare"
-
-
-class SliceBytes(NamedTuple):
-    """What one slice of the sequences of a microbatch takes on a stage.
-
-    Attributes:
-        passes, output, gradients: as of `StageBytes`.
-    """
-
-    passes: Mapping[HeldKind, int]
-    output: int
-    gradients: Mapping[int, int]
-
-
-class SnapshotBytes(NamedTuple):
-    """What copies of a stage for a snapshot take.
-
-    Attributes:
-        weights: the newest weights, as they are updated.
-        version: a version, as passes read it.
-        optimizer: what the optimizer remembers.
-        buffers: module buffers.
-        frozen: frozen parameters.
-    """
-
-    weights: int
-    version: int
-    optimizer: int
-    buffers: int
-    frozen: int
-
-
-NO_COPIES = SnapshotBytes(0, 0, 0, 0, 0)
-
-
-@dataclass(frozen=True)
-class StageBytes:
-    """What one stage takes.
-
-    Attributes:
-        version: bytes of one version of the weights as passes read it, with its padding.
-        whole: bytes of one gradient, or of weights that are updated; `version` unless passes compute in low precision.
-        optimizer: bytes that the optimizer remembers; of a sharded one, by its place among all that divide it:
-            pipelines or, where these have several copies of a stage and weights are not divided, the copies of all.
-        rows: bytes of the rows of weights that are updated, where pipelines divide these; as `optimizer`.
-        low_rows: the same of a version as passes read it; as `optimizer`.
-        frozen: bytes of frozen parameters and module buffers.
-        scratch: bytes to which gradients move while weights are written over them, or previous values are kept while
-            somebody asks for them; as `optimizer`.
-        passes: by kind, bytes of one microbatch, as `HeldKind` has them; a kind that is not there takes none.
-        output: bytes of its output, as a message.
-        gradients: bytes of the gradient of its input, as messages, by the index of the stage that each goes to.
-        slices: of each slice of a sequence, where a method takes slices.
-        snapshot: of its copies for snapshots.
-    """
-
-    version: int
-    whole: int
-    optimizer: Sequence[int]
-    frozen: int = 0
-    scratch: Sequence[int] = (0,)
-    rows: Sequence[int] = (0,)
-    low_rows: Sequence[int] = (0,)
-    passes: Mapping[HeldKind, int] = field(default_factory=dict)
-    output: int = 0
-    gradients: Mapping[int, int] = field(default_factory=dict)
-    slices: Sequence[SliceBytes] = ()
-    snapshot: SnapshotBytes = NO_COPIES
-
-    def of(self, piece: int) -> SliceBytes:
-        """Return what passes and messages of a slice take, or of the whole."""
-        return self.slices[piece] if self.slices else SliceBytes(self.passes, self.output, self.gradients)
 
 
 @dataclass(frozen=True)
@@ -108,6 +38,8 @@ class MemoryOptions:
         correction: of stale weights, by name.
         batches: of the run; the last new peak comes soon after `Proof.steady_from`.
         snapshots: that are taken on the way; None for none.
+        combine: how pipelines agree.
+        averages: an exponential moving average of the weights is kept.
     """
 
     width: int = 1
@@ -116,6 +48,8 @@ class MemoryOptions:
     correction: str = "none"
     batches: int = 4
     snapshots: Snapshots | None = None
+    combine: Combine = REDUCE
+    averages: bool = False
 
 
 class AlwaysThere(NamedTuple):
@@ -144,7 +78,15 @@ def peak_bytes(proof: Proof, sizes: Mapping[int, StageBytes], options: MemoryOpt
         CapabilityError: the schedule does something that is not predicted.
     """
     saving = options.snapshots and options.snapshots._replace(drains=proof.border_fault() is not None)
-    held = most_held(proof.lowered, options.batches, options.width, options.blockwise, options.low_precision, saving)
+    held = most_held(
+        proof.lowered,
+        options.batches,
+        options.width,
+        options.blockwise,
+        options.low_precision,
+        saving,
+        options.combine,
+    )
     return {part: peak_of(proof, part, held[part], sizes, options) for part in held}
 
 
@@ -181,13 +123,15 @@ def _always_there(proof: Proof, stage: Stage, options: MemoryOptions) -> AlwaysT
     again = is_blockwise(options.blockwise, stage.index) or stage.index in schedule.recomputed
     level, rotates_ = schedule.sharding.level, RULES[schedule.rule].update is Update.ROTATE
     there = always_there(schedule.rule, facts, options, again, level is not Level.NONE)
+    kept = options.averages * (level is not Level.FULL) + options.combine.spec.buffers
+    there = there._replace(whole=there.whole + kept)
     if level is Level.FULL and rotates_:  # in low precision those of sums and older versions come and go
-        return AlwaysThere(0, 0, 1 if options.low_precision else facts.buffers)
+        return AlwaysThere(0, 0, (1 if options.low_precision else facts.buffers) + options.averages)
     apart = _sums_wait(schedule, stage.rank, options)
     if level is Level.FULL:
-        return AlwaysThere(0, 0, 1 + apart)
+        return AlwaysThere(0, 0, 1 + apart + options.averages)
     if apart:  # of the versions and gradients only the newest version is there always
-        return AlwaysThere(1, 0, there.rows + 1)
+        return AlwaysThere(1, kept, there.rows + 1)
     return there
 
 
@@ -199,7 +143,7 @@ def _sums_wait(schedule: Schedule, rank: int, options: MemoryOptions) -> bool:
 def _between_runs(schedule: Schedule, rank: int, there: AlwaysThere, stage: StageBytes, options: MemoryOptions) -> int:
     """Return what is whole of a stage between two runs, and rows in them."""
     if schedule.sharding.level is Level.FULL:
-        return stage.whole + (stage.version if options.low_precision else 0)
+        return (1 + options.averages) * stage.whole + (stage.version if options.low_precision else 0)
     return (there.rows - _sums_wait(schedule, rank, options)) * stage.whole
 
 
@@ -258,9 +202,13 @@ def _bytes_of(what: Held, sizes: Mapping[int, StageBytes], proof: Proof, place: 
     if kind is HeldKind.OPTIMIZER:
         return stage.optimizer[place]
     if kind in (HeldKind.SNAPSHOT, HeldKind.BUFFERS, HeldKind.FROZEN):
-        return _copied_bytes(kind, stage.snapshot, proof.schedule.rule, options.correction)
+        return _copied_bytes(kind, stage.snapshot, proof.schedule.rule, options)
     if kind is HeldKind.BEFORE:
         return stage.optimizer[place] if RULES[proof.schedule.rule].update is Update.APART else 0
+    if kind is HeldKind.PASSING:
+        return options.combine.spec.passing * stage.whole
+    if kind is HeldKind.WAVE:
+        return options.width * stage.whole
     if kind is HeldKind.SCRATCH:
         facts = next(facts for key, facts in proof.stages.items() if key.index == what.stage)
         return stage.scratch[place] if rotates(proof.schedule.rule, facts, options) else 0
@@ -271,12 +219,13 @@ def _bytes_of(what: Held, sizes: Mapping[int, StageBytes], proof: Proof, place: 
     return stage.of(what.slice).passes.get(kind, 0)
 
 
-def _copied_bytes(kind: HeldKind, copies: SnapshotBytes, rule: str, correction: str) -> int:
+def _copied_bytes(kind: HeldKind, copies: SnapshotBytes, rule: str, options: MemoryOptions) -> int:
     """Return the bytes of what is copied for a snapshot; rules for which the pipeline is not drained have it so."""
     if kind is not HeldKind.SNAPSHOT:
         return copies.buffers if kind is HeldKind.BUFFERS else copies.frozen
-    spec, older = CORRECTIONS[correction], RULES[rule].bases - 1
+    spec, older = CORRECTIONS[options.correction], RULES[rule].bases - 1
     versions, whole = (older + 1, 1) if spec.reads_ahead else (older, 1 + spec.buffers)
+    whole += options.averages
     return versions * copies.version + whole * copies.weights + copies.optimizer
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from penstock.errors import CapabilityError
 from penstock.schedule.ir.schedule import Schedule, Stage
 from penstock.schedule.ir.sharding import Level
+from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.simulate.memory.held import Held, HeldKind, Holdings
 
 
@@ -120,12 +121,17 @@ class SnapshotCopies:
         return copies
 
 
-def check_snapshots(schedule: Schedule) -> None:
-    """Refuse schedules with which snapshots are not predicted.
+def check_snapshots(schedule: Schedule, combine: Combine) -> None:
+    """Refuse what snapshots are not predicted with.
 
     Raises:
-        CapabilityError: it is one.
+        CapabilityError: it is such a thing.
     """
+    if combine.apart:
+        raise CapabilityError(
+            f"{schedule.name}: the memory of snapshots is not predicted with pipelines that have weights of their own "
+            f"(combine={combine.kind})"
+        )
     if schedule.sharding.level is not Level.NONE or schedule.frozen:
         what = "stages that are not trained" if schedule.frozen else f"sharding {schedule.sharding.level}"
         raise CapabilityError(f"{schedule.name}: the memory of snapshots is not predicted with {what}")

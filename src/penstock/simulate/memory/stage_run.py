@@ -10,6 +10,7 @@ from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.simulate.memory.fake_transport import Completion, Rendezvous, wait
 from penstock.simulate.memory.held import Blockwise, Held, HeldKind, Holdings, is_blockwise, slice_number
+from penstock.simulate.memory.meetings import Meetings
 from penstock.simulate.memory.moved_activations import MovedActivations, gradients_to, halved_pieces
 from penstock.simulate.memory.sharded_stage import ShardedStage
 from penstock.simulate.memory.snapshots import SnapshotCopies
@@ -27,6 +28,9 @@ class RankOfStage(Protocol):
         pipeline: which of these.
         snapshots: that are taken of its stages; None for none.
         moved: activations that it keeps for others, or others for it.
+        meetings: with other pipelines.
+        deciding: how many stages of a pipeline decide about its updates.
+        apart: pipelines have weights of their own.
     """
 
     holdings: Holdings
@@ -37,6 +41,13 @@ class RankOfStage(Protocol):
     pipeline: int
     snapshots: SnapshotCopies | None
     moved: MovedActivations
+    meetings: Meetings
+    apart: bool
+
+    @property
+    def deciding(self) -> int:
+        """How many stages of a pipeline decide about its updates."""
+        ...
 
     def members(self, stage: Stage) -> int:
         """Return how many hold the weights of a stage."""
@@ -44,6 +55,10 @@ class RankOfStage(Protocol):
 
     def inside(self, payload: Payload, source: Stage, target: Stage, piece: int, count: int) -> None:
         """Lay a message ready for a stage of the same rank, or (negative) take it."""
+        ...
+
+    def averaged(self, stage: Stage, batch: int) -> Iterator[Completion]:
+        """Meet the other pipelines after the update of a batch."""
         ...
 
     def settled(self, stage: Stage) -> None:
@@ -58,6 +73,9 @@ class StageRun:
         rank: whose.
         stage: which.
         shards: its weights and gradients, where some of them are whole for a while only.
+
+    Attributes:
+        trained: it has backwards.
     """
 
     def __init__(self, rank: RankOfStage, stage: Stage, shards: ShardedStage | None) -> None:
@@ -79,14 +97,15 @@ class StageRun:
         for index in range(schedule.num_stages):
             after[schedule.segment_before(index)] = index
         self._behind = after.get(stage.index)
-        self._trained = any(p.op in (Op.B, Op.I) and p.stage == stage for p in schedule.program(stage.rank).period)
+        self.trained = any(p.op in (Op.B, Op.I) and p.stage == stage for p in schedule.program(stage.rank).period)
         slices = range(schedule.slices)
         self._kinds = {(kind, j): Held(kind, stage.index, slice=j) for kind in HeldKind for j in slices}
         self._sums: dict[int, list[Completion]] = {}
         self._votes: dict[int, Completion] = {}
         self._gathering: Completion | None = None
         self._begun = -1
-        self._deciding = len(schedule.deciding) * rank.width
+        self._group = rank.pipeline if rank.apart else 0  # of pipelines that update the same weights
+        self._deciding = rank.deciding * (1 if rank.apart else rank.width)
         self._tied = sum(s.direction == stage.direction for s in tied_stages(schedule))
         self._provisional = RULES[schedule.rule].provisional
         self._gathers = shards is not None and shards.gathers
@@ -124,6 +143,8 @@ class StageRun:
             return self._step(first)
         elif op is Op.VALIDATE:
             return self._validate(first)
+        elif op is Op.AVERAGE:
+            return self._rank.averaged(self._stage, first)
         return None
 
     def whole(self) -> Iterator[Completion]:
@@ -155,7 +176,7 @@ class StageRun:
     def _forward(self, k: Piece) -> None:
         for source in self._inputs:
             self._rank.inside(Payload.ACTIVATION, source, self._stage, k[1], -1)
-        if self._trained:
+        if self.trained:
             graph = self._graph(k)
             if self._again:
                 self._replace(k, graph, HeldKind.INPUT)
@@ -218,18 +239,19 @@ class StageRun:
         if op is Op.GATHER:
             self._gathering = meet.join((op, index, batch), self._rank.members(self._stage))
         elif op is Op.REDUCE:
-            added = meet.join((op, index, batch), self._rank.members(self._stage))
+            added = meet.join((op, self._group, index, batch), self._rank.members(self._stage))
             settled = added if self._shards is None else self._shards.reduce(batch, added)
             self._sums.setdefault(batch, []).append(settled)
         else:
             before, mine = self._sums.get(batch, []), Completion()
-            joined: Hashable = (op, batch)
+            joined: Hashable = (op, self._group, batch)
             members = self._deciding
             if op is Op.TIE:
                 joined, members = (op, self._rank.pipeline, self._stage.direction, batch), self._tied
                 self._sums[batch] = [*before, mine]
             else:
                 self._votes[batch] = mine
+                self._rank.meetings.vote(self._stage, batch)
             if before:  # they end one after the other
                 before[-1].then(lambda: _ignore(meet.join(joined, members, mine)))
             else:

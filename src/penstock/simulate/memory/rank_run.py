@@ -1,0 +1,259 @@
+"""One rank of a run without tensors: what it holds, action by action, as the runtime's ledger counts it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.schedule.ir.absolute_actions import since
+from penstock.schedule.ir.op_table import ACCEPTING
+from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, Schedule, Stage
+from penstock.schedule.ir.sharding import Level
+from penstock.schedule.ir.version_rules import RULES
+from penstock.schedule.machine.deadlock import Blocked, blocked_at, deadlock
+from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Message
+from penstock.schedule.methods.data_parallel_sync import Combine
+from penstock.schedule.stage_state.stage_constants import stage_specs
+from penstock.simulate.memory.fake_transport import Completion, InProcessLane, Rendezvous, wait
+from penstock.simulate.memory.held import Blockwise, Held, HeldKind, Holdings, slice_number
+from penstock.simulate.memory.meetings import FakeExchange, Meetings
+from penstock.simulate.memory.moved_activations import MovedActivations
+from penstock.simulate.memory.sharded_stage import PendingChanges, PlacesForGradients, ShardedStage, Tracked
+from penstock.simulate.memory.snapshots import KeptSnapshots, SnapshotCopies, Snapshots
+from penstock.simulate.memory.stage_run import StageRun, message_of
+
+
+@dataclass
+class Shared:
+    """What all ranks have in common.
+
+    Attributes:
+        lowered: the schedule with its messages.
+        width: parallel pipelines.
+        blockwise: stages whose blocks are recomputed one by one, by index; all or none if a truth value.
+        low_precision: passes compute in 16 bits.
+        lanes: of messages, by pipeline.
+        meet: collectives of ranks.
+        snapshots: that are taken on the way; None for none.
+        kept: snapshots of all ranks.
+        combine: how pipelines agree.
+        exchange: of what they have changed, where they do so in waves.
+    """
+
+    lowered: Lowered
+    width: int
+    blockwise: Blockwise
+    low_precision: bool
+    lanes: dict[tuple[int, LaneKey], InProcessLane]
+    meet: Rendezvous
+    snapshots: Snapshots | None
+    kept: KeptSnapshots
+    combine: Combine
+    exchange: FakeExchange
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule."""
+        return self.lowered.schedule
+
+    def lane(self, pipeline: int, lane: LaneKey) -> InProcessLane:
+        """Return a lane of a pipeline."""
+        return self.lanes.setdefault((pipeline, lane), InProcessLane())
+
+
+class _HeldMessage(NamedTuple):
+    """A message that counts until its receiver has posted the RECV."""
+
+    received: Completion
+    what: Held
+    units: int
+    instruction: Instruction
+    t: int
+
+
+class RankRun:
+    """One rank during a span."""
+
+    def __init__(self, shared: Shared, pipeline: int, rank: int) -> None:
+        self.shared, self.pipeline, self.rank = shared, pipeline, rank
+        self.schedule, self.meet = shared.schedule, shared.meet
+        self.width, self.blockwise, self.apart = shared.width, shared.blockwise, shared.combine.apart
+        self._m, self._program = self.schedule.microbatches, shared.lowered.programs[rank]
+        self.holdings = Holdings()
+        self._pending = PendingChanges(self.holdings)
+        plan = shared.snapshots
+        self.snapshots = None if plan is None else SnapshotCopies(plan, self.holdings, shared.kept)
+        self._shards = self._sharded_stages()
+        self._stages = {stage: StageRun(self, stage, self._shards.get(stage)) for stage in self.schedule.on_rank(rank)}
+        self._sent: dict[LaneKey, deque[_HeldMessage]] = {}
+        self._posted: dict[Message, Completion] = {}
+        self._lanes: dict[int, InProcessLane] = {}  # by route
+        self.moved = MovedActivations(shared.lowered, self.blockwise, self.holdings, self._posted)
+        self._updated, self._stepped = False, set[Stage]()
+        self.meetings = Meetings(
+            shared.combine, self.width, pipeline, self.meet, shared.exchange, self.holdings, self.width * self.deciding
+        )
+        self._at = self._program.period[0], 0  # the instruction at which it stands, and the batch that it counts from
+        self._wanted: Message | None = None  # for which it has waited last
+
+    @property
+    def deciding(self) -> int:
+        """How many stages of a pipeline decide about its updates."""
+        return len(self.schedule.deciding)
+
+    def members(self, stage: Stage) -> int:
+        """Return how many hold the weights of a stage."""
+        width = 1 if self.apart else self.width
+        return width * sum(other.index == stage.index for other in self.schedule.stages)
+
+    def _sharded_stages(self) -> dict[Stage, ShardedStage]:
+        """Return those of the rank of which something is whole for a while only."""
+        tracked = Tracked.on(self.schedule, self.rank, self.shared.low_precision)
+        if not tracked.gradients:
+            return {}
+        number = self.schedule.sharding.gradients
+        places = PlacesForGradients(number) if tracked.apart and number is not None else None
+        specs = stage_specs(self.schedule, 0, [self.rank])
+        made = (ShardedStage(s, tracked, self._pending, places, self.meet, self.members(s.stage)) for s in specs)
+        return {spec.stage: stage for spec, stage in zip(specs, made, strict=True)}
+
+    def run(self, batches: int) -> Iterator[Completion]:
+        """Run a span; yields what the rank waits for."""
+        for stage in self._stages.values():
+            stage.begin_span()
+        for t in range(-1, batches):
+            yield from self._play(self._program.period, t, more=t + 1 < batches)
+        for shards in self._shards.values():
+            shards.drain(batches)
+        yield from self._play(self._program.epilogue, batches, more=False)
+        for stage in self._stages.values():
+            yield from stage.whole()
+        for each in self._stages if self.schedule.sharding.level is not Level.NONE else ():
+            self.holdings.change(Held(HeldKind.WHOLE, each.index), 1)
+        yield from self.meetings.drain([s for s, run in self._stages.items() if run.trained], batches)
+        for sent in (sent for queue in self._sent.values() for sent in queue):
+            self._at = sent.instruction, sent.t
+            yield from wait(sent.received)
+        for lane in self._sent:
+            self._make_room(lane)
+
+    def blocked(self) -> Blocked:
+        """Say what the rank waits for."""
+        instruction, t = self._at
+        return blocked_at(self.shared.lowered, self.rank, instruction, t, lambda message: message != self._wanted)
+
+    def _play(self, instructions: Sequence[Instruction], t: int, more: bool) -> Iterator[Completion]:
+        for instruction in instructions:
+            action, route, needs, ahead, awaits = instruction
+            unit = self.meetings.placed(action.unit) if action.op is Op.AVERAGE else action.unit
+            if (t < 0 and not ahead) or (ahead and not more) or t < since(unit, self._m):
+                continue
+            if action.op is Op.AVERAGE and not self.meetings.exists(unit.first + t):
+                continue
+            first = unit.first + (t if unit.kind is Kind.BATCH else t * self._m)
+            self._at = instruction, t
+            if route >= 0:
+                yield from self._receive(route, first) if action.op is Op.RECV else self._send(instruction, t)
+                continue
+            if action.op in ACCEPTING and action.peer is not None:
+                self.moved.accept(action, needs[0].route, first, self._stages[action.stage].move_back)
+                continue
+            for need in needs:
+                self._wanted = Message(need.route, need.first + t * self._m)
+                came = self._posted.pop(self._wanted, None)
+                if came is None:  # there is no RECV for it
+                    raise deadlock([self.blocked()])
+                if not came.done:
+                    yield came
+            for each in awaits:
+                yield from self.moved.wait(Message(each.route, each.first + t * self._m))
+            yield from self._act(action, t, first)
+
+    def _act(self, action: Action, t: int, first: int) -> Iterator[Completion]:
+        """Do an action of a stage, and take account of it."""
+        shards = self._shards.get(action.stage)
+        if shards is not None:
+            yield from shards.before(action, t)
+        waits = self._stages[action.stage].act(action, first)
+        if waits is not None:
+            yield from waits
+        if shards is not None:
+            shards.after(action, t)
+            self._pending.report()
+        if self.snapshots is not None:
+            if action.op is Op.STEP:
+                self.snapshots.after_step(action.stage, first + 1, not (self.pipeline or action.stage.direction))
+            self.snapshots.record()
+        if action.op is Op.STEP:
+            self._count_update(action.stage)
+
+    # --- messages ---------------------------------------------------------------------------------------------------
+
+    def _lane(self, route: int) -> InProcessLane:
+        """Return the lane of a route."""
+        found = self._lanes.get(route)
+        if found is None:
+            found = self._lanes[route] = self.shared.lane(self.pipeline, self.shared.lowered.routes[route].lane)
+        return found
+
+    def _receive(self, route: int, first: int) -> Iterator[Completion]:
+        """Post a RECV; of moved activations as soon as there is room."""
+        yield from self.moved.make_room(route)
+        came = self._posted[Message(route, first)] = self._lane(route).receive()
+        self.moved.add(route, came)
+
+    def _send(self, instruction: Instruction, t: int) -> Iterator[Completion]:
+        """Post a SEND, as soon as there is room."""
+        there, lane = self.shared.lowered.routes[instruction.route], self._lane(instruction.route)
+        queue = self._sent.setdefault(there.lane, deque())
+        self._make_room(there.lane)
+        if len(queue) >= self.shared.lowered.window:
+            yield from wait(queue[0].received)
+            self._make_room(there.lane)
+        what, count = message_of(there.payload, there.source, there.target, slice_number(there.slice)), there.count
+        if there.payload is Payload.PARKED:
+            first = instruction.action.unit.first + t * self._m
+            what, count = self.moved.message(there, first)
+        self.holdings.change(what, count)
+        queue.append(_HeldMessage(lane.send(), what, count, instruction, t))
+
+    def _make_room(self, lane: LaneKey) -> None:
+        """Forget SENDs that are complete."""
+        queue = self._sent[lane]
+        while queue and queue[0].received.done:
+            sent = queue.popleft()
+            self.holdings.change(sent.what, -sent.units)
+
+    def inside(self, payload: Payload, source: Stage, target: Stage, piece: int, count: int) -> None:
+        """Lay a message ready for a stage of the same rank, or (negative) take it."""
+        if source.rank == target.rank:
+            self.holdings.change(message_of(payload, source, target, piece), count)
+
+    # --- updates ----------------------------------------------------------------------------------------------------
+
+    def _count_update(self, stage: Stage) -> None:
+        """Count what the optimizer of a stage remembers from its first update on, and the scratches of all."""
+        if not self._updated:
+            self._updated = True
+            for each in self._stages:
+                self.holdings.change(Held(HeldKind.SCRATCH, each.index), 1)
+        if stage not in self._stepped:
+            self._stepped.add(stage)
+            self.holdings.change(Held(HeldKind.OPTIMIZER, stage.index), 1)
+        elif RULES[self.schedule.rule].provisional:
+            self.holdings.change(Held(HeldKind.BEFORE, stage.index), 1)
+
+    def averaged(self, stage: Stage, batch: int) -> Iterator[Completion]:
+        """Meet the other pipelines after the update of a batch; optimizers may forget what they remember."""
+        yield from self.meetings.average(stage, batch)
+        if self.meetings.resets and stage in self._stepped:
+            self._stepped.discard(stage)
+            self.holdings.change(Held(HeldKind.OPTIMIZER, stage.index), -1)
+
+    def settled(self, stage: Stage) -> None:
+        """Forget what the optimizer remembered before an update that is settled now."""
+        what = Held(HeldKind.BEFORE, stage.index)
+        if self.holdings[what]:
+            self.holdings.change(what, -1)
