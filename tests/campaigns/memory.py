@@ -49,7 +49,11 @@ BESIDE: tuple[dict[str, Any], ...] = (
     {"snapshots": Snapshots(1, kept=True)},
     {"snapshots": Snapshots(2)},
     {"slices": 3},
+    {"snapshots": Snapshots(1, kept=True), "sharding": "optimizer"},
+    {"snapshots": Snapshots(2, kept=True), "sharding": "gradients"},
+    {"snapshots": Snapshots(1), "sharding": "full"},
     {"ema": 0.9},
+    {"ema": 0.9, "sharding": "gradients"},
     {"halved": True},
     *({"combine": combine} for combine in COMBINES),
 )

@@ -147,6 +147,7 @@ AVERAGED = (Run("2bw", 2, 2, ema=0.9),)
 MORE_AVERAGED = (
     Run("1f1b", 2, 2, precision="bf16", ema=0.9, snapshots=Snapshots(1, kept=True)),
     Run("1f1b", 2, 2, width=2, sharding="full", ema=0.9),
+    Run("1f1b", 2, 2, precision="bf16", width=2, sharding="optimizer", ema=0.9),
     Run("2bw", 2, 3, width=2, sharding="gradients:gradients=1", ema=0.9),
     Run("2bw-layered", 2, 4, precision="bf16", width=2, ema=0.9),
     Run("2bw-layered", 2, 4, width=2, ema=0.9),
@@ -177,6 +178,7 @@ MORE_APART = (
     Run("stash", 2, 4, width=3, precision="bf16", combine=Combine("wsp", distance=2, lag=(0, 2, 1))),
     Run("1f1b", 2, 2, width=2, combine=Combine("wsp", every=3, distance=1, lag="record")),
     Run("2bw", 2, 2, width=2, combine=Combine("wsp", distance=3, share=0.5)),
+    Run("interleaved", 1, 1, width=2, combine=Combine("wsp", distance=2, lag="record")),
 )
 
 
@@ -187,8 +189,20 @@ def test_also_where_pipelines_have_weights_of_their_own(run: Run) -> None:
     assert predicted == found
 
 
-SAVED = (Run("2bw", 3, 4, snapshots=Snapshots(1, kept=True)), Run("stash", 2, 3, snapshots=Snapshots(2)))
+SAVED = (
+    Run("2bw", 3, 4, snapshots=Snapshots(1, kept=True)),
+    Run("stash", 2, 3, snapshots=Snapshots(2)),
+    Run("2bw", 2, 2, width=2, sharding="gradients", snapshots=Snapshots(1, kept=True)),
+)
 MORE_SAVED = (
+    Run("1f1b", 2, 2, width=2, sharding="optimizer", snapshots=Snapshots(1, kept=True)),
+    Run("2bw", 2, 2, precision="bf16", width=2, sharding="gradients", snapshots=Snapshots(1, kept=True), ema=0.9),
+    Run("2bw", 2, 2, width=2, sharding="gradients:gradients=1", snapshots=Snapshots(2)),
+    Run("2bw-ahead", 2, 3, width=2, sharding="optimizer", snapshots=Snapshots(1, kept=True)),
+    Run("chimera", 2, 2, width=2, sharding="gradients", snapshots=Snapshots(1, kept=True)),
+    Run("1f1b", 2, 2, recompute="block", width=2, sharding="full", snapshots=Snapshots(2, kept=True), ema=0.9),
+    Run("2bw-layered", 2, 2, width=2, snapshots=Snapshots(1)),  # which drains it
+    Run("2bw-layered", 2, 2, precision="bf16", width=2, snapshots=Snapshots(2)),
     Run("1f1b", 2, 3, snapshots=Snapshots(2)),
     Run("1f1b", 4, 4, recompute="stage", precision="bf16", snapshots=Snapshots(3, kept=True), clip=1.0),
     Run("2bw", 2, 3, precision="bf16", width=2, snapshots=Snapshots(1)),
@@ -292,13 +306,24 @@ def test_what_is_always_there_is_counted_once() -> None:
     assert peak_bytes(proof, sizes, MemoryOptions(low_precision=True)) == {(0, 0): 305, (0, 1): 305}
 
 
-REFUSED = (
-    (with_averages(make_schedule("1f1b", 2, 2), 1), "not predicted for schedules with AVERAGE unless"),
-    (make_schedule("1f1b", 2, 2, sharding="optimizer"), "of snapshots is not predicted with sharding optimizer"),
-)
+REFUSED = ((with_averages(make_schedule("1f1b", 2, 2), 1), "not predicted for schedules with AVERAGE unless"),)
 
 
 @pytest.mark.parametrize(("schedule", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_nothing_more_or_less_changes_nothing() -> None:
+    holdings = Holdings()
+    graph, message = Held(HeldKind.GRAPH, 0), Held(HeldKind.OUTPUT, 0, 1)
+    for what, count in ((graph, 2), (message, 0), (graph, -1)):
+        holdings.change(what, count)
+    assert holdings.largest() == (frozenset({(graph, 2)}),)
+
+
+def test_snapshots_of_pipelines_that_are_averaged_are_refused() -> None:
+    lowered = lower(with_averages(make_schedule("1f1b", 2, 2), 1))
+    with pytest.raises(CapabilityError, match=r"own \(combine=bmuf\)"):
+        most_held(lowered, 2, 2, snapshots=Snapshots(1), combine=Combine("bmuf"))
+
+
 def test_what_is_not_predicted_is_refused(schedule: Schedule, said: str) -> None:
     with pytest.raises(CapabilityError, match=said):
         most_held(lower(schedule), 2, snapshots=Snapshots(1))

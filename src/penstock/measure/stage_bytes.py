@@ -116,10 +116,10 @@ def _measure_stage(
     if recompute:
         kinds |= _recomputed(blocks, place, given, alone)
     stage = replace(stage, passes=kinds, output=passes.output)
-    optimizers, scratches, rows, low = zip(*_of_pipelines(blocks, place, given, training), strict=True)
+    optimizers, scratches, rows, low, shares = zip(*_of_pipelines(blocks, place, given, training), strict=True)
     with closing(StageTrial(blocks, place, alone)) as trial:
         trial.update(given, clips=False)
-        snapshot = SnapshotBytes(*trial.copied_for_snapshots())
+        snapshot = SnapshotBytes(*trial.copied_for_snapshots(), shares)
     stage = replace(stage, optimizer=optimizers, scratch=scratches, rows=rows, low_rows=low, snapshot=snapshot)
     return stage, passes.gradients, behind
 
@@ -196,6 +196,7 @@ class _OfPipeline(NamedTuple):
     scratch: int
     rows: int
     low_rows: int
+    shares: tuple[int, int, int]
 
 
 def _of_pipelines(
@@ -213,13 +214,14 @@ def _of_pipelines(
         with closing(StageTrial(blocks, place, training, pipeline=pipeline)) as trial:
             weights = trial.weights
             if not isinstance(weights, TrainedWeights) or weights.updater.optimizer is None:
-                found.append(_OfPipeline(0, 0, 0, 0))
+                found.append(_OfPipeline(0, 0, 0, 0, (0, 0, 0)))
                 continue
             trial.update(given, clips=False)
             layout, optimizer = weights.store.own_layout, weights.updater.optimizer
             scratch = Scratch(layout, is_separable(optimizer)).nbytes if _takes_scratch(training, optimizer) else 0
             remembered = sum(tensor.nbytes for tensor in weights.updater.tensors)
-            found.append(_OfPipeline(remembered, scratch, layout.nbytes, _version_rows(weights.store)))
+            rows = _version_rows(weights.store)
+            found.append(_OfPipeline(remembered, scratch, layout.nbytes, rows, trial.shares_for_snapshots()))
     return found
 
 

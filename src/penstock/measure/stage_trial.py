@@ -19,6 +19,7 @@ from penstock.comm.message.memory_order import copied
 from penstock.comm.message.trees import detached, leaves_of
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.plan.plan import PipelinePlan
+from penstock.runtime.rank.snapshot import optimizer_state
 from penstock.runtime.setup.stage_builder import StageBuilder
 from penstock.schedule.build import ScheduleRequest
 from penstock.stage.in_flight_microbatch import Microbatch
@@ -215,6 +216,16 @@ class StageTrial:
         store = weights.store
         version = _bytes_of(store.versions[store.newest].views.values())
         return _bytes_of(store.master.views.values()), version, _bytes_of(weights.updater.state().values()), *fixed
+
+    def shares_for_snapshots(self) -> tuple[int, int, int]:
+        """Return the bytes of what this pipeline copies for a snapshot, as `SnapshotBytes.shares` has them."""
+        weights = self._runtime.weights
+        if not isinstance(weights, TrainedWeights) or not isinstance(weights.store, ShardedStore):
+            return 0, 0, 0
+        store, optimizer = weights.store, optimizer_state(weights, Tensor.detach)[0]
+        own = (store.shards.own(views) for views in (store.master.views, store.versions[store.newest].views))
+        rows, version = (_bytes_of(views.values()) for views in own)
+        return _bytes_of(optimizer.values()), rows, version
 
     def output_of(self, given: BlockInput) -> BlockInput:
         """Return what the next stage is given if this one is given something."""

@@ -170,7 +170,7 @@ def take_snapshot(
         _add_trained(weights, batch, older or {}, tensors, values, facts, settled)
     elif isinstance(weights, TrainedWeights) and isinstance(weights.store, ShardedStore):
         settled = torch.clone if side is None else torch.Tensor.detach
-        rows, values = _optimizer_state(weights, settled)
+        rows, values = optimizer_state(weights, settled)
         tensors |= rows | _rows_of_weights(weights, settled) | _older_rows(weights, batch)
     division = stage.module.division
     names = own_pieces(division, tensors)
@@ -222,7 +222,7 @@ def _add_trained(
     tensors |= {f"{read_before}/{name}": tensor for name, tensor in older.items()} | _older_rows(weights, batch)
     if store.reads_ahead:
         tensors |= {f"ahead/{name}": tensor for name, tensor in store.copies(batch).items()}
-    for kept, found in zip((tensors, values), _optimizer_state(weights, settled, own), strict=True):
+    for kept, found in zip((tensors, values), optimizer_state(weights, settled, own), strict=True):
         kept |= found
     facts |= {f"updates{own}": updater.updates} | ({} if agreement is None else agreement.facts())
     if apart and agreement is not None:
@@ -263,7 +263,7 @@ def _older_rows(weights: TrainedWeights, batch: int) -> dict[str, Tensor]:
     return {store.shards.saved_as("older", name): t.clone() for name, t in store.older_rows[batch - 1].items()}
 
 
-def _optimizer_state(
+def optimizer_state(
     weights: TrainedWeights, settled: Callable[[Tensor], Tensor], own: str = ""
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors and the other values of a stage's optimizer; of what is divided, the rows that are here.

@@ -55,6 +55,8 @@ class HeldKind(StrEnum):
     PASSING = "sums over pipelines"  # while these meet
     WAVE = "wave"  # of updates, of all pipelines
     SNAPSHOT = "snapshot"  # of what is trained
+    SHARE = "share of a snapshot"  # of what is trained, of a further copy of a stage that divides its state
+    OLDER_COPY = "older version of a snapshot"  # where the newest is not whole yet
     BUFFERS = "module buffers of a snapshot"
     FROZEN = "frozen parameters of a snapshot"
 
@@ -89,6 +91,8 @@ class Holdings:
 
     def change(self, what: Held, count: int) -> None:
         """Hold more or, negative, less of something."""
+        if not count:
+            return
         if count < 0 and self._rising:
             self._note()
         self._rising = count > 0

@@ -123,8 +123,9 @@ def _always_there(proof: Proof, stage: Stage, options: MemoryOptions) -> AlwaysT
     again = is_blockwise(options.blockwise, stage.index) or stage.index in schedule.recomputed
     level, rotates_ = schedule.sharding.level, RULES[schedule.rule].update is Update.ROTATE
     there = always_there(schedule.rule, facts, options, again, level is not Level.NONE)
-    kept = options.averages * (level is not Level.FULL) + options.combine.spec.buffers
-    there = there._replace(whole=there.whole + kept)
+    rows = options.averages and _keeps_rows(schedule, options)
+    kept = options.averages - rows + options.combine.spec.buffers
+    there = there._replace(whole=there.whole + kept, rows=there.rows + rows)
     if level is Level.FULL and rotates_:  # in low precision those of sums and older versions come and go
         return AlwaysThere(0, 0, (1 if options.low_precision else facts.buffers) + options.averages)
     apart = _sums_wait(schedule, stage.rank, options)
@@ -133,6 +134,12 @@ def _always_there(proof: Proof, stage: Stage, options: MemoryOptions) -> AlwaysT
     if apart:  # of the versions and gradients only the newest version is there always
         return AlwaysThere(1, kept, there.rows + 1)
     return there
+
+
+def _keeps_rows(schedule: Schedule, options: MemoryOptions) -> bool:
+    """Return whether the newest weights, and their average, are rows while a span trains."""
+    level, ahead = schedule.sharding.level, CORRECTIONS[options.correction].reads_ahead
+    return level is Level.FULL or (level is not Level.NONE and (options.low_precision or ahead))
 
 
 def _sums_wait(schedule: Schedule, rank: int, options: MemoryOptions) -> bool:
@@ -201,8 +208,10 @@ def _bytes_of(what: Held, sizes: Mapping[int, StageBytes], proof: Proof, place: 
         return stage.of(what.slice).gradients.get(what.peer, 0)
     if kind is HeldKind.OPTIMIZER:
         return stage.optimizer[place]
-    if kind in (HeldKind.SNAPSHOT, HeldKind.BUFFERS, HeldKind.FROZEN):
-        return _copied_bytes(kind, stage.snapshot, proof.schedule.rule, options)
+    if kind in (HeldKind.BUFFERS, HeldKind.FROZEN):
+        return stage.snapshot.buffers if kind is HeldKind.BUFFERS else stage.snapshot.frozen
+    if kind in (HeldKind.SNAPSHOT, HeldKind.SHARE, HeldKind.OLDER_COPY):
+        return _copied_bytes(kind, stage.snapshot, proof.schedule, place, options)
     if kind is HeldKind.BEFORE:
         return stage.optimizer[place] if RULES[proof.schedule.rule].update is Update.APART else 0
     if kind is HeldKind.PASSING:
@@ -219,14 +228,23 @@ def _bytes_of(what: Held, sizes: Mapping[int, StageBytes], proof: Proof, place: 
     return stage.of(what.slice).passes.get(kind, 0)
 
 
-def _copied_bytes(kind: HeldKind, copies: SnapshotBytes, rule: str, options: MemoryOptions) -> int:
+def _copied_bytes(kind: HeldKind, copies: SnapshotBytes, schedule: Schedule, place: int, options: MemoryOptions) -> int:
     """Return the bytes of what is copied for a snapshot; rules for which the pipeline is not drained have it so."""
-    if kind is not HeldKind.SNAPSHOT:
-        return copies.buffers if kind is HeldKind.BUFFERS else copies.frozen
-    spec, older = CORRECTIONS[options.correction], RULES[rule].bases - 1
-    versions, whole = (older + 1, 1) if spec.reads_ahead else (older, 1 + spec.buffers)
-    whole += options.averages
-    return versions * copies.version + whole * copies.weights + copies.optimizer
+    spec, older, level = CORRECTIONS[options.correction], RULES[schedule.rule].bases - 1, schedule.sharding.level
+    if level is Level.NONE:
+        versions, whole = (older + 1, 1) if spec.reads_ahead else (older, 1 + spec.buffers)
+        whole += options.averages
+        return versions * copies.version + whole * copies.weights + copies.optimizer
+    optimizer, rows, version_rows = copies.shares[place]
+    kept = 1 + options.averages
+    if level is Level.FULL:
+        return optimizer + kept * rows + older * version_rows
+    if kind is HeldKind.OLDER_COPY:
+        return older * copies.version
+    divided = _keeps_rows(schedule, options)
+    if kind is HeldKind.SHARE:
+        return optimizer + (kept * rows if divided else 0)
+    return optimizer + kept * (rows if divided else copies.weights) + spec.reads_ahead * copies.version
 
 
 def _waiting_bytes(what: Held, stage: StageBytes, schedule: Schedule, place: int, options: MemoryOptions) -> int:

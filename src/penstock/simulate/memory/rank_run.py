@@ -95,6 +95,7 @@ class RankRun:
         self.meetings = Meetings(
             shared.combine, self.width, pipeline, self.meet, shared.exchange, self.holdings, self.width * self.deciding
         )
+        self._before = 0  # batches of the span before
         self._at = self._program.period[0], 0  # the instruction at which it stands, and the batch that it counts from
         self._wanted: Message | None = None  # for which it has waited last
 
@@ -121,6 +122,11 @@ class RankRun:
 
     def run(self, batches: int) -> Iterator[Completion]:
         """Run a span; yields what the rank waits for."""
+        for shards in self._shards.values():
+            shards.begin_span(self._before)
+        self._before = batches
+        for each in self._stages:
+            self._between_runs(each, here=False)
         for stage in self._stages.values():
             stage.begin_span()
         for t in range(-1, batches):
@@ -131,13 +137,19 @@ class RankRun:
         for stage in self._stages.values():
             yield from stage.whole()
         for each in self._stages if self.schedule.sharding.level is not Level.NONE else ():
-            self.holdings.change(Held(HeldKind.WHOLE, each.index), 1)
+            self._between_runs(each, here=True)
         yield from self.meetings.drain([s for s, run in self._stages.items() if run.trained], batches)
         for sent in (sent for queue in self._sent.values() for sent in queue):
             self._at = sent.instruction, sent.t
             yield from wait(sent.received)
         for lane in self._sent:
             self._make_room(lane)
+
+    def _between_runs(self, stage: Stage, here: bool) -> None:
+        """Hold what is whole of a stage between two runs, or no longer."""
+        whole = Held(HeldKind.WHOLE, stage.index)
+        if bool(self.holdings[whole]) != here:
+            self.holdings.change(whole, 1 if here else -1)
 
     def blocked(self) -> Blocked:
         """Say what the rank waits for."""
@@ -184,10 +196,25 @@ class RankRun:
             self._pending.report()
         if self.snapshots is not None:
             if action.op is Op.STEP:
-                self.snapshots.after_step(action.stage, first + 1, not (self.pipeline or action.stage.direction))
+                self._save(action.stage, first + 1)
             self.snapshots.record()
         if action.op is Op.STEP:
             self._count_update(action.stage)
+
+    def _save(self, stage: Stage, version: int) -> None:
+        """Take a snapshot after an update, or wait with it until the rest of the version has come."""
+        assert self.snapshots is not None
+        level, first = self.schedule.sharding.level, not (self.pipeline or stage.direction)
+        if level in (Level.NONE, Level.FULL):
+            self.snapshots.after_step(stage, version, first, level is not Level.NONE)
+        else:
+            self.snapshots.keep_older(stage, version, first)
+
+    def completed(self, stage: Stage, version: int) -> None:
+        """Take a snapshot of a version of which the rest has come."""
+        if self.snapshots is not None:
+            first = not (self.pipeline or stage.direction)
+            self.snapshots.after_step(stage, version, first, divides=True)
 
     # --- messages ---------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule
@@ -134,6 +135,18 @@ class ShardedStage:
     def gathers(self) -> bool:
         """Whether passes wait for weights that are gathered for them."""
         return self._tracked.weights
+
+    def begin_span(self, before: int) -> None:
+        """Begin a span, whose batches and versions are counted from 0 on.
+
+        Args:
+            before: batches of the span before; 0 if there was none.
+        """
+        if self._state is None:
+            return
+        self._spec = replace(self._spec, older=-1 if before else 0)
+        self._state = StageState(self._spec)
+        self._older = {version - before for version in self._older}
 
     def before(self, action: Action, t: int) -> Iterator[Completion]:
         """Wait for the weights that a pass reads and, if it adds to a gradient, for room."""

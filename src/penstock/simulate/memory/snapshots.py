@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from penstock.errors import CapabilityError
 from penstock.schedule.ir.schedule import Schedule, Stage
-from penstock.schedule.ir.sharding import Level
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.simulate.memory.held import Held, HeldKind, Holdings
 
@@ -71,10 +70,24 @@ class SnapshotCopies:
         self._plan, self._holdings, self._all = plan, holdings, kept
         self._taken: dict[Stage, int] = {}
         self._early: dict[Stage, Counter[Held]] = {}  # of snapshots that come
+        self._older: dict[Stage, Counter[Held]] = {}  # versions before those of snapshots that come
         self._kept: list[_Copies] = []
         kept.ranks.append(self._kept)
         self._frozen: set[Stage] = set()  # whose frozen parameters have been copied
         self._said = Counter[Held]()
+
+    def keep_older(self, stage: Stage, batch: int, first: bool) -> None:
+        """Copy the version before the newest, of which the rest is still to come.
+
+        Args:
+            stage: of which.
+            batch: the version.
+            first: as of `after_step`.
+        """
+        if self._plan.wants(batch):
+            self._all.make_room(batch)
+            if first:
+                self._older[stage] = Counter([Held(HeldKind.OLDER_COPY, stage.index)])
 
     def before_forward(self, stage: Stage, batch: int) -> None:
         """Copy what is not trained before the first forward of a batch whose update comes later."""
@@ -82,21 +95,23 @@ class SnapshotCopies:
             self._all.make_room(batch)
             self._early[stage] = self._untrained(stage)
 
-    def after_step(self, stage: Stage, batch: int, first: bool) -> None:
+    def after_step(self, stage: Stage, batch: int, first: bool, divides: bool) -> None:
         """Take a snapshot once a version is final, if one is due.
 
         Args:
             stage: of which.
             batch: the version.
             first: it is the first copy of the stage, which saves what all have.
+            divides: all copies divide its state, so each saves its share.
         """
         if not self._plan.wants(batch):
             return
         self._taken[stage] = batch
         self._all.make_room(batch)
         copies = self._early.pop(stage, None) or self._untrained(stage)
-        if first:
-            copies[Held(HeldKind.SNAPSHOT, stage.index)] += 1
+        copies.update(self._older.pop(stage, ()))
+        if first or divides:
+            copies[Held(HeldKind.SNAPSHOT if first else HeldKind.SHARE, stage.index)] += 1
         self._kept.append(_Copies(batch, copies))
         self.record()
         if not self._plan.kept:
@@ -105,7 +120,7 @@ class SnapshotCopies:
     def record(self) -> None:
         """Report what there is: the ledger does so after every action."""
         now = Counter[Held]()
-        for counts in (*(copies.counts for copies in self._kept), *self._early.values()):
+        for counts in (*(copies.counts for copies in self._kept), *self._early.values(), *self._older.values()):
             now.update(counts)
         for more, fewer in ((self._said, now), (now, self._said)):
             for what, count in (more - fewer).items():
@@ -132,6 +147,7 @@ def check_snapshots(schedule: Schedule, combine: Combine) -> None:
             f"{schedule.name}: the memory of snapshots is not predicted with pipelines that have weights of their own "
             f"(combine={combine.kind})"
         )
-    if schedule.sharding.level is not Level.NONE or schedule.frozen:
-        what = "stages that are not trained" if schedule.frozen else f"sharding {schedule.sharding.level}"
-        raise CapabilityError(f"{schedule.name}: the memory of snapshots is not predicted with {what}")
+    if schedule.frozen:
+        raise CapabilityError(
+            f"{schedule.name}: the memory of snapshots is not predicted with stages that are not trained"
+        )

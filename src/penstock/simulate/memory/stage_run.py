@@ -61,6 +61,10 @@ class RankOfStage(Protocol):
         """Meet the other pipelines after the update of a batch."""
         ...
 
+    def completed(self, stage: Stage, version: int) -> None:
+        """Take a snapshot of a version of which the rest has come."""
+        ...
+
     def settled(self, stage: Stage) -> None:
         """Forget what the optimizer remembered before an update that is settled now."""
         ...
@@ -102,7 +106,7 @@ class StageRun:
         self._kinds = {(kind, j): Held(kind, stage.index, slice=j) for kind in HeldKind for j in slices}
         self._sums: dict[int, list[Completion]] = {}
         self._votes: dict[int, Completion] = {}
-        self._gathering: Completion | None = None
+        self._gathering: tuple[int, Completion] | None = None  # and the version that it completes
         self._begun = -1
         self._group = rank.pipeline if rank.apart else 0  # of pipelines that update the same weights
         self._deciding = rank.deciding * (1 if rank.apart else rank.width)
@@ -150,8 +154,10 @@ class StageRun:
     def whole(self) -> Iterator[Completion]:
         """Wait until the newest version is whole."""
         if self._gathering is not None:
-            yield from wait(self._gathering)
+            version, gathered = self._gathering
+            yield from wait(gathered)
             self._gathering = None
+            self._rank.completed(self._stage, version)
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
@@ -237,7 +243,7 @@ class StageRun:
         """Join a collective; stages decide once their gradients have been added."""
         index, meet = self._stage.index, self._rank.meet
         if op is Op.GATHER:
-            self._gathering = meet.join((op, index, batch), self._rank.members(self._stage))
+            self._gathering = batch + 1, meet.join((op, index, batch), self._rank.members(self._stage))
         elif op is Op.REDUCE:
             added = meet.join((op, self._group, index, batch), self._rank.members(self._stage))
             settled = added if self._shards is None else self._shards.reduce(batch, added)

@@ -30,6 +30,8 @@ class SnapshotBytes(NamedTuple):
         optimizer: what the optimizer remembers.
         buffers: module buffers.
         frozen: frozen parameters.
+        shares: where state is divided, by the place among all that divide it: of the optimizer, of the newest weights,
+            and of a version.
     """
 
     weights: int
@@ -37,6 +39,7 @@ class SnapshotBytes(NamedTuple):
     optimizer: int
     buffers: int
     frozen: int
+    shares: Sequence[tuple[int, int, int]] = ()
 
 
 NO_COPIES = SnapshotBytes(0, 0, 0, 0, 0)
