@@ -17,7 +17,7 @@ from penstock.simulate.memory.fake_transport import Completion, Rendezvous, wait
 from penstock.simulate.memory.held import Held, HeldKind, Holdings
 
 
-class Posted(NamedTuple):
+class PostedWave(NamedTuple):
     """One wave that a stage has posted.
 
     Attributes:
@@ -29,7 +29,7 @@ class Posted(NamedTuple):
     came: Mapping[int, Completion]
 
 
-class FakeExchange:
+class FakeWaveExchange:
     """Exchanges waves between pipelines: what one has posted is with all others that have posted the same wave.
 
     Args:
@@ -38,12 +38,12 @@ class FakeExchange:
 
     def __init__(self, width: int) -> None:
         self._width = width
-        self._open: dict[tuple[Stage, int], dict[int, Posted]] = {}
+        self._open: dict[tuple[Stage, int], dict[int, PostedWave]] = {}
 
-    def post(self, stage: Stage, wave: int, pipeline: int) -> Posted:
+    def post(self, stage: Stage, wave: int, pipeline: int) -> PostedWave:
         """Post a wave of a stage."""
         here = self._open.setdefault((stage, wave), {})
-        mine = Posted(Completion(), {q: Completion() for q in range(self._width) if q != pipeline})
+        mine = PostedWave(Completion(), {q: Completion() for q in range(self._width) if q != pipeline})
         for other, posted in here.items():
             mine.came[other].complete()
             posted.came[pipeline].complete()
@@ -55,7 +55,7 @@ class FakeExchange:
         return mine
 
 
-class Meetings:
+class SimulatedMeetings:
     """The meetings of one rank of one pipeline.
 
     Args:
@@ -74,7 +74,7 @@ class Meetings:
         width: int,
         pipeline: int,
         meet: Rendezvous,
-        exchange: FakeExchange,
+        exchange: FakeWaveExchange,
         holdings: Holdings,
         voting: int,
     ) -> None:
@@ -156,7 +156,7 @@ class _Waves:
     """The waves of one stage of one pipeline since the last drain.
 
     Args:
-        combine, width, pipeline, exchange, holdings: as of `Meetings`.
+        combine, width, pipeline, exchange, holdings: as of `SimulatedMeetings`.
         stage: whose.
 
     Attributes:
@@ -165,13 +165,13 @@ class _Waves:
     """
 
     def __init__(
-        self, combine: Combine, width: int, pipeline: int, stage: Stage, exchange: FakeExchange, holdings: Holdings
+        self, combine: Combine, width: int, pipeline: int, stage: Stage, exchange: FakeWaveExchange, holdings: Holdings
     ) -> None:
         self._combine, self._pipeline, self._stage, self._holdings = combine, pipeline, stage, holdings
         self._width, self._exchange = width, exchange
         self.taken = [0] * width
         self.unread: deque[int] = deque()
-        self._posted: dict[int, Posted] = {}
+        self._posted: dict[int, PostedWave] = {}
         self._counts = self.taken
 
     def push(self) -> None:

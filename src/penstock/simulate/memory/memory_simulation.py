@@ -15,8 +15,8 @@ from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 from penstock.simulate.memory.fake_transport import Part, Rendezvous, take_turns
 from penstock.simulate.memory.held import Blockwise, Combination
-from penstock.simulate.memory.meetings import FakeExchange
-from penstock.simulate.memory.rank_run import RankRun, Shared
+from penstock.simulate.memory.meetings import FakeWaveExchange
+from penstock.simulate.memory.rank_run import RankRun, SharedRun
 from penstock.simulate.memory.snapshots import KeptSnapshots, Snapshots, check_snapshots
 
 
@@ -57,7 +57,7 @@ def most_held(
         if snapshots.drains:
             whole, rest = divmod(batches, snapshots.every)
             spans, snapshots = [snapshots.every] * whole + [rest] * bool(rest), None
-    shared = Shared(
+    shared = SharedRun(
         lowered,
         width,
         blockwise,
@@ -67,7 +67,7 @@ def most_held(
         snapshots,
         KeptSnapshots(),
         combine,
-        FakeExchange(width),
+        FakeWaveExchange(width),
     )
     parts = [(pipeline, rank) for pipeline in range(width) for rank in range(schedule.ranks)]
     ranks = {part: RankRun(shared, *part) for part in parts}

@@ -18,7 +18,7 @@ from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.schedule.stage_state.stage_constants import stage_specs
 from penstock.simulate.memory.fake_transport import Completion, InProcessLane, Rendezvous, wait
 from penstock.simulate.memory.held import Blockwise, Held, HeldKind, Holdings, slice_number
-from penstock.simulate.memory.meetings import FakeExchange, Meetings
+from penstock.simulate.memory.meetings import FakeWaveExchange, SimulatedMeetings
 from penstock.simulate.memory.moved_activations import MovedActivations
 from penstock.simulate.memory.sharded_stage import PendingChanges, PlacesForGradients, ShardedStage, Tracked
 from penstock.simulate.memory.snapshots import KeptSnapshots, SnapshotCopies, Snapshots
@@ -26,7 +26,7 @@ from penstock.simulate.memory.stage_run import StageRun, message_of
 
 
 @dataclass
-class Shared:
+class SharedRun:
     """What all ranks have in common.
 
     Attributes:
@@ -51,7 +51,7 @@ class Shared:
     snapshots: Snapshots | None
     kept: KeptSnapshots
     combine: Combine
-    exchange: FakeExchange
+    exchange: FakeWaveExchange
 
     @property
     def schedule(self) -> Schedule:
@@ -76,7 +76,7 @@ class _HeldMessage(NamedTuple):
 class RankRun:
     """One rank during a span."""
 
-    def __init__(self, shared: Shared, pipeline: int, rank: int) -> None:
+    def __init__(self, shared: SharedRun, pipeline: int, rank: int) -> None:
         self.shared, self.pipeline, self.rank = shared, pipeline, rank
         self.schedule, self.meet = shared.schedule, shared.meet
         self.width, self.blockwise, self.apart = shared.width, shared.blockwise, shared.combine.apart
@@ -92,10 +92,10 @@ class RankRun:
         self._lanes: dict[int, InProcessLane] = {}  # by route
         self.moved = MovedActivations(shared.lowered, self.blockwise, self.holdings, self._posted)
         self._updated, self._stepped = False, set[Stage]()
-        self.meetings = Meetings(
+        self.meetings = SimulatedMeetings(
             shared.combine, self.width, pipeline, self.meet, shared.exchange, self.holdings, self.width * self.deciding
         )
-        self._before = 0  # batches of the span before
+        self._before, self._whole = 0, False  # batches of the span before, and whether weights are whole after it
         self._at = self._program.period[0], 0  # the instruction at which it stands, and the batch that it counts from
         self._wanted: Message | None = None  # for which it has waited last
 
@@ -125,8 +125,6 @@ class RankRun:
         for shards in self._shards.values():
             shards.begin_span(self._before)
         self._before = batches
-        for each in self._stages:
-            self._between_runs(each, here=False)
         for stage in self._stages.values():
             stage.begin_span()
         for t in range(-1, batches):
@@ -136,8 +134,8 @@ class RankRun:
         yield from self._play(self._program.epilogue, batches, more=False)
         for stage in self._stages.values():
             yield from stage.whole()
-        for each in self._stages if self.schedule.sharding.level is not Level.NONE else ():
-            self._between_runs(each, here=True)
+        if self.schedule.sharding.level is not Level.NONE:
+            self._between_runs(here=True)
         yield from self.meetings.drain([s for s, run in self._stages.items() if run.trained], batches)
         for sent in (sent for queue in self._sent.values() for sent in queue):
             self._at = sent.instruction, sent.t
@@ -145,11 +143,12 @@ class RankRun:
         for lane in self._sent:
             self._make_room(lane)
 
-    def _between_runs(self, stage: Stage, here: bool) -> None:
-        """Hold what is whole of a stage between two runs, or no longer."""
-        whole = Held(HeldKind.WHOLE, stage.index)
-        if bool(self.holdings[whole]) != here:
-            self.holdings.change(whole, 1 if here else -1)
+    def _between_runs(self, here: bool) -> None:
+        """Hold what is whole of stages between two runs, or no longer."""
+        if self._whole != here:
+            self._whole = here
+            for each in self._stages:
+                self.holdings.change(Held(HeldKind.WHOLE, each.index), 1 if here else -1)
 
     def blocked(self) -> Blocked:
         """Say what the rank waits for."""
@@ -171,6 +170,7 @@ class RankRun:
                 continue
             if action.op in ACCEPTING and action.peer is not None:
                 self.moved.accept(action, needs[0].route, first, self._stages[action.stage].move_back)
+                self._between_runs(here=False)
                 continue
             for need in needs:
                 self._wanted = Message(need.route, need.first + t * self._m)
@@ -193,11 +193,13 @@ class RankRun:
             yield from waits
         if shards is not None:
             shards.after(action, t)
-            self._pending.report()
-        if self.snapshots is not None:
+        if self.snapshots is not None:  # the ledger has them before it hears what an update has freed
             if action.op is Op.STEP:
                 self._save(action.stage, first + 1)
             self.snapshots.record()
+        self._between_runs(here=False)  # the ledger looks after the first action of a span
+        if shards is not None:
+            self._pending.report()
         if action.op is Op.STEP:
             self._count_update(action.stage)
 

@@ -10,7 +10,7 @@ from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.simulate.memory.fake_transport import Completion, Rendezvous, wait
 from penstock.simulate.memory.held import Blockwise, Held, HeldKind, Holdings, is_blockwise, slice_number
-from penstock.simulate.memory.meetings import Meetings
+from penstock.simulate.memory.meetings import SimulatedMeetings
 from penstock.simulate.memory.moved_activations import MovedActivations, gradients_to, halved_pieces
 from penstock.simulate.memory.sharded_stage import ShardedStage
 from penstock.simulate.memory.snapshots import SnapshotCopies
@@ -41,7 +41,7 @@ class RankOfStage(Protocol):
     pipeline: int
     snapshots: SnapshotCopies | None
     moved: MovedActivations
-    meetings: Meetings
+    meetings: SimulatedMeetings
     apart: bool
 
     @property
