@@ -4,7 +4,7 @@ glibc returns freed memory to the system as soon as enough of it lies at the top
 microbatch's activations and allocates as much for the next one, again and again. Every page that comes back is filled
 with zeros and faults once. Memory is the price: what is kept lies in pieces between what is in use, and an aligned
 tensor seldom fits into the place of one of its size. Without such pieces a process takes what the memory ledger says
-and a few percent more (docs/benchmarks.md has figures of both).
+and a few percent more (docs/benchmarks.md and docs/benchmarks-memory.md have figures).
 """
 
 from __future__ import annotations

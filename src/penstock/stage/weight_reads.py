@@ -5,7 +5,7 @@ and chosen delays say which ones the later pass reads then (`docs/asynchronous.m
 
 - those that the forward read (`ForwardWeightReads`);
 - the newest ones, or an estimate of those that the forward read (`penstock.stage.weight_reads_newest`);
-- older ones by choice (`penstock.stage.weight_reads_delayed`).
+- older ones by choice (`penstock.stage.chosen_backward_delays`).
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from penstock.schedule.split_backward_microbatches import halved_units
 from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.autograd.recompute import parts_to_recompute
 from penstock.stage.autograd_graphs import StageGraphs
+from penstock.stage.chosen_backward_delays import DelayedWeightReads, check_real_delays
 from penstock.stage.cuda_graphs.pass_capturer import PassCapturer
 from penstock.stage.cuda_graphs.recorder import recorder_on
 from penstock.stage.loss import LossFunction
@@ -44,7 +45,6 @@ from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.stage.untrained_stage_weights import StageWeights
 from penstock.stage.weight_reads import ForwardWeightReads, WeightReads
-from penstock.stage.weight_reads_delayed import DelayedWeightReads, check_real_delays
 from penstock.stage.weight_reads_newest import EstimatedWeightReads, NewestWeightReads, check_real
 from penstock.weights.corrections.base import Correction, Corrector, StagePlace
 from penstock.weights.memory.buffers import Layout
