@@ -167,11 +167,12 @@ def test_methods_whose_numbers_depend_on_it_are_refused():
     ("method", "changes"),
     [
         ("layered:chunks=2", {}),
+        ("1f1b", {"ema_decay": 0.9}),
         pytest.param("2bw-layered:chunks=2", {"precision": "bf16"}, marks=pytest.mark.long),
         pytest.param("1f1b", {"sharding": "gradients"}, marks=pytest.mark.long),
     ],
 )
-def test_with_sharded_state_too(method, changes):
+def test_with_sharded_state_and_averages_too(method, changes):
     """A limit just below the peak without recompute: the choice has the peaks of a run, and they fit."""
     stages, width = (4 if method == "1f1b" else 2), 2
 
