@@ -157,8 +157,8 @@ def planned(
     for of in configurations:
         graph = layer_graph(profile, of.samples)
         level, work = DeviceLevel(of.ranks, link.bandwidth), (link.work, link.work_per_byte)
-        between = profile.calibration.between if profile.calibration else 0.0
-        devices = Devices((level,), None, link.latency, profile.cores, link_work=work, between=between)
+        given = {"link_work": work, "between": profile.in_runs.between}
+        devices = Devices((level,), None, link.latency, profile.cores, **given)
         candidate = Candidate(Sized(graph, of.samples, of.m * of.width), PLANNED[of.method], of.depth, of.width)
         trial = CandidateTrial(candidate, BlockChain(graph, optimizer_copies=2.0), devices, known)
         plan = trial.plan(math.inf)

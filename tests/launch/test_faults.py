@@ -167,3 +167,12 @@ def test_what_a_survivor_says_of_a_call_of_all_ranks_counts() -> None:
     why = "a peer is dead or stalled, or has not made this call, which all ranks make together (Timed out)"
     assert reports(f"TransportError: rank 1, sharing the CPUs: {why}", silence=False)
     assert not reports("TransportError: something broke", silence=False)
+
+
+def test_records_do_not_tell_where_this_machine_has_what(tmp_path: Path) -> None:
+    said = f'File "{sys.prefix}/lib/a.py", {sys.base_prefix}/lib/b.py, {tmp_path}, ' + "x" * 300
+    for err in (said, f"error: {said}"):
+        tail = Outcome(tmp_path, err=err).tail
+        assert "ENVIRONMENT/lib/a.py" in tail
+        assert "PYTHON/lib/b.py" in tail
+        assert not any(place in tail for place in (sys.prefix, sys.base_prefix, str(tmp_path)))

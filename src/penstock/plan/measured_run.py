@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from penstock.errors import ConfigError
 from penstock.plan.planned_timeline import idle_shares
 from penstock.plan.profile.layer_graph import sizes_of
-from penstock.plan.profile.schema import Calibration, Numbers, Profile
+from penstock.plan.profile.schema import Calibration, Numbers, Profile, ProfiledLayer
 from penstock.plan.run_forecast import RunSettings, run_forecast
 from penstock.schedule.proof.proof import Proof
 from penstock.simulate.costs import Costs
@@ -68,7 +68,7 @@ def compare_with_run(profile: Profile, settings: RunSettings, timeline: Timeline
     proof, costs = run_forecast(profile, settings)
     played, longer = _spans(proof, costs)
     batch = (longer.bubble.makespan - played.bubble.makespan) / _SPAN
-    stages, between = [], profile.calibration.between if profile.calibration else 0.0
+    stages, between = [], profile.in_runs.between
     for at in range(proof.schedule.num_stages):
         predicted, measured = (_medians(each, at, settings.stages) for each in (longer.timeline, timeline))
         predicted = {k: v if k == "STEP" else v - between for k, v in predicted.items()}  # simulated as part of passes
@@ -115,15 +115,7 @@ def recalibrated(profile: Profile, settings: RunSettings, comparison: RunCompari
             else:
                 backward = _factor_of_part(stage, "B", _value(layer.backward, at), again, forward)
                 parts = backward, backward
-            layers[number] = layer.model_copy(
-                update={
-                    "forward": _scaled(layer.forward, forward),
-                    "backward": _scaled(layer.backward, backward),
-                    "backward_input": _scaled(layer.backward_input, parts[0]),
-                    "backward_weight": _scaled(layer.backward_weight, parts[1]),
-                    "step": layer.step * step,
-                }
-            )
+            layers[number] = _with_times(layer, forward, backward, parts, step)
     source = f"{profile.source}; recalibrated from {run}"[:2_000]
     return profile.model_copy(update={"layers": layers, "source": source})
 
@@ -132,20 +124,25 @@ def _folded(profile: Profile) -> Profile:
     """Return a profile whose layers take what its calibration makes of them."""
     if (more := profile.calibration) is None:
         return profile
-    layers = [
-        layer.model_copy(
-            update={
-                "forward": _scaled(layer.forward, more.forward),
-                "backward": _scaled(layer.backward, more.backward),
-                "backward_input": _scaled(layer.backward_input, more.backward),
-                "backward_weight": _scaled(layer.backward_weight, more.backward),
-                "step": layer.step * more.step,
-            }
-        )
-        for layer in profile.layers
-    ]
+    times = more.forward, more.backward, (more.backward, more.backward), more.step
+    layers = [_with_times(layer, *times) for layer in profile.layers]
     left = Calibration(between=more.between, runs=more.runs)
     return profile.model_copy(update={"layers": layers, "calibration": left})
+
+
+def _with_times(
+    layer: ProfiledLayer, forward: float, backward: float, halves: Sequence[float], step: float
+) -> ProfiledLayer:
+    """Return a layer whose times are multiplied by factors."""
+    return layer.model_copy(
+        update={
+            "forward": _scaled(layer.forward, forward),
+            "backward": _scaled(layer.backward, backward),
+            "backward_input": _scaled(layer.backward_input, halves[0]),
+            "backward_weight": _scaled(layer.backward_weight, halves[1]),
+            "step": layer.step * step,
+        }
+    )
 
 
 def _spans(proof: Proof, costs: Costs) -> tuple[Simulation, Simulation]:

@@ -115,8 +115,7 @@ def profiled_devices(profile: Profile, settings: RunSettings) -> Devices:
     link = profile.links[0] if profile.links else None
     level = DeviceLevel(settings.stages * settings.width, link.bandwidth if link else _FAST / 10)
     latency, work = (link.latency, (link.work, link.work_per_byte)) if link else (0.0, (0.0, 0.0))
-    between = profile.calibration.between if profile.calibration else 0.0
-    return Devices((level,), None, latency, profile.cores, link_work=work, between=between)
+    return Devices((level,), None, latency, profile.cores, link_work=work, between=profile.in_runs.between)
 
 
 def _proof(settings: RunSettings, decides: bool) -> Proof:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+import penstock
 from campaigns.faults.cases import Case
 from campaigns.faults.job import HOSTS, LOCAL, RANKS
 from campaigns.faults.shapes import STALL
@@ -19,6 +22,15 @@ from penstock.train.export.weights_folder import load_weights
 GRACE = 60.0  # seconds from the fault, or the time-out that notices it, to the end of a job that gives up
 STARTING = 90.0  # the same from a fault while workers start: a minute that the others wait, once they are there
 _TORCHRUN = 40.0  # torchrun gives workers 30 seconds to end
+
+
+_PLACES = (
+    (sys.prefix, "ENVIRONMENT"),
+    (sys.base_prefix, "PYTHON"),
+    (str(Path(penstock.__file__).parents[2]), "PROJECT"),
+    (tempfile.gettempdir(), "TEMPORARY"),
+)
+"""Folders in tracebacks, and what stands for them in records."""
 
 
 @dataclass
@@ -49,8 +61,11 @@ class Outcome:
 
     @property
     def tail(self) -> str:
-        """The end of what it has said, for the record."""
-        return self.report[-1500:] if "error: " in self.err else self.err[-600:]
+        """The end of what it has said, for the record: without the places of this machine."""
+        said, length = (self.report, 1500) if "error: " in self.err else (self.err, 600)
+        for place, name in _PLACES:
+            said = said.replace(place, name)
+        return said[-length:]
 
 
 @dataclass

@@ -80,7 +80,7 @@ def _completed(devices: Any, profile: Any, host_bandwidth: str | None) -> Any:
     Raises:
         ConfigError: it cannot be read.
     """
-    found = devices if profile.calibration is None else replace(devices, between=profile.calibration.between)
+    found = replace(devices, between=profile.in_runs.between)
     return found if host_bandwidth is None else replace(found, host=size_of("--host-bandwidth", host_bandwidth))
 
 

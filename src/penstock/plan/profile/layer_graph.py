@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from penstock.checks import did_you_mean
 from penstock.errors import ConfigError
-from penstock.plan.profile.schema import Calibration, LayerInput, LayerOption, Number, Numbers, Profile, ProfiledLayer
+from penstock.plan.profile.schema import LayerInput, LayerOption, Number, Numbers, Profile, ProfiledLayer
 
 RECOMPUTE = "recompute"
 """The name of the option that a layer with measured forwards has without being profiled for it."""
@@ -182,7 +182,7 @@ class _GraphReader:
 
     def __init__(self, profile: Profile, at: int) -> None:
         self._layers, self.at, self._count = profile.layers, at, len(sizes_of(profile))
-        self._times = profile.calibration or Calibration()
+        self._times = profile.in_runs
         self._numbers = {layer.name: number for number, layer in enumerate(profile.layers)}
         if len(self._numbers) < len(profile.layers):
             names = [layer.name for layer in profile.layers]

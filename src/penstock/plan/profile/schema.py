@@ -169,3 +169,8 @@ class Profile(_Strict):
     cores: Annotated[float, Field(gt=0, le=MOST_DEVICES, allow_inf_nan=False)] | None = None
     calibration: Calibration | None = None
     layers: Annotated[list[ProfiledLayer], Field(min_length=1, max_length=MOST_LAYERS)]
+
+    @property
+    def in_runs(self) -> Calibration:
+        """The calibration; one that changes nothing where there is none."""
+        return self.calibration or Calibration()
