@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.errors import CapabilityError
+from penstock.stage.autograd.graph_walk import graph_nodes
 from support.cases import Residual
 from support.halved_backwards import SAMPLES, TOKENS, WIDTH, Plain, adding, gradients_of, split
 from support.live_storage import LiveStorage
@@ -88,9 +89,20 @@ def added_in_place(self: Any, x: Tensor) -> Tensor:
     return torch.tanh(y)
 
 
+def doubled(self: Any, x: Tensor) -> Tensor:
+    """Linear maps and a norm whose gradients a hook changes before they arrive."""
+    for made in (x := self.map(x), x := self.norm(x), x := self.map(x.flatten(0, 1))):
+        made.register_hook(lambda gradient: 2 * gradient)
+    return x
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "residual": Residual,
     "rms norm": lambda: Plain(lambda s, x: x + torch.tanh(s.map(s.norm(x))), norm=nn.RMSNorm(8), map=nn.Linear(8, 8)),
+    "layer norm": lambda: Plain(lambda s, x: x + s.map(s.norm(x)), norm=nn.LayerNorm((TOKENS, 8)), map=nn.Linear(8, 8)),
+    "layer norm without a bias": lambda: Plain(lambda s, x: x + s.norm(x), norm=nn.LayerNorm(8, bias=False)),
+    "one norm twice": lambda: Plain(lambda s, x: s.norm(torch.tanh(s.norm(x))), norm=nn.LayerNorm(8)),
+    "a hook on an output": lambda: Plain(doubled, map=nn.Linear(8, 8), norm=nn.RMSNorm(8)),
     "in-place activation": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)),
     "convolution": lambda: Plain(convolved, map=nn.Conv1d(WIDTH, WIDTH, 3), norm=nn.GroupNorm(2, WIDTH)),
     "one weight twice": lambda: Plain(twice, map=nn.Linear(WIDTH, WIDTH)),
@@ -134,6 +146,17 @@ def test_the_bits_of_a_whole_backward(name: str) -> None:
     whole, halves = gradients_of(module, x, False, set()), gradients_of(module, x, True, at_once)
     for key, value in whole.items():
         assert torch.equal(halves[key], value), key
+
+
+def test_linear_maps_and_norms_make_no_graph_of_their_own() -> None:
+    torch.manual_seed(2)
+    module = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH))
+    with split(module):
+        y = module(torch.randn(SAMPLES, TOKENS, WIDTH).requires_grad_())
+    assert not [node.name() for node in graph_nodes(y) if "Detached" in node.name()]
+    with split(module := nn.Sequential(nn.GroupNorm(1, TOKENS))):  # to see that such nodes would be found
+        y = module(torch.randn(SAMPLES, TOKENS, WIDTH).requires_grad_())
+    assert [node.name() for node in graph_nodes(y) if "Detached" in node.name()]
 
 
 @pytest.mark.parametrize("kind", ["linear", "norm"])

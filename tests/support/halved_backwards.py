@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.stage.autograd.split_backward import BackwardSplitter, ProxyWeights
+from penstock.stage.autograd.split_backward import BackwardSplitter
+from penstock.stage.autograd.weight_proxy import ProxyWeights
 
 WIDTH, TOKENS, SAMPLES = 8, 5, 3
 

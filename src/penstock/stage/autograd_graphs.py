@@ -24,7 +24,8 @@ from penstock.stage.autograd.forward_graph import Graph, open_inputs
 from penstock.stage.autograd.graph_walk import edges_of, graph_nodes
 from penstock.stage.autograd.recompute import BufferPlace, RecomputeInput, RecomputeInputSaver
 from penstock.stage.autograd.saved_bytes import SavedBytes, saved_of, signature
-from penstock.stage.autograd.split_backward import BackwardSplitter, ProxyWeights
+from penstock.stage.autograd.split_backward import BackwardSplitter
+from penstock.stage.autograd.weight_proxy import ProxyWeights
 from penstock.stage.checks.forward_writes import ForwardWrites
 from penstock.stage.checks.saved_tensor_hooks import ForeignHooksCheck
 from penstock.stage.checks.unowned_leaves import LeafCheck

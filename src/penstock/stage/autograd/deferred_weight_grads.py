@@ -35,8 +35,8 @@ class DeferredWeightGrads:
 
     def read(self, names: Collection[str]) -> None:
         """Note the weights of an operation whose gradients are computed without a graph."""
-        self.shared.update(self._read.intersection(names))
-        self._read.update(names)
+        for name in names:
+            (self.shared if name in self._read else self._read).add(name)
 
     def add(self, roots: Iterable[GradientEdge], gradients: Iterable[Tensor]) -> None:
         """Defer an operation with a graph of its own, given the gradients that have arrived at its outputs."""

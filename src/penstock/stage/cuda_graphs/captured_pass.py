@@ -16,7 +16,8 @@ from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
 from penstock.stage.autograd.forward_graph import Graph, open_inputs, run_backward
 from penstock.stage.autograd.graph_walk import edges_of
 from penstock.stage.autograd.saved_bytes import storage_bytes
-from penstock.stage.autograd.split_backward import BackwardSplitter, ProxyWeights
+from penstock.stage.autograd.split_backward import BackwardSplitter
+from penstock.stage.autograd.weight_proxy import ProxyWeights
 from penstock.stage.cuda_graphs.recorder import GraphRecorder, RecordedWork
 from penstock.stage.loss import UnreadLoss
 from penstock.weights.memory.buffers import Buffer
