@@ -15,6 +15,7 @@ from penstock.measure.recompute_choice import _groups, _ways, choose_recompute
 from penstock.measure.recompute_for_config import chosen_recompute
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
+from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.train.config.load import load_config
 from penstock.train.setup.prepare_run import prepare
 from penstock.train.setup.run_folder import make_run_folder
@@ -168,17 +169,20 @@ def test_methods_whose_numbers_depend_on_it_are_refused():
     [
         ("layered:chunks=2", {}),
         ("1f1b", {"ema_decay": 0.9}),
+        ("1f1b", {"combine": Combine("average", every=2)}),
+        pytest.param("2bw", {"combine": Combine("average", every=5)}, marks=pytest.mark.long),
+        pytest.param("1f1b", {"combine": Combine("bmuf", every=3, nesterov=True)}, marks=pytest.mark.long),
         pytest.param("2bw-layered:chunks=2", {"precision": "bf16"}, marks=pytest.mark.long),
         pytest.param("1f1b", {"sharding": "gradients"}, marks=pytest.mark.long),
     ],
 )
 def test_with_sharded_state_and_averages_too(method, changes):
     """A limit just below the peak without recompute: the choice has the peaks of a run, and they fit."""
-    stages, width = (4 if method == "1f1b" else 2), 2
+    stages, width = (2 if "layered" in method else 4), 2
 
     def peaks_of(recompute):
         torch.manual_seed(3)
-        data = [[tuple(torch.randn(2, SAMPLES, WIDTH)) for _ in range(M * width)] for _ in range(3)]
+        data = [[tuple(torch.randn(2, SAMPLES, WIDTH)) for _ in range(M * width)] for _ in range(6)]
         options = {"width": width, "recompute": recompute, "balance": [2] * 4, **changes}
         arguments = {"method": method, "stages": stages, "microbatches": M, "loss": squared}
         pipeline = Pipeline(blocks_for(4), **grouped({"optimizer": optimizer_for("1f1b"), **arguments, **options}))

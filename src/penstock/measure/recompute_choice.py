@@ -249,6 +249,7 @@ def _peaks(plans: Sequence[PipelinePlan], sizes: Mapping[int, StageBytes]) -> tu
             frozenset(index for index in range(proof.schedule.num_stages) if recompute.of(index) == "block"),
             options.staleness.correction_name,
             proof.steady_from + SETTLED,
+            combine=options.data_parallel.combine,
             averages=options.update.ema_decay is not None,
         )
         for (_, rank), peak in peak_bytes(proof, sizes, asked).items():
