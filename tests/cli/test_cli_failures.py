@@ -73,6 +73,7 @@ def test_without_arguments_it_lists_its_commands(monkeypatch, capsys):
         (["train", "--foo-bar", "3"], "penstock train --help lists what it takes"),
         (["compare", "--methods", "1f1b,2bw"], "give methods without an option, as in penstock compare 2bw"),
         (["train", "--method", "1f1b"], "give methods without an option, as in penstock train 2bw"),
+        (["train", "--schedule", "1f1b"], "give methods without an option, as in penstock train 2bw"),
         (["train", "1f1b", "2bw"], "error: got unexpected extra argument"),
         (["trian"], "error: no such command 'trian'. Did you mean 'train'?"),
         (["show", "2bw", "--stages", "x"], "error: invalid value for '--stages': "),

@@ -60,7 +60,7 @@ _SIMILAR = 0.7
 
 def _instead(option: str, command: str, known: Collection[str]) -> str:
     """Return how to do what an unknown option is meant to; empty if that cannot be guessed."""
-    if option in ("--method", "--methods"):
+    if option in ("--method", "--methods", "--schedule"):
         return f"give methods without an option, as in {command} 2bw"
     from penstock.compare.config import ComparisonConfig
     from penstock.train.config.key_reference import known_keys, suggested_keys
