@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -96,6 +97,11 @@ def doubled(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+def in_double(self: Any, x: Tensor) -> Tensor:
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that numbers differ
+        return F.rms_norm(x, [WIDTH], self.w)
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "residual": Residual,
     "rms norm": lambda: Plain(lambda s, x: x + torch.tanh(s.map(s.norm(x))), norm=nn.RMSNorm(8), map=nn.Linear(8, 8)),
@@ -103,6 +109,14 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "layer norm without a bias": lambda: Plain(lambda s, x: x + s.norm(x), norm=nn.LayerNorm(8, bias=False)),
     "one norm twice": lambda: Plain(lambda s, x: s.norm(torch.tanh(s.norm(x))), norm=nn.LayerNorm(8)),
     "a hook on an output": lambda: Plain(doubled, map=nn.Linear(8, 8), norm=nn.RMSNorm(8)),
+    "layer norm in 16 bits": lambda: Plain(lambda s, x: s.n(x.bfloat16()).float(), n=nn.LayerNorm(8).bfloat16()),
+    "rms norm in 16 bits": lambda: Plain(lambda s, x: s.n(x.bfloat16()).float(), n=nn.RMSNorm(8).bfloat16()),
+    "rms norm of other numbers": lambda: Plain(in_double, w=nn.Parameter(weight(8).double())),
+    "a bias of one number": lambda: Plain(lambda s, x: F.linear(x, s.w, s.b), w=weight(8, 8), b=weight(1)),
+    "a bias made of a weight": lambda: Plain(lambda s, x: F.linear(x, s.w, 2 * s.b), w=weight(8, 8), b=weight(8)),
+    "one row": lambda: Plain(lambda s, x: x + s.map(x[0, 0]), map=nn.Linear(8, 8)),
+    "no rows": lambda: Plain(lambda s, x: x + s.map(x[:0]).sum(), map=nn.Linear(8, 8)),
+    "four dimensions": lambda: Plain(lambda s, x: s.map((x * 1).view(3, 5, 1, 8)), map=nn.Linear(8, 8)),
     "in-place activation": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)),
     "convolution": lambda: Plain(convolved, map=nn.Conv1d(WIDTH, WIDTH, 3), norm=nn.GroupNorm(2, WIDTH)),
     "one weight twice": lambda: Plain(twice, map=nn.Linear(WIDTH, WIDTH)),
@@ -174,10 +188,8 @@ def test_gradients_of_weights_within_a_forward_are_refused() -> None:
         torch.autograd.grad(module(torch.ones(2, WIDTH)).sum(), module.weight, allow_unused=True)
 
 
-def test_a_weight_that_is_read_in_several_ways() -> None:
-    """What one microbatch adds is summed up before it is added to what others have, as autograd does."""
-    torch.manual_seed(2)
-    module = Plain(
+SEVERAL: dict[str, Callable[[], nn.Module]] = {
+    "ways": lambda: Plain(
         lambda s, x: (
             torch.tanh(s.w[0] + F.linear(F.linear(x * s.v, s.w), s.w, s.v))
             + F.linear(x, s.w) * s.v
@@ -186,7 +198,17 @@ def test_a_weight_that_is_read_in_several_ways() -> None:
         w=weight(8, 8),
         v=weight(8),
         map=nn.Linear(8, 8),
-    )
+    ),
+    "linear maps": lambda: Plain(twice, map=nn.Linear(8, 8)),
+    "norms": lambda: Plain(lambda s, x: s.a(s.b(torch.tanh(s.a(s.b(x))))), a=nn.LayerNorm(8), b=nn.RMSNorm(8)),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_weight_that_is_read_in_several_places(name: str) -> None:
+    """What one microbatch adds is summed up before it is added to what others have, as autograd does."""
+    torch.manual_seed(2)
+    module = SEVERAL[name]()
     found: list[list[Tensor]] = []
     for halves in (False, True):
         for p in module.parameters():

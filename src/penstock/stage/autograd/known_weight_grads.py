@@ -57,7 +57,7 @@ class KnownWeightGrads:
 
         def gradients(gradient: Tensor) -> Iterator[tuple[str, Tensor]]:
             rows, read = gradient.flatten(0, -2), kept.tensor
-            yield names[0], rows.t().mm(read.view(-1, read.shape[-1]))
+            yield names[0], rows.t().mm(read.flatten(0, -2))
             if len(names) > 1:
                 yield names[1], rows.sum(0)
 
@@ -81,7 +81,7 @@ class KnownWeightGrads:
         self, input: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
     ) -> Tensor | None:
         """Run layer norm with a weight and a bias."""
-        if not self._takes(input, weight) or input.dtype not in EXACT or not self._is_of(bias, weight):
+        if not self._takes(input, weight) or not self._is_of(bias, weight):
             return None
         scale, shift, names = weight.detached, bias.detached, (weight.key, bias.key)
         result, mean, rstd = torch.native_layer_norm(input, normalized_shape, scale, shift, eps)
@@ -113,7 +113,6 @@ class KnownWeightGrads:
             and input.requires_grad
             and input.dtype is weight.detached.dtype
             and input.is_contiguous()
-            and input.numel() > 0
             and not torch.is_autocast_enabled(input.device.type)
             and not self.is_hooked()
         )

@@ -94,8 +94,8 @@ class BackwardSplitter:
         """
         others = [tensor for tensor in tensors if not isinstance(tensor, WeightProxy)]
         self.share(names.values())
-        read = [tensor.plain if isinstance(tensor, WeightProxy) else tensor for tensor in tensors]
-        if func is F.rms_norm and all(tensor.dtype in EXACT for tensor in read):
+        kinds = {tensor.plain.dtype if isinstance(tensor, WeightProxy) else tensor.dtype for tensor in tensors}
+        if func is F.rms_norm and len(kinds) == 1 and kinds.issubset(EXACT):
             return self._rms_norm(*args, **kwargs)
         return self._detach(func, args, kwargs, others)
 
