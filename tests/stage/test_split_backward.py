@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.errors import CapabilityError
+from penstock.stage.autograd.activation_offload import ActivationOffload
 from penstock.stage.autograd.graph_walk import graph_nodes
 from support.cases import Residual
 from support.halved_backwards import SAMPLES, TOKENS, WIDTH, Plain, adding, gradients_of, split
@@ -256,6 +257,26 @@ def test_a_table_of_tokens_puts_everything_off() -> None:
         assert p.grad is not None
         assert gradient is not None
         assert torch.equal(p.grad, gradient)
+
+
+def test_nothing_keeps_what_is_moved_away() -> None:
+    torch.manual_seed(2)
+    module = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 256), nn.RMSNorm(256), nn.LayerNorm(256), nn.ReLU())
+    offload = ActivationOffload({p.untyped_storage()._cdata for p in module.parameters()})
+    gc.collect()
+    with LiveStorage() as tracker:
+        x = torch.randn(32, 64).requires_grad_()
+        with offload, split(module, offload) as splitting:
+            y = module(x)
+        offload.pin([x, y])
+        before, taken = tracker.live, offload.nbytes
+        given = [tensor.clone() for tensor in offload.take_bytes()]
+        assert taken >= 3 * 32 * 256 * 4
+        assert tracker.live - before == 0  # as much as the copies take, which are somewhere else in earnest
+        offload.put_bytes(given)
+    y.sum().backward()
+    splitting.deferred.run(*adding(module))
+    assert all(p.grad is not None for p in module.parameters())
 
 
 def test_what_lives_between_the_halves() -> None:

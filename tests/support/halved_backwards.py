@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.stage.autograd.saved_bytes import SavedBytes
 from penstock.stage.autograd.split_backward import BackwardSplitter
 from penstock.stage.autograd.weight_proxy import ProxyWeights
 
@@ -29,8 +30,8 @@ class Plain(nn.Module):
 
 
 @contextmanager
-def split(module: nn.Module) -> Iterator[BackwardSplitter]:
-    """As in a stage: stand-ins are in the places of the weights."""
+def split(module: nn.Module, offload: SavedBytes | None = None) -> Iterator[BackwardSplitter]:
+    """As in a stage: stand-ins are in the places of the weights; `offload` may take away what was saved."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     watch = ProxyWeights(trained)
     stands = {id(p): watch.tensors[name] for name, p in trained.items()}
@@ -38,7 +39,7 @@ def split(module: nn.Module) -> Iterator[BackwardSplitter]:
     for inner, key, p in places:
         inner._parameters[key] = stands[id(p)]
     try:
-        with BackwardSplitter(watch) as splitting:
+        with BackwardSplitter(watch, offload, moves=offload is not None) as splitting:
             yield splitting
     finally:
         for inner, key, p in places:
