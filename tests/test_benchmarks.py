@@ -108,6 +108,16 @@ def test_schedules_of_every_size(tmp_path):
     assert "| 2bw, 4 x 8 | " in printed
 
 
+def test_halves_of_backwards(tmp_path, run):
+    printed = run("halves", "--rounds", 2, "--out", tmp_path)
+    (raw,) = tmp_path.iterdir()
+    header, *rows = map(json.loads, raw.read_text().splitlines())
+    assert {"machine", "command"} <= header.keys()
+    assert [row["model"] for row in rows] == ["few", "few", "many", "many"]
+    assert all(len(row[kind]) == 3 and min(row[kind]) > 0 for row in rows for kind in ("whole", "halves"))
+    assert "| few | " in printed
+
+
 @pytest.mark.slow
 def test_limits(run):
     printed = run("limits", "--microbatches", 2, "--count", 4, "--slice", 2)
