@@ -464,6 +464,17 @@ def test_a_window_in_which_ranks_wait_for_ever_is_found_without_playing(monkeypa
     assert KnownSchedules()._made(key)[0].window > 2
 
 
+@pytest.mark.parametrize(("name", "m"), [("breadth-first:chunks=2", 16), ("2bw-layered:chunks=4", 8)])
+def test_a_wide_window_is_found_at_the_first_guess(name, m, monkeypatch):
+    """The narrowest, that with which nobody waits, the guess and one less; each is lowered once."""
+    key, tried, at = key_of(PLANNED[name], 4, m, True), [], schedule_cache.Lowering.at
+    monkeypatch.setattr(schedule_cache.Lowering, "at", lambda self, window: tried.append(window) or at(self, window))
+    found = KnownSchedules()._made(key)[0].window
+    assert found > 2
+    assert sorted(tried)[:3] == [2, found - 1, found]
+    assert len(tried) == 4
+
+
 def test_what_does_not_fit_is_skipped_with_its_size():
     graph = chain(Random(1), 4)
     plans, skipped = simulated_plans({1: Sized(graph, 1, 4)}, Devices((DeviceLevel(3, 1e4),), 20.0))

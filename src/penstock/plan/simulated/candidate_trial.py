@@ -13,7 +13,7 @@ import numpy.typing as npt
 from penstock.byte_sizes import human_bytes
 from penstock.errors import CapabilityError, ScheduleError
 from penstock.plan.planners.two_bw import single_device_ways
-from penstock.plan.simulated.block_chain import BlockChain
+from penstock.plan.simulated.block_chain import BlockChain, Floats
 from penstock.plan.simulated.candidate import Candidate, RankWork
 from penstock.plan.simulated.fitting_cuts import Cuts, FirstCuts, FittingCuts, RankMemory, StageSizes
 from penstock.plan.simulated.planned_methods import StageForecast, least_microbatches, of_full_sharding, stage_forecast
@@ -256,23 +256,14 @@ class CandidateTrial:
             cuts: where stages begin, and where the last one ends.
             again: which ranks recompute.
         """
-        of, chain = self.of, self._chain
+        of, (times, largest, parameters) = self.of, self._stage_times(cuts, again)
         across, along = bandwidths(self._devices, of.width, of.depth)
-        forward, first, second = (np.diff(sums[cuts]) for sums in self._passes)
-        first = first + forward * np.array([again[rank] for rank in self._ranks])
-        largest, between = float(chain.crossing[cuts[self._between]].max(initial=0.0)), np.array(self._between, int)
-        ends = np.bincount([*between - 1, *between], minlength=of.stages)  # messages of a pass
-        more = ends * self._devices.message_work(largest, of.depth * of.width) + self._devices.between
-        forward, first = forward + more, first + more
-        second = second + self._devices.between if of.method.halved else second
-        steps = np.diff(self._steps[cuts])
-        parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())
         network = None
         if of.shards > 1:
             made = self._known.schedule(of.schedule)
             network = Network(made, of.width, across, max(parameters, _NO_BYTES), weight_bytes=1, gradient_bytes=1)
         return Costs(
-            tuple(StageCost(*map(float, each)) for each in zip(forward, first, second, steps, strict=True)),
+            tuple(StageCost(*each) for each in times.T.tolist()),
             latency=self._devices.latency,
             transfer=largest / along,
             collective=of.sums(parameters, across)[0],
@@ -280,19 +271,33 @@ class CandidateTrial:
             cores=None if self._devices.cores is None else SharedCores(self._devices.cores / of.width),  # in step
         )
 
+    def _stage_times(self, cuts: npt.NDArray[np.intp], again: Sequence[bool]) -> tuple[Floats, float, float]:
+        """Return seconds of stages, rows as `StageCost` has them; and the bytes of the largest message and stage."""
+        of, chain = self.of, self._chain
+        forward, first, second = (np.diff(sums[cuts]) for sums in self._passes)
+        first = first + forward * np.array([again[rank] for rank in self._ranks])
+        largest, between = float(chain.crossing[cuts[self._between]].max(initial=0.0)), np.array(self._between, int)
+        ends = np.bincount([*between - 1, *between], minlength=of.stages)  # messages of a pass
+        more = ends * self._devices.message_work(largest, of.depth * of.width) + self._devices.between
+        forward, first = forward + more, first + more
+        second = second + self._devices.between if of.method.halved else second
+        parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())
+        return np.array([forward, first, second, np.diff(self._steps[cuts])]), largest, parameters
+
     def least_batch(self, cuts: Cuts, again: Sequence[bool]) -> float:
         """Return the seconds that a batch takes at least with these cuts, as `Candidate.of_ranks` says."""
-        of, at = self.of, np.array(cuts)
-        costs, across = self.costs(at, again), bandwidths(self._devices, of.width, of.depth)[0]
-        forward, first, second, steps = np.array([list(vars(each).values()) for each in costs.stages]).T
-        own, hop, ranks = forward + first, 2 * (costs.transfer + self._devices.latency), np.arange(of.depth)
+        of, (times, largest, parameters) = self.of, self._stage_times(np.array(cuts), again)
+        forward, first, second, steps = times
+        across, along = bandwidths(self._devices, of.width, of.depth)
+        transfer, ranks = largest / along, np.arange(of.depth)
+        own, hop = forward + first, 2 * (transfer + self._devices.latency)
         busy, path, step = (np.bincount(self._ranks, each).astype(float) for each in (own + second, own, steps))
         before = (np.cumsum(own) - own)[: of.depth] + ranks * hop + (ranks > 0) * step[0]
         after = np.cumsum(own[::-1])[::-1]  # of a stage and those behind it
         through, behind = after[: of.depth] + (of.hops - ranks) * hop, (after - own)[-of.depth :] + ranks[::-1] * hop
-        times = RankWork(busy, path, forward[: of.depth], step, before, through, behind)
-        sums = of.after(of.sums(float(self._chain.parameters[at[:-1], at[1:]].max()), across))
-        least = max(float(of.of_ranks(times, ranks).max()), of.microbatches * of.messages * costs.transfer)
+        work = RankWork(busy, path, forward[: of.depth], step, before, through, behind)
+        sums = of.after(of.sums(parameters, across))
+        least = max(float(of.of_ranks(work, ranks).max()), of.microbatches * of.messages * transfer)
         return least + sums if of.method.flushes else max(least, sums)
 
     # --- the plan ---------------------------------------------------------------------------------------------------

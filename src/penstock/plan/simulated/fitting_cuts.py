@@ -69,6 +69,7 @@ class RankMemory:
         kinds = sorted({key for each in moments for key in each})
         self._counts = np.array([[each.get(key, 0.0) for key in kinds] for each in moments])
         self._sizes = [(stage, sizes.kinds[kind]) for stage, kind in kinds]
+        self._known: dict[tuple[tuple[int, int], ...], float] = {}  # bytes, by where its stages begin and end
 
     def between_cuts(self) -> Floats:
         """Return the bytes of a rank with one stage, between each cut and each later one."""
@@ -84,9 +85,12 @@ class RankMemory:
 
     def at(self, cuts: Cuts) -> float:
         """Return the bytes with cuts."""
-        sizes = np.array([size[cuts[stage], cuts[stage + 1]] for stage, size in self._sizes])
-        fixed = sum(self._fixed[cuts[stage], cuts[stage + 1]] for stage in self._stages)
-        return float(fixed + (self._counts @ sizes).max(initial=0.0))
+        own = tuple([(cuts[stage], cuts[stage + 1]) for stage in self._stages])
+        if own not in self._known:  # most cuts that are tried differ from others in few ranks
+            sizes = np.array([size[cuts[stage], cuts[stage + 1]] for stage, size in self._sizes])
+            fixed = sum(self._fixed[each] for each in own)
+            self._known[own] = float(fixed + (self._counts @ sizes).max(initial=0.0))
+        return self._known[own]
 
 
 class FirstCuts(NamedTuple):

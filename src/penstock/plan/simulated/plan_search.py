@@ -22,6 +22,7 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 from penstock.errors import ConfigError, ScheduleError
+from penstock.gc_pause import no_collection
 from penstock.plan.planners.two_bw import Sized, widths
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.simulated.block_chain import BlockChain
@@ -41,6 +42,7 @@ _MOST_TRIED = 1 << 11  # passes of all candidates of a method that is not one of
 _MOST_OF_FULL = 1 << 8  # the same of one that is fully sharded, where others fit
 
 
+@no_collection
 def simulated_plans(
     sizes: Mapping[int, Sized],
     devices: Devices,

@@ -14,7 +14,7 @@ from penstock.schedule.add_options import extend, extended
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.compiled.collective_events import NotCompiledError, StuckError
 from penstock.schedule.compiled.instruction_arrays import CodedSchedule, coded
-from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.ir.schedule import WINDOW, Schedule
 from penstock.schedule.lowering.lower import Lowering
 from penstock.schedule.lowering.send_window_search import SpanEnds, least_window, lower_freely, settled, unlimited
 from penstock.schedule.machine.instructions import Lowered
@@ -59,7 +59,6 @@ class KnownSchedules:
         self._decides = decides
         self._lowered: dict[ScheduleKey, tuple[Lowered, CodedSchedule]] = {}
         self._spans: dict[tuple[ScheduleKey, int], Span] = {}
-        self._windows: dict[ScheduleKey, int] = {}  # of those made last, whatever their microbatches
         self._held: dict[ScheduleKey, dict[bool, list[list[Moment]]]] = {}
 
     def proof(self, key: ScheduleKey, swaps: bool = False) -> Proof:
@@ -122,10 +121,9 @@ class KnownSchedules:
     def _made(self, key: ScheduleKey) -> tuple[Lowered, CodedSchedule]:
         """Return a schedule with its messages, not proven."""
         if key not in self._lowered:
-            decides, alike = self._decides or key.parallel, key._replace(microbatches=0)
+            decides = self._decides or key.parallel
             whole = extended(self._plain(key), decides=decides, reduces=key.parallel, sharding=key.sharding)
-            self._lowered[key] = _lowered(whole, self._windows.get(alike))
-            self._windows[alike] = self._lowered[key][0].window
+            self._lowered[key] = _lowered(whole, key.method)
         return self._lowered[key]
 
     @staticmethod
@@ -161,13 +159,19 @@ def _any_slow(costs: list[Costs], ranks: int) -> bool:
     return any(each.slow_down(ranks) for each in costs)
 
 
-def _lowered(schedule: Schedule, guess: int | None = None) -> tuple[Lowered, CodedSchedule]:
-    """Lower a schedule with the window that its proof finds; spans are compiled, which is faster than to play them.
+def _likely_window(schedule: Schedule, method: PlannedMethod) -> int:
+    """Return a window that is likely to be the least.
 
-    Args:
-        schedule: which.
-        guess: a window that may be the one, as it is that of other microbatches.
+    Where a rank runs its forwards stage by stage, messages wait for it from the round before.
     """
+    beyond = schedule.microbatches - schedule.ranks
+    if method.forwards_first:
+        return beyond // 2 + 1
+    return beyond if method.full else 2 * WINDOW
+
+
+def _lowered(schedule: Schedule, method: PlannedMethod) -> tuple[Lowered, CodedSchedule]:
+    """Lower a schedule with the window that its proof finds; spans are compiled, which is faster than to play them."""
     lowering, batches = Lowering(schedule), settled(schedule)
     costs = Costs((StageCost(1.0, 1.0, 1.0),) * schedule.num_stages)
 
@@ -188,8 +192,7 @@ def _lowered(schedule: Schedule, guess: int | None = None) -> tuple[Lowered, Cod
         return CompiledSpan(coded(lowering.at(enough)), batches).ends(costs)
 
     try:
-        near = None if guess is None else partial(int, guess)
-        return least_window(at, ends, unhindered, unlimited(schedule), near)
+        return least_window(at, ends, unhindered, unlimited(schedule), partial(_likely_window, schedule, method))
     except NotCompiledError:
         found = lower_freely(schedule)
         return found, coded(found)

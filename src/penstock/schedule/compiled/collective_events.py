@@ -91,6 +91,14 @@ class Joins:
         """What the machine knows of collectives; many schedules have none, and then nobody asks."""
         return Collectives(self.code.schedule, lambda _: 0.0)
 
+    @cached_property
+    def _marked(self) -> tuple[Flags, Flags]:
+        """Which classes of actions are GATHERs, and which wait for collectives; found once, for all ranks."""
+        ops = [action.op for action in self.code.classes.examples]
+        wanted = (Op.GATHER,), self._rules.waiting
+        gathers, waiting = (np.array([op in each for op in ops], dtype=bool) for each in wanted)
+        return gathers, waiting
+
     def joint(self, collective: Collective) -> _Joint:
         """Return what is known of a collective."""
         return self._found[collective]
@@ -99,16 +107,13 @@ class Joins:
         examples, rules = self.code.classes.examples, self._rules
         mine: dict[tuple[Op, Stage, int], int] = {}  # operation, stage of this rank and batch -> message
         ready: dict[Stage, dict[Op, int]] = {}
-        joins, acts = span.kind == JOIN, span.kind == ACT
-        gathers, of_interest = (
-            np.array([a.op in ops for a in examples], dtype=bool) for ops in ((Op.GATHER,), rules.waiting)
-        )
+        joins, acts, (gathers, waiting) = span.kind == JOIN, span.kind == ACT, self._marked
         joined = {examples[what].op for what in np.unique(span.what[joins]).tolist()}
         readies = not joined <= {*COLLECTIVES, Op.GATHER}  # AVERAGE
         uses = first_uses(span, joins & gathers[np.where(joins, span.what, 0)])
         waits, whole = list[tuple[int, int]](), WholeState(self.code.schedule, uses)
         interesting = joins.copy()
-        interesting[acts] = readies | of_interest[span.what[acts]]
+        interesting[acts] = readies | waiting[span.what[acts]]
         interesting[uses[:, 0]] = True
         for entry in np.flatnonzero(interesting).tolist():
             action, batch = examples[span.what[entry]], int(span.first[entry])

@@ -95,13 +95,19 @@ def least_window(
     if narrow is not None and first is not None and first.as_early_as(free):
         return narrow
 
+    best: tuple[int, _Found] | None = None  # the least window that has been enough
+
     def is_enough(window: int) -> bool:
+        nonlocal best
         lowered = at(window)
         found = None if lowered is None else ends(lowered)
-        return found is not None and found.as_early_as(free)
+        if lowered is None or found is None or not found.as_early_as(free):
+            return False
+        best = window, lowered
+        return True
 
     least = least_number(is_enough, enough, 2 * WINDOW if near is None else min(max(near(), WINDOW + 1), enough))
-    found = at(least)
+    found = best[1] if best is not None and best[0] == least else at(least)
     assert found is not None
     return found
 

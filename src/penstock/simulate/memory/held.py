@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
-from operator import ge
 from typing import NamedTuple
+
+import numpy as np
 
 Blockwise = bool | Collection[int]
 """Of which stages blocks are recomputed one by one: of all, of none, or of some, by index."""
@@ -106,10 +107,12 @@ class Holdings:
     def largest(self) -> tuple[Combination, ...]:
         """Return the combinations that have been held, without those that another one exceeds or equals in all."""
         self._note()
-        found: list[tuple[int, ...]] = []
-        for seen in sorted((each + (0,) * (len(self._now) - len(each)) for each in self._seen), key=sum, reverse=True):
-            if not any(all(map(ge, other, seen)) for other in found):
-                found.append(seen)
+        found, size = list[list[int]](), len(self._now)
+        seen = np.array([each + (0,) * (size - len(each)) for each in self._seen])
+        seen = seen[np.argsort(-seen.sum(axis=1), kind="stable")]
+        while len(seen):  # the first one has the largest sum, so no other one exceeds it
+            found.append(seen[0].tolist())
+            seen = seen[(seen > seen[0]).any(axis=1)]
         return tuple(frozenset((w, n) for w, n in zip(self._places, each, strict=True) if n) for each in found)
 
     def _note(self) -> None:

@@ -277,6 +277,8 @@ class StageRun:
 
 def tied_stages(schedule: Schedule) -> set[Stage]:
     """Return the stages that share parameters with others."""
+    if Op.TIE not in schedule.operations:  # which is known, and asked for each stage
+        return set()
     return {action.stage for program in schedule.programs for action in program.period if action.op is Op.TIE}
 
 
