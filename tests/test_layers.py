@@ -122,7 +122,7 @@ def test_no_public_function_name_stands_twice():
 
 
 def test_the_first_rooms_name_torch_nowhere():
-    """Nor numpy, but for what is made of arrays: large schedules, the compiled simulator, the planners."""
+    """Nor numpy, but for arrays: large schedules, the compiled simulator, what ranks hold at once, the planners."""
     of_arrays = "one_f_one_b", "interleaved", "breadth_first", "zb_v"
     arrays = (
         *(f"penstock.schedule.orders.{name}" for name in of_arrays),
@@ -131,6 +131,7 @@ def test_the_first_rooms_name_torch_nowhere():
         "penstock.schedule.array_schedules",
         "penstock.schedule.compiled",
         "penstock.simulate.compiled_span",
+        "penstock.simulate.memory.held",
         "penstock.simulate.unplayed",
         "penstock.plan",
     )
