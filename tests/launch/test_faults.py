@@ -163,10 +163,22 @@ def until(true: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.1)
 
 
+def test_stash_is_not_drawn_where_a_drain_would_change_what_it_reads() -> None:
+    """Workers of an agent that is killed go on, and drain when the other agent ends its own."""
+    cases = [draw(number, seed=0) for number in range(440)]
+    assert any(case.shape.method == "stash" for case in cases)
+    killed = [case for case in cases if case.kind.name == "hosts: agent SIGKILL"]
+    assert killed
+    assert not [case for case in killed if case.shape.method == "stash"]
+
+
 def test_what_a_survivor_says_of_a_call_of_all_ranks_counts() -> None:
     why = "a peer is dead or stalled, or has not made this call, which all ranks make together (Timed out)"
     assert reports(f"TransportError: rank 1, sharing the CPUs: {why}", silence=False)
     assert not reports("TransportError: something broke", silence=False)
+    lane = "the activation lane from rank 1 to rank 2 broke"
+    for action in ("F2", "Fe2"):  # a forward of training and one of an evaluation
+        assert reports(f"TransportError: rank 2, stage 2, {action}: {lane}", silence=False)
 
 
 def test_records_do_not_tell_where_this_machine_has_what(tmp_path: Path) -> None:

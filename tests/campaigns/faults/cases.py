@@ -57,12 +57,11 @@ def draw(number: int, seed: int, again: int = 0) -> Case:
     kind = kinds[number % len(kinds)]
     dice = random.Random(f"{seed}/{number}")
     large = kind.launcher == LOCAL and number % _LARGE == _LARGE // 2
-    drains = kind.damage is not None or (0 in kind.end.codes and kind.end.then == "resume")
     fitting = [
         s
         for s in (LARGE if large else SHAPES)
         if (kind.launcher != HOSTS or s.workers % 2 == 0)
-        and not (drains and s.method == "stash")  # a drain changes what its next batches read (docs/design.md, sec. 6)
+        and not (kind.drains and s.method == "stash")  # a drain changes what its next batches read (docs/design.md, sec. 6)
     ]
     shape = dice.choice(fitting)
     if kind.damage is not None or kind.launcher != LOCAL:  # two checkpoints must have been written

@@ -81,7 +81,7 @@ class Wanted:
         return cls(load_weights(folder), _losses(folder))
 
 
-_AT_WORK = re.compile(r"rank \d+, stage [\d.]+, ([A-Z]+\d+|sending (activation|gradient) \d+)")
+_AT_WORK = re.compile(r"rank \d+, stage [\d.]+, ([A-Z]+e?\d+|sending (activation|gradient) \d+)")
 _ALONE = re.compile(r"(?!.*(waiting for|nothing moved|broke))", re.DOTALL)  # at work itself
 _PEER = re.compile(r"lane (from rank \d+ to rank \d+|of ranks \d+(, \d+)+|of all stages)")
 _TOGETHER = re.compile(r"rank \d+, [a-zA-Z ]+: (a peer is dead or stalled|rank [\d, ]+ did not come)")

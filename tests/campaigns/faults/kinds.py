@@ -79,6 +79,12 @@ class Kind:
         """What it is about, for the summary."""
         return self.name.partition(":")[0]
 
+    @property
+    def drains(self) -> bool:
+        """Whether workers may drain the pipeline and save before they end; those of an agent that is killed go on."""
+        asked = 0 in self.end.codes or (self.unclean and self.launcher == HOSTS)
+        return self.damage is not None or (asked and self.end.then == "resume")
+
 
 _NO_MATTER = End((0,), then="same")
 _DRAINS = End((0,))
