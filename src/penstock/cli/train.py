@@ -27,6 +27,7 @@ from penstock.cli.options import (
     Stages2,
 )
 from penstock.cli.output import print_words
+from penstock.cli.planned_places import say_places
 from penstock.errors import ConfigError, InterruptedRunError, PenstockError, WorkerError
 from penstock.job.place import is_worker
 from penstock.job.torchrun_agent import starts_again
@@ -143,6 +144,7 @@ def _checked(
     file = config if resume is None else _config_of(resume, config)
     settings = load_config(file, changes, proves=local)  # rank 0 of a job that runs already proves for all
     check_enough_blocks(settings)
+    say_places(settings)
     from penstock.comm.core.devices import find_device  # not before, as these import torch
     from penstock.train.setup.prepare_run import prepare
     from penstock.train.setup.run_folder import check_resume

@@ -98,6 +98,11 @@ def choose(request: PlanRequest, objective: str, target: Target | None = None, p
         raise ConfigError("objective time-to-target, and no other, takes --epochs and --epoch-samples")
     if not 0 < price < 1e12:
         raise ConfigError(f"the price of a device must be above 0, got {price:g}")
+    if objective != "throughput" and request.devices.kinds:
+        raise ConfigError(
+            f"objective {objective} plans for fewer devices, too, which have to be alike: give devices of one kind, or "
+            "leave --objective out"
+        )
     if objective == "throughput":
         planning = make_plan(request)
         return _best(objective, [(planning, _trial(planning, request.devices.count, None, _seconds))])
@@ -121,9 +126,11 @@ def fewer_devices(devices: Devices, count: int) -> Devices:
     """Return so many of some devices, filling the innermost levels first.
 
     Raises:
-        ConfigError: there are not so many, or they do not fill whole units.
+        ConfigError: there are not so many, they do not fill whole units, or they differ.
     """
     check_whole("devices", count, 1, devices.count)
+    if devices.kinds:
+        raise ConfigError(f"which {count} of {devices.count} devices that differ is not known: plan for these alone")
     levels, left = [], count
     for level in devices.levels:
         units = min(level.units, left)

@@ -10,6 +10,7 @@ from penstock.byte_sizes import human_bytes
 from penstock.checks import finite_or_none
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
+from penstock.plan.stages.device_hierarchy import places_in_words
 from penstock.plan.stages.planned import Plan, PlannedStage, StageRating
 
 
@@ -24,6 +25,7 @@ def planning_json(planning: Planning) -> dict[str, Any]:
         "devices": request.devices.count,
         "levels": [{"units": level.units, "bandwidth": level.bandwidth} for level in request.devices.levels],
         "memory": request.devices.memory,
+        **({"kinds": [vars(kind) for kind in request.devices.kinds]} if request.devices.kinds else {}),
         "objective": None if best is None else best.rating.seconds,
         "seconds_per_sample": None if best is None else best.seconds_per_sample,
         "plans": [_plan_json(planning, plan, rank) for rank, plan in enumerate(planning.plans, 1)],
@@ -70,6 +72,8 @@ def _stage_json(stage: PlannedStage, rating: StageRating | None, graph: LayerGra
         found["sharded"] = True
     if stage.in_turns:
         found["in_turns"] = True
+    if stage.on is not None:
+        found |= {"on": list(stage.on.kinds), "speed": stage.on.speed, "memory_limit": stage.on.memory}
     if rating is not None:
         found |= {
             "seconds": rating.seconds,
@@ -94,6 +98,9 @@ def plan_file(planning: Planning) -> str:
     ]
     if request.profile.settings:
         said[-1] = "for the model, the data and the optimizer that were profiled"
+    if "placement" in plan.settings:
+        said.append(f"{places_in_words(plan.settings['placement'], plan.settings['stages'])} (docs/launchers.md)")
+        said += [str(kind) for kind in request.devices.kinds]
     both = dict(request.profile.settings) | dict(plan.settings)
     values = yaml.safe_dump(both, sort_keys=False, default_flow_style=None)
     return "".join(f"# {line}\n" for line in said) + values

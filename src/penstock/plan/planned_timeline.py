@@ -19,7 +19,7 @@ from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.candidate_trial import NAME, CandidateTrial
 from penstock.plan.simulated.planned_methods import PLANNED
 from penstock.plan.simulated.schedule_cache import KnownSchedules
-from penstock.plan.stages.device_hierarchy import DeviceLevel
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline
 
@@ -44,7 +44,8 @@ def planned_timeline(planning: Planning) -> Timeline:
         )
     method, sharding = PLANNED[plan.planner], settings.get("sharding", "none")
     away = "offload_optimizer" in settings
-    candidate = Candidate(sized, method, settings["stages"], settings["width"], sharding, away)
+    on = tuple(stage.on for stage in plan.stages[: settings["stages"]] if stage.on is not None)
+    candidate = Candidate(sized, method, settings["stages"], settings["width"], sharding, away, on)
     modes = settings["recompute"]
     modes = [modes] * candidate.stages if isinstance(modes, str) else modes
     again = [mode != "none" for _, mode in sorted(dict(zip(method.ranks(candidate.depth), modes, strict=True)).items())]
@@ -96,14 +97,21 @@ def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     if devices.latency:
         yield "links of half the latency", replace(request, devices=replace(devices, latency=devices.latency / 2))
     if devices.memory is not None:
-        yield "twice the memory", replace(request, devices=replace(devices, memory=2 * devices.memory))
+        yield "twice the memory", replace(request, devices=_with_more_memory(devices))
     if devices.host is not None and request.cost == "dawnpiper":
         yield "twice the bandwidth to the host", replace(request, devices=replace(devices, host=2 * devices.host))
     last = devices.levels[-1]
     more = (*devices.levels[:-1], DeviceLevel(2 * last.units, last.bandwidth))
-    yield "twice as many devices", replace(request, devices=replace(devices, levels=more))
+    kinds = tuple(replace(kind, count=2 * kind.count) for kind in devices.kinds)
+    yield "twice as many devices", replace(request, devices=replace(devices, levels=more, kinds=kinds))
     if devices.cores is not None:
         yield "twice as many cores", replace(request, devices=replace(devices, cores=2 * devices.cores))
+
+
+def _with_more_memory(devices: Devices) -> Devices:
+    """Return devices that hold twice as much."""
+    kinds = tuple(replace(kind, memory=kind.memory and 2 * kind.memory) for kind in devices.kinds)
+    return replace(devices, memory=devices.memory and 2 * devices.memory, kinds=kinds)
 
 
 def _faster(profile: Profile) -> Profile:

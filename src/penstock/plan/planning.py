@@ -82,7 +82,8 @@ class Planning:
     def ratings(self, plan: Plan) -> dict[str, Rating]:
         """Return what every cost function says of a plan; those that cannot rate it are left out."""
         found = {}
-        for name in COSTS if plan.chunks == 1 else ():  # published ones know one stage on each device
+        alike = not self.request.devices.kinds
+        for name in COSTS if alike and plan.chunks == 1 else ():  # published ones know one stage on each device
             rating = _rate(name, plan.stages, self.sizes[plan.samples], self.request)
             if rating is not None:
                 found[name] = rating
@@ -100,7 +101,7 @@ def make_plan(request: PlanRequest) -> Planning:
     if request.cost == SIMULATED:
         decide = stages_decide(request.profile)
         plans, refused = simulated_plans(sizes, request.devices, decides=decide, methods=request.methods)
-        if request.devices.shares_link:
+        if request.devices.shares_link and not request.devices.kinds:
             plans = with_shared_links(plans, request.profile, request.devices)
         why = {} if plans else {"default": "no plan fits: see what was skipped, and why"}
         return Planning(request, sizes, tuple(plans), tuple(refused), why)
@@ -165,6 +166,11 @@ def with_cost(request: PlanRequest) -> PlanRequest:
             raise ConfigError(
                 f"methods that plans know are {in_words(METHODS)}, got {unknown!r:.80}.{did_you_mean(unknown, METHODS)}"
             )
+    if request.devices.kinds and cost != SIMULATED:
+        raise ConfigError(
+            f"the devices differ, which cost 'simulated' of planner 'default' knows, not {cost!r}; give --cost "
+            "simulated, or devices that are all alike"
+        )
     if request.planner == "2bw-paper" and cost not in ("2bw-paper", "piper"):
         if request.cost:
             raise ConfigError(f"planner '2bw-paper' takes cost '2bw-paper' or 'piper', not {cost!r}")

@@ -20,6 +20,7 @@ from penstock.cli.plans.plan_options import (
     DeviceCounts,
     DeviceMemory,
     DevicePrice,
+    DeviceSpeeds,
     EpochSamples,
     EpochsByBatch,
     HostBandwidth,
@@ -47,6 +48,7 @@ def plan(
     devices: DeviceCounts = None,
     bandwidth: Bandwidths = None,
     memory: DeviceMemory = None,
+    speed: DeviceSpeeds = None,
     host_bandwidth: HostBandwidth = None,
     cluster: PlannedCluster = None,
     link_matrix: LinkMatrix = None,
@@ -81,7 +83,7 @@ def plan(
     request = with_cost(
         PlanRequest(
             known,
-            devices_of(cluster, str(devices), bandwidth, memory, known, link_matrix is not None, host_bandwidth),
+            devices_of(cluster, str(devices), bandwidth, memory, known, link_matrix is not None, host_bandwidth, speed),
             planner,
             cost,
             microbatches,
@@ -100,8 +102,7 @@ def plan(
     if timeline is not None:
         _draw_timeline(timeline, chosen.planning, as_json)
     if out is not None:
-        written = _write_plans(out, chosen.planning, whole_numbers("--worlds", worlds) if worlds else [])
-        _say_plans(written, chosen.planning, as_json)
+        _say_plans(_write_plans(out, chosen.planning, worlds), chosen.planning, as_json)
 
 
 def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
@@ -153,7 +154,7 @@ def _in_python(plan: Any) -> str:
     )
 
 
-def _write_plans(out: Path, found: Any, sizes: Sequence[int]) -> list[Path]:
+def _write_plans(out: Path, found: Any, worlds: str | None) -> list[Path]:
     """Write the best plan, and beside it plans for fewer devices; return their paths, that of the best one last.
 
     Raises:
@@ -161,6 +162,7 @@ def _write_plans(out: Path, found: Any, sizes: Sequence[int]) -> list[Path]:
     """
     from penstock.plan.plan_export import plan_file
 
+    sizes = whole_numbers("--worlds", worlds) if worlds else []
     paths = [out.with_stem(f"{out.stem}-{size}") for size in sizes]
     _write_plan(out, plan_file(found))
     for path, size in zip(paths, sizes, strict=True):

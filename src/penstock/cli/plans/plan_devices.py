@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from string import ascii_uppercase
+from typing import Any, TypeVar
 
 from penstock.cli.plans.sizes import size_of, whole_numbers
 from penstock.errors import ConfigError
+
+_Value = TypeVar("_Value")
 
 
 def cluster_named(name: str) -> Any:
@@ -49,8 +53,9 @@ def devices_of(
     profile: Any,
     with_links: bool = False,
     host_bandwidth: str | None = None,
+    speed: str | None = None,
 ) -> Any:
-    """Return the devices of a cluster, or those that options describe: ranks of the profiled machine, if no links do.
+    """Return the devices of clusters, or those that options describe: ranks of the profiled machine, if no links do.
 
     Raises:
         ConfigError: they cannot be read, or do not fit together.
@@ -58,20 +63,91 @@ def devices_of(
     if cluster is None:
         if with_links and bandwidth is None:
             bandwidth = "1GB"  # not used
-        found = _devices(devices, bandwidth, memory, profile.links)
+        found, counts = _devices(devices, bandwidth, profile.links)
         if bandwidth is None and profile.links:
             link = profile.links[0]
             found = replace(found, cores=profile.cores, link_work=(link.work, link.work_per_byte))
-        return _completed(found, profile, host_bandwidth)
+    else:
+        if bandwidth is not None:
+            raise ConfigError("--cluster says what links do; leave --bandwidth out, or --cluster")
+        found, counts = _of_clusters(cluster.split(","), devices)
+    return _completed(_of_kinds(found, counts, speed, memory), profile, host_bandwidth)
 
-    if bandwidth is not None:
-        raise ConfigError("--cluster says what links do; leave --bandwidth out, or --cluster")
-    (count, *more) = whole_numbers("--devices, with --cluster,", devices)
-    if more:
+
+def _of_clusters(names: Sequence[str], devices: str) -> tuple[Any, list[int]]:
+    """Return devices of each of some clusters, and how many.
+
+    Raises:
+        ConfigError: there are no such clusters, or not one number for each.
+    """
+    from penstock.plan.cluster.several_clusters import devices_of_clusters
+
+    counts = [whole_numbers("--devices, with --cluster,", part) for part in devices.split("+")]
+    if any(len(numbers) > 1 for numbers in counts):
         raise ConfigError("--devices takes one number with --cluster, which knows its nodes")
-    found = cluster_named(cluster).devices(count)
-    found = found if memory is None else replace(found, memory=size_of("--memory", memory))
-    return _completed(found, profile, host_bandwidth)
+    if len(counts) != len(names):
+        raise ConfigError(
+            f"--cluster names {len(names)} and --devices has numbers for {len(counts)}; give as many of both, as in "
+            "--cluster h100,a100 --devices 8+16"
+        )
+    numbers = [number for (number,) in counts]
+    return devices_of_clusters([cluster_named(name.strip()) for name in names], numbers), numbers
+
+
+def _of_kinds(devices: Any, counts: Sequence[int], speed: str | None, memory: str | None) -> Any:
+    """Return devices with the speed and the memory that are given for all of them, or for each kind.
+
+    Args:
+        devices: with kinds if they are of several clusters.
+        counts: of each kind.
+        speed, memory: of each kind, or of all; as it is in `devices` if None.
+
+    Raises:
+        ConfigError: they cannot be read, or are not as many.
+    """
+    from penstock.plan.stages.device_hierarchy import DeviceKind
+
+    kinds = devices.kinds or [DeviceKind(ascii_uppercase[at % 26], n) for at, n in enumerate(counts)]
+    speeds = _for_each("--speed", speed, len(counts), _speed) or [kind.speed for kind in kinds]
+    memories = _for_each("--memory", memory, len(counts), lambda part: size_of("--memory", part))
+    memories = memories or [kind.memory or devices.memory for kind in kinds]
+    largest = None if None in memories else max(memories)
+    if set(speeds) == {1.0} and len(set(memories)) == 1:
+        return replace(devices, memory=largest, kinds=())
+    told = (
+        replace(kind, speed=speed_, memory=each) for kind, speed_, each in zip(kinds, speeds, memories, strict=True)
+    )
+    return replace(devices, memory=largest, kinds=tuple(told))
+
+
+def _for_each(option: str, text: str | None, count: int, read: Callable[[str], _Value]) -> list[_Value]:
+    """Read a value for each kind of devices, or one for all; none if the option is not given.
+
+    Raises:
+        ConfigError: they are not as many.
+    """
+    found = [] if text is None else [read(part) for part in text.split(",")]
+    if len(found) not in (0, 1, count):
+        raise ConfigError(
+            f"{option} has {len(found)} values for {count} kind{'s' if count > 1 else ''} of devices; give one, or one "
+            "for each number of --devices, as in --devices 2+4"
+        )
+    return found * count if len(found) == 1 else found
+
+
+def _speed(text: str) -> float:
+    """Read how many times as fast as the profiled device one is.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise ConfigError(f"--speed takes numbers above 0, as in 1,0.5, got {text!r:.80}")
+    return found
 
 
 def _completed(devices: Any, profile: Any, host_bandwidth: str | None) -> Any:
@@ -107,34 +183,49 @@ def known_profile(profile: Path | None, devices: str | None, bandwidth: str | No
     return known
 
 
-def _devices(devices: str, bandwidth: str | None, memory: str | None, links: Sequence[Any]) -> Any:
+def _devices(devices: str, bandwidth: str | None, links: Sequence[Any]) -> tuple[Any, list[int]]:
     """Read the options that describe devices; links count as they were measured if no bandwidth is given.
+
+    Returns: the devices, and how many there are of each kind.
 
     Raises:
         ConfigError: they cannot be read, or do not fit together.
     """
     from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 
-    parts = re.split("[x×]", devices.strip().lower())
-    if not all(part.strip().isascii() and part.strip().isdigit() and len(part) < 9 for part in parts):
-        raise ConfigError(f"--devices takes a number, or numbers as in 8x4, got {devices!r:.80}")
-    if len(parts) > 8:
-        raise ConfigError(f"--devices takes 8 levels at most, got {len(parts)}")
+    kinds = [_levels_of(part, devices) for part in devices.split("+")]
+    units = [*kinds[0][:-1], sum(levels[-1] for levels in kinds)]
+    if any(levels[:-1] != kinds[0][:-1] for levels in kinds):
+        raise ConfigError(f"--devices: kinds need levels that are alike but for the last one, got {devices!r:.80}")
     latency = 0.0
-    if bandwidth is None and links and {int(part) for part in parts} != {1}:
-        if len(links) not in (1, len(parts)):
+    if bandwidth is None and links and set(units) != {1}:
+        if len(links) not in (1, len(units)):
             raise ConfigError(
-                f"the profile has {len(links)} links for {len(parts)} level{'s' if len(parts) > 1 else ''} of devices; "
+                f"the profile has {len(links)} links for {len(units)} level{'s' if len(units) > 1 else ''} of devices; "
                 "give --cluster, --bandwidth, or levels of --devices for the links, as in 8x4"
             )
         bandwidth, latency = ",".join(repr(link.bandwidth) for link in links), max(link.latency for link in links)
-    if bandwidth is None and {int(part) for part in parts} != {1}:
+    if bandwidth is None and set(units) != {1}:
         raise ConfigError("--bandwidth is missing: bytes per second of a link between devices, as in 12GB or 10Gbit")
     speeds = [size_of("--bandwidth", part) for part in (bandwidth or "1GB").split(",")]
-    speeds *= len(parts) if len(speeds) == 1 else 1
-    if len(speeds) != len(parts):
+    speeds *= len(units) if len(speeds) == 1 else 1
+    if len(speeds) != len(units):
         raise ConfigError(
-            f"--bandwidth has {len(speeds)} numbers for {len(parts)} levels of devices; give one, or one each"
+            f"--bandwidth has {len(speeds)} numbers for {len(units)} levels of devices; give one, or one each"
         )
-    levels = tuple(DeviceLevel(int(part), speed) for part, speed in zip(parts, speeds, strict=True))
-    return Devices(levels, None if memory is None else size_of("--memory", memory), latency)
+    levels = tuple(DeviceLevel(count, each) for count, each in zip(units, speeds, strict=True))
+    return Devices(levels, latency=latency), [math.prod(each) for each in kinds]
+
+
+def _levels_of(part: str, devices: str) -> list[int]:
+    """Read the numbers of devices on each level, of one kind.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    parts = [each.strip() for each in re.split("[x×]", part.lower())]
+    if not all(each.isascii() and each.isdigit() and len(each) < 9 for each in parts):
+        raise ConfigError(f"--devices takes a number, or numbers as in 8x4 or 2+2, got {devices!r:.80}")
+    if len(parts) > 8:
+        raise ConfigError(f"--devices takes 8 levels at most, got {len(parts)}")
+    return [int(each) for each in parts]

@@ -15,7 +15,11 @@ ProfileFile = Annotated[
 ]
 DeviceCounts = Annotated[
     str | None,
-    typer.Option("--devices", metavar="N|NxN..", help="How many, or levels of them, the innermost first: 8x4."),
+    typer.Option(
+        "--devices",
+        metavar="N|NxN..|N+N..",
+        help="How many, or levels of them, the innermost first: 8x4; with + between kinds that differ: 2+4.",
+    ),
 ]
 Bandwidths = Annotated[
     str | None,
@@ -27,7 +31,19 @@ Bandwidths = Annotated[
 ]
 DeviceMemory = Annotated[
     str | None,
-    typer.Option("--memory", metavar="SIZE", help="Of each device, as in 16GiB; no limit if not given."),
+    typer.Option(
+        "--memory",
+        metavar="SIZE|SIZE,SIZE..",
+        help="Of each device, as in 16GiB, or of each kind of them; no limit if not given.",
+    ),
+]
+DeviceSpeeds = Annotated[
+    str | None,
+    typer.Option(
+        "--speed",
+        metavar="S|S,S..",
+        help="Of each kind of devices: how many times as fast as the profiled one it is, as in 1,0.5.",
+    ),
 ]
 HostBandwidth = Annotated[
     str | None,
@@ -91,7 +107,10 @@ LinkMatrix = Annotated[
 PlannedCluster = Annotated[
     str | None,
     typer.Option(
-        "--cluster", metavar="NAME|FILE", help="Devices and links of a preset such as h100, or of a file like one."
+        "--cluster",
+        metavar="NAME|FILE",
+        help="Devices and links of a preset such as h100, or of a file like one; of several (h100,a100) with a number "
+        "of --devices for each.",
     ),
 ]
 MethodsToTry = Annotated[

@@ -13,12 +13,14 @@ from penstock.cli.plans.terminal_width_table import FittedTable
 from penstock.plan.memory_knobs.dawnpiper_cost import SWAP
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.stages.planned import Plan, Rating, StageRating
+from penstock.plan.stages.device_hierarchy import places_in_words
+from penstock.plan.stages.planned import Plan, PlannedStage, Rating, StageRating
 from penstock.schedule.methods.find_method import find_method
 from penstock.view.plurals import counted
 from penstock.view.tables import UNBOUNDED
 
 _MOST_SKIPPED = 8  # lines
+_MOST_NAMES = 4  # in a line
 _PARTS = ("compute", "links", "gradient sums", "updates", "bubble")  # of ratings, in this order
 _LEAST_NEEDED = (
     "s per batch", "replicas", "devices", "stages", "limited by", "swap", "recompute", *reversed(_PARTS),
@@ -39,6 +41,9 @@ def planning_tables(planning: Planning, width: int = UNBOUNDED) -> Group:
         parts += [*_ranked(planning).fitted(width), Text()]
         parts += [*_stages(best, planning.sizes[best.samples].graph).fitted(width), Text()]
         parts += [Text(f"{note}.") for note in best.notes]
+        parts += [Text(f"{kind}.") for kind in request.devices.kinds]
+        if "placement" in best.settings:
+            parts.append(Text(f"{places_in_words(best.settings['placement'], best.settings['stages'])}."))
         parts.append(Text(_said_of_limit(best.rating)))
         parts += [Text(said) for said in _said_of_delay(planning)]
         others = {name: rating for name, rating in planning.ratings(best).items() if name != request.cost}
@@ -52,7 +57,10 @@ def planning_tables(planning: Planning, width: int = UNBOUNDED) -> Group:
         for each in planning.skipped:
             alike.setdefault(each.bound, []).append(each.what)
         for bound, names in [*alike.items()][:_MOST_SKIPPED]:
-            parts.append(Padding(Text(f"{'; '.join(names)}: {bound}"), (0, 0, 0, 2), expand=False))
+            named = "; ".join(names[:_MOST_NAMES]) + f" and {len(names) - _MOST_NAMES} like these" * (
+                len(names) > _MOST_NAMES
+            )
+            parts.append(Padding(Text(f"{named}: {bound}"), (0, 0, 0, 2), expand=False))
         more = sum(map(len, [*alike.values()][_MOST_SKIPPED:]))
         if more:
             parts.append(Text(f"  ... and {more} more, which --json lists"))
@@ -118,7 +126,7 @@ def _range_of(numbers: Sequence[int]) -> str:
 def _stages(plan: Plan, graph: LayerGraph) -> FittedTable:
     """Return the stages of a plan; times are those of a microbatch. A rating that is compute alone is left out."""
     shown = [part for part in _PARTS if part in plan.rating.stages[0].parts]
-    heads = ("stage", "layers", "devices", "replicas", "recompute", "swap", "rating", *shown, "memory")
+    heads = ("stage", "layers", "devices", "on", "replicas", "recompute", "swap", "rating", *shown, "memory")
     cells: dict[str, list[str]] = {heading: [] for heading in heads}
     for at, (stage, rating) in enumerate(zip(plan.stages, plan.rating.stages, strict=True)):
         again, swapped = (sum(word in way for way in stage.ways) for word in ("recomp", SWAP))
@@ -126,15 +134,16 @@ def _stages(plan: Plan, graph: LayerGraph) -> FittedTable:
             str(at),
             _layer_names(stage.layers, graph),
             str(stage.devices),
+            "" if stage.on is None else str(stage.on),
             f"{stage.replicas}" + (f" x {stage.tensor}" if stage.tensor > 1 else ""),
             f"{again} of {len(stage.layers)}" if again else "",
             f"{swapped} of {len(stage.layers)}" if swapped else "",
             f"{rating.seconds:.5g}",
             *(f"{_part(rating, part):.4g}" for part in shown),
-            "" if rating.memory is None else human_bytes(round(rating.memory)),
+            _held(stage, rating),
         )
         inner = [
-            (f"{at}.{place}", _layer_names(each.layers, graph), "", str(each.replicas))
+            (f"{at}.{place}", _layer_names(each.layers, graph), "", "", str(each.replicas))
             for place, each in enumerate(stage.inner)
             if len(stage.inner) > 1 or each.replicas > 1
         ]
@@ -146,6 +155,14 @@ def _stages(plan: Plan, graph: LayerGraph) -> FittedTable:
     title = f"stages of plan 1, in s for each microbatch of {counted(plan.samples, 'sample')}"
     title += "; rating: what the cost function compares" * rated
     return FittedTable(title, kept, least_needed=_LEAST_NEEDED)
+
+
+def _held(stage: PlannedStage, rating: StageRating) -> str:
+    """Return the bytes that a device of a stage holds, where devices differ, beside those that it has."""
+    if rating.memory is None:
+        return ""
+    most = None if stage.on is None else stage.on.memory
+    return human_bytes(round(rating.memory)) + (f" of {human_bytes(most, 2)}" if most is not None else "")
 
 
 def _layer_names(layers: tuple[int, ...], graph: LayerGraph) -> str:

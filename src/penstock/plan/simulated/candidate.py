@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +13,7 @@ import numpy.typing as npt
 
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.simulated.block_chain import BlockChain, Floats, PassSums
+from penstock.plan.simulated.device_choice import Placement
 from penstock.plan.simulated.planned_methods import PlannedMethod, stage_forecast
 from penstock.plan.simulated.schedule_cache import ScheduleKey
 from penstock.plan.stages.device_hierarchy import Devices
@@ -52,6 +55,7 @@ class Candidate:
         depth, width: ranks of a pipeline, and pipelines.
         sharding: what pipelines divide of the state of stages: "none", "optimizer", "gradients" or "full".
         away: optimizer states are in the memory of the host, but for those of a few parameters during an update.
+        on: the devices of ranks, where not all devices are alike.
     """
 
     sized: Sized
@@ -60,6 +64,7 @@ class Candidate:
     width: int
     sharding: str = "none"
     away: bool = False
+    on: Placement = ()
 
     @property
     def stages(self) -> int:
@@ -90,6 +95,25 @@ class Candidate:
     def schedule(self) -> ScheduleKey:
         """What its schedule is known by."""
         return ScheduleKey(self.method, self.depth, self.microbatches, self.width > 1, self.sharding)
+
+    @cached_property
+    def speeds(self) -> Floats:
+        """How many times as fast as the profile each rank is."""
+        return np.array([each.speed for each in self.on]) if self.on else np.ones(self.depth)
+
+    def limits(self, devices: Devices) -> list[float]:
+        """Return the bytes that each rank may hold."""
+        limits = [each.memory for each in self.on] or [devices.memory] * self.depth
+        return [math.inf if limit is None else limit for limit in limits]
+
+    def bandwidths(self, devices: Devices) -> tuple[float, float]:
+        """Return the bandwidth between replicas and the one between ranks; devices of two kinds are on two nodes."""
+        across, along = bandwidths(devices, self.width, self.depth)
+        kinds = [set(each.kinds) for each in self.on]
+        return (
+            devices.bandwidth if any(len(each) > 1 for each in kinds) else across,
+            devices.bandwidth if len(set().union(*kinds)) > 1 else along,
+        )
 
     def passes_of(self, chain: BlockChain) -> PassSums:
         """Return what passes of its method take.
@@ -124,20 +148,21 @@ class Candidate:
         case every stage has a block, so that at least r of them come before rank r, as `of_ranks` says.
         """
         m, d, passes = self.microbatches, self.depth, self.passes_of(chain)
+        together, fastest = float(self.speeds.sum()), float(self.speeds.max())
         total, message = float(passes.busy[-1]), self.least_message(chain, devices)
-        longest = least_of_largest(np.diff(passes.busy), d)
-        busy = max((m * total + float(self.updates(chain, devices)[-1])) / d, m * longest)
+        longest = least_of_largest(np.diff(passes.busy), d) / fastest
+        busy = max((m * total + float(self.updates(chain, devices)[-1])) / together, m * longest)
         steady = max(busy, m * self.messages * message, self.least_collectives(chain, devices))
         after = self.least_after(chain, devices)
         if not self.method.flushes:
             return max(steady, after) / self.samples
-        through = total - float(passes.second[-1])
+        through = (total - float(passes.second[-1])) / fastest
         path = through + 2 * self.hops * (message + devices.latency)
         flushed = through / (1 - (1 - 1 / m) ** d) if self.method.chunks == 1 else 0.0
         hops = (message + devices.latency) * (d - 1)
-        outside = float(passes.path[:d].mean()) + hops
+        outside = float(passes.path[:d].mean()) / fastest + hops
         if self.method.forwards_first:
-            outside += float((passes.path[-1] - passes.path[-d:]).mean()) + hops
+            outside += float((passes.path[-1] - passes.path[-d:]).mean()) / fastest + hops
         return (max(steady, path, flushed, m * through / d + outside) + after) / self.samples
 
     def least_after(self, chain: BlockChain, devices: Devices) -> float:
@@ -157,12 +182,12 @@ class Candidate:
 
     def _least_sums(self, chain: BlockChain, devices: Devices) -> tuple[float, float]:
         """Return what `sums` says of a stage of average size."""
-        across, _ = bandwidths(devices, self.width, self.depth)
+        across, _ = self.bandwidths(devices)
         return self.sums(float(chain.parameters[0, -1]) / self.stages, across)
 
     def least_message(self, chain: BlockChain, devices: Devices) -> float:
         """Return the seconds that a message between ranks takes of its lane at least, however it is cut."""
-        _, along = bandwidths(devices, self.width, self.depth)
+        _, along = self.bandwidths(devices)
         return float(chain.crossing[1:-1].min(initial=math.inf)) / along if self.depth > 1 else 0.0
 
     def of_ranks(self, times: RankWork, ranks: npt.NDArray[np.intp]) -> Floats:
@@ -219,7 +244,12 @@ class Candidate:
         size = f", microbatch {self.sized.samples}" if self.sized.samples > 1 else ""
         shards = "" if self.sharding == "none" else f", sharded {self.sharding}"
         away = ", optimizer on the host" if self.away else ""
-        return f"{self.method.name}, depth {self.depth}, width {self.width}{size}{shards}{away}"
+        return f"{self.method.name}, depth {self.depth}, width {self.width}{size}{shards}{away}{self._said_of_devices}"
+
+    @property
+    def _said_of_devices(self) -> str:
+        rows = [(name, len(list(row))) for name, row in groupby(map(str, self.on))]
+        return ", on " * bool(rows) + ", ".join(name if n == 1 else f"{n} x {name}" for name, n in rows)
 
 
 def least_of_largest(times: Floats, ranks: int) -> float:

@@ -20,7 +20,6 @@ from penstock.plan.simulated.planned_methods import StageForecast, least_microba
 from penstock.plan.simulated.schedule_cache import KnownSchedules, Moment
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Skipped, StageRating
-from penstock.plan.stages.two_bw_cost import bandwidths
 from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.simulate.costs import Costs, StageCost
@@ -83,7 +82,8 @@ class CandidateTrial:
         self._passes, self._ranks = candidate.passes_of(chain), candidate.method.ranks(candidate.depth)
         self._between = [s for s in range(1, candidate.stages) if self._ranks[s - 1] != self._ranks[s]]  # cuts
         self._on = [[s for s, r in enumerate(self._ranks) if r == rank] for rank in range(candidate.depth)]
-        self._limit = math.inf if devices.memory is None else devices.memory
+        self._limits = candidate.limits(devices)
+        self._slow = 1 / candidate.speeds[list(self._ranks)]  # of stages
         self._sizes: dict[AlwaysThere, StageSizes] = {}
         self._forecasts: dict[int, StageForecast] = {}
         self._steps = candidate.updates(chain, devices)
@@ -114,7 +114,7 @@ class CandidateTrial:
         bound, after = of.bound(self._chain, self._devices), of.least_after(self._chain, self._devices)
         self._fitting = self._fit(self._foreseen)
         yield max((self._begun().batch + after * of.method.flushes) / of.samples, bound)
-        if self._limit < math.inf:
+        if self._devices.memory is not None:
             self._fitting = self._scheduled(self.fit_of_span)
             yield max((self._begun().batch + after * of.method.flushes) / of.samples, bound)
 
@@ -183,10 +183,10 @@ class CandidateTrial:
         memory = []
         for rank, stages in enumerate(self._on):
             plain = again = self._rank_memory(stages, moments(rank, False), again=False)
-            if self._limit < math.inf:
+            if self._devices.memory is not None:
                 again = self._rank_memory(stages, moments(rank, True), again=True)
             memory.append((plain, again))
-        return FittingCuts(self.of, self._chain, self._steps, self._hop, self._limit, memory)
+        return FittingCuts(self.of, self._chain, self._steps, self._hop, self._limits, memory)
 
     def _rank_memory(self, stages: Sequence[int], moments: Sequence[Moment], again: bool) -> RankMemory:
         of, foreseen = self.of, self._forecast(stages[0])
@@ -210,9 +210,9 @@ class CandidateTrial:
         """
         found = self._fitting.first()
         if found is None:
-            average = self._fitting.least()
-            least, limit = human_bytes(average, 2), human_bytes(self._limit, 2)
-            if average > self._limit:
+            average, room = self._fitting.least(), sum(self._limits) / self.of.depth
+            least, limit = human_bytes(average, 2), human_bytes(room, 2)
+            if average > room:
                 raise self._none(f"does not fit: at least {least} per device on average, but it has {limit}")
             many = f"{least} of {limit} per device at least on average"
             raise self._none(f"does not fit: {many}, but some stage takes more however the blocks are cut")
@@ -257,7 +257,7 @@ class CandidateTrial:
             again: which ranks recompute.
         """
         of, (times, largest, parameters) = self.of, self._stage_times(cuts, again)
-        across, along = bandwidths(self._devices, of.width, of.depth)
+        across, along = of.bandwidths(self._devices)
         network = None
         if of.shards > 1:
             made = self._known.schedule(of.schedule)
@@ -274,7 +274,7 @@ class CandidateTrial:
     def _stage_times(self, cuts: npt.NDArray[np.intp], again: Sequence[bool]) -> tuple[Floats, float, float]:
         """Return seconds of stages, rows as `StageCost` has them; and the bytes of the largest message and stage."""
         of, chain = self.of, self._chain
-        forward, first, second = (np.diff(sums[cuts]) for sums in self._passes)
+        forward, first, second = (np.diff(sums[cuts]) * self._slow for sums in self._passes)
         first = first + forward * np.array([again[rank] for rank in self._ranks])
         largest, between = float(chain.crossing[cuts[self._between]].max(initial=0.0)), np.array(self._between, int)
         ends = np.bincount([*between - 1, *between], minlength=of.stages)  # messages of a pass
@@ -282,13 +282,13 @@ class CandidateTrial:
         forward, first = forward + more, first + more
         second = second + self._devices.between if of.method.halved else second
         parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())
-        return np.array([forward, first, second, np.diff(self._steps[cuts])]), largest, parameters
+        return np.array([forward, first, second, np.diff(self._steps[cuts]) * self._slow]), largest, parameters
 
     def least_batch(self, cuts: Cuts, again: Sequence[bool]) -> float:
         """Return the seconds that a batch takes at least with these cuts, as `Candidate.of_ranks` says."""
         of, (times, largest, parameters) = self.of, self._stage_times(np.array(cuts), again)
         forward, first, second, steps = times
-        across, along = bandwidths(self._devices, of.width, of.depth)
+        across, along = of.bandwidths(self._devices)
         transfer, ranks = largest / along, np.arange(of.depth)
         own, hop = forward + first, 2 * (transfer + self._devices.latency)
         busy, path, step = (np.bincount(self._ranks, each).astype(float) for each in (own + second, own, steps))
@@ -304,20 +304,22 @@ class CandidateTrial:
 
     def planned(self, found: TimedCuts) -> Plan:
         """Return the plan with cuts."""
-        fit = self._fitting if self._limit < math.inf else self.fit_of_span()
+        fit = self._fitting if self._devices.memory is not None else self.fit_of_span()
         of, cuts, graph = self.of, found.cuts, self.of.sized.graph
         seconds, width = found.batch / of.sized.microbatches, of.width
-        busy = np.diff(self._passes.busy[list(cuts)]) + [
+        again_too = [
             found.again[rank] * (self._passes.forward[last] - self._passes.forward[first])
             for rank, (first, last) in zip(self._ranks, pairwise(cuts), strict=True)
         ]
-        updates = np.diff(self._steps[list(cuts)]) / of.sized.microbatches
+        busy = (np.diff(self._passes.busy[list(cuts)]) + again_too) * self._slow
+        updates = np.diff(self._steps[list(cuts)]) * self._slow / of.sized.microbatches
         stages, ratings = [], []
         for stage, (rank, (first, last)) in enumerate(zip(self._ranks, pairwise(cuts), strict=True)):
             again, own = found.again[rank], self._on[rank]
             ways, layers = single_device_ways(graph, again), tuple(range(first, last))
             named = tuple(ways[n].name for n in layers) if ways else ()
-            stages.append(PlannedStage(layers, width, 1, named, sharded=of.shards > 1))
+            on = of.on[rank] if of.on else None
+            stages.append(PlannedStage(layers, width, 1, named, sharded=of.shards > 1, on=on))
             idle = seconds - float((busy[own] / width + updates[own]).sum())
             parts = {"compute": float(busy[stage]) / width, "updates": float(updates[stage])}
             parts["bubble"] = max(idle, 0.0) / len(own)
@@ -342,9 +344,12 @@ class CandidateTrial:
             found["sharding"] = of.sharding
         if of.away:
             found["offload_optimizer"] = "pieces"
-        return found | {
+        found |= {
             "microbatches": of.microbatches,
             "microbatch_size": of.sized.samples,
             "recompute": modes[0] if len(set(modes)) == 1 else modes,
             "balance": [last - first for first, last in pairwise(cuts)],
         }
+        if of.on:
+            found["placement"] = [each.kinds[pipeline] for pipeline in range(of.width) for each in of.on]
+        return found

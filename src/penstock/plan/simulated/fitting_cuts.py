@@ -113,7 +113,7 @@ class FittingCuts:
         chain: its blocks.
         steps: seconds of updates of the first 0, 1, .. of them.
         hop: seconds of a message between ranks at least.
-        limit: bytes of a rank; may be infinite.
+        limits: bytes of each rank; may be infinite.
         memory: of each rank, without recompute and with it.
     """
 
@@ -123,13 +123,14 @@ class FittingCuts:
         chain: BlockChain,
         steps: Floats,
         hop: float,
-        limit: float,
+        limits: Sequence[float],
         memory: Sequence[tuple[RankMemory, RankMemory]],
     ) -> None:
         self._of, self._chain, self._steps, self._hop = of, chain, steps, hop
-        self._limit, self._memory = limit, memory
+        self._limits, self._memory = limits, memory
         self._depth, self._blocks, self.stages = of.depth, chain.blocks, of.stages
         self._ranks = of.method.ranks(of.depth)
+        self._slow = (1 / of.speeds)[:, None, None]  # of matrices of each rank
         self._matrices = [_matrices(*both) for both in memory] if of.method.chunks == 1 else None
 
     def held(self, rank: int, cuts: Cuts, again: bool) -> float:
@@ -140,12 +141,12 @@ class FittingCuts:
 
     def recomputes(self, cuts: Cuts) -> tuple[bool, ...] | None:
         """Return whether each rank recomputes, only where it must; None if some rank does not fit."""
-        if self._limit == math.inf:
+        if min(self._limits) == math.inf:
             return (False,) * self._depth
         found = []
-        for rank in range(self._depth):
-            again = self.held(rank, cuts, again=False) > self._limit
-            if again and self.held(rank, cuts, again=True) > self._limit:
+        for rank, limit in enumerate(self._limits):
+            again = self.held(rank, cuts, again=False) > limit
+            if again and self.held(rank, cuts, again=True) > limit:
                 return None
             found.append(again)
         return tuple(found)
@@ -158,7 +159,7 @@ class FittingCuts:
             return None if found is None else FirstCuts(found, self._least_batch(times))
         later = np.triu(np.ones((self._blocks + 1,) * 2, dtype=bool), 1)
         busy = np.where(later, between(self._of.passes_of(self._chain).busy), np.inf)
-        cuts = self._evenest(np.broadcast_to(busy, (self.stages, *busy.shape)))
+        cuts = self._evenest(busy * self._slow[list(self._ranks)])
         assert cuts is not None, "there are as many blocks as stages, or more"
         if self.are_few():
             fit = (each for each in (cuts, *self.all()) if self.recomputes(each) is not None)
@@ -192,19 +193,21 @@ class FittingCuts:
         return self._memory[0][True].at(whole) / self._depth
 
     def _most(self, cuts: Cuts) -> float:
-        """Return the bytes of the largest rank, recomputed if that takes less."""
-        return max(min(self.held(r, cuts, again) for again in (False, True)) for r in range(self._depth))
+        """Return the bytes of the largest rank for its limit, recomputed if that takes less."""
+        least = (min(self.held(r, cuts, again) for again in (False, True)) for r in range(self._depth))
+        return max(held * (max(self._limits) / limit) for held, limit in zip(least, self._limits, strict=True))
 
     def _rank_times(self, matrices: Sequence[tuple[Floats, Floats]]) -> RankWork:
         """Return the times of ranks with one stage from each cut to each later one; infinite where it does not fit."""
         passes, later = self._of.passes_of(self._chain), np.triu(np.ones((self._blocks + 1,) * 2, dtype=bool), 1)
-        plain, again = (np.array([each[n] for each in matrices]) <= self._limit for n in (0, 1))
-        forward = between(passes.forward)
+        limits = np.array(self._limits)[:, None, None]
+        plain, again = (np.array([each[n] for each in matrices]) <= limits for n in (0, 1))
+        forward = between(passes.forward) * self._slow
         more = np.where(later, np.where(plain, 0.0, np.where(again, forward, np.inf)), np.inf)
-        busy, path = between(passes.busy) + more, between(passes.path) + more
-        step = between(self._steps)
+        busy, path = between(passes.busy) * self._slow + more, between(passes.path) * self._slow + more
+        step = between(self._steps) * self._slow
         before, behind = np.zeros((2, *busy.shape[:2]))
-        so_far = (path[0] + step)[0]  # others wait for the first update, too
+        so_far = (path[0] + step[0])[0]  # others wait for the first update, too
         for rank in range(1, self._depth):
             before[rank] = so_far + 2 * rank * self._hop
             so_far = (so_far[:, None] + path[rank]).min(axis=0)
@@ -222,7 +225,7 @@ class FittingCuts:
         each the blocks count that take the most time for their bytes, the last one in part.
         """
         of, passes = self._of, self._of.passes_of(self._chain)
-        if self._limit == math.inf:
+        if min(self._limits) == math.inf:
             return 0.0
         seconds, fit = np.diff(passes.busy + passes.forward), []
         for rank, (plain, _) in enumerate(self._memory):
@@ -232,12 +235,12 @@ class FittingCuts:
                 if self._ranks[stage] == rank
             )
             sizes = np.diagonal(plain.sizes.fixed + plain.sizes.kinds[HeldKind.OPTIMIZER], 1)
-            fit.append(_most_within(seconds, sizes + flight * self._chain.own_graphs, self._limit))
+            fit.append(_most_within(seconds, sizes + flight * self._chain.own_graphs, self._limits[rank]))
         without = np.concatenate(([0.0], np.cumsum(sorted(fit, reverse=True))))
         rest = np.maximum(seconds.sum() - without, 0.0)
         others = of.depth - np.arange(of.depth + 1)
         least = np.divide(rest, others, out=np.where(rest > 1e-9 * seconds.sum(), np.inf, 0.0), where=others > 0)
-        return float(of.microbatches * least.min())
+        return float(of.microbatches * least.min() / of.speeds.max())
 
     def _least_batch(self, times: RankWork) -> float:
         """Return the seconds that a batch takes at least without sums, with whatever cuts of ranks with one stage."""

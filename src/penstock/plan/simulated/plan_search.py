@@ -28,6 +28,7 @@ from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.simulated.block_chain import BlockChain
 from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError, TimedCuts
+from penstock.plan.simulated.device_choice import MOST_ORDERS, placements
 from penstock.plan.simulated.planned_methods import METHODS, PLANNED, USUAL, PlannedMethod
 from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import Devices
@@ -37,6 +38,11 @@ _NEVER = Skipped(
     "other methods and options",
     "this search does not know them: other asynchronous methods, orders made for given times (zb-auto, v-auto), "
     "activations on the host, tensor parallelism, stages with replicas of their own",
+)
+_OTHER_PLACES = Skipped(
+    "other places of stages",
+    "no device is left out for one that is no faster and has no more memory; replicas of a stage are of one kind where "
+    f"that can be; of more than {MOST_ORDERS} orders along a pipeline those with equal devices side by side are tried",
 )
 _MOST_TRIED = 1 << 11  # passes of all candidates of a method that is not one of the usual ones
 _MOST_OF_FULL = 1 << 8  # the same of one that is fully sharded, where others fit
@@ -70,7 +76,10 @@ def simulated_plans(
     chains = {s.samples: BlockChain(s.graph, optimizer_copies) for s in sizes.values()}
     search = _Search(chains, devices, KnownSchedules(decides))
     search.refuse(_NEVER)
-    if devices.memory is not None and devices.host is None:
+    if devices.kinds:
+        search.refuse(_OTHER_PLACES)
+        search.refuse(Skipped("optimizer states on the host", "not tried where devices differ"))
+    elif devices.memory is not None and devices.host is None:
         said = "the bandwidth to the memory of the host is not known: give --host-bandwidth, or --cluster"
         search.refuse(Skipped("optimizer states on the host", said))
     names = METHODS if methods is None else [name for name in METHODS if name in methods]
@@ -154,7 +163,8 @@ class _Search:
 
         So it comes behind the same one without, and is not made where that is too slow anyway.
         """
-        limited = self._devices.memory is not None and self._devices.host is not None
+        devices = self._devices
+        limited = devices.memory is not None and devices.host is not None and not devices.kinds
         return limited and not candidate.away and candidate.method.name in USUAL
 
     def _fastest_of(self, flushes: bool) -> float:
@@ -205,7 +215,8 @@ def _candidates(sizes: Mapping[int, Sized], devices: Devices, method: PlannedMet
     for sized in sizes.values():
         for depth in range(first, min(devices.count, len(sized.graph.layers) // method.chunks) + 1):
             for width in widths(devices.count // depth, 1, sized.microbatches):
-                if not method.full:
-                    yield Candidate(sized, method, depth, width)
-                if devices.memory is not None and width > 1:
-                    yield Candidate(sized, method, depth, width, level)
+                for on in placements(devices, depth, width):
+                    if not method.full:
+                        yield Candidate(sized, method, depth, width, on=on)
+                    if devices.memory is not None and width > 1:
+                        yield Candidate(sized, method, depth, width, level, on=on)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
+from penstock.byte_sizes import human_bytes
 from penstock.checks import check_whole, in_short, is_number
 from penstock.errors import ConfigError
 from penstock.plan.profile.schema import MOST_DEVICES
+
+MOST_KINDS = 8
+"""Of devices that differ."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +31,65 @@ class DeviceLevel:
 
 
 @dataclass(frozen=True)
+class DeviceKind:
+    """Devices that are alike, beside others that are not.
+
+    Attributes:
+        name: for people.
+        count: how many.
+        speed: how many times as fast as the profile their passes and updates are.
+        memory: bytes of each; None for those of `Devices`.
+    """
+
+    name: str
+    count: int
+    speed: float = 1.0
+    memory: float | None = None
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        memory = "" if self.memory is None else f" and {human_bytes(self.memory, 2)}"
+        return f"{self.name}: {self.count} with {self.speed:.4g} times the speed of the profile{memory}"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            ConfigError: a number is out of its range.
+        """
+        check_whole(f"devices of kind {self.name}", self.count, 1, MOST_DEVICES)
+        _check_positive(f"speed of devices {self.name}", self.speed)
+        if self.memory is not None:
+            _check_positive(f"memory of devices {self.name}", self.memory)
+
+
+@dataclass(frozen=True)
+class StageDevices:
+    """The devices of the replicas of a stage, where devices differ.
+
+    Attributes:
+        kinds: names of their kinds, one for each replica.
+        speed: of the slowest of them.
+        memory: bytes of the smallest; None for no limit.
+    """
+
+    kinds: tuple[str, ...]
+    speed: float
+    memory: float | None
+
+    def __str__(self) -> str:
+        """Return the kind, or how many replicas lie on which."""
+        names = Counter(self.kinds)
+        return self.kinds[0] if len(names) == 1 else " + ".join(f"{n} {name}" for name, n in names.items())
+
+
+@dataclass(frozen=True)
 class Devices:
-    """Equal devices in levels, the innermost first: (4 GPUs at 12 GB/s, 2 servers at 1 GB/s) are eight devices.
+    """Devices in levels, the innermost first: (4 GPUs at 12 GB/s, 2 servers at 1 GB/s) are eight devices.
 
     Attributes:
         levels: at least one.
-        memory: bytes of each device; None for no limit.
+        memory: bytes of each device, of the largest one if they differ; None for no limit.
         latency: seconds that a message takes besides its bytes, for costs that know it.
         cores: how many of them can work at full speed at once, as they share the cores of one machine, for costs that
             know it; None if each computes by itself.
@@ -40,6 +100,7 @@ class Devices:
         between: seconds of a rank from one pass to the next one, for costs that know it.
         shares_link: all devices of the innermost level send to others by one link; the bandwidth of the next level is
             the part of each.
+        kinds: of devices that differ, for costs that know it; none if all are as the profile says and hold `memory`.
     """
 
     levels: tuple[DeviceLevel, ...]
@@ -50,6 +111,7 @@ class Devices:
     link_work: tuple[float, float] = (0.0, 0.0)
     between: float = 0.0
     shares_link: bool = False
+    kinds: tuple[DeviceKind, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what cannot be.
@@ -71,6 +133,8 @@ class Devices:
             _check_positive("bandwidth to the host", self.host)
         if not is_number(self.latency) or not 0 <= self.latency < 1e30:
             raise ConfigError(f"latency must be a number of seconds, not negative, got {in_short(self.latency)}")
+        if self.kinds:
+            _check_kinds(self)
 
     @property
     def count(self) -> int:
@@ -92,8 +156,48 @@ class Devices:
         return self.link_work[0] + nbytes * self.link_work[1]
 
     def __str__(self) -> str:
-        """Return how many there are, level by level."""
+        """Return how many there are, level by level or of each kind."""
+        if self.kinds:
+            return " + ".join(f"{kind.count} {kind.name}" for kind in self.kinds)
         return " x ".join(str(level.units) for level in self.levels)
+
+
+def places_in_words(placement: Sequence[str], depth: int) -> str:
+    """Say on which kind of devices each rank belongs, and what to do for that.
+
+    Args:
+        placement: names of kinds, one for each rank.
+        depth: ranks of a pipeline.
+    """
+    first = list(placement[:depth])
+    alike = len(placement) > depth > 1 and first * (len(placement) // depth) == list(placement)
+    words, at = list[str](), 0
+    for name, row in groupby(first if alike else placement):
+        count = len(list(row))
+        words.append(f"rank {at} on {name}" if count == 1 else f"ranks {at} to {at + count - 1} on {name}")
+        at += count
+    each = f"of every {depth} ranks: " * alike
+    return f"Ranks belong on devices that differ: {each}{', '.join(words)}; start processes on hosts in this order"
+
+
+def _check_kinds(devices: Devices) -> None:
+    """Refuse kinds of devices that are not those of all devices.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    kinds, names = devices.kinds, [kind.name for kind in devices.kinds]
+    if len(kinds) > MOST_KINDS or len(set(names)) < len(names):
+        raise ConfigError(f"devices differ in at most {MOST_KINDS} kinds with a name each, got {in_short(names)}")
+    count = sum(kind.count for kind in kinds)
+    if count != devices.count:
+        raise ConfigError(f"kinds of devices: {count} devices are of some kind, but there are {devices.count}")
+    for kind in kinds:
+        if kind.memory is not None and (devices.memory is None or kind.memory > devices.memory):
+            raise ConfigError(
+                f"memory of devices {kind.name} is {kind.memory:g} bytes, but that of the largest device "
+                f"{'not given' if devices.memory is None else format(devices.memory, 'g')}"
+            )
 
 
 def _check_positive(what: str, value: object) -> None:

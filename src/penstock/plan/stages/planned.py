@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.plan.stages.device_hierarchy import StageDevices
+
 
 @dataclass(frozen=True)
 class PlannedStage:
@@ -19,6 +21,7 @@ class PlannedStage:
         inner: with levels of devices, the pipeline that each copy is, on one unit of this level; empty for one device.
         sharded: whether the copies divide the optimizer's state among them.
         in_turns: whether it runs on the same devices as the other stages, one after the other.
+        on: the devices of its copies; None if all devices are alike.
     """
 
     layers: tuple[int, ...]
@@ -28,6 +31,7 @@ class PlannedStage:
     inner: tuple[PlannedStage, ...] = ()
     sharded: bool = False
     in_turns: bool = False
+    on: StageDevices | None = None
 
     @property
     def devices(self) -> int:

@@ -154,6 +154,9 @@ class TrainConfig(Strict):
         description="with options.in_flight=auto, the most bytes of activations on a rank; any number if not set",
     )
     balance: list[int] | None = Field(default=None, description="blocks per stage; balanced by cost if not set")
+    placement: list[str] | None = Field(
+        default=None, description="what penstock plan chose among devices that differ, for each rank; it is said only"
+    )
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="of initialisation, sample order and dropout")
     data: str | None = Field(
         default=None, description="text file, folder or token array; the standard library if not set"

@@ -1,0 +1,36 @@
+"""Devices of several clusters as those of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.plan.cluster.schema import Cluster
+from penstock.plan.stages.device_hierarchy import DeviceKind, DeviceLevel, Devices
+
+
+def devices_of_clusters(clusters: Sequence[Cluster], counts: Sequence[int]) -> Devices:
+    """Return so many devices of each of several clusters, for planners that know devices which differ.
+
+    Links are as fast as the slowest of their kind; where nodes have different sizes, all are as those between them.
+
+    Args:
+        clusters: the first one has the devices that were profiled; others are as fast as their operations say.
+        counts: devices of each.
+
+    Raises:
+        ConfigError: there are no whole nodes, or two clusters have one name.
+    """
+    parts = [cluster.devices(count) for cluster, count in zip(clusters, counts, strict=True)]
+    if len(parts) == 1:
+        return parts[0]
+    (inner, *others), total = sorted({part.levels[0].units for part in parts}), sum(counts)
+    between = min(cluster.between.value for cluster in clusters) / 2
+    levels = [DeviceLevel(total, between)]
+    if not others and inner > 1:
+        inside = min(cluster.inside.value for cluster in clusters) / 2
+        levels = [DeviceLevel(inner, inside), DeviceLevel(total // inner, between)]
+    kinds = [
+        DeviceKind(cluster.name, count, cluster.rate / clusters[0].rate, cluster.memory.value)
+        for cluster, count in zip(clusters, counts, strict=True)
+    ]
+    return Devices(tuple(levels), max(cluster.memory.value for cluster in clusters), kinds=tuple(kinds))
