@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from penstock.comm.core.tensor_group import TensorGroup
 from penstock.errors import CapabilityError
 from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training
 
@@ -74,8 +75,9 @@ def measure_block(
     Returns:
         What passes take by microbatch size, what weights take, and the inputs of the next block.
     """
+    tensor = training.tensor
     with closing(StageTrial({name: block}, place, training)) as trial:
-        passes = {size: _measure(trial, given, seconds) for size, given in inputs.items()}
+        passes = {size: _measure(trial, given, seconds, tensor) for size, given in inputs.items()}
         behind = {} if place.last else {size: trial.output_of(given) for size, given in inputs.items()}
         weights = _measure_update(trial, inputs[min(inputs)], training, seconds)
     if place.first:
@@ -83,7 +85,7 @@ def measure_block(
         passes = {size: replace(each, data=kept[size]) for size, each in passes.items()}
     try:
         with closing(StageTrial({name: block}, place, training, halved=True)) as trial:
-            halved = {size: _measure(trial, given, seconds) for size, given in inputs.items()}
+            halved = {size: _measure(trial, given, seconds, tensor) for size, given in inputs.items()}
     except CapabilityError:
         return passes, weights, behind
     passes = {size: replace(each, halves=halved[size].halves, late=halved[size].late) for size, each in passes.items()}
@@ -101,14 +103,14 @@ def _measure_kept_inputs(
         return {size: trial.run(given).stored for size, given in inputs.items()}
 
 
-def _measure(trial: StageTrial, given: BlockInput, seconds: float) -> PassFigures:
+def _measure(trial: StageTrial, given: BlockInput, seconds: float, tensor: TensorGroup) -> PassFigures:
     """Measure the passes of a microbatch, for so many seconds or a few times.
 
     The first run is not counted: it allocates memory, and finds out what autograd saves.
     """
     trial.run(given)
     runs, end = [trial.run(given)], time.perf_counter() + seconds
-    while len(runs) < _FEWEST or (len(runs) < _MOST and time.perf_counter() < end):
+    while _goes_on(len(runs), end, tensor):
         runs.append(trial.run(given))
     last = runs[-1]
     forward, backward = median(run.forward for run in runs), median(run.first + run.second for run in runs)
@@ -116,6 +118,11 @@ def _measure(trial: StageTrial, given: BlockInput, seconds: float) -> PassFigure
         return PassFigures(forward, backward, last.output, last.stored)
     halves = median(run.first for run in runs), median(run.second for run in runs)
     return PassFigures(forward, backward, last.output, last.stored, halves, last.late)
+
+
+def _goes_on(runs: int, end: float, tensor: TensorGroup) -> bool:
+    """Whether one more run is measured, after so many; processes that share the block ask together."""
+    return runs < _FEWEST or (runs < _MOST and tensor.says(time.perf_counter() < end))
 
 
 def _measure_update(trial: StageTrial, given: BlockInput, training: Training, seconds: float) -> BlockFigures:
@@ -126,7 +133,7 @@ def _measure_update(trial: StageTrial, given: BlockInput, training: Training, se
     clips = training.options.update.max_grad_norm is not None
     trial.update(given, clips)
     times, end = [trial.update(given, clips)], time.perf_counter() + seconds
-    while len(times) < _FEWEST or (len(times) < _MOST and time.perf_counter() < end):
+    while _goes_on(len(times), end, training.tensor):
         times.append(trial.update(given, clips))
     figures = trial.parameters, trial.buffer, whole, trial.frozen, trial.weights.optimizer_bytes
     return BlockFigures(*figures, median(times))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
+from penstock.comm.core.tensor_group import TensorGroup
 from penstock.errors import ConfigError
 from penstock.measure.block_figures import BlockFigures, PassFigures, measure_block
 from penstock.measure.distinct_blocks import kind_of, title_of
@@ -43,6 +44,7 @@ def measure_blocks(
     options: PipelineOptions,
     seconds: float = 0.3,
     told: Callable[[str], None] = lambda name: None,  # noqa: ARG005
+    tensor: TensorGroup | None = None,
 ) -> list[MeasuredBlock]:
     """Measure every distinct block of a model once, as a stage of its own.
 
@@ -50,16 +52,18 @@ def measure_blocks(
         blocks: as of `penstock.runtime.pipeline.Pipeline`; lazy ones are built one after the other.
         samples: by microbatch size, an input of the model and its target.
         loss, optimizer: as of `Pipeline`.
-        options: of passes and updates; what divides model or batch must not be set.
+        options: of passes and updates; what divides model or batch must not be set, but for `tensor_parallel`.
         seconds: for each size of each block, once for every kind of pass.
         told: called with the name of each block that is measured.
+        tensor: the processes that share each block by tensor parallelism, and call this together; none if None.
 
     Raises:
-        ConfigError: there is no block, or one cannot be a stage.
+        ConfigError: there is no block, or one cannot be a stage; or `tensor_parallel` is another number of processes.
         CapabilityError: a block does something that stages cannot do.
     """
     named = named_blocks(blocks)
-    walk = _Walk(len(named), samples, Training(loss, optimizer, options), seconds, told)
+    training = Training(loss, optimizer, options, tensor=tensor or TensorGroup.alone(None))
+    walk = _Walk(len(named), samples, training, seconds, told)
     with options.precision.kernels.applied():
         return [walk.measured(name, block) for name, block in named.items()]
 

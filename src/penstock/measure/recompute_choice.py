@@ -17,7 +17,7 @@ from itertools import product
 from typing import Any
 
 from penstock.byte_sizes import human_bytes
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import CapabilityError, ConfigError, PenstockError
 from penstock.measure.recompute_savings import SETTLED, Savings
 from penstock.measure.stage_bytes import measure_stages
 from penstock.measure.stage_trial import Training
@@ -172,8 +172,17 @@ def _check_free(plans: Sequence[PipelinePlan]) -> None:
 def _measured(
     plan: PipelinePlan, blocks: Mapping[str, Any], sample: tuple[Any, Any], loss: LossFunction, optimizer: Any
 ) -> dict[int, StageBytes]:
-    """Measure the bytes of every stage on copies of its blocks."""
-    parallel = plan.options.data_parallel
+    """Measure the bytes of every stage on copies of its blocks.
+
+    Raises:
+        CapabilityError: processes share stages, which one alone cannot measure.
+    """
+    parallel, parts = plan.options.data_parallel, plan.options.partition.tensor_parallel
+    if parts > 1:
+        raise CapabilityError(
+            f"recompute=auto is not offered with tensor_parallel={parts} yet, as it measures stages in one process; "
+            "list what each stage recomputes"
+        )
     options = PipelineOptions(
         precision=plan.options.precision,
         run=plan.options.run,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.measure.stage_inputs import StageInputs
 from penstock.measure.stage_trial import BlockInput, BlockPlace, SliceTrial, StageTrial, Training, Trial
@@ -41,6 +42,22 @@ class _Joined(nn.Module):
             value = block(value)
         return value
 
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        """Let the blocks divide themselves among the processes of a mesh."""
+        blocks: list[Any] = list(self.modules_of)
+        for block in blocks:
+            if hasattr(block, "parallelize"):
+                block.parallelize(mesh)
+
+    @property
+    def tensor_sections(self) -> dict[str, int]:
+        """Of how many sections parameters of the blocks consist."""
+        return {
+            f"modules_of.{place}.{path}": count
+            for place, block in enumerate(self.modules_of)
+            for path, count in getattr(block, "tensor_sections", {}).items()
+        }
+
 
 def measure_stages(
     blocks: Any,
@@ -56,7 +73,8 @@ def measure_stages(
         blocks: as of `penstock.runtime.pipeline.Pipeline`.
         parts: the names of the blocks of each stage.
         sample: a microbatch of the model, and its target.
-        training: how it is trained; width and sharding count for what the optimizer remembers.
+        training: how it is trained; width and sharding count for what the optimizer remembers. With tensor parallelism
+            the processes that share stages call this together; what is returned is what each of them takes.
         recompute: also what stages take whose blocks, or that as a whole, are recomputed.
         schedule: that it is for; needed where its stages are no chain, or it takes slices of sequences, has ranks keep
             activations of others, or several copies of a stage that divide its state.
@@ -111,8 +129,11 @@ def _measure_stage(
     with closing(StageTrial(blocks, place, alone, moved=moved)) as trial:
         passes, stage = trial.run(given), _weights(trial)
         behind = given if place.last else trial.output_of(given)
-    with closing(StageTrial(blocks, place, alone, halved=True, moved=moved)) as trial:
-        kinds = _from_forward_to_backward(passes, trial.run(given), moved)
+    halved = None
+    if training.tensor.size == 1:  # else no backward comes in two halves
+        with closing(StageTrial(blocks, place, alone, halved=True, moved=moved)) as trial:
+            halved = trial.run(given)
+    kinds = _from_forward_to_backward(passes, halved, moved)
     if recompute:
         kinds |= _recomputed(blocks, place, given, alone)
     stage = replace(stage, passes=kinds, output=passes.output)
@@ -125,12 +146,15 @@ def _measure_stage(
 
 
 def _from_forward_to_backward(
-    whole: Trial | SliceTrial, halved: Trial | SliceTrial, moved: bool
+    whole: Trial | SliceTrial, halved: Trial | SliceTrial | None, moved: bool
 ) -> dict[HeldKind, int]:
     """Return what the graphs of a microbatch or slice take, if its backward comes as a whole, and in two halves."""
-    kinds = {HeldKind.GRAPH: whole.stored, HeldKind.HALVED: halved.stored, HeldKind.LATE: halved.late}
+    kinds = {HeldKind.GRAPH: whole.stored}
     if moved:
         kinds |= {HeldKind.MOVED: whole.movable, HeldKind.LEFT: whole.stored - whole.movable}
+    if halved is not None:
+        kinds |= {HeldKind.HALVED: halved.stored, HeldKind.LATE: halved.late}
+    if halved is not None and moved:
         kinds |= {HeldKind.MOVED_HALVED: halved.movable, HeldKind.LEFT_HALVED: halved.stored - halved.movable}
     return kinds
 
@@ -140,16 +164,17 @@ def _recomputed(
 ) -> dict[HeldKind, int]:
     """Return what a stage takes whose blocks are recomputed, and what it keeps that is recomputed as a whole."""
     training = training._replace(options=training.options.changed(recompute="block"))
-    whole, halved = (_second(StageTrial(blocks, place, training, halved), given) for halved in (False, True))
-    joined = {"all": _Joined(list(blocks.values()))}
-    return {
+    whole, joined = _second(StageTrial(blocks, place, training), given), {"all": _Joined(list(blocks.values()))}
+    kinds = {
         HeldKind.FORWARD: whole.most_forward,
-        HeldKind.FORWARD_HALVED: halved.most_forward,
         HeldKind.SAVED: whole.stored,
         HeldKind.BACKWARD: whole.most_backward,
-        HeldKind.BACKWARD_HALVED: halved.most_backward,
         HeldKind.INPUT: _second(StageTrial(joined, place, training), given).stored,
     }
+    if training.tensor.size == 1:
+        halved = _second(StageTrial(blocks, place, training, halved=True), given)
+        kinds |= {HeldKind.FORWARD_HALVED: halved.most_forward, HeldKind.BACKWARD_HALVED: halved.most_backward}
+    return kinds
 
 
 def _measure_slices(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from penstock.comm.core.tensor_group import TensorGroup
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.comm.message.memory_order import copied
 from penstock.comm.message.trees import detached, leaves_of
+from penstock.errors import ConfigError
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.rank.snapshot import optimizer_state
@@ -68,14 +70,17 @@ class Training(NamedTuple):
 
     Attributes:
         loss, optimizer: as of `penstock.runtime.pipeline.Pipeline`.
-        options: of passes and updates; those that divide the model or the batch must have their defaults.
+        options: of passes and updates; those that divide the model or the batch must have their defaults, but for
+            `tensor_parallel`.
         correction: of staleness, which may ask for the values before an update.
+        tensor: the processes that share every stage, and measure their parts of it together; of one it is alone.
     """
 
     loss: LossFunction
     optimizer: OptimizerFactory
     options: PipelineOptions
     correction: Correction | None = None
+    tensor: TensorGroup = TensorGroup.alone(None)
 
 
 class Trial(NamedTuple):
@@ -139,6 +144,7 @@ class StageTrial:
 
     Raises:
         CapabilityError: they cannot be such a stage.
+        ConfigError: their parameters are divided among another number of processes than measure them.
     """
 
     def __init__(
@@ -151,6 +157,15 @@ class StageTrial:
         moved: bool = False,
         slices: int = 1,
     ) -> None:
+        tensor, parts = training.tensor, training.options.partition.tensor_parallel
+        if parts != tensor.size:
+            raise ConfigError(
+                f"tensor_parallel={parts}: blocks are measured together by the {parts} processes that share them, but "
+                f"here by {tensor.size}; call this in each of {parts} processes, with TensorGroup.around(group) as "
+                "`tensor` of Training, or leave tensor_parallel out"
+            )
+        if tensor.size > 1:  # which blocks are divided by, once and for all
+            blocks = copy.deepcopy(blocks)
         around: dict[str, Any] = {} if place.first else {"the block before": nn.Identity()}
         around |= blocks
         if not place.last:
@@ -165,7 +180,7 @@ class StageTrial:
         self._place, self.halved, self._slices = place, halved, slices
         self._recorder = Recorder(stage.rank, time.perf_counter())
         key = RankKey(pipeline, stage.rank)
-        builder = StageBuilder(key, plan, *training[:2], self._recorder, TensorGroup.alone(None))
+        builder = StageBuilder(key, plan, *training[:2], self._recorder, tensor)
         self._runtime = builder.build(stage, blocks)
         self._k = self._batch = 0
         self._given: list[Tensor | None] = []  # gradients of the output

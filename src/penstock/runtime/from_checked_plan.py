@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from penstock.comm.core.rank_grid import rank_grid
+from penstock.comm.core.rank_grid import RankGrid, rank_grid
+from penstock.comm.core.tensor_group import TensorGroup
 from penstock.partition.blocks import Blocks, named_blocks
 from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
@@ -23,12 +24,14 @@ def pipeline_of(
     loss: LossFunction | Mapping[int, LossFunction],
     optimizer: OptimizerFactory,
     group: dist.ProcessGroup | None = None,
+    tensor: TensorGroup | None = None,
 ) -> Pipeline:
     """The pipeline of a plan, of which nothing is checked again.
 
     Args:
         plan: made of the same blocks; between processes by `shared_plan`, or the like.
         blocks, loss, optimizer, group: as of `Pipeline`.
+        tensor: instead of a group, processes each of which has all ranks, and shares all stages with the others.
 
     Raises:
         ConfigError: the group has another size, or blocks are not what the plan takes them for; or ranks were given
@@ -37,8 +40,11 @@ def pipeline_of(
     """
     check_loss(loss)
     options, pipeline = plan.options, Pipeline.__new__(Pipeline)
-    sizes, tensor = (options.data_parallel.width, plan.schedule.ranks), options.partition.tensor_parallel
-    grid = rank_grid(*sizes, group, options.run.timeout, tensor)
+    sizes, parts = (options.data_parallel.width, plan.schedule.ranks), options.partition.tensor_parallel
+    if tensor is None:
+        grid = rank_grid(*sizes, group, options.run.timeout, parts)
+    else:
+        grid = RankGrid(*sizes, None, options.run.timeout, tensor)
     if grid.everyone is not None:
         check_same_plans({"": plan}, None, grid.everyone)
     pipeline._build(plan, grid, blocks, named_blocks(blocks), loss, optimizer)

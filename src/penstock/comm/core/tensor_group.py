@@ -44,6 +44,21 @@ class TensorGroup:
         """Return that of a pipeline without tensor parallelism."""
         return cls(0, 1, group, group)
 
+    @classmethod
+    def around(cls, group: dist.ProcessGroup) -> TensorGroup:
+        """Return that of pipelines that each process of a group has all ranks of, and shares all stages of.
+
+        So are blocks measured and single ranks rehearsed. Nothing but what is added within passes crosses processes, so
+        each clips gradients by its own norm.
+        """
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("inner",))
+        return cls(dist.get_rank(group), dist.get_world_size(group), None, group, mesh)
+
+    @property
+    def counts(self) -> bool:
+        """Whether what all tensor ranks know alike, such as losses, counts here: on the first, or on each by itself."""
+        return not self.index or self.pipelines is None
+
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all tensor ranks, which call this together, in their order.
 
@@ -54,6 +69,18 @@ class TensorGroup:
         found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(found, tensor.contiguous(), group=self.mesh.get_group())
         return found
+
+    def says(self, value: bool) -> bool:
+        """Return what the first tensor rank says; all call this together.
+
+        Raises:
+            RuntimeError: a peer is dead.
+        """
+        if self.mesh is None:
+            return value
+        said = torch.tensor([value])
+        dist.broadcast(said, group=self.mesh.get_group(), group_src=0)
+        return bool(said)
 
 
 def tensor_group(group: dist.ProcessGroup | None, size: int, ranks: int, limit: timedelta) -> TensorGroup:

@@ -89,7 +89,7 @@ class SpanBorders:
 
     def _parameters(self) -> tuple[int, int]:
         """How many parameters of the model are trained here, and how many are not; copies of stages do not count."""
-        if self._grid.tensor.index:
+        if not self._grid.tensor.counts:
             return 0, 0
         modules = [
             stage.module

@@ -61,7 +61,7 @@ class RankState:
             options.data_parallel.combine,
             key.pipeline,
             stop,
-            counts=not tensor.index,
+            counts=tensor.counts,
         )
         self._builder = StageBuilder(key, plan, loss, optimizer, recorder, tensor)
         self.stages = {stage: self._builder.build(stage, blocks[stage]) for stage in plan.schedule.on_rank(key.rank)}
