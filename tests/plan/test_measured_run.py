@@ -17,7 +17,7 @@ from penstock.models.gpt_shape import GPTConfig
 from penstock.plan.measured_run import compare_with_run, predicted_batch, recalibrated
 from penstock.plan.profile.files import profile_text, read_profile
 from penstock.plan.profile.schema import Profile, ProfiledLayer, ProfiledLink
-from penstock.plan.run_forecast import RunSettings
+from penstock.plan.run_forecast import RunSettings, stages_decide
 from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.schedule.methods.table import METHODS
 from penstock.simulate.costs import Costs, StageCost
@@ -243,6 +243,21 @@ def test_settings_of_a_run(tmp_path):
     assert found == RunSettings(
         "interleaved", 2, 1, 4, 2, (True, False, False, False), (1, 1, 1, 2), frozenset({2}), decides=False
     )
+
+
+def test_stages_that_processes_share_are_predicted_by_a_profile_of_as_many(tmp_path):
+    """They decide on every update together, even where gradients are not clipped."""
+    values = {"method": "1f1b", "microbatches": 4, "balance": [2, 1], "max_grad_norm": None, "tensor_parallel": 2}
+    found = settings_of_run(TrainConfig(**values), tmp_path)
+    assert found == replace(SETTINGS, tensor=2, decides=True)
+    run = played((3.0, 3.0), (5.0, 4.0), (0.2, 0.1))
+    shared = small_profile(settings={"tensor_parallel": 2, "max_grad_norm": None})
+    assert stages_decide(shared)
+    assert compare_with_run(shared, found, run).stages[0].error("F") == pytest.approx(0, abs=1e-9)
+    with pytest.raises(ConfigError, match=r"the run has tensor_parallel=2, but the profile was measured with 1"):
+        compare_with_run(small_profile(), found, run)
+    with pytest.raises(ConfigError, match=r"the run has tensor_parallel=1, but the profile was measured with 2"):
+        predicted_batch(shared, SETTINGS)
 
 
 @pytest.mark.parametrize(

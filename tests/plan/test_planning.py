@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.errors import CapabilityError, ConfigError
 from penstock.plan.planners.pipedream import Choices, plan_as_pipedream, plan_for_pipedream_cost
 from penstock.plan.planners.piper import plan_as_piper, plan_for_piper_cost
 from penstock.plan.planning import PlanRequest, make_plan
-from penstock.plan.profile.files import parse_profile
+from penstock.plan.profile.files import parse_profile, read_profile
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 
@@ -173,6 +173,17 @@ def test_microbatch_sizes_are_chosen(command, tmp_path):
         again = best and any("recompute" in stage["options"] for stage in best["stages"])
         found[memory] = best and (best["samples_per_microbatch"], bool(again), best["microbatches"])
     assert found == {"150": (4, False, 4), "40": (1, False, 16), "10": None}
+
+
+def test_plans_of_stages_that_processes_share_are_refused(chain, tmp_path):
+    """Whatever the cost function: its plans would be of whole blocks, or of half as many devices."""
+    shared = tmp_path / "shared.yaml"
+    shared.write_text(f"{chain.read_text()}\nsettings: {{tensor_parallel: 2}}\n")
+    profile = read_profile(shared)
+    assert profile.tensor_parallel == 2
+    for cost in ("simulated", "piper"):
+        with pytest.raises(CapabilityError, match="plans with tensor_parallel=2, with which the profile was measured"):
+            make_plan(PlanRequest(profile, Devices((DeviceLevel(4, 1e9),)), cost=cost))
 
 
 def test_a_single_layer():

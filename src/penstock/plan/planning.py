@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from penstock.checks import check_whole, did_you_mean, in_words
-from penstock.errors import ConfigError
+from penstock.errors import CapabilityError, ConfigError
 from penstock.plan.any_links.device_order import Floats, link_matrix, ordered_links
 from penstock.plan.any_links.spp import plan_as_spp
 from penstock.plan.any_links.spp_cost import SppCost
@@ -95,6 +95,7 @@ def make_plan(request: PlanRequest) -> Planning:
 
     Raises:
         ConfigError: there is no such planner or cost function, they do not go together, or the graph is too large.
+        CapabilityError: the profile is of blocks that processes share.
     """
     request = with_cost(request)
     sizes = _sizes(request)
@@ -144,7 +145,14 @@ def with_cost(request: PlanRequest) -> PlanRequest:
 
     Raises:
         ConfigError: a name is unknown, or the two do not go together.
+        CapabilityError: the profile is of blocks that processes share.
     """
+    if (parts := request.profile.tensor_parallel) > 1:
+        raise CapabilityError(
+            f"plans with tensor_parallel={parts}, with which the profile was measured, are not offered yet: planners "
+            "would try what does not go with it; plan with a profile without it, or predict runs of your own choice: "
+            "penstock rehearse before them, penstock predicted after them"
+        )
     for what, name, known in (("planner", request.planner, PLANNERS), ("cost", request.cost, (*COSTS, None))):
         if name not in known:
             names = [each for each in known if each]

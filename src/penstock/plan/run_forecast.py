@@ -54,6 +54,7 @@ class RunSettings:
         window: messages that may be outstanding on a lane; that of the proof if None.
         sharding: what parallel pipelines divide; that of the method if None.
         decides: updates wait for all stages; as the profile was measured if None.
+        tensor: processes that share each stage.
     """
 
     method: str
@@ -70,13 +71,14 @@ class RunSettings:
     window: int | None = None
     sharding: str | None = None
     decides: bool | None = None
+    tensor: int = 1
 
 
 def stages_decide(profile: Profile) -> bool:
     """Return whether updates of a profiled run wait for all stages; those of parallel pipelines always do."""
     settings = profile.settings
     clips, fp16 = settings.get("max_grad_norm", 1.0) is not None, settings.get("precision") == "fp16"
-    return bool(what_decides(clips, fp16, fp16, 1, None))
+    return bool(what_decides(clips, fp16, fp16, 1, None, profile.tensor_parallel))
 
 
 def run_forecast(profile: Profile, settings: RunSettings, devices: Devices | None = None) -> tuple[Proof, Costs]:
@@ -88,10 +90,16 @@ def run_forecast(profile: Profile, settings: RunSettings, devices: Devices | Non
         devices: on which it runs; those that were profiled if None.
 
     Raises:
-        ConfigError: the profile is of another model, lacks the microbatch size or what the method asks of it, or the
-            stages of the method are no chain.
+        ConfigError: the profile is of another model or of blocks that other numbers of processes share, lacks the
+            microbatch size or what the method asks of it, or the stages of the method are no chain.
         ScheduleError: there is no such schedule.
     """
+    if profile.tensor_parallel != settings.tensor:
+        raise ConfigError(
+            f"the run has tensor_parallel={settings.tensor}, but the profile was measured with "
+            f"{profile.tensor_parallel}, where passes take other times; measure one with penstock profile --set "
+            f"tensor_parallel={settings.tensor}"
+        )
     size = settings.microbatch_size if profile.microbatch_sizes else None
     graph = layer_graph(profile, size)
     if sum(settings.balance) != len(graph.layers):

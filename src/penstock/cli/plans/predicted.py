@@ -72,7 +72,9 @@ def predicted(
         Console().print(Text(_ERROR, "dim"))
     else:
         print_json(_plain(compared[0]) if len(runs) == 1 else {"runs": [_plain(each) for each in compared]})
-    next_step = f"penstock plan --profile {{}} --devices {settings.stages * settings.width}"
+    next_step = (
+        "" if settings.tensor > 1 else f"penstock plan --profile {{}} --devices {settings.stages * settings.width}"
+    )
     if out is not None:
         _write_profile(out, recalibrated(known, settings, found, run.name), next_step, as_json)
     if calibration is not None:
@@ -115,9 +117,7 @@ def settings_of_run(config: TrainConfig, run: Path) -> RunSettings:
     from penstock.schedule.transforms.batch_ops import what_decides
 
     _check_comparable(config)
-    what = "comparisons of runs with profiles"
-    config.check_chain(what, "as profiles are of blocks in a row")
-    config.check_own_stages(what, "as profiles are of blocks that one process has")
+    config.check_chain("comparisons of runs with profiles", "as profiles are of blocks in a row")
     rule = "provisional-in-place" if config.undo == "in-place" else None
     request = ScheduleRequest(config.row.name, config.stages, config.microbatches, rule, options=config.options)
     fp16 = config.precision == "fp16"
@@ -137,7 +137,8 @@ def settings_of_run(config: TrainConfig, run: Path) -> RunSettings:
         rule,
         config.window,
         config.sharding,
-        bool(what_decides(config.max_grad_norm is not None, fp16, fp16, 1, None)),
+        bool(what_decides(config.max_grad_norm is not None, fp16, fp16, 1, None, config.tensor_parallel)),
+        config.tensor_parallel,
     )
 
 

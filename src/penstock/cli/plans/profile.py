@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,6 +16,9 @@ from penstock.cli.plans.sizes import whole_numbers
 from penstock.cli.train import changes_of
 from penstock.errors import ConfigError
 from penstock.guarded_files import write_whole
+
+if TYPE_CHECKING:
+    from penstock.plan.profile.schema import Profile
 
 MicrobatchSizes = Annotated[
     str | None,
@@ -79,8 +82,8 @@ def profile(
     """Measure what the blocks of a model cost on this machine; or check a profile, ours or a published one.
 
     Without FILE every distinct block of the GPT that [bold]penstock train[/bold] would train with the same options is
-    measured once, as a stage of its own, and messages between two processes. For example: penstock profile --set
-    model.preset=small --microbatch-sizes 1,2,4 --out small.yaml
+    measured once, as a stage of its own, and messages between two processes; with tensor_parallel=T in T processes that
+    share it. For example: penstock profile --set model.preset=small --microbatch-sizes 1,2,4 --out small.yaml
     """
     numbers = (layers, hidden, sequence, heads, vocabulary)
     if cluster is not None or any(number is not None for number in numbers):
@@ -169,7 +172,7 @@ def _read(file: Path, source: str | None, name: str | None) -> Any:
     return found
 
 
-def _write_profile(found: Any, out: Path | None, as_json: bool, planned: str = " --devices N") -> None:
+def _write_profile(found: Profile, out: Path | None, as_json: bool, planned: str = " --devices N") -> None:
     """Print a profile, and write it to a file where one is given.
 
     Raises:
@@ -190,4 +193,6 @@ def _write_profile(found: Any, out: Path | None, as_json: bool, planned: str = "
     console = table_console()
     console.print(profile_tables(found, console.width))
     if out is not None:
-        say_written("profile", out, f"penstock plan --profile {{}}{planned}")
+        shared = found.tensor_parallel > 1  # for which there are no plans
+        following = "penstock predicted RUN --profile {}" if shared else f"penstock plan --profile {{}}{planned}"
+        say_written("profile", out, following)

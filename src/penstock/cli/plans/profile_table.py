@@ -50,7 +50,8 @@ def profile_tables(profile: Profile, width: int) -> Group:
         )
     if profile.settings:
         said = " ".join(f"--set {key}={value}" for key, value in _flat(profile.settings))
-        parts.append(Text(f"Measured with {said}, which plans take over."))
+        taken = "" if profile.tensor_parallel > 1 else ", which plans take over"
+        parts.append(Text(f"Measured with {said}{taken}."))
     return Group(*parts)
 
 

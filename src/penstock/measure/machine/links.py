@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -17,18 +14,16 @@ import torch.distributed as dist
 
 from penstock.comm.message.tensor_message import Header, TensorMessage
 from penstock.comm.p2p.gloo import GlooTransport
-from penstock.launch.launch import launch_local
+from penstock.measure.machine.local_processes import in_processes
 from penstock.plan.profile.schema import ProfiledLink
 from penstock.schedule.ir.schedule import Payload
 from penstock.schedule.machine.instructions import LaneKey
 from penstock.train.config.schema import TrainConfig
-from penstock.train.process_group import process_group
 
 SIZES = tuple(4**k << 8 for k in range(8))  # bytes, 256 to 4 MiB
 _REPEATS, _WARM = 15, 3
 _LEAST, _MOST = 64, 32 << 20  # bytes of messages around which links are measured
 _THERE, _BACK = LaneKey(0, 1, Payload.ACTIVATION), LaneKey(1, 0, Payload.GRADIENT)
-_FILE = "pings.json"
 
 
 class Ping(NamedTuple):
@@ -69,21 +64,7 @@ def measure_link(config: TrainConfig, sizes: Sequence[int] = SIZES) -> ProfiledL
         WorkerError: a process failed.
         InterruptedRunError: this process was signalled twice.
     """
-    two = {"stages": 2, "width": 1, "timeout": config.timeout, "device": "cpu", "backend": "gloo"}
-    with tempfile.TemporaryDirectory() as folder:
-        launch_local(2, _work, two, folder, tuple(sizes), timeout=config.timeout)
-        pings = [Ping(*pair) for pair in json.loads((Path(folder) / _FILE).read_text())]
-    return fit(pings)
-
-
-def _work(values: dict[str, object], folder: str, sizes: Sequence[int], drain: str) -> None:  # noqa: ARG001
-    """Measure as one of the two processes; rank 0 writes what it has found."""
-    config = TrainConfig.model_validate(values)
-    torch.set_num_threads(1)
-    with process_group(config):
-        pings = ping(dist.group.WORLD, sizes, config.timeout)
-        if dist.get_rank() == 0:
-            (Path(folder) / _FILE).write_text(json.dumps(pings))
+    return fit([Ping(*each) for each in in_processes(2, config.timeout, ping, tuple(sizes), config.timeout)])
 
 
 def ping(group: dist.ProcessGroup | None, sizes: Sequence[int], timeout: float, repeats: int = _REPEATS) -> list[Ping]:

@@ -171,6 +171,12 @@ class Profile(_Strict):
     layers: Annotated[list[ProfiledLayer], Field(min_length=1, max_length=MOST_LAYERS)]
 
     @property
+    def tensor_parallel(self) -> int:
+        """How many processes have measured their parts of every block together, as they would share it in a run."""
+        found = self.settings.get("tensor_parallel", 1)
+        return found if isinstance(found, int) else 1
+
+    @property
     def in_runs(self) -> Calibration:
         """The calibration; one that changes nothing where there is none."""
         return self.calibration or Calibration()
