@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from penstock.plan.profile.files import read_profile
 from penstock.train.config.load import load_config
 from penstock.train.setup.prepare_run import prepare
 from support.command_line import Command, only_folder
@@ -76,11 +78,10 @@ def test_a_run_goes_on_with_as_many_tensor_ranks_as_wanted(
         (("train", "1f1b", "--set", "tensor_parallel=3"), "model.heads 4 must be a multiple of tensor_parallel 3"),
         (("train", "zb-h1", "--set", "tensor_parallel=2"), "tensor_parallel=2 is not offered with backwards in two"),
         (("train", "1f1b", "--set", "tensor_parallel=2", "--set", "optimizer.name=muon"), "looks at parameters as a"),
-        (("rehearse", "FILE", "--rank", "0"), "is not offered for rehearsals of one rank yet, as nobody stands in"),
-        (
-            ("profile", "--set", "tensor_parallel=2"),
-            "for profiles yet, which measure blocks in one process; set",
-        ),
+        (("rehearse", "FILE", "--rank", "2"), "rank must be at most 1"),
+        (("profile", "--set", "tensor_parallel=3"), "model.heads 4 must be a multiple of tensor_parallel 3"),
+        (("profile", "--set", "tensor_parallel=2", "--set", "optimizer.name=muon"), "looks at parameters as a whole"),
+        (("profile", "--set", "tensor_parallel=2", "--set", "compile=true"), "is not offered with compiled blocks"),
     ],
 )
 def test_what_is_not_offered_is_refused_before_any_process_starts(
@@ -92,6 +93,28 @@ def test_what_is_not_offered_is_refused_before_any_process_starts(
     ran = command(*given, *([] if "FILE" in arguments else ["--set", f"data={text}"]))
     assert ran.returncode == 2
     assert said in " ".join(ran.stderr.split())
+
+
+@pytest.mark.long
+def test_a_run_is_predicted_from_a_profile_of_as_many_processes(
+    tmp_path: Path, begun: Begun, command: Command, text: Path
+) -> None:
+    run, profile = begun(*SHARED), tmp_path / "profile.yaml"
+    found = load_config(run / "config.yaml", [])
+    model = [f"model.{key}={getattr(found.model, key)}" for key in ("layers", "width", "heads", "context")]
+    changes = [part for each in (*model, *SHARED, "threads=1") for part in ("--set", each)]
+    measured = command("profile", *changes, "--data", text, "--seconds", "0", "--out", profile)
+    assert measured.returncode == 0, measured.stderr
+    assert f"Next: penstock predicted RUN --profile {profile}" in measured.stdout
+    known = read_profile(profile)
+    assert known.tensor_parallel == 2
+    compared = command("predicted", run, "--profile", profile, "--json")
+    assert compared.returncode == 0, compared.stderr
+    stages = json.loads(compared.stdout)["stages"]
+    assert [stage["predicted"].keys() for stage in stages] == [{"F", "B", "STEP"}] * 2
+    refused = command("plan", "--profile", profile, "--devices", "4", "--global-batch", "8")
+    assert refused.returncode == 2
+    assert "plans with tensor_parallel=2" in " ".join(refused.stderr.split())
 
 
 @pytest.mark.parametrize(("vocabulary", "said"), [(258, False), (259, True)])

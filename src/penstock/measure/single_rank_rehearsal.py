@@ -2,25 +2,29 @@
 
 The other stages of the schedule are single blocks without work: those that feed a stage of the rank hand on tensors of
 the shapes that the real ones would, and those behind it take whatever comes. So the rank runs every action of its
-program, with messages of full size, and all memory but that of the stand-ins is its own.
+program, with messages of full size, and all memory but that of the stand-ins is its own. Where processes share stages
+by tensor parallelism, as many do so together, and add up what they add up within passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.checks import check_whole
 from penstock.comm.core.devices import find_device
+from penstock.comm.core.tensor_group import TensorGroup
 from penstock.comm.message.trees import leaves_of
 from penstock.errors import ConfigError
 from penstock.job.cpus import Cpus
+from penstock.measure.machine.local_processes import in_processes
 from penstock.measure.own_work import OwnWork, own_work
 from penstock.measure.stage_inputs import StageInputs
 from penstock.measure.stage_trial import BlockPlace, StageTrial, Training
@@ -33,7 +37,7 @@ from penstock.schedule.ir.schedule import Schedule
 from penstock.train.config.schema import TrainConfig
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.pipeline_options import pipeline_options
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.setup.prepare_run import Prepared, prepare
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 _WARM = 2  # batches before those that are timed
@@ -58,6 +62,7 @@ class Rehearsal:
         width: how many pipelines the plan has.
         peak: the most bytes of each kind that it held, and together ("total").
         left_out: what was not rehearsed.
+        processes: that share the rank; what is said of its memory is that of each.
     """
 
     rank: int
@@ -74,6 +79,7 @@ class Rehearsal:
     width: int
     peak: Mapping[str, int]
     left_out: tuple[str, ...]
+    processes: int = 1
 
 
 class StandIn(nn.Module):
@@ -107,7 +113,8 @@ class StandIn(nn.Module):
 def rehearse(config: TrainConfig, rank: int, batches: int = 5) -> Rehearsal:
     """Run the program of one rank on the device of a configuration.
 
-    It computes with as many threads as each of stages x width processes on this machine would have.
+    It computes with as many threads as each process of the run would have on this machine. Where processes share its
+    stages, as many run its program together, and the first one is timed.
 
     Args:
         config: a plan, or any configuration of `penstock train`.
@@ -118,21 +125,37 @@ def rehearse(config: TrainConfig, rank: int, batches: int = 5) -> Rehearsal:
         ConfigError: there is no such rank, or something in the configuration is wrong.
         DataError: the text is missing, unreadable or too short.
         ScheduleError: there is no such schedule.
+        WorkerError: one of the processes that share its stages failed.
     """
     check_whole("batches", batches, 1, 1_000_000)
-    config.check_own_stages(
-        "rehearsals of one rank", "as nobody stands in for the processes that share its stages and add up their outputs"
-    )
-    device = find_device(config.device)
-    alone, left_out = _alone(config)
-    prepared = prepare(alone)
-    plan = prepared.plan
-    check_whole("rank", rank, 0, plan.schedule.ranks - 1)
+    prepared = prepare(_alone(config)[0])
+    check_whole("rank", rank, 0, prepared.plan.schedule.ranks - 1)
+    threads = config.threads or Cpus.of_this_process().threads(config.processes)
+    if config.tensor_parallel == 1:
+        return _rehearse(config, prepared, rank, batches, threads)
+    given = config.model_dump(), rank, batches, threads
+    found: dict[str, Any] = in_processes(config.tensor_parallel, config.timeout, _rehearse_parts, *given)
+    found["passes"] = {kind: tuple(each) for kind, each in found["passes"].items()}
+    values: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+    return Rehearsal(**values)
+
+
+def _rehearse_parts(
+    group: dist.ProcessGroup, values: dict[str, Any], rank: int, batches: int, threads: int
+) -> dict[str, Any]:
+    """Rehearse as one of the processes that share the stages of a rank; returns what was found as plain values."""
+    config = TrainConfig.model_validate(values)
+    return asdict(_rehearse(config, prepare(_alone(config)[0]), rank, batches, threads, TensorGroup.around(group)))
+
+
+def _rehearse(
+    config: TrainConfig, prepared: Prepared, rank: int, batches: int, threads: int, tensor: TensorGroup | None = None
+) -> Rehearsal:
+    """Run the program of a rank, with so many threads."""
+    (alone, left_out), device, plan = _alone(config), find_device(config.device), prepared.plan
     options = pipeline_options(alone, prepared.model).changed(device=device, tied=None)
-    rehearsed = _Rehearsed(plan, rank, prepared.model, prepared.windows.samples(0, alone.microbatch_size))
-    processes = config.stages * config.width
-    threads = config.threads or Cpus.of_this_process().threads(processes)
-    before = torch.get_num_threads()
+    sample = prepared.windows.samples(0, alone.microbatch_size)
+    rehearsed, before = _Rehearsed(plan, rank, prepared.model, sample, tensor), torch.get_num_threads()
     keep_freed_memory()
     torch.set_num_threads(threads)
     try:
@@ -143,7 +166,7 @@ def rehearse(config: TrainConfig, rank: int, batches: int = 5) -> Rehearsal:
     samples = alone.microbatches * alone.microbatch_size
     return Rehearsal(
         rank, plan.schedule.ranks, rehearsed.own, rehearsed.blocks, alone.row.name, batches, work.busy, work.fastest,
-        work.passes, threads, samples, config.width, peak, left_out,
+        work.passes, threads, samples, config.width, peak, left_out, config.tensor_parallel,
     )  # fmt: skip
 
 
@@ -158,6 +181,8 @@ def _alone(config: TrainConfig) -> tuple[TrainConfig, tuple[str, ...]]:
                 f"sharding {config.sharding!r} divides weights over {config.width} pipelines, which one rank cannot "
                 "rehearse alone; leave sharding out"
             )
+    if config.tensor_parallel > 1:
+        lost.append(f"what the {config.tensor_parallel} processes that share each stage decide together")
     if config.model.tied:
         lost.append("the sum of the gradient that first and last stage share")
     return config.model_copy(update=changes), tuple(lost)
@@ -171,9 +196,16 @@ class _Rehearsed:
         blocks: their names.
     """
 
-    def __init__(self, plan: PipelinePlan, rank: int, model: LanguageModel, sample: tuple[Any, Any]) -> None:
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        rank: int,
+        model: LanguageModel,
+        sample: tuple[Any, Any],
+        tensor: TensorGroup | None = None,
+    ) -> None:
         self._plan, self._rank, self._all, self._sample = plan, rank, model.blocks, sample
-        self._loss = model.loss
+        self._loss, self._tensor = model.loss, tensor
         self.own = tuple(sorted({stage.index for stage in plan.schedule.on_rank(rank)}))
         self.blocks = tuple(name for index in self.own for name in plan.parts[index])
 
@@ -182,7 +214,8 @@ class _Rehearsed:
     ) -> tuple[OwnWork, dict[str, int]]:
         """Return what the work takes, and the peak bytes."""
         depth = self._plan.schedule.num_stages
-        outputs = self._outputs(Training(self._loss, optimizer, options))
+        shared = self._tensor or TensorGroup.alone(None)
+        outputs = self._outputs(Training(self._loss, optimizer, options, tensor=shared))
         blocks, balance = dict[str, Any](), []
         for index, part in enumerate(self._plan.parts):
             own = index in self.own
@@ -191,7 +224,7 @@ class _Rehearsed:
             blocks |= named if own else {f"instead of stage {index}": StandIn(outputs.get(index))}
         loss = self._loss if depth - 1 in self.own else _no_loss
         plan = PipelinePlan.make(blocks, self._plan.given, options.changed(balance=balance))
-        pipeline = pipeline_of(plan, blocks, loss, optimizer)
+        pipeline = pipeline_of(plan, blocks, loss, optimizer, tensor=self._tensor)
         count = self._plan.schedule.microbatches
         for _ in pipeline.run([self._pair() for _ in range(count)] for _ in range(warm + batches)):
             pass

@@ -67,7 +67,8 @@ def _print(found: Rehearsal) -> None:
     console = Console()
     blocks = found.blocks
     named = " ".join(blocks) if len(blocks) < 4 else f"{blocks[0]} .. {blocks[-1]} ({len(blocks)})"
-    console.print(Text(f"Rank {found.rank} of {found.ranks}, {found.method}: {named}"))
+    shared = f", shared by {found.processes} processes" if found.processes > 1 else ""
+    console.print(Text(f"Rank {found.rank} of {found.ranks}, {found.method}{shared}: {named}"))
     console.print(Text("work of a batch, medians; a pass is that of one microbatch", "italic"))
     table = Table(box=None)
     for heading in ("work", "times", "s each", "s per batch"):
@@ -86,6 +87,7 @@ def _print(found: Rehearsal) -> None:
         )
     )
     kinds = ", ".join(f"{kind} {human_bytes(count)}" for kind, count in found.peak.items() if kind != "total" and count)
-    console.print(Text(f"Held {human_bytes(found.peak['total'])} at most (each kind at its own most: {kinds})."))
+    each = "Each of them held" if shared else "Held"
+    console.print(Text(f"{each} {human_bytes(found.peak['total'])} at most (each kind at its own most: {kinds})."))
     if found.left_out:
         console.print(Text(f"Not rehearsed: {'; '.join(found.left_out)}."))
