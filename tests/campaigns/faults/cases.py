@@ -61,7 +61,9 @@ def draw(number: int, seed: int, again: int = 0) -> Case:
         s
         for s in (LARGE if large else SHAPES)
         if (kind.launcher != HOSTS or s.workers % 2 == 0)
-        and not (kind.drains and s.method == "stash")  # a drain changes what its next batches read (docs/design.md, sec. 6)
+        and not (
+            kind.drains and s.method == "stash"
+        )  # a drain changes what its next batches read (docs/design.md, sec. 6)
     ]
     shape = dice.choice(fitting)
     if kind.damage is not None or kind.launcher != LOCAL:  # two checkpoints must have been written
