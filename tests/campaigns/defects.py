@@ -144,7 +144,7 @@ DEFECTS = (
     Defect(
         "ranks recompute though their stages fit as they are",
         "plan/simulated",
-        "again = self.held(rank, cuts, again=False) > self._limit",
+        "again = self.held(rank, cuts, again=False) > limit",
         "again = True",
         ("tests/plan/test_simulated.py",),
     ),
