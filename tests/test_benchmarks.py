@@ -108,6 +108,7 @@ def test_schedules_of_every_size(tmp_path):
     assert "| 2bw, 4 x 8 | " in printed
 
 
+@pytest.mark.long
 def test_halves_of_backwards(tmp_path, run):
     printed = run("halves", "--rounds", 2, "--out", tmp_path)
     (raw,) = tmp_path.iterdir()
@@ -191,6 +192,7 @@ def test_campaigns_of_quality():
         assert contenders(config)[0].label == "1f1b"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["text-1-nadam", "digits-1-sgd"])
 def test_the_optimizer_of_a_campaign_goes_with_its_methods(name):
     config = CAMPAIGNS[name].config
@@ -219,6 +221,7 @@ def test_the_page_has_what_was_measured(name):
     assert table(name) in (ROOT / "docs/which-method.md").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_times_of_messages(run, tmp_path):
     printed = run("messages", "--batches", 1, "--microbatches", 2, "--layers", 1, "--out", tmp_path)

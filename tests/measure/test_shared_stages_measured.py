@@ -194,6 +194,7 @@ def divide_joined(group: dist.ProcessGroup) -> list[bool]:
     return [torch.equal(one, other) for one, other in pairs]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_joined_blocks_are_divided_as_they_are_one_by_one(pool: Pool) -> None:
     assert all(equal for equals in pool.submit(divide_joined, ranks=2) for equal in equals)

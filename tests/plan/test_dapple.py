@@ -194,10 +194,10 @@ def test_what_dapple_refuses():
     rated = DappleCost(graph, Devices((DeviceLevel(2, 1.0),)), 8).rate((PlannedStage((0,), 1, 2),))
     assert "single devices" in rated.fault
     layers = [ProfiledLayer(name=f"l{n}", forward=1.0, backward=1.0) for n in range(48)]
-    many = layer_graph(Profile(format="penstock profile 1", layers=layers))
+    many, few = (layer_graph(Profile(format="penstock profile 1", layers=layers[:n])) for n in (48, 12))
     with pytest.raises(ConfigError, match="merge layers"):
         plan_as_dapple(many, Devices((DeviceLevel(1 << 12, 1.0),)), 8)
-    none = plan_for_dapple_cost(many, Devices((DeviceLevel(64, 1.0),), 0.5), 8)
+    none = plan_for_dapple_cost(few, Devices((DeviceLevel(16, 1.0),), 0.5), 8)
     assert none.plan is not None  # parameters of nothing, outputs of nothing
 
 

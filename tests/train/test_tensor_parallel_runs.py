@@ -55,7 +55,10 @@ def test_reports_and_weights_are_those_of_a_run_without_it(begun: Begun, command
     assert sampled.returncode == 0, sampled.stderr
 
 
-@pytest.mark.parametrize(("before", "after"), [((), SHARED), (SHARED, ()), (SHARED, SHARED)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((), SHARED), *(pytest.param(SHARED, after, marks=pytest.mark.long) for after in ((), SHARED))],
+)
 def test_a_run_goes_on_with_as_many_tensor_ranks_as_wanted(
     runs: Path, begun: Begun, command: Command, before: tuple[str, ...], after: tuple[str, ...]
 ) -> None:
