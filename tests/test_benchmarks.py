@@ -96,6 +96,7 @@ def test_memory_of_an_arm(tmp_path, run):
     assert "penstock 2bw" in printed
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_schedules_of_every_size(tmp_path):
     """In a process of its own, as a person starts it."""
@@ -119,12 +120,14 @@ def test_halves_of_backwards(tmp_path, run):
     assert "| few | " in printed
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_limits(run):
     printed = run("limits", "--microbatches", 2, "--count", 4, "--slice", 2)
     assert all(word in printed for word in ("order", "work", "messages", "in all"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_overhead_of_two_parts(tmp_path, run):
     options = "--part", "a", "b", "--rounds", 1, "--microbatches", 4, "--count", 8, "--slice", 4
