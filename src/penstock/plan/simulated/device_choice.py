@@ -16,7 +16,8 @@ from penstock.plan.stages.device_hierarchy import DeviceKind, Devices, StageDevi
 
 MOST_ORDERS = 12
 """Along a pipeline, all of which are tried; of more those with equal devices side by side."""
-_MOST_CHOICES = 64  # of devices for a depth and a width
+MOST_CHOICES = 64
+"""Of devices for a depth and a width, of which those with the fastest devices are tried."""
 
 Placement: TypeAlias = tuple[StageDevices, ...]
 """The devices of each rank of a pipeline; empty if all devices are alike."""
@@ -29,7 +30,7 @@ def placements(devices: Devices, depth: int, width: int) -> Iterator[Placement]:
         return
     limit = math.inf if devices.memory is None else devices.memory
     kinds = sorted(devices.kinds, key=lambda kind: (kind.speed, kind.memory or limit), reverse=True)
-    for counts in islice(_choices(kinds, limit, depth * width, width), _MOST_CHOICES):
+    for counts in islice(_choices(kinds, limit, depth * width, width), MOST_CHOICES):
         used = list(zip(kinds, counts, strict=True))
         by_speed = [kind for kind, count in used for _ in range(count)]
         by_memory = sorted(by_speed, key=lambda kind: kind.memory or limit, reverse=True)

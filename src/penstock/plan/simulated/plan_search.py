@@ -28,7 +28,7 @@ from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.simulated.block_chain import BlockChain
 from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError, TimedCuts
-from penstock.plan.simulated.device_choice import MOST_ORDERS, placements
+from penstock.plan.simulated.device_choice import MOST_CHOICES, MOST_ORDERS, placements
 from penstock.plan.simulated.planned_methods import METHODS, PLANNED, USUAL, PlannedMethod
 from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import Devices
@@ -42,7 +42,8 @@ _NEVER = Skipped(
 _OTHER_PLACES = Skipped(
     "other places of stages",
     "no device is left out for one that is no faster and has no more memory; replicas of a stage are of one kind where "
-    f"that can be; of more than {MOST_ORDERS} orders along a pipeline those with equal devices side by side are tried",
+    f"that can be; of more than {MOST_ORDERS} orders along a pipeline those with equal devices side by side are tried, "
+    f"and of more than {MOST_CHOICES} choices of devices for a depth and a width those with the fastest",
 )
 _MOST_TRIED = 1 << 11  # passes of all candidates of a method that is not one of the usual ones
 _MOST_OF_FULL = 1 << 8  # the same of one that is fully sharded, where others fit

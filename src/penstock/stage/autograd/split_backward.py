@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
 from penstock.stage.autograd.known_weight_grads import EXACT, KnownWeightGrads
 from penstock.stage.autograd.saved_bytes import SavedBytes
-from penstock.stage.autograd.weight_proxy import ProxyWeights, WeightProxy, collect_tensors, replaced
+from penstock.stage.autograd.weight_proxy import ProxyWeights, WeightOperation, WeightProxy, collect_tensors, replaced
 
 _KEEPING = frozenset({F.linear, torch.mul, F.layer_norm, F.conv1d, F.conv2d, F.conv3d, torch.matmul, Tensor.matmul})
 """Operations whose gradients of the weights need their inputs."""
@@ -77,27 +77,13 @@ class BackwardSplitter:
         if self._eager is not None:
             self._eager.__exit__(*failure)
 
-    def run(
-        self,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensors: Sequence[Tensor],
-        names: Mapping[int, str],
-    ) -> Any:
-        """Run an operation that reads weights, detached from the graph of the other tensors that it reads.
-
-        Args:
-            func, args, kwargs: the operation, on the tensors that proxies represent.
-            tensors: all tensors that it reads, proxies included.
-            names: names of the weights among them, by identity; empty for tensors computed from weights.
-        """
-        others = [tensor for tensor in tensors if not isinstance(tensor, WeightProxy)]
+    def run(self, operation: WeightOperation) -> Any:
+        """Run an operation that reads weights, detached from the graph of the other tensors that it reads."""
+        func, args, kwargs, tensors, names = operation
         self.share(names.values())
-        kinds = {tensor.plain.dtype if isinstance(tensor, WeightProxy) else tensor.dtype for tensor in tensors}
-        if func is F.rms_norm and len(kinds) == 1 and kinds.issubset(EXACT):
+        if func is F.rms_norm and _is_exact(tensors):
             return self._rms_norm(*args, **kwargs)
-        return self._detach(func, args, kwargs, others)
+        return self._detach(func, args, kwargs, [tensor for tensor in tensors if not isinstance(tensor, WeightProxy)])
 
     def _rms_norm(
         self, input: Tensor, normalized_shape: Sequence[int], weight: Tensor, eps: float | None = None
@@ -188,3 +174,9 @@ class _DetachedOp(torch.autograd.Function):
         if not ctx.inner:
             return nothing
         return *nothing, *torch.autograd.grad(roots, ctx.inner, arrived, retain_graph=True, allow_unused=True)
+
+
+def _is_exact(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all tensors have the same numbers, with which norms compute without conversions."""
+    kinds = {tensor.plain.dtype if isinstance(tensor, WeightProxy) else tensor.dtype for tensor in tensors}
+    return len(kinds) == 1 and kinds.issubset(EXACT)

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import CapabilityError
+
+
+class WeightOperation(NamedTuple):
+    """An operation that reads weights, and other tensors as well.
+
+    Attributes:
+        func, args, kwargs: the operation, on the tensors that proxies represent.
+        tensors: all tensors that it reads, proxies included.
+        names: names of the weights among them, by identity; empty for tensors computed from weights.
+    """
+
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    tensors: Sequence[Tensor]
+    names: Mapping[int, str]
 
 
 class Splitting(Protocol):
@@ -19,21 +35,8 @@ class Splitting(Protocol):
     def known(self) -> Mapping[Callable[..., Any], Callable[..., Tensor | None]]:
         """What runs an operation on proxies by itself, and returns None where only `run` can."""
 
-    def run(
-        self,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensors: Sequence[Tensor],
-        names: Mapping[int, str],
-    ) -> Any:
-        """Run any operation that reads weights, and other tensors as well.
-
-        Args:
-            func, args, kwargs: the operation, on the tensors that proxies represent.
-            tensors: all tensors that it reads, proxies included.
-            names: names of the weights among them, by identity; empty for tensors computed from weights.
-        """
+    def run(self, operation: WeightOperation) -> Any:
+        """Run any operation that reads weights."""
 
     def share(self, names: Iterable[str]) -> None:
         """Note weights whose gradients are summed before they are added to those of other microbatches."""
@@ -85,7 +88,7 @@ class WeightProxy(Tensor):
             return func(*args, **kwargs)
         if len(proxies) < len(tensors):
             names = {id(proxy.plain): proxy.key for proxy in proxies}
-            return splitting.run(func, args, kwargs, tensors, names)
+            return splitting.run(WeightOperation(func, args, kwargs, tensors, names))
         splitting.share(proxy.key for proxy in proxies)
         return pytree.tree_map(owner.proxy_of, func(*args, **kwargs))
 
