@@ -12,7 +12,7 @@ from penstock.measure.configured import _said_of_links
 from penstock.measure.distinct_blocks import kind_of
 from penstock.measure.machine.links import SIZES, Ping, fit, ping, sizes_around
 from penstock.measure.model_profile import measure_blocks, profile_of
-from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training
+from penstock.measure.stages.stage_trial import BlockInput, BlockPlace, StageTrial, Training
 from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.models.gpt_shape import GPTConfig
 from penstock.options.all_options import PipelineOptions

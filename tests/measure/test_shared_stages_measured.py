@@ -16,8 +16,8 @@ from penstock.errors import CapabilityError, ConfigError
 from penstock.measure.model_profile import measure_blocks, profile_of
 from penstock.measure.recompute_choice import choose_recompute
 from penstock.measure.single_rank_rehearsal import _rehearse_parts
-from penstock.measure.stage_bytes import _Joined, measure_stages
-from penstock.measure.stage_trial import Training
+from penstock.measure.stages.stage_bytes import _Joined, measure_stages
+from penstock.measure.stages.stage_trial import Training
 from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.options.all_options import PipelineOptions
 from penstock.options.parallelism import Partition

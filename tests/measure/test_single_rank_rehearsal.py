@@ -91,6 +91,13 @@ def test_the_command_says_whether_a_rank_fits(command, text, tmp_path):
     assert found["peak"]["total"] > 1000
 
 
+def test_rehearse_recomputes_what_auto_chooses(text):
+    method = "method=1f1b", "stages=2"
+    most = rehearse(config_for(text, *method), 0, batches=1).peak
+    auto = config_for(text, *method, "recompute=auto", f"memory_limit={most['total'] - 1}")
+    assert rehearse(auto, 0, batches=1).peak["activations"] < most["activations"]
+
+
 def test_what_rehearse_refuses(text):
     with pytest.raises(ConfigError, match="rank must be at most 1"):
         rehearse(config_for(text, "method=1f1b", "stages=2"), 2)

@@ -37,6 +37,8 @@ def test_changes_are_read_as_the_field_means_them():
             "method=1f1b",
             "stages=4",
             "optimizer.lr=1e-3",
+            "memory_limit=1.5GiB",
+            "in_flight_bytes=2e6",
             "lr_schedule.floor=0",
             "balance=[1, 2]",
             "prompt=1",
@@ -44,6 +46,7 @@ def test_changes_are_read_as_the_field_means_them():
         ],
     )
     assert (config.method, config.stages, config.optimizer.lr, config.lr_schedule.floor) == ("1f1b", 4, 1e-3, 0)
+    assert (config.memory_limit, config.in_flight_bytes) == (1.5 * 2**30, 2e6)
     assert (config.balance, config.prompt, config.data) == ([1, 2], "1", None)
 
 
@@ -161,6 +164,7 @@ def test_what_is_written_into_a_run_folder_can_be_read_back(tmp_path):
         ({"stages": 0}, "stages: input should be greater than or equal to 1, got 0"),
         ({"optimizer": {"name": "adamx"}}, "optimizer.name: input should be 'adamw', 'adam', 'nadam', 'sgd', 'muon'"),
         ({"optimizer": {"lr": "fast"}}, "optimizer.lr: input should be a valid number"),
+        ({"memory_limit": "5x"}, "memory_limit: input should be a size in bytes, such as 2e9 or 16GiB, or null, got"),
         ({"max_grad_norm": "none"}, "max_grad_norm: input should be a valid number or null, got 'none'"),
         ({"max_grad_norm": 0}, "max_grad_norm: input should be greater than 0 or null, got 0"),
         ({"evaluate": {"every": "never"}}, "evaluate.every: input should be a valid integer or null, got 'never'"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.comm.core.tensor_group import TensorGroup
 from penstock.errors import CapabilityError
-from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training
+from penstock.measure.stages.stage_trial import BlockInput, BlockPlace, StageTrial, Training
 
 _FEWEST, _MOST = 3, 200  # repetitions
 
@@ -127,13 +127,14 @@ def _goes_on(runs: int, end: float, tensor: TensorGroup) -> bool:
 
 def _measure_update(trial: StageTrial, given: BlockInput, training: Training, seconds: float) -> BlockFigures:
     """Measure the update, for so many seconds or a few times; the first one, which makes the state, is not counted."""
-    whole = trial.whole if training.options.precision.low is not None else None
-    if not trial.parameters:
-        return BlockFigures(0, 0, whole, trial.frozen, 0, 0.0)
+    there = trial.weight_bytes
+    whole = there.whole if training.options.precision.low is not None else None
+    if not there.parameters:
+        return BlockFigures(0, 0, whole, there.frozen, 0, 0.0)
     clips = training.options.update.max_grad_norm is not None
     trial.update(given, clips)
     times, end = [trial.update(given, clips)], time.perf_counter() + seconds
     while _goes_on(len(times), end, training.tensor):
         times.append(trial.update(given, clips))
-    figures = trial.parameters, trial.buffer, whole, trial.frozen, trial.weights.optimizer_bytes
+    figures = there.parameters, there.buffer, whole, there.frozen, trial.weights.optimizer_bytes
     return BlockFigures(*figures, median(times))

@@ -10,7 +10,7 @@ from penstock.comm.core.tensor_group import TensorGroup
 from penstock.errors import ConfigError
 from penstock.measure.block_figures import BlockFigures, PassFigures, measure_block
 from penstock.measure.distinct_blocks import kind_of, title_of
-from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training
+from penstock.measure.stages.stage_trial import BlockInput, BlockPlace, StageTrial, Training
 from penstock.options.all_options import PipelineOptions
 from penstock.partition.blocks import named_blocks
 from penstock.plan.profile.schema import Numbers, Profile, ProfiledLayer, ProfiledLink

@@ -26,8 +26,9 @@ from penstock.errors import ConfigError
 from penstock.job.cpus import Cpus
 from penstock.measure.machine.local_processes import in_processes
 from penstock.measure.own_work import OwnWork, own_work
-from penstock.measure.stage_inputs import StageInputs
-from penstock.measure.stage_trial import BlockPlace, StageTrial, Training
+from penstock.measure.recompute_for_config import chosen_recompute
+from penstock.measure.stages.stage_inputs import StageInputs
+from penstock.measure.stages.stage_trial import BlockPlace, StageTrial, Training
 from penstock.models.gpt_variant import LanguageModel
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.from_checked_plan import pipeline_of
@@ -128,7 +129,8 @@ def rehearse(config: TrainConfig, rank: int, batches: int = 5) -> Rehearsal:
         WorkerError: one of the processes that share its stages failed.
     """
     check_whole("batches", batches, 1, 1_000_000)
-    prepared = prepare(_alone(config)[0])
+    prepared = prepare(_alone(config), choose=chosen_recompute)
+    config = config.model_copy(update={"recompute": prepared.config.recompute})
     check_whole("rank", rank, 0, prepared.plan.schedule.ranks - 1)
     threads = config.threads or Cpus.of_this_process().threads(config.processes)
     if config.tensor_parallel == 1:
@@ -145,14 +147,14 @@ def _rehearse_parts(
 ) -> dict[str, Any]:
     """Rehearse as one of the processes that share the stages of a rank; returns what was found as plain values."""
     config = TrainConfig.model_validate(values)
-    return asdict(_rehearse(config, prepare(_alone(config)[0]), rank, batches, threads, TensorGroup.around(group)))
+    return asdict(_rehearse(config, prepare(_alone(config)), rank, batches, threads, TensorGroup.around(group)))
 
 
 def _rehearse(
     config: TrainConfig, prepared: Prepared, rank: int, batches: int, threads: int, tensor: TensorGroup | None = None
 ) -> Rehearsal:
     """Run the program of a rank, with so many threads."""
-    (alone, left_out), device, plan = _alone(config), find_device(config.device), prepared.plan
+    alone, plan, device = prepared.config, prepared.plan, find_device(config.device)
     options = pipeline_options(alone, prepared.model).changed(device=device, tied=None)
     sample = prepared.windows.samples(0, alone.microbatch_size)
     rehearsed, before = _Rehearsed(plan, rank, prepared.model, sample, tensor), torch.get_num_threads()
@@ -166,26 +168,30 @@ def _rehearse(
     samples = alone.microbatches * alone.microbatch_size
     return Rehearsal(
         rank, plan.schedule.ranks, rehearsed.own, rehearsed.blocks, alone.row.name, batches, work.busy, work.fastest,
-        work.passes, threads, samples, config.width, peak, left_out, config.tensor_parallel,
+        work.passes, threads, samples, config.width, peak, _left_out(config), config.tensor_parallel,
     )  # fmt: skip
 
 
-def _alone(config: TrainConfig) -> tuple[TrainConfig, tuple[str, ...]]:
-    """Return the configuration of a single pipeline, and what is lost by that."""
-    lost, changes = [], dict[str, Any]()
+def _alone(config: TrainConfig) -> TrainConfig:
+    """Return the configuration of a single pipeline."""
+    if config.width > 1 and str(config.sharding) not in ("none", "None"):
+        raise ConfigError(
+            f"sharding {config.sharding!r} divides weights over {config.width} pipelines, which one rank cannot "
+            "rehearse alone; leave sharding out"
+        )
+    return config.model_copy(update={"width": 1})
+
+
+def _left_out(config: TrainConfig) -> tuple[str, ...]:
+    """Return what a rank alone does not do."""
+    lost = []
     if config.width > 1:
         lost.append(f"sums of gradients over {config.width} pipelines")
-        changes["width"] = 1
-        if str(config.sharding) not in ("none", "None"):
-            raise ConfigError(
-                f"sharding {config.sharding!r} divides weights over {config.width} pipelines, which one rank cannot "
-                "rehearse alone; leave sharding out"
-            )
     if config.tensor_parallel > 1:
         lost.append(f"what the {config.tensor_parallel} processes that share each stage decide together")
     if config.model.tied:
         lost.append("the sum of the gradient that first and last stage share")
-    return config.model_copy(update=changes), tuple(lost)
+    return tuple(lost)
 
 
 class _Rehearsed:

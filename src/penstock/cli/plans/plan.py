@@ -12,6 +12,7 @@ from rich.text import Text
 
 from penstock.cli.options import AsJson
 from penstock.cli.output import print_json, say_written
+from penstock.cli.plans.number_lists import whole_numbers
 from penstock.cli.plans.plan_devices import devices_of, known_profile, link_matrix_of
 from penstock.cli.plans.plan_options import (
     Bandwidths,
@@ -38,7 +39,6 @@ from penstock.cli.plans.plan_options import (
     TimelineFile,
     WhatIfFlag,
 )
-from penstock.cli.plans.sizes import whole_numbers
 from penstock.errors import ConfigError
 from penstock.guarded_files import write_whole
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, TypeVar
 
-from penstock.cli.plans.sizes import size_of, whole_numbers
+from penstock.byte_sizes import size_of
+from penstock.cli.plans.number_lists import whole_numbers
 from penstock.errors import ConfigError
 
 _Value = TypeVar("_Value")

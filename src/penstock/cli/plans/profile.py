@@ -11,8 +11,8 @@ from rich.console import Console
 
 from penstock.cli.options import FLAG, AsJson, ConfigFile, DataPath, TrainChanges
 from penstock.cli.output import print_json, say_written
+from penstock.cli.plans.number_lists import whole_numbers
 from penstock.cli.plans.plan_devices import cluster_named
-from penstock.cli.plans.sizes import whole_numbers
 from penstock.cli.train import changes_of
 from penstock.errors import ConfigError
 from penstock.guarded_files import write_whole

@@ -40,7 +40,7 @@ def rehearse(
     All other ranks are stand-ins that send and take messages of the same shapes, and do no work. For example:
     penstock rehearse plan.yaml --rank 3 --memory 16GiB
     """
-    from penstock.cli.plans.sizes import size_of
+    from penstock.byte_sizes import size_of
     from penstock.train.config.load import load_config
 
     limit = None if memory is None else size_of("--memory", memory)

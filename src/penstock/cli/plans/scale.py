@@ -80,7 +80,7 @@ def scale(
         return
     known, machine = read_rules(rules), cluster_named(cluster)
     if memory is not None:
-        from penstock.cli.plans.sizes import size_of
+        from penstock.byte_sizes import size_of
 
         given = machine.memory.model_copy(update={"value": size_of("--memory", memory), "source": "--memory"})
         machine = machine.model_copy(update={"memory": given})

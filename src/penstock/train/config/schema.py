@@ -27,6 +27,7 @@ from penstock.train.config.values import (
     MOST,
     MOST_THREADS,
     BlockDelays,
+    ByteSize,
     DeviceName,
     Number,
     OrderOptions,
@@ -110,12 +111,12 @@ class TrainConfig(Strict):
         description="forwards to run again instead of keeping what their backward needs: none, block or stage, a list "
         "with one for each stage, or auto: as few as fit into memory_limit",
     )
-    memory_limit: Number | None = Field(
+    memory_limit: ByteSize | None = Field(
         default=None,
         gt=0,
         le=1e18,
         description="with recompute=auto, the most bytes that a rank holds of weights, gradients, optimizer states, "
-        "activations and messages",
+        "activations and messages, as in 2e9 or 16GiB",
     )
     segments: int | Literal["auto"] = Field(
         default=1, description="with recompute=stage, stages that do so together; auto: sqrt(stages), rounded"
@@ -147,11 +148,12 @@ class TrainConfig(Strict):
         description="messages that may be outstanding on a lane between two ranks, each of which is memory; as few as "
         "cost no time if not set, where messages take none (what they cost: `penstock simulate --latency`)",
     )
-    in_flight_bytes: Number | None = Field(
+    in_flight_bytes: ByteSize | None = Field(
         default=None,
         gt=0,
         le=1e18,
-        description="with options.in_flight=auto, the most bytes of activations on a rank; any number if not set",
+        description="with options.in_flight=auto, the most bytes of activations on a rank, as in 2e9 or 16GiB; any "
+        "number if not set",
     )
     balance: list[int] | None = Field(default=None, description="blocks per stage; balanced by cost if not set")
     placement: list[str] | None = Field(

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, PlainSerializer, PlainValidator, WrapValidator
 from pydantic_core import PydanticCustomError
 
+from penstock.byte_sizes import size_of
 from penstock.errors import ConfigError
 from penstock.schedule.ir.in_flight_option import read_in_flight
 
@@ -27,6 +28,16 @@ def _as_number(value: Any) -> Any:
         except ValueError:
             return value
     return value
+
+
+def _as_bytes(value: Any) -> Any:
+    """Numbers of bytes may have a unit."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return size_of("", value)
+    except ConfigError:
+        raise PydanticCustomError("byte_size", "Input should be a size in bytes, such as 2e9 or 16GiB,") from None
 
 
 def _as_delays(value: Any) -> Any:
@@ -82,6 +93,7 @@ def _as_options(value: Any, others: Callable[[Any], dict[str, Any]]) -> dict[str
 
 
 Number = Annotated[float, BeforeValidator(_as_number), AllowInfNan(False)]
+ByteSize = Annotated[float, BeforeValidator(_as_bytes), AllowInfNan(False)]
 BlockDelays = Annotated[int | str | list[int] | dict[str, int] | None, PlainValidator(_as_delays)]
 DeviceName = Annotated[str, PlainValidator(_as_device)]
 RecomputeModes = Annotated[str | list[str], PlainValidator(_as_recompute)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,24 +18,21 @@ from penstock.comm.core.trace_recorder import Recorder
 from penstock.comm.message.memory_order import copied
 from penstock.comm.message.trees import detached, leaves_of
 from penstock.errors import ConfigError
+from penstock.measure.stages.trial_schedule import schedule_to_try
+from penstock.measure.stages.weight_bytes import WeightBytes
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.plan.plan import PipelinePlan
-from penstock.runtime.rank.snapshot import optimizer_state
 from penstock.runtime.setup.stage_builder import StageBuilder
-from penstock.schedule.build import ScheduleRequest
 from penstock.stage.in_flight_microbatch import Microbatch
 from penstock.stage.loss import LossFunction
 from penstock.stage.rng import RngKey
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.stage.untrained_stage_weights import StageWeights
 from penstock.weights.corrections.base import Correction
-from penstock.weights.mixed_store import MixedStore
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.sharded_store import ShardedStore
 
 _ACTIVATIONS = "activations"
-_MICROBATCHES = 2
-_MICROBATCHES_TO_MOVE = 3  # with fewer a backward comes too early
 
 
 class BlockPlace(NamedTuple):
@@ -174,7 +170,7 @@ class StageTrial:
         balance = [*([] if place.first else [1]), len(blocks), *([] if place.last else [1])]
         options = training.options.changed(balance=balance, max_grad_norm=None)
         options = options.changed(offload="activations") if moved else options
-        request = _request(depth, halved, moved, slices)
+        request = schedule_to_try(depth, halved, moved, slices)
         plan = PipelinePlan.make(around, request, options)
         (stage,) = plan.schedule.on_rank(0 if place.first else 1)
         self._place, self.halved, self._slices = place, halved, slices
@@ -195,52 +191,9 @@ class StageTrial:
         return self._runtime.weights
 
     @property
-    def parameters(self) -> int:
-        """Bytes of its trained parameters."""
-        return sum(p.nbytes for p in self._runtime.module.trained.values())
-
-    @property
-    def buffer(self) -> int:
-        """Bytes of one copy of these, as passes read it, with its padding."""
-        weights = self._runtime.weights
-        if not isinstance(weights, TrainedWeights):
-            return 0
-        return (weights.store.low_layout if isinstance(weights.store, MixedStore) else weights.store.layout).nbytes
-
-    @property
-    def whole(self) -> int:
-        """Bytes of one of their gradients, or of what is updated; `buffer` unless passes compute in low precision."""
-        weights = self._runtime.weights
-        return weights.store.layout.nbytes if isinstance(weights, TrainedWeights) else 0
-
-    @property
-    def frozen(self) -> int:
-        """Bytes of its frozen parameters and buffers."""
-        return sum(tensor.nbytes for tensor in self._runtime.module.fixed)
-
-    def copied_for_snapshots(self) -> tuple[int, int, int, int, int]:
-        """Return the bytes of copies for a snapshot, as `SnapshotBytes` has them."""
-        weights, module = self._runtime.weights, self._runtime.module
-        frozen = module.frozen()
-        fixed = (
-            _bytes_of(t for name, t in module.unversioned().items() if name not in frozen),
-            _bytes_of(frozen.values()),
-        )
-        if not isinstance(weights, TrainedWeights):
-            return 0, 0, 0, *fixed
-        store = weights.store
-        version = _bytes_of(store.versions[store.newest].views.values())
-        return _bytes_of(store.master.views.values()), version, _bytes_of(weights.updater.state().values()), *fixed
-
-    def shares_for_snapshots(self) -> tuple[int, int, int]:
-        """Return the bytes of what this pipeline copies for a snapshot, as `SnapshotBytes.shares` has them."""
-        weights = self._runtime.weights
-        if not isinstance(weights, TrainedWeights) or not isinstance(weights.store, ShardedStore):
-            return 0, 0, 0
-        store, optimizer = weights.store, optimizer_state(weights, Tensor.detach)[0]
-        own = (store.shards.own(views) for views in (store.master.views, store.versions[store.newest].views))
-        rows, version = (_bytes_of(views.values()) for views in own)
-        return _bytes_of(optimizer.values()), rows, version
+    def weight_bytes(self) -> WeightBytes:
+        """What its weights take, counted now."""
+        return WeightBytes(self._runtime)
 
     def output_of(self, given: BlockInput) -> BlockInput:
         """Return what the next stage is given if this one is given something."""
@@ -356,31 +309,6 @@ class StageTrial:
         found = work()
         _wait_for(device)
         return time.perf_counter() - start, recorder.peak[_ACTIVATIONS], found
-
-
-def _request(depth: int, halved: bool, moved: bool, slices: int) -> ScheduleRequest:
-    """Return a schedule with what is tried; arguments as of `StageTrial`."""
-    microbatches = _MICROBATCHES_TO_MOVE if moved else _MICROBATCHES
-    if slices > 1:
-        if halved:
-            return ScheduleRequest(partial(_halves_of_slices, slices), depth, microbatches)
-        return ScheduleRequest("terapipe", depth, microbatches, options={"slices": slices})
-    whole = "gpipe" if moved else "1f1b"
-    return ScheduleRequest(_halves if halved else whole, depth, microbatches)
-
-
-def _halves(stages: int, microbatches: int) -> list[str]:
-    """Return an order in which no second half of a backward follows its first one, so that all are halved."""
-    parts = (" ".join(f"{op}{k}" for k in range(microbatches)) for op in "FIW")
-    return [" ".join(parts)] * stages
-
-
-def _halves_of_slices(slices: int, stages: int, microbatches: int) -> list[str]:
-    """Return the same for slices of sequences."""
-    forwards = [f"{k}:{j}/{slices}" for k in range(microbatches) for j in range(slices)]
-    backwards = [f"{k}:{j}/{slices}" for k in range(microbatches) for j in reversed(range(slices))]
-    parts = [*(f"F{unit}" for unit in forwards), *(f"{op}{unit}" for op in "IW" for unit in backwards)]
-    return [" ".join(parts)] * stages
 
 
 def _handed_on(output: Any) -> BlockInput:

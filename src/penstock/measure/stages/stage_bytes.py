@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.measure.stage_inputs import StageInputs
-from penstock.measure.stage_trial import BlockInput, BlockPlace, SliceTrial, StageTrial, Training, Trial
+from penstock.measure.stages.stage_inputs import StageInputs
+from penstock.measure.stages.stage_trial import BlockInput, BlockPlace, SliceTrial, StageTrial, Training, Trial
 from penstock.partition.blocks import LazyBlock, named_blocks
 from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.ir.sharding import Level, read_sharding
@@ -140,7 +140,7 @@ def _measure_stage(
     optimizers, scratches, rows, low, shares = zip(*_of_pipelines(blocks, place, given, training), strict=True)
     with closing(StageTrial(blocks, place, alone)) as trial:
         trial.update(given, clips=False)
-        snapshot = SnapshotBytes(*trial.copied_for_snapshots(), shares)
+        snapshot = SnapshotBytes(*trial.weight_bytes.copied_for_snapshots(), shares)
     stage = replace(stage, optimizer=optimizers, scratch=scratches, rows=rows, low_rows=low, snapshot=snapshot)
     return stage, passes.gradients, behind
 
@@ -211,7 +211,8 @@ def _second(trial: StageTrial, given: BlockInput) -> Trial:
 
 def _weights(trial: StageTrial) -> StageBytes:
     """Return what is there once for a stage."""
-    return StageBytes(trial.buffer, trial.whole, (0,), trial.frozen)
+    weights = trial.weight_bytes
+    return StageBytes(weights.buffer, weights.whole, (0,), weights.frozen)
 
 
 class _OfPipeline(NamedTuple):
@@ -246,7 +247,9 @@ def _of_pipelines(
             scratch = Scratch(layout, is_separable(optimizer)).nbytes if _takes_scratch(training, optimizer) else 0
             remembered = sum(tensor.nbytes for tensor in weights.updater.tensors)
             rows = _version_rows(weights.store)
-            found.append(_OfPipeline(remembered, scratch, layout.nbytes, rows, trial.shares_for_snapshots()))
+            found.append(
+                _OfPipeline(remembered, scratch, layout.nbytes, rows, trial.weight_bytes.shares_for_snapshots())
+            )
     return found
 
 

@@ -1,0 +1,1 @@
+"""Stages of a model run one at a time, timed, and counted in bytes."""
