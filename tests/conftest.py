@@ -72,7 +72,7 @@ def command(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option of `make test`."""
-    parser.addoption("--some-cases", action="store_true", help="of tests with many cases or examples, every fourth")
+    parser.addoption("--some-cases", action="store_true", help="of tests with many cases or examples, every fifth")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -65,7 +65,7 @@ def script(folder: Path, parts: int, seconds: float, timeout: float, how: str = 
     return subprocess.Popen(arguments, text=True, env={**os.environ, "PYTHONPATH": path}, **pipes)
 
 
-@pytest.mark.parametrize(("how", "wanted"), [("end", 0), ("raise", 1), ("exit", 3)])
+@pytest.mark.parametrize(("how", "wanted"), [("end", 0), ("raise", 1), pytest.param("exit", 3, marks=pytest.mark.long)])
 def test_what_is_being_written_is_completed(tmp_path: Path, how: str, wanted: int) -> None:
     process = script(tmp_path, 1, 1.0, 20.0, how)
     printed, err = process.communicate(timeout=60)

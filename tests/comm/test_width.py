@@ -164,7 +164,7 @@ def stops_amid_slow_sums(group: dist.ProcessGroup, case: Case, seconds: float) -
         GlooReducer._add = add  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+@pytest.mark.parametrize("method", [pytest.param("1f1b", marks=pytest.mark.long), "2bw"])
 def test_a_run_ends_after_the_same_batch_however_fast_its_sums_are(pool: Pool, method: str) -> None:
     case = Case(method, 2, 4, width=2, spans=(40,), skips=())
     fast, slow = (pool.submit(stops_amid_slow_sums, case, seconds, ranks=4) for seconds in (0.0, 0.5))

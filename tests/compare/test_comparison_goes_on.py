@@ -189,6 +189,7 @@ def failed(_: Any, __: Any, key: Key) -> None:
     raise CapabilityError(f"{key} cannot be trained")
 
 
+@pytest.mark.long
 def test_a_run_beside_others_that_dies_ends_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_pool, "_train", killed)
     with pytest.raises(WorkerError, match=r"one of 2 runs was killed; if memory was short, use fewer --jobs"):

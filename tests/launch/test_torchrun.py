@@ -99,6 +99,7 @@ def test_one_machine_that_is_told_to_end_ends_both(
     assert len(checkpoints(only_folder(out))) == 1
 
 
+@pytest.mark.long
 def test_when_the_torchrun_of_a_machine_is_killed_both_end(
     tmp_path: Path, text: str, started: list[subprocess.Popen[str]]
 ) -> None:

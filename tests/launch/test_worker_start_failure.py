@@ -32,7 +32,12 @@ EVERY = "WorkerError: workers could not be started: the process that imports eve
     ("module", "said", "advice"),
     [
         (KILLED.format("SIGKILL"), "was ended by SIGKILL. ", "(`dmesg` tells)"),
-        (KILLED.format("SIGSEGV"), "was ended by SIGSEGV. ", "a library has crashed; `python -c"),
+        pytest.param(
+            KILLED.format("SIGSEGV"),
+            "was ended by SIGSEGV. ",
+            "a library has crashed; `python -c",
+            marks=pytest.mark.long,
+        ),
         ("raise RuntimeError('no such library')", "ended with exit code 1 ", "If no traceback stands above, `python"),
     ],
     ids=["killed", "crashed", "raised"],

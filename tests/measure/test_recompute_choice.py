@@ -92,6 +92,7 @@ def test_the_least_that_fits_is_chosen_and_its_peaks_are_those_of_a_run():
     assert tried >= 2
 
 
+@pytest.mark.long
 def test_a_rank_with_two_stages_recomputes_the_cheaper_one_if_that_is_enough():
     """Breadth-first, 2 ranks with 2 chunks each: all ways of rank 0 are tried by hand."""
     method, modes = "breadth-first:chunks=2", ("none", "stage", "block")

@@ -93,7 +93,7 @@ def test_a_run_that_reads_ahead_has_the_numbers_of_the_reference(kind: str, case
     assert_as_whole(outcome, [parts], wanted)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_frozen_parameters_and_some_of_which_a_pipeline_has_no_row(level: str, precision: str) -> None:
     def blocks() -> dict[str, Any]:

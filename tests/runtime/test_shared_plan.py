@@ -231,7 +231,7 @@ def ends_while_proving(_: dist.ProcessGroup, deed: str) -> tuple[str, float]:
     return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - start
 
 
-@pytest.mark.parametrize("deed", ["dies", "stops"])
+@pytest.mark.parametrize("deed", ["dies", pytest.param("stops", marks=pytest.mark.long)])
 def test_a_rank_that_ends_while_it_proves_ends_the_job(deed: str) -> None:
     alone = Pool(4)
     try:

@@ -62,7 +62,7 @@ def test_twenty_updates_of_waves(method: str, depth: int, m: int, width: int, co
 # --- drains: ends of runs, snapshots, evaluations ---------------------------------------------------------------------
 
 DRAINED = [
-    ("1f1b", Combine("wsp", every=2, distance=2)),
+    pytest.param("1f1b", Combine("wsp", every=2, distance=2), marks=pytest.mark.long),
     ("2bw", Combine("wsp", every=2, distance=1)),
     ("stash", Combine("wsp", every=3, distance=1, lag=(1, 0))),
     ("1f1b", Combine("wsp", every=2, distance=1, share=0.5)),

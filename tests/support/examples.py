@@ -1,4 +1,4 @@
-"""How many examples tests of properties try: all of theirs, or a quarter under `make test`."""
+"""How many examples tests of properties try: all of theirs, or a fifth under `make test`."""
 
 from hypothesis import settings
 

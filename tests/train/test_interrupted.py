@@ -95,7 +95,9 @@ def lines_of(folder, key):
 SHORT = ["batches=60", "sample_length=0", "checkpoint.every=25", "evaluate.every=15", "ema_decay=0.9"]
 
 
-@pytest.mark.parametrize(("send", "number"), [(to_the_group, signal.SIGINT), (to_all, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("send", "number"), [pytest.param(to_the_group, signal.SIGINT, marks=pytest.mark.long), (to_all, signal.SIGTERM)]
+)
 def test_it_goes_on_bit_for_bit(tmp_path, text, send, number, command):
     printed, err, code = interrupt(tmp_path / "runs", text, *SHORT, send=send, number=number)
     folder = only_folder(tmp_path / "runs")
@@ -145,7 +147,9 @@ def test_a_closed_terminal_ends_it_with_a_checkpoint(tmp_path, text):
     assert [path.name for path in checkpoints(only_folder(out))] == [f"batch-{interrupted:08d}"]
 
 
-@pytest.mark.parametrize(("send", "wanted"), [(kill_the_launcher, -9), (kill_the_server, 1)])
+@pytest.mark.parametrize(
+    ("send", "wanted"), [pytest.param(kill_the_launcher, -9, marks=pytest.mark.long), (kill_the_server, 1)]
+)
 def test_nobody_is_left_when_one_that_looks_after_workers_is_killed(tmp_path, text, send, wanted):
     changes = ["batches=1000000", "sample_length=0"]
     _, err, code = interrupt(tmp_path / "runs", text, *changes, send=send, number=signal.SIGKILL)

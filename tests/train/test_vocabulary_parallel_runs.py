@@ -32,7 +32,7 @@ def text(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param((), id="alone"),
+        pytest.param((), id="alone", marks=pytest.mark.long),
         pytest.param(("width=2", "sharding=gradients"), id="sharded"),
         pytest.param(("tensor_parallel=2",), id="shared", marks=pytest.mark.long),
     ],

@@ -79,6 +79,7 @@ def test_the_recursion_of_the_lemma(depth: int, rate: float, decay: float | None
     assert found == pytest.approx(by_hand(depth - 1, rate, 60, decay), rel=1e-9)
 
 
+@pytest.mark.long
 def test_discrepancy_correction_moves_the_limit_of_the_rate() -> None:
     """tau = 10, sensitivity 5: the limit is 0.0176 without T2 and 0.0973 with it; here is a rate in between."""
     without = trajectory("pipemare", 11, 0.05, 250, reschedule=0, decay=None)
