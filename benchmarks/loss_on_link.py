@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), help="the first one is what others must reach")
     parser.add_argument("--link", default="100 Mbit/s", choices=[name for name, link in LINKS.items() if link.mbit])
     parser.add_argument("--batches", type=int, default=1000, help="updates")
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--summary", type=Path, help="print the summary of this raw file instead")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the raw data")
     arguments = parser.parse_args()
@@ -124,7 +124,7 @@ def main() -> None:
     out = open_raw("loss_on_link", arguments.out)
     rows = []
     with Network(2) as network, out.open("a") as file:
-        for seed in range(arguments.seeds):
+        for seed in arguments.seeds:
             for method in arguments.methods:
                 points = train(network, method, LINKS[arguments.link], arguments.batches, seed)
                 rows.append({"link": arguments.link, "seed": seed, "method": method, "points": points})
