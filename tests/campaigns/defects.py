@@ -378,10 +378,17 @@ DEFECTS = (
         ("tests/schedule/test_published_orders.py",),
     ),
     Defect(
+        "interleaved zero bubble tries no larger groups over slow links",
+        "simulate",
+        "groups = {ranks, max(min(larger, m), ranks)}",
+        "groups = {ranks}",
+        ("tests/simulate/test_in_flight.py",),
+    ),
+    Defect(
         "interleaved 1F1B forgets that a rank waits for the way there and back",
         "schedule/orders",
-        "more = 2 * (stages - 1) if in_flight is None",
-        "more = stages - 1 if in_flight is None",
+        "last, 2 * (stages - 1) if in_flight is None",
+        "last, stages - 1 if in_flight is None",
         ("tests/schedule/test_published_orders.py", "tests/schedule/test_orders_of_the_literature.py"),
     ),
     Defect(

@@ -252,6 +252,17 @@ def test_interleaved_gets_a_larger_group_and_keeps_its_bits(pool: Pool) -> None:
     assert "memory allows 5" in str(scarce.found)
 
 
+@pytest.mark.long
+def test_interleaved_zero_bubble_gets_more_in_flight_and_keeps_its_bits(pool: Pool) -> None:
+    case = Case("zb-interleaved", 2, 6, spans=(6,), skips=(), clip=0.6)
+    ran = run_on_ranks(pool, case, hold=2 * HOLD)
+    found = ran[0].found
+    assert found is not None
+    assert found.choice.plain == (4,) < found.numbers
+    assert AdaptedInFlight.of_state(found.state()) == found
+    assert_same(together([each.outcome for each in ran]), expected(case))
+
+
 def test_in_one_process_messages_take_no_time(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="penstock")
     ran = run(None, replace(CASE, spans=(5,)), {})

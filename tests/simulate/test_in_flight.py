@@ -255,6 +255,7 @@ def test_a_schedule_that_is_made_has_no_links_to_ask():
     [
         ("zb-h1", None), ("zb-h1", (7, 5, 3, 1)), ("zb-h1", (6, 6, 6, 6)), ("zb-h1", (0, 4, 4, 4)),
         ("zb-h2", (5, 5, 5, 4)), ("zb-v", (5, 6, 5, 5)), ("zb-v", (0, 4, 4, 4)),
+        ("zb-interleaved", None), ("zb-interleaved", (6, 6, 6, 6)),
     ],
 )  # fmt: skip
 def test_what_is_held_with_halves_of_backwards_is_said_and_keeps_to_memory(method, most):
@@ -287,6 +288,37 @@ def test_zero_bubble_stays_without_a_bubble_on_slow_links(method, ranks, latency
     assert idle(fewer, latency) > 0.001
 
 
+@pytest.mark.parametrize(
+    ("ranks", "m", "latency", "times"),
+    [
+        (2, 8, 0.75, (1, 1, 1)),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [(3, 9, 0.5, (1, 1.2, 0.8)), (4, 12, 0.5, (1, 1, 1))]
+        ),
+    ],
+)
+def test_interleaved_zero_bubble_takes_nearly_the_best_numbers_for_slow_links(ranks, m, latency, times):
+    asks = ScheduleRequest("zb-interleaved", ranks, m, options={"in_flight": "auto"})
+    request, choice = choose_in_flight(asks, Costs((StageCost(*times),) * ranks, latency))
+
+    def takes(group: int, in_flight: int) -> float:
+        try:
+            proof = replace(asks, options={"group": group, "in_flight": in_flight}).prove()
+        except ScheduleError:
+            return math.inf
+        return simulate_schedule(proof, Costs.uniform(proof.schedule, *times, latency=latency)).bubble.makespan
+
+    every = [takes(group, n) for group in range(ranks, m + 1, ranks) for n in range(group + 1, group + 6 * ranks, 2)]
+    assert takes(choice.group, choice.taken[0]) <= 1.03 * min(every)
+    assert takes(ranks, choice.plain[0]) > 1.2 * min(every)
+    assert request.options == {"group": choice.group, "in_flight": choice.taken[0]}
+    of_ranks = "ranks 0 and 1" if ranks == 2 else f"ranks 0 to {ranks - 1}"
+    assert choice.counted.endswith(
+        f"in groups of {choice.group}, of which {of_ranks} hold {write_in_flight(choice.held)}"
+    )
+
+
 def idle(request: ScheduleRequest, latency: float) -> float:
     """The bubble of one more batch, of ranks with F = I = W."""
     proof = request.prove()
@@ -302,12 +334,12 @@ def test_any_number_on_a_v_is_proven_and_no_rank_holds_more(in_flight, m):
 
 
 def test_links_that_take_no_time_leave_zero_bubble_as_it_is():
-    for method in ("zb-h1", "zb-h2", "zb-v"):
+    for method in ("zb-h1", "zb-h2", "zb-v", "zb-interleaved"):
         asks = ScheduleRequest(method, 4, 8, options={"in_flight": "auto"})
         assert choose_in_flight(asks, EQUAL)[0].schedule.programs == make_schedule(method, 4, 8).programs
 
 
-@pytest.mark.parametrize("method", ["2bw", "1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved", "stash"])
+@pytest.mark.parametrize("method", ["2bw", "1f1b", "zb-h1", "zb-h2", "zb-v", "zb-interleaved", "interleaved", "stash"])
 @pytest.mark.parametrize(("ranks", "m"), [(1, 1), (1, 4), (2, 1), (3, 1)])
 def test_one_is_no_plural(method, ranks, m):
     asks = ScheduleRequest(method, ranks, m, options={"in_flight": "auto"})

@@ -10,7 +10,8 @@ from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.orders import CHAINS, ORDERS
 
 INTERLEAVED, ON_V = "interleaved", "zb-v"
-_SPLIT = ("zb-h1", "zb-h2")
+_SPLIT = ("zb-h1", "zb-h2", "zb-interleaved", ON_V)
+_TRIED = ("zb-interleaved", ON_V)
 FILLS = "zb-h2"
 """The order with so many forwards ahead that a rank does not wait for its first gradient either."""
 NO_LINKS_HERE = "what the order has where messages take no time, as no stage sends to another process"
@@ -22,7 +23,8 @@ class InFlightChoice:
     """Microbatches in flight on every rank, as the option of the order counts them.
 
     That is, by order: of 1F1B and its like, the microbatches themselves; of ZB-H1 and ZB-H2, forwards ahead; of
-    interleaved 1F1B, passes of chunks on the first rank; of ZB-V, one number for all ranks.
+    interleaved 1F1B, passes of chunks on the first rank; of interleaved zero bubble, forwards of chunks ahead there; of
+    ZB-V, one number for all ranks.
 
     Attributes:
         taken: what to run with.
@@ -30,7 +32,7 @@ class InFlightChoice:
         plain: what the order has where messages take no time.
         reasons: why fewer are taken than the links ask for.
         later: by how much weights are read later with them, if they are.
-        group: of interleaved 1F1B, the microbatches that run through a chunk together.
+        group: of interleaved orders, the microbatches that run through a chunk together.
         held: the most microbatches whose activations each rank holds, where these are others than those taken: where
             backwards come in two halves, from the forward to the second one.
     """
@@ -58,11 +60,14 @@ class InFlightChoice:
     def counted(self) -> str:
         """What is taken, with what it counts and where: "3/1 microbatches on ranks 0 and 1"."""
         taken = write_in_flight(self.taken)
-        if self.group is not None:
+        if self.group is not None and not self.held:
             return f"{taken} passes of chunks on rank 0"
         if not self.held:
             return f"{taken} {plural(self.taken, 'microbatch', 'microbatches')} on {_ranks(len(self.taken))}"
         held, ranks = write_in_flight(self.held), _ranks(len(self.held))
+        if self.group is not None:
+            what = plural(self.taken, "forward", "forwards")
+            return f"{taken} {what} of chunks ahead on rank 0, in groups of {self.group}, of which {ranks} hold {held}"
         if len(self.taken) < len(self.held):
             return f"{taken} {plural(self.taken, 'microbatch', 'microbatches')}, of which {ranks} hold {held}"
         holds, what = "holds" if len(self.held) == 1 else "hold", plural(self.taken, "forward", "forwards")
@@ -87,12 +92,17 @@ def asked_order(request: ScheduleRequest) -> str:
 
 def splits(request: ScheduleRequest) -> bool:
     """Whether its backwards come in two halves."""
-    return asked_order(request) in (*_SPLIT, ON_V)
+    return asked_order(request) in _SPLIT
 
 
 def interleaves(request: ScheduleRequest) -> bool:
     """Whether its order is interleaved 1F1B, whose numbers count passes of chunks."""
     return asked_order(request) == INTERLEAVED
+
+
+def is_tried(request: ScheduleRequest) -> bool:
+    """Whether nothing but simulated batches tell how many its links ask for."""
+    return asked_order(request) in _TRIED
 
 
 def on_v(request: ScheduleRequest) -> bool:

@@ -15,7 +15,7 @@ from penstock.schedule.in_flight_choice import (
     InFlightChoice,
     asked_order,
     interleaves,
-    on_v,
+    is_tried,
     plain_numbers,
     plural,
     splits,
@@ -29,7 +29,7 @@ from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
 from penstock.schedule.orders.without_auto import auto_refused
 from penstock.schedule.proof.check import check_versions
 from penstock.schedule.proof.proof import Proof
-from penstock.simulate.auto_of_chunks import choose_interleaved, choose_on_v
+from penstock.simulate.auto_of_chunks import choose_by_trial, choose_interleaved
 from penstock.simulate.costs import Costs
 from penstock.simulate.least_in_flight import least_in_flight, rank_times
 
@@ -76,8 +76,11 @@ def choose_in_flight(
     if not asks_for_auto(request):
         return request, None
     hop = costs.transfer + costs.latency
-    if interleaves(request) or on_v(request):
-        times, choose = rank_times(costs, splits=splits(request)), choose_on_v if on_v(request) else choose_interleaved
+    if interleaves(request) or is_tried(request):
+        times, choose = (
+            rank_times(costs, splits=splits(request)),
+            choose_by_trial if is_tried(request) else choose_interleaved,
+        )
         choice = choose(request, times, hop, costs.transfer, most)
         return choice.applied(request), choice
     if len(costs.stages) != request.stages:

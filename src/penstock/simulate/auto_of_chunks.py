@@ -1,13 +1,16 @@
-"""Microbatches in flight for links, where ranks have several stages: interleaved 1F1B by formula, ZB-V by trial."""
+"""Microbatches in flight for links where ranks have several stages: interleaved 1F1B by formula, others by trial."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from operator import gt
+from typing import NamedTuple
 
+from penstock.errors import ScheduleError
 from penstock.schedule.build import ScheduleRequest
-from penstock.schedule.in_flight_choice import INTERLEAVED, InFlightChoice, plural, with_in_flight
+from penstock.schedule.in_flight_choice import INTERLEAVED, InFlightChoice, on_v, plural
 from penstock.schedule.ir.in_flight_option import write_in_flight
 from penstock.schedule.ir.order import order_options
 from penstock.schedule.ir.schedule import Schedule
@@ -18,7 +21,7 @@ from penstock.simulate.least_in_flight import RankTimes, least_interleaved
 from penstock.simulate.long_run import steady_bubble
 from penstock.simulate.simulate import simulate_schedule
 
-_TRIALS = 16
+_TRIALS, _TRIALS_OF_GROUPS = 16, 5
 
 
 def choose_interleaved(
@@ -78,7 +81,48 @@ def chunks_of(request: ScheduleRequest) -> int:
     return int(request.options.get("chunks", order_options(ORDERS[INTERLEAVED])["chunks"]))
 
 
-def choose_on_v(
+class _Numbers(NamedTuple):
+    """What is tried: the number in flight, and the group, of orders that have groups."""
+
+    in_flight: int
+    group: int | None = None
+
+
+class _Trials:
+    """Simulated batches with numbers in flight, each of which is simulated once; arguments as of `choose_by_trial`."""
+
+    def __init__(self, request: ScheduleRequest, times: Sequence[RankTimes], hop: float, transfer: float) -> None:
+        self._request, self._times, self._hop, self._transfer = request, times, hop, transfer
+        self._found: dict[_Numbers, tuple[float, tuple[int, ...]]] = {}
+
+    def idle(self, numbers: _Numbers) -> float:
+        """Return the idle share of one more batch."""
+        return self._tried(numbers)[0]
+
+    def held(self, numbers: _Numbers) -> tuple[int, ...]:
+        """Return the most microbatches whose activations each rank holds."""
+        return self._tried(numbers)[1]
+
+    def best(self, several: Iterable[_Numbers], leave: float) -> _Numbers:
+        """Return those with which ranks hold the least, and idle no more than they have to, or by a share more."""
+        at_most = min(self.idle(n) for n in several) + leave + 1e-9
+        return min((n for n in several if self.idle(n) <= at_most), key=lambda n: (max(self.held(n)), n))
+
+    def _tried(self, numbers: _Numbers) -> tuple[float, tuple[int, ...]]:
+        if numbers not in self._found:
+            options = {key: value for key, value in numbers._asdict().items() if value is not None}
+            try:
+                proof = replace(self._request, options={**self._request.options, **options}).prove()
+            except ScheduleError:  # a batch is too small for them
+                return self._found.setdefault(numbers, (math.inf, ()))
+            latency = self._hop - self._transfer
+            costs = costs_of_stages(proof.schedule, self._times, latency, self._transfer, halves=True)
+            bubble = steady_bubble(simulate_schedule(proof, costs).lowered, costs, proof.steady_from + 2)
+            self._found[numbers] = bubble, tuple(map(math.ceil, proof.activations))
+        return self._found[numbers]
+
+
+def choose_by_trial(
     request: ScheduleRequest,
     times: Sequence[RankTimes],
     hop: float,
@@ -86,7 +130,7 @@ def choose_on_v(
     most: Sequence[int] | None = None,
     leave: float = 0.0,
 ) -> InFlightChoice:
-    """Return the least number of microbatches in flight with which simulated batches of ZB-V are the fastest.
+    """Return the least in flight with which simulated batches of a zero-bubble order with several chunks are fastest.
 
     Args:
         request: which asks for `auto`.
@@ -95,35 +139,62 @@ def choose_on_v(
         most: microbatches that the memory of each rank allows.
     """
     ranks = request.stages
-    found: dict[int, tuple[float, tuple[int, ...]]] = {}
+    trials = _Trials(request, times, hop, transfer)
+    plain, numbers, fewer = (_on_v if on_v(request) else _in_groups)(request, times, hop)
+    asked = taken = trials.best(numbers, leave)
+    reasons = []
+    if most is not None and any(map(gt, trials.held(asked), most)):
+        fits = [n for n in (*fewer, *numbers) if not any(map(gt, trials.held(n), most))]
+        least = (
+            ", where a rank needs one" if plain.group is None else ", less than the least that the order can do with"
+        )
+        needed = "" if fits else least
+        wanted = f" of the {write_in_flight(trials.held(asked))} that are held with them"
+        reasons.append(f"memory allows {write_in_flight(tuple(most))}{wanted}{needed}")
+        taken = trials.best(fits or fewer[:1] or [plain], leave)
+    held = trials.held(taken) if ranks > 1 else ()
+    chosen, asks, usual = ((n.in_flight,) for n in (taken, asked, plain))
+    return InFlightChoice(chosen, asks, usual, tuple(reasons), group=taken.group, held=held)
 
-    def tried(n: int) -> tuple[float, tuple[int, ...]]:
-        """The idle share of one more batch, and what ranks hold."""
-        if n not in found:
-            proof = with_in_flight(request, (n,)).prove()
-            costs = costs_of_stages(proof.schedule, times, hop - transfer, transfer, halves=True)
-            bubble = steady_bubble(simulate_schedule(proof, costs).lowered, costs, proof.steady_from + 2)
-            found[n] = bubble, tuple(map(math.ceil, proof.activations))
-        return found[n]
 
-    def best(numbers: Iterable[int]) -> int:
-        at_most = min(tried(n)[0] for n in numbers) + leave
-        return min(n for n in numbers if tried(n)[0] <= at_most + 1e-9)
-
-    passes = [min(time.forward, time.returns) / 2 for time in times]
-    shortest = min(passes, default=0.0)
+def _on_v(
+    request: ScheduleRequest, times: Sequence[RankTimes], hop: float
+) -> tuple[_Numbers, list[_Numbers], list[_Numbers]]:
+    """Return for ZB-V what it has where messages take no time, what may be faster over links, and what takes less."""
+    ranks = request.stages
+    shortest = _shortest_pass(times, 2)
     enough = 1 + (ranks - 1) * (1 + math.ceil(hop / shortest - 1e-9)) if shortest else ranks
     enough = min(enough, max(request.microbatches, ranks) + ranks)
     numbers = sorted({ranks + (enough - ranks) * k // _TRIALS for k in range(_TRIALS + 1)})
-    asked = taken = best(numbers)
-    reasons = []
-    if most is not None and any(map(gt, tried(asked)[1], most)):
-        fits = [n for n in (*range(1, ranks), *numbers) if not any(map(gt, tried(n)[1], most))]
-        needed = "" if fits else ", where a rank needs one"
-        wanted = f" of the {write_in_flight(tried(asked)[1])} that are held with them"
-        reasons.append(f"memory allows {write_in_flight(tuple(most))}{wanted}{needed}")
-        taken = best(fits or [1])
-    return InFlightChoice((taken,), (asked,), (ranks,), tuple(reasons), held=tried(taken)[1] if ranks > 1 else ())
+    return _Numbers(ranks), [_Numbers(n) for n in numbers], [_Numbers(n) for n in range(1, ranks)]
+
+
+def _in_groups(
+    request: ScheduleRequest, times: Sequence[RankTimes], hop: float
+) -> tuple[_Numbers, list[_Numbers], list[_Numbers]]:
+    """Return the same for interleaved zero bubble: s forwards more ahead with every rank, and groups that go with them.
+
+    With s = 1 it is plain. A hop there and back takes 2 hop / pass more of them, and the more there are, the later a
+    microbatch is back on the first rank, so groups grow by half as much.
+    """
+    ranks, m, chunks, given = request.stages, request.microbatches, chunks_of(request), request.options.get("group")
+    shortest = _shortest_pass(times, chunks)
+    enough = 1 + math.ceil(2 * hop / shortest - 1e-9) if shortest else 1
+    enough = min(enough, 1 + chunks * m)
+
+    def with_more(more: int) -> set[_Numbers]:
+        larger = ranks + math.ceil((ranks - 1) * max(more - 1, 0) / 2)
+        groups = {ranks, max(min(larger, m), ranks)} if given is None else {given}
+        return {_Numbers(1 + (chunks - 1) * _largest(ranks, m, g) + (ranks - 1) * more, g) for g in groups}
+
+    steps = sorted({1 + (enough - 1) * k // _TRIALS_OF_GROUPS for k in range(_TRIALS_OF_GROUPS + 1)})
+    (plain,) = with_more(1)
+    return plain, sorted({n for more in steps for n in with_more(more)}), sorted(with_more(0))
+
+
+def _shortest_pass(times: Sequence[RankTimes], chunks: int) -> float:
+    """Return the time of the shortest pass of a chunk."""
+    return min((min(time.forward, time.returns) / chunks for time in times), default=0.0)
 
 
 def costs_of_stages(

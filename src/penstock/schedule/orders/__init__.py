@@ -72,7 +72,7 @@ ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
 CHAINS = (one_f_one_b, endless_1f1b, zb_h1, zb_h2)
 """Orders with a stage on each rank whose option in_flight may be one number for each of them, or "auto"."""
 
-ASK_LINKS = (*CHAINS, interleaved, zb_v)
+ASK_LINKS = (*CHAINS, interleaved, zb_interleaved, zb_v)
 """Orders whose option in_flight may be "auto"; `WITHOUT_AUTO` says of the others why not."""
 
 IN_ARRAYS = (

@@ -39,12 +39,17 @@ def interleaved(
     """
     placed, groups = looped(stages, chunks), groups_of(stages, microbatches, group)
     last = (chunks - 1) * len(groups[0])
-    more = 2 * (stages - 1) if in_flight is None else max(in_flight - 1 - last, 0)
-    programs = []
-    for rank, held in enumerate(by_rank(placed, stages)):
-        ahead = last - (-more * (stages - 1 - rank)) // max(stages - 1, 1)
-        programs.append(ProgramArrays(_alternate(*_in_turns(held, groups), ahead)))
+    ahead = ahead_on(stages, last, 2 * (stages - 1) if in_flight is None else in_flight - 1 - last)
+    programs = [
+        ProgramArrays(_alternate(*_in_turns(held, groups), ahead[rank]))
+        for rank, held in enumerate(by_rank(placed, stages))
+    ]
     return ArrayOrder.of(programs, placed)
+
+
+def ahead_on(stages: int, last: int, more: int) -> list[int]:
+    """Return forwards ahead on every rank: `last` on the last one, and up to so many more on those before, evenly."""
+    return [last - (-max(more, 0) * behind) // max(stages - 1, 1) for behind in reversed(range(stages))]
 
 
 def _in_turns(held: list[Stage], groups: list[range]) -> tuple[ActionArrays, ActionArrays]:

@@ -19,7 +19,6 @@ WITHOUT_AUTO: Mapping[str, str] = MappingProxyType(
         "fine-grained": "it is PipeMare's own, whose delays are those of 2 (p - r) microbatches on rank r",
         "breadth-first": _ALL,
         "endless-breadth-first": _ALL,
-        "zb-interleaved": "its number in flight follows from chunks= and group=; interleaved chooses both",
         "zb-auto": _SEARCHED,
         "zb-exact": _SEARCHED,
         "v-half": "it has half as many as zb-v in order to save memory; zb-v takes more for slow links",

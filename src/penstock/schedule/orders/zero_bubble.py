@@ -12,7 +12,7 @@ p=3, m=4:
         r1: F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3              r1: F0 F1 F2 I0 F3 I1 I2 W0 I3 W1 W2 W3
         r2: F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3              r2: F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
 
-With several chunks per rank, H1 in Megatron's interleaved order: (v - 1) g + p - 1 - r forwards ahead.
+With several chunks per rank, H1 in Megatron's interleaved order: (v - 1) g + p - r forwards ahead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.schedule.ir.in_flight_option import InFlight, in_flight_on
 from penstock.schedule.ir.order import Order, make_order, pass_of
 from penstock.schedule.ir.placement import by_rank, looped
 from penstock.schedule.ir.schedule import Action, Op, Stage, straight
-from penstock.schedule.orders.interleaved import groups_of, passes_in_turns
+from penstock.schedule.orders.interleaved import ahead_on, groups_of, passes_in_turns
 
 
 def zb_h1(stages: int, microbatches: int, *, in_flight: InFlight | None = None) -> Order:
@@ -53,7 +53,9 @@ def zb_h2(stages: int, microbatches: int, *, in_flight: InFlight | None = None) 
     return zb_h1(stages, microbatches, in_flight=2 * stages - 1 if in_flight is None else in_flight)
 
 
-def zb_interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Order:
+def zb_interleaved(
+    stages: int, microbatches: int, *, chunks: int = 2, group: int | None = None, in_flight: int | None = None
+) -> Order:
     """ZB-H1 with several chunks per rank, in Megatron's interleaved order.
 
     Args:
@@ -61,12 +63,16 @@ def zb_interleaved(stages: int, microbatches: int, *, chunks: int = 2, group: in
         microbatches: m.
         chunks: v, stages per rank.
         group: g, the microbatches that go through the chunks together; p if None.
+        in_flight: forwards of chunks ahead on the first rank, (v - 1) g + p if None; the last rank has (v - 1) g + 1,
+            those between them go down evenly. A rank puts as many W off as it has fewer of them than the first.
     """
     placed, groups = looped(stages, chunks), groups_of(stages, microbatches, group)
+    last = (chunks - 1) * len(groups[0]) + 1
+    ahead = ahead_on(stages, last, stages - 1 if in_flight is None else in_flight - last)
     programs = []
     for rank, held in enumerate(by_rank(placed, stages)):
         forwards, backwards = passes_in_turns(held, groups, Op.I)
-        programs.append(_put_off(forwards, backwards, (chunks - 1) * len(groups[0]) + stages - rank, rank))
+        programs.append(_put_off(forwards, backwards, ahead[rank], ahead[0] - ahead[rank]))
     return make_order(programs, stages=placed)
 
 
