@@ -86,7 +86,7 @@ class CalibratingRuns:
         for of, found in self._found.items():
             ranks = self._team.ask("calibrate", name=str(of), batches=self._batches)
             intervals = [Interval(*each) for rank in ranks for each in rank["intervals"]]
-            found.append(measured_passes(Timeline(len(ranks), intervals), of.depth, of.depth))
+            found.append(measured_passes(Timeline(len(ranks), intervals), of.depth, range(of.depth)))
 
     def calibrated(self, profiles: Mapping[str, Profile], link: ProfiledLink) -> dict[str, Profile]:
         """Return profiles of models with what was found, in the mean of all turns.

@@ -76,8 +76,13 @@ def shaped(*shape: int, names: tuple[str, ...] = NAMES) -> dict[str, Any]:
 
 REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (
-        lambda: shaped(2, 2, names=("depth", "width")),
-        "ConfigError: the mesh has 2 dimensions named ('depth', 'width'); name them ('width', 'depth') or ('width', ",
+        lambda: shaped(2, 2, names=("stages", "width")),
+        "ConfigError: the mesh has 2 dimensions named ('stages', 'width'); name them ('width', 'depth') or ('width', ",
+    ),
+    (
+        lambda: shaped(2, 2) | {"rank_order": "tp-dp-pp"},
+        "ConfigError: rank_order is 'tp-dp-pp', but the dimensions of the mesh are ('width', 'depth'), which is "
+        "'tp-pp-dp'; leave rank_order out",
     ),
     (lambda: shaped(4), "ConfigError: the mesh has 1 dimensions named ('width',); name them ("),
     (

@@ -17,6 +17,7 @@ from penstock.comm.p2p.nccl import lane_groups
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import GlooTransports, LocalTransports, NcclTransports, choose_transports
 from penstock.errors import CapabilityError
+from penstock.schedule.ir.rank_numbers import RankNumbers
 from penstock.schedule.lowering.lower import in_one_order, lower
 from support.schedules import make_schedule
 
@@ -26,7 +27,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 def grid(width: int = 1) -> Any:
     """As between processes."""
-    return SimpleNamespace(group=object(), control=object(), width=width)
+    return SimpleNamespace(group=object(), control=object(), width=width, numbers=RankNumbers(width, 4))
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_of_one_process_share_a_transport_with_their_pipeline() -> None:
-    chosen = choose_transports(RankGrid(2, 2, None, 1.0), {GPU})
+    chosen = choose_transports(RankGrid(RankNumbers(2, 2), None, 1.0), {GPU})
     assert isinstance(chosen, LocalTransports)
     made = chosen.make(lower(make_schedule("1f1b", 2, 2)), Channel.TRAINING, TransferPriority())
     assert list(made) == [RankKey(0, 0), RankKey(0, 1), RankKey(1, 0), RankKey(1, 1)]
@@ -96,7 +97,7 @@ def test_groups_of_a_gpu_connect_at_once_without_a_warning(monkeypatch: pytest.M
     monkeypatch.setattr(
         "torch.distributed.new_group", lambda ranks, **told: made.append((ranks, told["device_id"], os.environ[WARNS]))
     )
-    groups = lane_groups(lower(make_schedule("1f1b", 2, 2)).lanes, grid().control, "nccl", 2, GPU)
+    groups = lane_groups(lower(make_schedule("1f1b", 2, 2)).lanes, grid().control, "nccl", [[0, 1], [2, 3]], GPU)
     assert made == [(ranks, GPU, "0") for ranks in ([0, 1], [1, 0], [2, 3], [3, 2])]
     assert len(groups) == 2
     assert os.environ.get(WARNS) == before

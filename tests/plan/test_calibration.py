@@ -112,9 +112,9 @@ def timeline_of(batches=3):
 
 
 def test_what_is_measured_of_a_run():
-    assert measured_passes(timeline_of(), 1, 1) == MeasuredPasses(({"F": 2.0, "B": 3.0, "STEP": 1.0},), 0.5)
+    assert measured_passes(timeline_of(), 1, [0]) == MeasuredPasses(({"F": 2.0, "B": 3.0, "STEP": 1.0},), 0.5)
     with pytest.raises(ConfigError, match="fewer than two updates of every stage; train for more batches"):
-        measured_passes(timeline_of(1), 1, 1)
+        measured_passes(timeline_of(1), 1, [0])
 
 
 def test_runs_that_recompute_do_not_calibrate():

@@ -9,10 +9,12 @@ import pytest
 
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.runtime.in_flight.pass_and_message_times import Measured, measure_rank, merge, messages_of_rank
+from penstock.schedule.ir.rank_numbers import RankNumbers
 from penstock.simulate.least_in_flight import least_in_flight
 from penstock.timeline import Waiting
 
 M, BATCHES = 3, 4
+PAIR = RankNumbers(1, 2)
 ORIGINS = (100.0, 7.0, 31.0, 5.0)  # zero of the common clock on that of each process
 
 
@@ -66,8 +68,9 @@ def recordings(
 
 
 def measured(parts: Sequence[Any], depth: int) -> Measured | None:
-    told = [measure_rank(part, range(BATCHES), depth) for part in parts]
-    return merge(told, [messages_of_rank(part, told) for part in parts], depth)
+    numbers = RankNumbers(len(parts) // depth, depth)
+    told = [measure_rank(part, range(BATCHES), numbers) for part in parts]
+    return merge(told, [messages_of_rank(part, told) for part in parts], numbers)
 
 
 def test_passes_and_messages_of_a_chain() -> None:
@@ -142,7 +145,7 @@ def test_what_ranks_tell_each_other_does_not_grow() -> None:
         }
         for part in parts
     ]
-    assert sum(waited for *_, waited in measure_rank(many[1], range(BATCHES), 2)["taken"]) == 16
+    assert sum(waited for *_, waited in measure_rank(many[1], range(BATCHES), PAIR)["taken"]) == 16
 
 
 def test_waits_that_are_exceptions_do_not_count() -> None:
@@ -156,8 +159,8 @@ def test_waits_that_are_exceptions_do_not_count() -> None:
 
 def test_the_first_batch_of_a_span_does_not_count_where_others_follow() -> None:
     parts = recordings([{"F": 0.1, "B": 0.2}] * 2, {(0, "activation"): 0.4}, 2)
-    told = [measure_rank(part, range(2), 2) for part in parts]  # the first was slow
-    found = merge(told, [messages_of_rank(part, told) for part in parts], 2)
+    told = [measure_rank(part, range(2), PAIR) for part in parts]  # the first was slow
+    found = merge(told, [messages_of_rank(part, told) for part in parts], PAIR)
     assert found is not None
     assert found.times[0] == pytest.approx((0.1, 0.2, 0))
     assert found.hops[0][0] == pytest.approx(0.4)
@@ -165,9 +168,9 @@ def test_the_first_batch_of_a_span_does_not_count_where_others_follow() -> None:
 
 def test_the_only_batch_of_a_span_counts_and_others_do_not() -> None:
     parts = recordings([{"F": 0.1, "B": 0.2}] * 2, {}, 2)
-    told = [measure_rank(part, range(2, 3), 2) for part in parts]
+    told = [measure_rank(part, range(2, 3), PAIR) for part in parts]
     assert told[0]["passes"]["F"] == pytest.approx(0.1)
-    assert merge([measure_rank(part, range(8, 9), 2) for part in parts], [[], []], 2) is None
+    assert merge([measure_rank(part, range(8, 9), PAIR) for part in parts], [[], []], PAIR) is None
 
 
 def test_stages_on_a_v_send_both_ways_and_the_slower_way_counts() -> None:
@@ -187,8 +190,8 @@ def test_stages_on_a_v_send_both_ways_and_the_slower_way_counts() -> None:
                 here.add("compute", arrived - 0.3, arrived, Waiting.MESSAGE, "", cause=cause, peer=1 - rank)
             here.add_work(here.origin + start, here.origin + start + 0.1, "F", Named(), stage, 0, k // M, 0, k)
     parts = [recorder.recording() for recorder in recorders]
-    told = [measure_rank(part, range(BATCHES), 2, folded=True) for part in parts]
-    found = merge(told, [messages_of_rank(part, told) for part in parts], 2, folded=True)
+    told = [measure_rank(part, range(BATCHES), PAIR, folded=True) for part in parts]
+    found = merge(told, [messages_of_rank(part, told) for part in parts], PAIR, folded=True)
     assert found is not None
     assert found.hops[0] == pytest.approx((0.7, 0))
     assert (found.around, found.message) == ((0.0, 0.0), pytest.approx(0.7))
@@ -201,5 +204,5 @@ def test_what_a_microbatch_holds_between_two_passes_counts() -> None:
     for k, what in enumerate("FFIWIW"):
         recorder.add_work(k + 0.1, k + 0.9, what, Named(), 0, 0, 0, 0, k)
     live = [(k + 0.5, nbytes) for k, nbytes in enumerate((100, 200, 230, 100, 130, 0))]
-    found = measure_rank(recorder.recording() | {"memory": {"activations": live}}, range(BATCHES), 1)
+    found = measure_rank(recorder.recording() | {"memory": {"activations": live}}, range(BATCHES), RankNumbers(1, 1))
     assert (found["each"], found["nbytes"]) == (130, 230)

@@ -153,6 +153,12 @@ DIFFERENT: dict[str, tuple[Given, Given, str, str]] = {
         "combine=Combine(kind='bmuf', momentum=0.25)",
     ),
     "sharding": (parallel(), parallel(sharding="optimizer"), "sharding='none'", "sharding='optimizer'"),
+    "rank_order": (
+        parallel(),
+        parallel(rank_order="tp-dp-pp"),
+        "rank_order='tp-pp-dp'",
+        "rank_order='tp-dp-pp'",
+    ),
     "slicing": (
         {"method": "seq1f1b", **partition()},
         {"method": "seq1f1b", **partition(slicing=Slicing(dimension=2))},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -11,8 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.comm.collective.all_gather_json import collective
 from penstock.comm.core.rank_grid import Members, RankGrid, backends
 from penstock.errors import CapabilityError, ConfigError
+from penstock.schedule.ir.rank_numbers import RANK_ORDERS, RankNumbers, RankOrder
 
-_DIMENSIONS = ("width", "depth", "inner")
+_DIMENSIONS: Mapping[tuple[str, ...], RankOrder] = MappingProxyType({
+    ("width", "depth"): "tp-pp-dp",
+    ("width", "depth", "inner"): "tp-pp-dp",
+    ("depth", "width"): "tp-dp-pp",
+    ("depth", "width", "inner"): "tp-dp-pp",
+})  # fmt: skip
 
 Groups = Mapping[frozenset[int], dist.ProcessGroup]
 """Ranks in the grid's group -> the process group of just these ranks."""
@@ -22,39 +29,38 @@ class MeshSizes(NamedTuple):
     """What a device mesh says of the processes of a pipeline.
 
     Attributes:
-        width: the number of pipelines.
+        numbers: of the ranks.
         tensor: T, how many processes share each stage.
         group: of all processes, in the order of the mesh.
     """
 
-    width: int
+    numbers: RankNumbers
     tensor: int
     group: dist.ProcessGroup | None
 
 
-def from_mesh(
-    mesh: DeviceMesh | None, width: int, depth: int, tensor: int, group: dist.ProcessGroup | None
-) -> MeshSizes:
-    """Return the numbers of pipelines and tensor ranks, and the group of all processes.
+def from_mesh(mesh: DeviceMesh | None, numbers: RankNumbers, tensor: int, group: dist.ProcessGroup | None) -> MeshSizes:
+    """Return the numbers of ranks, how many of them share stages, and the group of all processes.
 
     Args:
-        mesh: with dimensions (width, depth) or (width, depth, inner); None if there is none.
-        width: the number of pipelines that the user gave; with a mesh 1 is that of the mesh.
-        depth: the number of ranks of the schedule.
+        mesh: with dimensions (width, depth) or (width, depth, inner), or depth first; None if there is none.
+        numbers: those that the user gave, with the depth of the schedule; with a mesh a width of 1, and the usual
+            order, are those of the mesh.
         tensor: T that the user gave; with a mesh 1 is that of the mesh.
         group: the mesh's ranks, in its order; the whole job if None.
 
     Raises:
-        ConfigError: mesh, width, depth, tensor and group contradict each other.
+        ConfigError: mesh, numbers, tensor and group contradict each other.
     """
     if mesh is None:
-        return MeshSizes(width, tensor, group)
+        return MeshSizes(numbers, tensor, group)
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {mesh!r:.80}")
     names = mesh.mesh_dim_names or ()
-    if names not in (_DIMENSIONS[:2], _DIMENSIONS):
+    order = _DIMENSIONS.get(names)
+    if order is None:
         raise ConfigError(
-            f"the mesh has {mesh.ndim} dimensions named {names}; name them {_DIMENSIONS[:2]} or {_DIMENSIONS}"
+            f"the mesh has {mesh.ndim} dimensions named {names}; name them {' or '.join(map(str, _DIMENSIONS))}"
         )
     sizes = dict(zip(names, mesh.shape, strict=True))
     inner = sizes.get("inner", 1)
@@ -62,11 +68,16 @@ def from_mesh(
         raise ConfigError(
             f"tensor_parallel is {tensor}, but the inner dimension of the mesh is {inner}; leave tensor_parallel out"
         )
-    if sizes["depth"] != depth:
-        raise ConfigError(f"the schedule has {depth} ranks, but the depth of the mesh is {sizes['depth']}")
-    if width not in (1, sizes["width"]):
+    if sizes["depth"] != numbers.depth:
+        raise ConfigError(f"the schedule has {numbers.depth} ranks, but the depth of the mesh is {sizes['depth']}")
+    if numbers.width not in (1, sizes["width"]):
         raise ConfigError(
-            f"data_parallel is {width}, but the mesh has a width of {sizes['width']}; leave data_parallel out"
+            f"data_parallel is {numbers.width}, but the mesh has a width of {sizes['width']}; leave data_parallel out"
+        )
+    if numbers.order not in (RANK_ORDERS[0], order):
+        raise ConfigError(
+            f"rank_order is {numbers.order!r}, but the dimensions of the mesh are {names}, which is {order!r}; leave "
+            "rank_order out"
         )
     whole: dist.ProcessGroup | None = dist.group.WORLD if group is None else group
     assert whole is not None, "a mesh makes the default group"
@@ -76,7 +87,7 @@ def from_mesh(
             f"the mesh has the ranks {ranks}, but {'the job' if group is None else 'group'} has {found}; pass a group "
             "of the mesh's ranks, in the mesh's order"
         )
-    return MeshSizes(sizes["width"], inner, whole)
+    return MeshSizes(RankNumbers(sizes["width"], numbers.depth, order), inner, whole)
 
 
 def groups_of_holders(grid: RankGrid, holders: Iterable[Members], mesh: DeviceMesh | None) -> Groups:

@@ -121,8 +121,8 @@ class GlooTransports:
 
     def make(self, lowered: Lowered, channel: Channel, priority: TransferPriority) -> Mapping[RankKey, Transport]:
         """Make that of the only rank of this process."""
-        (key,), first = self._grid.local, _first_of(self._grid)
-        settings = self._grid.control, first, channel, self._device, priority, self._grid.patience
+        (key,), ranks = self._grid.local, _ranks_here(self._grid)
+        settings = self._grid.control, ranks, channel, self._device, priority, self._grid.patience
         return {key: GlooTransport(key.rank, lowered.lanes, lowered.window, *settings)}
 
 
@@ -156,7 +156,9 @@ class NcclTransports:
         present = self._groups.get(channel)
         if present is None or tuple(present[0]) != lowered.lanes:
             device = self._device if self._device.type == "cuda" else None
-            self._groups[channel] = lane_groups(lowered.lanes, self._control, self._backend, self._grid.width, device)
+            numbers = self._grid.numbers
+            pipelines = [numbers.of_pipeline(pipeline) for pipeline in range(numbers.width)]
+            self._groups[channel] = lane_groups(lowered.lanes, self._control, self._backend, pipelines, device)
         self._placed = lowered, self._in_one_order(lowered)
 
     def _in_one_order(self, lowered: Lowered) -> Lowered:
@@ -166,7 +168,7 @@ class NcclTransports:
         def make() -> HandedOut:
             made.append(in_one_order(lowered))
             one_order(issued(made[0], _BATCHES))
-            return HandedOut(made[0].window, lambda other: part_of_rank(made[0], other % lowered.schedule.ranks))
+            return HandedOut(made[0].window, lambda other: part_of_rank(made[0], self._grid.numbers.place(other)[1]))
 
         window, own = hand_out(make, "ordering messages", self._control)
         return made[0] if made else own_program(replace(lowered, window=window), self._grid.local[0].rank, own)
@@ -177,15 +179,15 @@ class NcclTransports:
 
     def make(self, lowered: Lowered, channel: Channel, priority: TransferPriority) -> Mapping[RankKey, Transport]:
         """Make that of the only rank of this process."""
-        (key,), first = self._grid.local, _first_of(self._grid)
+        (key,), ranks = self._grid.local, _ranks_here(self._grid)
         if channel is Channel.EVALUATION:
-            settings = self._control, first, channel, self._device, priority, self._grid.patience
+            settings = self._control, ranks, channel, self._device, priority, self._grid.patience
             return {key: GlooTransport(key.rank, lowered.lanes, lowered.window, *settings)}
         groups = self._groups[channel][key.pipeline]
-        own = self._device, first, channel, self._grid.patience
+        own = self._device, ranks, channel, self._grid.patience
         return {key: NcclTransport(key.rank, groups, lowered.window, self._control, *own)}
 
 
-def _first_of(grid: RankGrid) -> int:
-    """The rank in the process group of rank 0 of this process's pipeline."""
-    return grid.global_rank(RankKey(grid.local[0].pipeline, 0))
+def _ranks_here(grid: RankGrid) -> list[int]:
+    """The ranks in the process group of this process's pipeline."""
+    return grid.numbers.of_pipeline(grid.local[0].pipeline)

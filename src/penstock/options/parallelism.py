@@ -13,6 +13,7 @@ from penstock.errors import ConfigError
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.ir.in_flight_option import AUTO, AUTO_DELAYED, read_in_flight
+from penstock.schedule.ir.rank_numbers import RankNumbers, RankOrder, check_rank_order
 from penstock.schedule.ir.sharding import Sharding, read_sharding
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 
@@ -36,8 +37,9 @@ class DataParallel(ShortRepr):
             other's updates some waves later, `stop` takes as many waves, and a run ends with a wave. Evaluations and
             `Pipeline.state_dict` are about the model that the pipelines have in common; with "average", evaluations are
             about the mean of their newest weights, and `state_dict` about those of the first pipeline in this process.
-        mesh: a device mesh with the dimensions ("width", "depth") or ("width", "depth", "inner"); `width` is then taken
-            from it, and `Partition.tensor_parallel`, which is the size of inner. Its ranks must be those of the
+        mesh: a device mesh with the dimensions ("width", "depth") or ("width", "depth", "inner"), or with depth before
+            width; `width` is then taken from it, `rank_order` from the order of the two ("tp-dp-pp" if depth is the
+            first), and `Partition.tensor_parallel`, which is the size of inner. Its ranks must be those of the
             pipeline's group (of the whole job, if there is none) in the same order, as `init_device_mesh` lays them
             out. With reduce="fast", its groups along the width belong to a run while that is under way.
         sharding: what of the state of each stage the pipelines divide among them, by rows of each parameter: "none";
@@ -49,9 +51,13 @@ class DataParallel(ShortRepr):
             whole parameters, such as Muon, get these, dealt out by size, in place of rows; those of classes that are
             not known here are refused. None: what the method has by itself ("none" for all but `layered` and its kin),
             or the schedule that is given.
+        rank_order: how ranks are numbered, what changes fastest first: "tp-pp-dp", where the ranks of a pipeline follow
+            each other, or "tp-dp-pp", where the replicas of a stage do. Launchers put ranks that follow each other on
+            one machine, so this says which links messages and sums use. It changes no numbers, and checkpoints do not
+            depend on it. A mesh says it by the order of its dimensions.
 
     Raises:
-        ConfigError: a width below 1, or an unknown way to add gradients, to agree or to divide.
+        ConfigError: a width below 1, or an unknown way to add gradients, to agree, to divide or to number ranks.
     """
 
     width: int = 1
@@ -59,10 +65,12 @@ class DataParallel(ShortRepr):
     combine: Combine = REDUCE
     mesh: DeviceMesh | None = None
     sharding: str | Sharding | None = None
+    rank_order: RankOrder = "tp-pp-dp"
 
     def __post_init__(self) -> None:
         """Check each by itself."""
         check_whole("data_parallel: width", self.width)
+        check_rank_order(self.rank_order)
         is_fast(self.reduce)
         if self.sharding is not None:
             read_sharding(self.sharding)
@@ -75,6 +83,10 @@ class DataParallel(ShortRepr):
     def fast(self) -> bool:
         """Whether torch adds gradients, in an order of its own."""
         return is_fast(self.reduce)
+
+    def numbers(self, depth: int) -> RankNumbers:
+        """Return the numbers of ranks, of pipelines with so many each."""
+        return RankNumbers(self.width, depth, self.rank_order)
 
 
 @dataclass(frozen=True, repr=False)

@@ -8,7 +8,7 @@ seconds do.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import ConfigError
@@ -41,19 +41,19 @@ class MeasuredPasses:
     between: float
 
 
-def measured_passes(timeline: Timeline, stages: int, ranks: int) -> MeasuredPasses:
+def measured_passes(timeline: Timeline, stages: int, ranks: Iterable[int]) -> MeasuredPasses:
     """Return what passes took in a run, but for its first batch, which is slower.
 
     Args:
         timeline: of the run.
         stages: of a pipeline.
-        ranks: of a pipeline; the first one counts.
+        ranks: of one pipeline, which counts for all.
 
     Raises:
         ConfigError: the timeline holds too little.
     """
     found, gaps = [dict[str, list[float]]() for _ in range(stages)], list[float]()
-    for rank in range(ranks):
+    for rank in ranks:
         own = sorted((i for i in timeline.intervals if i.rank == rank and i.lane == "compute"), key=lambda i: i.start)
         steps = [i.end for i in own if i.what == "STEP"]
         kept = [i for i in own if steps and i.start >= steps[0]]

@@ -7,7 +7,7 @@ slower, do not count.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -70,7 +70,8 @@ def compare_with_run(profile: Profile, settings: RunSettings, timeline: Timeline
     batch = (longer.bubble.makespan - played.bubble.makespan) / _SPAN
     stages, between = [], profile.in_runs.between
     for at in range(proof.schedule.num_stages):
-        predicted, measured = (_medians(each, at, settings.stages) for each in (longer.timeline, timeline))
+        predicted = _medians(longer.timeline, at, range(settings.stages))
+        measured = _medians(timeline, at, settings.numbers.of_pipeline(0))
         predicted = {k: v if k == "STEP" else v - between for k, v in predicted.items()}  # simulated as part of passes
         if "F" not in measured:
             raise ConfigError(f"the timeline of the run has no forwards of stage {at}; runs write it when they end")
@@ -150,11 +151,11 @@ def _spans(proof: Proof, costs: Costs) -> tuple[Simulation, Simulation]:
     return simulate_schedule(proof, costs, _SPAN), simulate_schedule(proof, costs, 2 * _SPAN)
 
 
-def _medians(timeline: Timeline, stage: int, ranks: int) -> dict[str, float]:
-    """Return the median seconds of each kind of work of a stage, in the first of pipelines with so many ranks."""
+def _medians(timeline: Timeline, stage: int, ranks: Collection[int]) -> dict[str, float]:
+    """Return the median seconds of each kind of work of a stage on some ranks."""
     found: dict[str, list[float]] = {}
     for each in timeline.work():
-        if each.what in _WORK and each.stage == stage and each.rank < ranks:
+        if each.what in _WORK and each.stage == stage and each.rank in ranks:
             found.setdefault(each.what, []).append(each.end - each.start)
     return {kind: statistics.median(times) for kind, times in found.items()}
 

@@ -20,6 +20,7 @@ from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.plan.stages.two_bw_cost import bandwidths
 from penstock.schedule.add_options import extend
 from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.ir.rank_numbers import RankNumbers, RankOrder
 from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.ir.sharding import REPLICATED
 from penstock.schedule.ir.version_rules import RULES
@@ -55,6 +56,7 @@ class RunSettings:
         sharding: what parallel pipelines divide; that of the method if None.
         decides: updates wait for all stages; as the profile was measured if None.
         tensor: processes that share each stage.
+        rank_order: of the run.
     """
 
     method: str
@@ -72,6 +74,12 @@ class RunSettings:
     sharding: str | None = None
     decides: bool | None = None
     tensor: int = 1
+    rank_order: RankOrder = "tp-pp-dp"
+
+    @property
+    def numbers(self) -> RankNumbers:
+        """The numbers of its ranks."""
+        return RankNumbers(self.width, self.stages, self.rank_order)
 
 
 def stages_decide(profile: Profile) -> bool:

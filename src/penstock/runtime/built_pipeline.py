@@ -68,7 +68,7 @@ class BuiltPipeline:
         for stage in {stage.key.index: stage for stage in self._by_place()}.values():
             if isinstance(stage.weights, TrainedWeights):
                 stage.weights.hooks = self._hooks
-        evaluation = share_evaluation(self.schedule, self.grid.control)
+        evaluation = share_evaluation(self.schedule, self.grid)
         self._transports = self._choose_transports()
         self._transports.prepare(Channel.TRAINING, self.proof.lowered)
         self._transports.prepare(Channel.EVALUATION, evaluation.lowered)

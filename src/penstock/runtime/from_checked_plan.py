@@ -40,11 +40,11 @@ def pipeline_of(
     """
     check_loss(loss)
     options, pipeline = plan.options, Pipeline.__new__(Pipeline)
-    sizes, parts = (options.data_parallel.width, plan.schedule.ranks), options.partition.tensor_parallel
+    numbers, parts = options.data_parallel.numbers(plan.schedule.ranks), options.partition.tensor_parallel
     if tensor is None:
-        grid = rank_grid(*sizes, group, options.run.timeout, parts)
+        grid = rank_grid(numbers, group, options.run.timeout, parts)
     else:
-        grid = RankGrid(*sizes, None, options.run.timeout, tensor)
+        grid = RankGrid(numbers, None, options.run.timeout, tensor)
     if grid.everyone is not None:
         check_same_plans({"": plan}, None, grid.everyone)
     pipeline._build(plan, grid, blocks, named_blocks(blocks), loss, optimizer)

@@ -102,11 +102,12 @@ class Pipeline(SavedStates, UserAdvice):
             Stages are balanced by the cost of blocks if None.
         divergence: what counts as a divergence, for `Pipeline.trouble`.
         seed: of the random numbers that blocks draw, such as dropout.
-        group: a process group with one process per rank, the ranks of a pipeline next to each other; None to run all
-            ranks in this process. Pipelines whose runs overlap in time need a group each. On GPUs messages travel over
-            NCCL if the group has it (``init_process_group("cpu:gloo,cuda:nccl")``; the group is then the whole job),
-            else over gloo through the memory of the host, as they must where several ranks share a GPU. Or a `Group`,
-            with the seconds after which a missing message is an error (300), and how a process waits for messages.
+        group: a process group with one process per rank, the ranks of a pipeline next to each other (or the replicas of
+            a stage: `DataParallel.rank_order`); None to run all ranks in this process. Pipelines whose runs overlap in
+            time need a group each. On GPUs messages travel over NCCL if the group has it (``init_process_group(
+            "cpu:gloo,cuda:nccl")``; the group is then the whole job), else over gloo through the memory of the host, as
+            they must where several ranks share a GPU. Or a `Group`, with the seconds after which a missing message is
+            an error (300), and how a process waits for messages.
         device: where the blocks are moved to and compute: "auto" (a GPU if there is one), "cpu", "cuda" (processes of a
             machine take its GPUs in turns, by LOCAL_RANK), or one such as "cuda:1". By default they stay where they
             are. Batches may be anywhere; they are moved there. It has run on one GPU so far. Or a `Device`, such as
@@ -176,12 +177,14 @@ class Pipeline(SavedStates, UserAdvice):
         request, correction = request_for(method, correction, depth, split.microbatches)
         request = with_asked_in_flight(request, split.in_flight)
         ranks = ranks_of(request)
-        width, tensor, group = from_mesh(mesh, width, ranks, tensor, group)
+        numbers, tensor, group = from_mesh(mesh, options.data_parallel.numbers(ranks), tensor, group)
         if group is None:
             warn_if_alone()
         check_loss(loss)  # on all ranks alike, so that none waits for one that has refused it
-        options = options.changed(width=width, correction=correction, tensor_parallel=tensor)
-        grid = rank_grid(width, ranks, group, processes.timeout, tensor)
+        options = options.changed(
+            width=numbers.width, rank_order=numbers.order, correction=correction, tensor_parallel=tensor
+        )
+        grid = rank_grid(numbers, group, processes.timeout, tensor)
         plan = shared_plan(lambda known: UnprovenPlan.of(named, request, options, known), grid.everyone, tensor)
         self._build(plan, grid, blocks, named, loss, optimizer)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from penstock.comm.core.rank_grid import Holder
 from penstock.errors import DataError
 from penstock.idle_time import split_time
 from penstock.runtime.pipeline import Pipeline
@@ -63,7 +64,7 @@ class Reporter:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         schedule = prepared.plan.schedule
         last = schedule.stage_at[schedule.num_stages - 1, 0]
-        self._reports = self._rank == last.rank * prepared.config.tensor_parallel  # in the first pipeline
+        self._reports = self._rank == pipeline.grid.process_of_all(Holder(0, last))
         self._rate = rate_schedule(prepared.config.lr_schedule, prepared.config.batches)
         self._board, self._meter = Board(store, self._rank, self._ranks), BubbleMeter(self._ranks)
         self._posted = self._read_at = -math.inf

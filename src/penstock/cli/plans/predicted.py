@@ -65,7 +65,7 @@ def predicted(
         settings, timeline = settings_of_run(load_config(run / "config.yaml", []), run), read_timeline(run)
         compared.append(found := compare_with_run(known, settings, timeline))
         if calibration is not None:
-            measured[run.name] = settings, measured_passes(timeline, len(found.stages), settings.stages)
+            measured[run.name] = settings, measured_passes(timeline, len(found.stages), settings.numbers.of_pipeline(0))
         if not as_json:
             _print(found, run.name if len(runs) > 1 else "")
     if not as_json:
@@ -139,6 +139,7 @@ def settings_of_run(config: TrainConfig, run: Path) -> RunSettings:
         config.sharding,
         bool(what_decides(config.max_grad_norm is not None, fp16, fp16, 1, None, config.tensor_parallel)),
         config.tensor_parallel,
+        config.rank_order,
     )
 
 

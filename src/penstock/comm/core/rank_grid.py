@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from penstock.comm.core.tensor_group import TensorGroup, tensor_group
 from penstock.errors import ConfigError
+from penstock.schedule.ir.rank_numbers import RankNumbers
 from penstock.schedule.ir.schedule import Stage
 
 _LOG = logging.getLogger(__name__)
@@ -43,10 +44,9 @@ class RankGrid:
     """All ranks of all parallel pipelines, and the process group that connects them.
 
     Args:
-        width: w, the number of pipelines.
-        depth: d, the number of ranks per pipeline.
-        group: one process per rank, the ranks of a pipeline adjacent; None for one process with all ranks. With tensor
-            parallelism those of one tensor rank.
+        numbers: of the ranks: w pipelines of d ranks each, and their order.
+        group: one process per rank, in this order; None for one process with all ranks. With tensor parallelism those
+            of one tensor rank.
         timeout: seconds that a rank waits for another one; also of the control group, if it is made here.
         tensor: the processes that share the stages of this one; it is alone if None.
 
@@ -62,13 +62,13 @@ class RankGrid:
 
     def __init__(
         self,
-        width: int,
-        depth: int,
+        numbers: RankNumbers,
         group: dist.ProcessGroup | None,
         timeout: float,
         tensor: TensorGroup | None = None,
     ) -> None:
-        self.width, self.depth, self.group = width, depth, group
+        self.numbers, self.group = numbers, group
+        self.width, self.depth = width, depth = numbers.width, numbers.depth
         self.patience = patience(timeout)
         if group is None:
             self.local = [RankKey(pipeline, rank) for pipeline in range(width) for rank in range(depth)]
@@ -80,7 +80,7 @@ class RankGrid:
                     f"the schedule has {depth} ranks{pipelines}, the process group {size}; start {width * depth} "
                     "processes (torchrun --nproc-per-node), or leave stages out to have one for each"
                 )
-            self.local = [RankKey(*divmod(dist.get_rank(group), depth))]
+            self.local = [RankKey(*numbers.place(dist.get_rank(group)))]
         self.control = _control_group(group, self.patience)
         self.tensor = tensor or TensorGroup.alone(group)
         self.everyone = self.tensor.everyone if self.tensor.size > 1 else self.control
@@ -92,7 +92,7 @@ class RankGrid:
 
     def global_rank(self, key: RankKey) -> int:
         """Return the global number of a rank; with several processes it is the rank in the process group."""
-        return key.pipeline * self.depth + key.rank
+        return self.numbers.number(*key)
 
     def on_tensor_rank(self, holder: Holder, index: int | None = None) -> Holder:
         """Return a holder with a number that tells it apart from those of other tensor ranks.
@@ -123,19 +123,19 @@ class RankGrid:
         return sorted({key.pipeline for key in self.local})
 
 
-def rank_grid(width: int, depth: int, group: dist.ProcessGroup | None, timeout: float, tensor: int = 1) -> RankGrid:
+def rank_grid(numbers: RankNumbers, group: dist.ProcessGroup | None, timeout: float, tensor: int = 1) -> RankGrid:
     """Return the grid of a process group, whose processes may share stages by tensor parallelism.
 
     Args:
-        width, depth, timeout: as of `RankGrid`.
-        group: of all processes: those that share a stage, the ranks of a pipeline and the pipelines adjacent.
+        numbers, timeout: as of `RankGrid`.
+        group: of all processes: those that share a stage next to each other, otherwise in the order of the numbers.
         tensor: T, how many processes share each stage.
 
     Raises:
         ConfigError, CapabilityError: as of `RankGrid` and `tensor_group`.
     """
-    shared = tensor_group(group, tensor, width * depth, patience(timeout))
-    return RankGrid(width, depth, shared.pipelines, timeout, shared)
+    shared = tensor_group(group, tensor, numbers.width * numbers.depth, patience(timeout))
+    return RankGrid(numbers, shared.pipelines, timeout, shared)
 
 
 def check_group(group: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -56,7 +56,7 @@ class GlooTransport(LaneTransport):
         lanes: all lanes of the schedule.
         window: the most outstanding messages per lane.
         group: the process group; None for the default group.
-        first: group rank of the pipeline's rank 0; the other ranks follow.
+        ranks: group rank of each of the pipeline's; the same numbers if None.
         channel: training or evaluation.
         device: where received tensors go; the CPU if None.
         priority: of the rank, which is told of messages.
@@ -69,13 +69,13 @@ class GlooTransport(LaneTransport):
         lanes: tuple[LaneKey, ...],
         window: int,
         group: dist.ProcessGroup | None = None,
-        first: int = 0,
+        ranks: Sequence[int] | None = None,
         channel: Channel = Channel.TRAINING,
         device: torch.device | None = None,
         priority: TransferPriority | None = None,
         patience: timedelta | None = None,
     ) -> None:
-        settings = window, group, first, channel
+        settings = window, group, ranks, channel
         sends = {lane: SendLane(lane, *settings) for lane in lanes if lane.source == rank}
         receives = {lane: ReceiveLane(lane, *settings, device) for lane in lanes if lane.target == rank}
         super().__init__(sends, receives, patience)

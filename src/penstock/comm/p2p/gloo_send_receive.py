@@ -66,7 +66,7 @@ class LaneEnd:
         peer: the rank at the other end.
         window: the most outstanding messages.
         group: the process group; None for the default group.
-        first: group rank of the pipeline's rank 0; the other ranks follow.
+        ranks: group rank of each of the pipeline's; the same numbers if None.
         channel: training or evaluation.
 
     Attributes:
@@ -76,10 +76,17 @@ class LaneEnd:
     """
 
     def __init__(
-        self, lane: LaneKey, peer: int, window: int, group: dist.ProcessGroup | None, first: int, channel: Channel
+        self,
+        lane: LaneKey,
+        peer: int,
+        window: int,
+        group: dist.ProcessGroup | None,
+        ranks: Sequence[int] | None,
+        channel: Channel,
     ) -> None:
-        self._window, self._peer = window, first + peer
-        self.lane = lane._replace(source=first + lane.source, target=first + lane.target)
+        if ranks is not None:
+            peer, lane = ranks[peer], lane._replace(source=ranks[lane.source], target=ranks[lane.target])
+        self._window, self._peer, self.lane = window, peer, lane
         self.codec = Codec(str(self.lane))
         tag = _TAGS[channel, lane.payload]
         self._messages, self._rests = BlockGroup(group, tag), BlockGroup(group, tag + 1)
@@ -141,10 +148,10 @@ class SendLane(LaneEnd):
     """
 
     def __init__(
-        self, lane: LaneKey, window: int, group: dist.ProcessGroup | None, first: int = 0,
+        self, lane: LaneKey, window: int, group: dist.ProcessGroup | None, ranks: Sequence[int] | None = None,
         channel: Channel = Channel.TRAINING,
     ) -> None:  # fmt: skip
-        super().__init__(lane, lane.target, window, group, first, channel)
+        super().__init__(lane, lane.target, window, group, ranks, channel)
         self._recent: deque[int] = deque()  # bytes of the last messages sent, which the peer may not have consumed
         self._open: deque[_Sent] = deque()  # not known to be taken, nor handed to the thread
         self._rest_of: deque[tuple[int, Work | None]] = deque()  # second sends, with the number of the message
@@ -241,7 +248,7 @@ class ReceiveLane(LaneEnd):
     """The receiving end of a lane.
 
     Args:
-        lane, window, group, first, channel: as of any end.
+        lane, window, group, ranks, channel: as of any end.
         device: where tensors go.
 
     Attributes:
@@ -250,10 +257,10 @@ class ReceiveLane(LaneEnd):
     """
 
     def __init__(
-        self, lane: LaneKey, window: int, group: dist.ProcessGroup | None, first: int = 0,
+        self, lane: LaneKey, window: int, group: dist.ProcessGroup | None, ranks: Sequence[int] | None = None,
         channel: Channel = Channel.TRAINING, device: torch.device | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(lane, lane.source, window, group, first, channel)
+        super().__init__(lane, lane.source, window, group, ranks, channel)
         self._device = None if device is None or device.type == "cpu" else device
         self._open: deque[_Received] = deque()  # in order, without those that the thread waits for
         self._handed: _Received | None = None  # the last of those

@@ -7,7 +7,7 @@ an `Inbox` or `Outbox` for each route of the schedule.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.comm.core.coroutine_wait import Wait, wait_for
@@ -126,14 +126,14 @@ class Mailbox:
     """The buffers, inboxes and outboxes of one rank, for one span.
 
     Args:
-        rank: in its pipeline.
+        ranks: the number of each rank of the pipeline, as the recorder counts them.
         lowered: the schedule with its messages.
         transport: moves them.
         recorder: of how long they take, and their bytes.
     """
 
-    def __init__(self, rank: int, lowered: Lowered, transport: Transport, recorder: Recorder) -> None:
-        self._rank, self._lowered, self._transport, self._recorder = rank, lowered, transport, recorder
+    def __init__(self, ranks: Sequence[int], lowered: Lowered, transport: Transport, recorder: Recorder) -> None:
+        self._ranks, self._lowered, self._transport, self._recorder = ranks, lowered, transport, recorder
         self._buffers: dict[tuple[Payload, Stage, Stage], MessageBuffer] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._parked: dict[int, ParkedInbox] = {}
@@ -153,7 +153,7 @@ class Mailbox:
         if route.payload is Payload.PARKED:
             return self.parked(number)
         if number not in self._inboxes:
-            buffer, peer = self.buffer(route.payload, route.source, route.target), self._peer(route.source.rank)
+            buffer, peer = self.buffer(route.payload, route.source, route.target), self._ranks[route.source.rank]
             self._inboxes[number] = Inbox(route, buffer, self._transport.receiver(route.lane), self._recorder, peer)
         return self._inboxes[number]
 
@@ -161,7 +161,7 @@ class Mailbox:
         """The inbox of a route of parked activations."""
         if number not in self._parked:
             route = self._lowered.routes[number]
-            buffer, peer = self.buffer(route.payload, route.source, route.target), self._peer(route.source.rank)
+            buffer, peer = self.buffer(route.payload, route.source, route.target), self._ranks[route.source.rank]
             lane = self._parked_lanes.setdefault(route.lane, ParkedLane(self._lowered.window, self._recorder))
             end = self._transport.receiver(route.lane)
             self._parked[number] = ParkedInbox(route, buffer, end, self._recorder, peer, lane)
@@ -172,7 +172,7 @@ class Mailbox:
         route = self._lowered.routes[number]
         lane = route.lane
         if lane not in self._lanes:
-            peer, end = self._peer(lane.target), self._transport.sender(lane)
+            peer, end = self._ranks[lane.target], self._transport.sender(lane)
             self._lanes[lane] = OutLane(end, lane.payload, self._lowered.window, self._recorder, peer)
         buffer = self.buffer(route.payload, route.source, route.target)
         return Outbox(route, buffer, self._lanes[lane], self._recorder)
@@ -181,10 +181,6 @@ class Mailbox:
         """Wait until everything sent is on its way."""
         for lane in self._lanes.values():
             yield from lane.flush()
-
-    def _peer(self, rank: int) -> int:
-        """The global rank of a rank of this pipeline, as the recorder counts them."""
-        return self._recorder.rank - self._rank + rank
 
 
 def _closed(contents: list[TensorMessage]) -> TensorMessage:

@@ -48,7 +48,7 @@ def lane_groups(
     lanes: Sequence[LaneKey],
     control: dist.ProcessGroup,
     backend: str,
-    width: int = 1,
+    pipelines: Sequence[Sequence[int]],
     device: torch.device | None = None,
 ) -> list[LaneGroups]:
     """Make a process group for each lane of each parallel pipeline; all ranks of the job must call this together.
@@ -57,7 +57,7 @@ def lane_groups(
         lanes: all lanes of the schedule, in one order on all ranks.
         control: a gloo group of the pipelines' ranks.
         backend: "nccl"; "gloo" in tests.
-        width: the number of pipelines.
+        pipelines: the rank in that group of each of their ranks.
         device: to connect at once; at the first message if None. NCCL warns of that, and makes a second communicator.
 
     Raises:
@@ -68,20 +68,24 @@ def lane_groups(
         # torch's new_group(use_local_synchronization=True) names groups by how many a rank has: lanes of a chain hang.
         raise CapabilityError(f"over NCCL a pipeline must hold all {everywhere} ranks of the job; its group has {here}")
     with _one_lane_per_group():
-        return _new_groups(lanes, control, backend, range(0, here, here // width), device)
+        return _new_groups(lanes, control, backend, pipelines, device)
 
 
 def _new_groups(
-    lanes: Sequence[LaneKey], control: dist.ProcessGroup, backend: str, firsts: range, device: torch.device | None
+    lanes: Sequence[LaneKey],
+    control: dist.ProcessGroup,
+    backend: str,
+    pipelines: Sequence[Sequence[int]],
+    device: torch.device | None,
 ) -> list[LaneGroups]:
     return [
         {
             lane: dist.new_group(
-                [dist.get_global_rank(control, first + r) for r in lane[:2]], backend=backend, device_id=device
+                [dist.get_global_rank(control, ranks[r]) for r in lane[:2]], backend=backend, device_id=device
             )
             for lane in lanes
         }
-        for first in firsts
+        for ranks in pipelines
     ]
 
 
@@ -107,7 +111,7 @@ class NcclTransport(LaneTransport):
         window: outstanding messages per lane.
         control: a gloo group.
         device: where received tensors go.
-        first: rank in the gloo group of the pipeline's rank 0; the others follow.
+        ranks: rank in the gloo group of each of the pipeline's; the same numbers if None.
         channel: which lanes.
         patience: how long the rank waits for the rest of a message on the gloo group; the time-out of that if None.
     """
@@ -119,11 +123,11 @@ class NcclTransport(LaneTransport):
         window: int,
         control: dist.ProcessGroup,
         device: torch.device,
-        first: int = 0,
+        ranks: Sequence[int] | None = None,
         channel: Channel = Channel.TRAINING,
         patience: timedelta | None = None,
     ) -> None:
-        settings = window, control, first, channel
+        settings = window, control, ranks, channel
         super().__init__(
             {lane: _SplitSendLane(lane, g, device, *settings) for lane, g in groups.items() if lane.source == rank},
             {lane: _SplitReceiveLane(lane, g, device, *settings) for lane, g in groups.items() if lane.target == rank},
@@ -185,9 +189,9 @@ class _SplitSendLane(SendLane):
 
     def __init__(
         self, lane: LaneKey, tensors: dist.ProcessGroup, device: torch.device, window: int,
-        control: dist.ProcessGroup, first: int, channel: Channel,
+        control: dist.ProcessGroup, ranks: Sequence[int] | None, channel: Channel,
     ) -> None:  # fmt: skip
-        super().__init__(lane, window, control, first, channel)
+        super().__init__(lane, window, control, ranks, channel)
         self.codec = Codec(str(self.lane), self._stands)
         self._wires = Wires(lane, tensors, dist.get_global_rank(control, self._peer), device)
         self._descriptions: deque[bytes] = deque()  # of the last messages, as many as the window
@@ -253,9 +257,9 @@ class _SplitReceiveLane(ReceiveLane):
 
     def __init__(
         self, lane: LaneKey, tensors: dist.ProcessGroup, device: torch.device, window: int,
-        control: dist.ProcessGroup, first: int, channel: Channel,
+        control: dist.ProcessGroup, ranks: Sequence[int] | None, channel: Channel,
     ) -> None:  # fmt: skip
-        super().__init__(lane, window, control, first, channel, device)
+        super().__init__(lane, window, control, ranks, channel, device)
         self._wires = Wires(lane, tensors, dist.get_global_rank(control, self._peer), device)
         self._descriptions: deque[bytes] = deque()  # of what has come, without those that RECVs have been posted for
         self._posted: deque[_Posted] = deque()

@@ -39,7 +39,8 @@ def build_span(
     """Build the state of a rank for spans of one schedule; see `penstock.runtime.execute.executor.Executor`."""
     schedule, recorder, decisions = lowered.schedule, state.recorder, state.decisions
     pipeline, rank = state.key
-    mailbox = Mailbox(rank, lowered, links.transport, recorder)
+    numbers = state.options.data_parallel.numbers(schedule.ranks)
+    mailbox = Mailbox(numbers.of_pipeline(pipeline), lowered, links.transport, recorder)
     meetings, holders = _meetings(state, holders, links, combine)
     provisional = RULES[schedule.rule].provisional
     memory = MemoryLedger(recorder, state.stages.values())

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.comm.collective.all_gather_json import gather_json
-from penstock.comm.core.rank_grid import RankGrid
+from penstock.comm.core.rank_grid import RankGrid, RankKey
 from penstock.errors import ConfigError, DataError
 from penstock.runtime.data.batch_source import BatchSource
 from penstock.runtime.setup.param_group_consistency import check_settings, settings_by_hand
@@ -67,12 +67,12 @@ class SpanBorders:
         ends = None if failure is not None or lacks else source.read_ahead()
         mine: list[Any] = [begins, _text(failure), lacks, ends, self._parameters(), settings_by_hand(self._ranks)]
         told = self._gather(mine, "agreeing to start")  # the others must hear of a failure before it is raised here
-        texts = [text for _, text, *_ in told]
+        texts, reader = [text for _, text, *_ in told], self._grid.global_rank(RankKey(0, first))
         for reason in (
             failure,
             _no_rate(texts) or _failed_elsewhere(texts, "begin"),
             _nothing_to_train([counts for *_, counts, _ in told]) if trains else None,
-            _missing(first, [begin for begin, *_ in told], [lack for _, _, lack, *_ in told]),
+            _missing(reader, [begin for begin, *_ in told], [lack for _, _, lack, *_ in told]),
         ):
             if reason is not None:
                 raise reason

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from penstock.comm.collective.all_gather_json import gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.trace_recorder import Recorder
+from penstock.schedule.ir.rank_numbers import RankNumbers
 from penstock.schedule.ir.schedule import Payload
 from penstock.simulate.least_in_flight import RankTimes
 from penstock.timeline import Interval, Waiting
@@ -60,14 +61,16 @@ class Measured(NamedTuple):
         return max(here.total for here in self.times)
 
 
-def measure_rank(recording: Mapping[str, Any], batches: range, depth: int, *, folded: bool = False) -> dict[str, Any]:
+def measure_rank(
+    recording: Mapping[str, Any], batches: range, numbers: RankNumbers, *, folded: bool = False
+) -> dict[str, Any]:
     """Return what one rank has measured, as plain values.
 
     Args:
         recording: of the rank (`penstock.comm.core.trace_recorder.Recorder.recording`).
         batches: counted from the start of training; the first one of each span, which fills the pipeline, is left out
             where others follow it.
-        depth: p, ranks of a pipeline.
+        numbers: of all ranks.
         folded: stages lie on a V.
 
     Returns:
@@ -91,7 +94,7 @@ def measure_rank(recording: Mapping[str, Any], batches: range, depth: int, *, fo
     held = [amount for when, amount in memory if when >= since]
     return {
         "passes": {what: sum(map(median, of_stages.values())) for what, of_stages in seconds.items()},
-        "taken": _taken(intervals, counted, depth, folded),
+        "taken": _taken(intervals, counted, numbers, folded),
         "nbytes": max(held, default=0),
         "each": max(_changed(memory, passes, "F"), -_changed(memory, passes, "W")),
     }
@@ -108,7 +111,9 @@ def _changed(memory: Sequence[tuple[float, int]], passes: Sequence[Interval], wh
     return sum(max(found, key=abs) for found in changes.values())
 
 
-def _taken(intervals: Sequence[Interval], passes: Sequence[Interval], depth: int, folded: bool) -> list[list[Any]]:
+def _taken(
+    intervals: Sequence[Interval], passes: Sequence[Interval], numbers: RankNumbers, folded: bool
+) -> list[list[Any]]:
     """Messages that passes have taken, from the first to the last; a wait for one is the last before the pass."""
     waits: dict[tuple[int, str], float] = {}
     taken: dict[tuple[str, int, bool], list[list[Any]]] = defaultdict(list)
@@ -122,8 +127,9 @@ def _taken(intervals: Sequence[Interval], passes: Sequence[Interval], depth: int
             end = waits.pop((one.span, sent), None)
             if one not in counted:
                 continue
-            turn, place = divmod(one.stage + step, depth)
-            sender = one.rank // depth * depth + (depth - 1 - place if folded and turn % 2 else place)
+            turn, place = divmod(one.stage + step, numbers.depth)
+            pipeline, _ = numbers.place(one.rank)
+            sender = numbers.number(pipeline, numbers.depth - 1 - place if folded and turn % 2 else place)
             if sender == one.rank:
                 continue
             waited = end is not None
@@ -155,14 +161,14 @@ def messages_of_rank(recording: Mapping[str, Any], told: Sequence[Mapping[str, A
 
 
 def merge(
-    told: Sequence[Mapping[str, Any]], messages: Sequence[Iterable[Any]], depth: int, *, folded: bool = False
+    told: Sequence[Mapping[str, Any]], messages: Sequence[Iterable[Any]], numbers: RankNumbers, *, folded: bool = False
 ) -> Measured | None:
     """Return the times of all ranks; None where a rank has measured nothing.
 
     Args:
         told: by global rank, what `measure_rank` has returned there.
         messages: by global rank, what `messages_of_rank` has returned there.
-        depth: ranks of a pipeline, one of which follows the other.
+        numbers: of all ranks; in a pipeline one follows the other.
         folded: stages lie on a V, so that a hop has both kinds of messages both ways, and the slower one counts.
     """
     if any("F" not in part["passes"] for part in told):
@@ -173,11 +179,14 @@ def merge(
             seconds[rank, receiver, payload][waited].append(time)
     lanes = {lane: _typical(*found) for lane, found in seconds.items()}
 
+    depth = numbers.depth
+    copies = [[told[number] for number in numbers.of_rank(rank)] for rank in range(depth)]
+
     def slowest(rank: int, *kinds: str) -> float:
-        return max(float(sum(part["passes"].get(kind, 0.0) for kind in kinds)) for part in told[rank::depth])
+        return max(float(sum(part["passes"].get(kind, 0.0) for kind in kinds)) for part in copies[rank])
 
     def hop(rank: int, behind: int) -> tuple[float, float]:
-        ways = [(rank + row, behind + row) for row in range(0, len(told), depth)]
+        ways = list(zip(numbers.of_rank(rank), numbers.of_rank(behind), strict=True))
         back = [(to, since) for since, to in ways]
         there, again = (ways + back, back + ways) if folded else (ways, back)
         activation = max(lanes.get((*way, Payload.ACTIVATION.value), 0.0) for way in there)
@@ -186,9 +195,9 @@ def merge(
     return Measured(
         tuple(RankTimes(slowest(r, "F"), slowest(r, "R", "B", "I"), slowest(r, "W")) for r in range(depth)),
         tuple(hop(r, r + 1) for r in range(depth - 1)),
-        tuple(max(part["nbytes"] for part in told[rank::depth]) for rank in range(depth)),
+        tuple(max(part["nbytes"] for part in parts) for parts in copies),
         (0.0, 0.0) if folded else hop(depth - 1, 0),
-        tuple(max(part["each"] for part in told[rank::depth]) for rank in range(depth)),
+        tuple(max(part["each"] for part in parts) for parts in copies),
     )
 
 
@@ -221,6 +230,7 @@ def measured_by_all(recorder: Recorder, grid: RankGrid, batches: range, *, folde
         TransportError: a peer is dead.
     """
     recording = recorder.recording()
-    told = gather_json(measure_rank(recording, batches, grid.depth, folded=folded), "measuring passes", grid.control)
+    mine = measure_rank(recording, batches, grid.numbers, folded=folded)
+    told = gather_json(mine, "measuring passes", grid.control)
     messages = gather_json(messages_of_rank(recording, told), "measuring messages", grid.control)
-    return merge(told, messages, grid.depth, folded=folded)
+    return merge(told, messages, grid.numbers, folded=folded)

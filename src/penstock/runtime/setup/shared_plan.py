@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 
 from penstock.comm.collective.broadcast_json import HandedOut, hand_out
+from penstock.comm.core.rank_grid import RankGrid
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.plan.received_schedule import KnownSchedule
 from penstock.runtime.setup.same_plan import check_same_plans
@@ -74,7 +75,9 @@ def shared_plans(
         made.update(proven())
         return HandedOut(
             {name: _common(plan) for name, plan in made.items()},
-            lambda other: {name: _own(plan.proof, other // tensor) for name, plan in made.items()},
+            lambda other: {
+                name: part_of_rank(plan.proof.lowered, _rank(plan, other // tensor)) for name, plan in made.items()
+            },
         )
 
     common, own = hand_out(hand, "planning the pipeline", control)
@@ -86,37 +89,37 @@ def shared_plans(
         except Exception as error:  # which rank 0 has not met; raised again when the others know of it
             failure = error
     check_same_plans(drafts, failure, control)
-    rank = dist.get_rank(control) // tensor
+    number = dist.get_rank(control) // tensor
     return made or {
-        name: draft.proven(_received(draft.schedule, rank, common[name]["proof"], own[name]))
+        name: draft.proven(rank_proof(draft.schedule, _rank(draft, number), common[name]["proof"], own[name]))
         for name, draft in drafts.items()
     }
 
 
-def share_evaluation(schedule: Schedule, control: dist.ProcessGroup | None) -> Proof:
+def share_evaluation(schedule: Schedule, grid: RankGrid) -> Proof:
     """The proof of the schedule by which the model of another one is evaluated, made as in `shared_plan`.
 
     Args:
         schedule: of the training.
-        control: as of `shared_plan`.
+        grid: all ranks.
 
     Raises:
         TransportError: a peer is dead.
     """
-    if control is None:
+    if grid.control is None:
         return check(evaluation_of(schedule))
     made = list[Proof]()
 
     def hand() -> HandedOut:
         made.append(check(evaluation_of(schedule)))
         common = {"schedule": schedule_facts(made[0].schedule), "proof": common_part(made[0])}
-        return HandedOut(common, lambda other: _own(made[0], other))
+        return HandedOut(common, lambda other: part_of_rank(made[0].lowered, grid.numbers.place(other)[1]))
 
-    common, own = hand_out(hand, "planning evaluations", control)
+    common, own = hand_out(hand, "planning evaluations", grid.control)
     if made:
         return made[0]
     received = rank_schedule(common["schedule"], lambda: evaluation_of(schedule))
-    return _received(received, dist.get_rank(control), common["proof"], own)
+    return rank_proof(received, grid.local[0].rank, common["proof"], own)
 
 
 def _common(plan: PipelinePlan) -> Json:
@@ -124,10 +127,6 @@ def _common(plan: PipelinePlan) -> Json:
     return {"schedules": known, "proof": common_part(plan.proof)}
 
 
-def _own(proof: Proof, rank: int) -> Json:
-    """The part of a rank of the job; parallel pipelines have one after the other's ranks."""
-    return part_of_rank(proof.lowered, rank % proof.schedule.ranks)
-
-
-def _received(schedule: Schedule, rank: int, common: Json, own: Json) -> Proof:
-    return rank_proof(schedule, rank % schedule.ranks, common, own)
+def _rank(plan: PipelinePlan | UnprovenPlan, number: int) -> int:
+    """The rank in its pipeline of a rank of the job."""
+    return plan.options.data_parallel.numbers(plan.schedule.ranks).place(number)[1]

@@ -72,6 +72,7 @@ _WORDS_OF_OTHERS: Mapping[str, str] = MappingProxyType(
         "tensor_parallel_size": "tensor_parallel",
         "tensor_model_parallel_size": "tensor_parallel",
         "pipelines": "width",
+        "use_tp_pp_dp_mapping": "rank_order",
         "replicas": "width",
         "pipeline_parallel": "stages",
         "gpus": "stages",

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from penstock.errors import CapabilityError
 from penstock.schedule.ir.limits import MOST_BATCHES, MOST_MICROBATCHES, MOST_STAGES
+from penstock.schedule.ir.rank_numbers import RankOrder
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.method import Method
 from penstock.train.config.own_schedule import own_row
@@ -71,6 +72,11 @@ class TrainConfig(Strict):
         default=None,
         description="what of each stage parallel pipelines divide among them: none, optimizer (ZeRO-1), gradients "
         "(ZeRO-2) or full (ZeRO-3); by default what the method has",
+    )
+    rank_order: RankOrder = Field(
+        default="tp-pp-dp",
+        description="what changes fastest from rank to rank first: the ranks of a pipeline follow each other, on one "
+        "machine if they fit, or with tp-dp-pp the replicas of a stage (docs/launchers.md)",
     )
     tensor_parallel: int = Field(
         default=1,

@@ -36,10 +36,10 @@ def save_weights(pipeline: Pipeline, prepared: Prepared, folder: Path) -> None:
 
 def _save(pipeline: Pipeline, prepared: Prepared, run: Path, folder: Path, averaged: bool) -> None:
     stages = prepared.config.stages
-    rank, tensor = divmod(dist.get_rank(), prepared.config.tensor_parallel)
+    (key,), first = pipeline.grid.local, pipeline.grid.tensor.index == 0
     written: dict[str, Any] = {"files": {}, "tensors": {}}
     own, failure = dict[str, Tensor](), None
-    if rank < stages:  # the first pipeline writes; the others hold the same weights, or it represents them
+    if key.pipeline == 0:  # it writes; the others hold the same weights, or it represents them
         state = with_whole_tensors(pipeline.state_dict(averaged=averaged), pipeline.grid, pipeline.stages.values())
         blocks = [
             f"{block}." for stage in pipeline.stages if not stage.direction for block in pipeline.parts[stage.index]
@@ -48,8 +48,8 @@ def _save(pipeline: Pipeline, prepared: Prepared, run: Path, folder: Path, avera
     if prepared.model.joined:
         own = _joined(own, prepared.model.joined, pipeline.grid)
     try:
-        if rank < stages and not tensor:
-            written = save_stage(folder, pipeline.batches, rank, stages, own)
+        if key.pipeline == 0 and first:
+            written = save_stage(folder, pipeline.batches, key.rank, stages, own)
     except (OSError, SafetensorError) as error:
         failure = str(error)
     parts = gather_json([written, failure], "saving the weights", None)
