@@ -12,6 +12,7 @@ from penstock.plan.profile.schema import Profile, ProfiledLayer
 from penstock.plan.run_forecast import RunSettings, run_forecast
 from penstock.plan.shared_links import with_shared_links
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
+from penstock.schedule.ir.rank_numbers import RankOrder
 from penstock.simulate.simulate import simulate_schedule
 
 SERVERS = Devices((DeviceLevel(2, 1e9), DeviceLevel(2, 10.0)), memory=6e5, shares_link=True)
@@ -45,17 +46,31 @@ def test_a_message_has_the_whole_link_while_no_other_is_under_way() -> None:
     assert found.rating.stages[0].parts["bubble"] == pytest.approx(fast.rating.stages[0].parts["bubble"])
 
 
-def test_sums_and_messages_divide_the_link() -> None:
-    """Two pipelines of two stages, on each server one stage: gradients are added while outputs leave it, or come."""
+@pytest.mark.parametrize(
+    ("order", "transfer", "collective"), [("tp-dp-pp", 2.0, 40 / 1e9), ("tp-pp-dp", 20 / 1e9, 4.0)]
+)
+def test_sums_or_messages_have_the_link(order: RankOrder, transfer: float, collective: float) -> None:
+    """Two pipelines of two stages: outputs leave a server of replicas, gradients one of the ranks of a pipeline."""
     known = profile(20.0, parameters=20.0)
     changes = {"method": "2bw", "stages": 2, "width": 2, "microbatches": 4, "balance": [2, 2]}
     (plan,) = plans(SERVERS, HEAVY)
-    plan = replace(plan, settings=plan.settings | changes)
+    plan = replace(plan, settings=plan.settings | changes | {"rank_order": order})
     (shared,) = with_shared_links([plan], known, SERVERS)
-    proof, costs = run_forecast(known, RunSettings("2bw", 2, 2, 4, 1, (False, False), (2, 2)), SERVERS)
+    settings = RunSettings("2bw", 2, 2, 4, 1, (False, False), (2, 2), rank_order=order)
+    proof, costs = run_forecast(known, settings, SERVERS)
+    assert (costs.transfer, costs.collective) == (transfer, collective)
     short, long = (simulate_schedule(proof, costs, n).bubble.makespan for n in (3, 5))
-    assert (costs.transfer, costs.collective) == (2.0, 4.0)
-    assert shared.rating.seconds * 8 >= (long - short) / 2
+    assert shared.rating.seconds * 8 <= (long - short) / 2
+    assert shared.settings["rank_order"] == "tp-pp-dp"  # sums are fewer than messages, whatever the search took
+
+
+def test_a_sum_has_the_whole_link_while_no_other_is_under_way() -> None:
+    """40 bytes take 4 s by a device's part: stage 1 adds while stage 0 still computes, and then that one alone."""
+    known = profile(20.0, parameters=20.0)
+    changes = {"stages": 2, "width": 2, "microbatches": 4, "balance": [2, 2]}
+    (plan,) = plans(SERVERS, HEAVY)
+    (found,) = with_shared_links([replace(plan, settings=plan.settings | changes)], known, SERVERS)
+    assert found.rating.seconds * 8 == pytest.approx((4 + 1) * (2 + 4) + 4.0 / 2)
 
 
 def test_plans_within_a_server_remain_as_they_are() -> None:

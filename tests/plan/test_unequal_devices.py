@@ -183,7 +183,8 @@ def test_replicas_of_a_stage_lie_on_devices_that_are_alike():
     """Two fast and two slow devices as two pipelines: each has one of both, the fast one two thirds of the blocks."""
     graph = blocks([(1, 2, 1, 10, 1)] * 6)
     plan = best_plan(graph, unlike((2, 1.0, None), (2, 2.0, None), bandwidth=1e6), "1f1b", 32)
-    assert (plan.settings["balance"], plan.settings["placement"]) == ([2, 4], ["A", "B", "A", "B"])
+    assert (plan.settings["balance"], plan.settings["placement"]) == ([2, 4], ["A", "A", "B", "B"])
+    assert plan.settings["rank_order"] == "tp-dp-pp"  # so ranks on each kind follow each other
     assert [stage.on.kinds for stage in plan.stages] == [("A", "A"), ("B", "B")]
 
 

@@ -20,6 +20,7 @@ from penstock.plan.simulated.candidate_trial import NAME, CandidateTrial
 from penstock.plan.simulated.planned_methods import PLANNED
 from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
+from penstock.schedule.ir.rank_numbers import RANK_ORDERS
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline
 
@@ -45,7 +46,8 @@ def planned_timeline(planning: Planning) -> Timeline:
     method, sharding = PLANNED[plan.planner], settings.get("sharding", "none")
     away = "offload_optimizer" in settings
     on = tuple(stage.on for stage in plan.stages[: settings["stages"]] if stage.on is not None)
-    candidate = Candidate(sized, method, settings["stages"], settings["width"], sharding, away, on)
+    order = settings.get("rank_order", RANK_ORDERS[0])
+    candidate = Candidate(sized, method, settings["stages"], settings["width"], sharding, away, on, order)
     modes = settings["recompute"]
     modes = [modes] * candidate.stages if isinstance(modes, str) else modes
     again = [mode != "none" for _, mode in sorted(dict(zip(method.ranks(candidate.depth), modes, strict=True)).items())]

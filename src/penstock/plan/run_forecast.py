@@ -1,6 +1,6 @@
 """What a run is expected to do, with any method, and what that costs by a profile: its schedule, and times of stages.
 
-Messages take the time of the largest. Corrections of staleness take none beside updates, which a profile has without.
+Messages take the time of the longest. Corrections of staleness take none beside updates, which a profile has without.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ConfigError
+from penstock.plan.cluster.rank_links import rank_links
 from penstock.plan.profile.layer_graph import LayerGraph, layer_graph
 from penstock.plan.profile.schema import Profile
 from penstock.plan.simulated.block_chain import BlockChain
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
-from penstock.plan.stages.two_bw_cost import bandwidths
 from penstock.schedule.add_options import extend
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.rank_numbers import RankNumbers, RankOrder
@@ -157,6 +157,12 @@ def _proof(settings: RunSettings, decides: bool) -> Proof:
     )
 
 
+def _ranks_of_stages(schedule: Schedule) -> list[list[int]]:
+    """Return the ranks that hold each stage, by direction."""
+    ways = range(schedule.directions)
+    return [[schedule.stage_at[stage, way].rank for way in ways] for stage in range(schedule.num_stages)]
+
+
 def _costs(schedule: Schedule, graph: LayerGraph, settings: RunSettings, devices: Devices) -> Costs:
     """Return the times of stages and messages.
 
@@ -173,18 +179,18 @@ def _costs(schedule: Schedule, graph: LayerGraph, settings: RunSettings, devices
         )
     forward, first, second = (np.diff(sums[cuts]) for sums in passes)
     first = first + forward * np.array(settings.recompute)
-    at, stages = schedule.stage_at, schedule.num_stages
-    between = np.array(
-        [s for s in range(1, stages) if any(at[s - 1, d].rank != at[s, d].rank for d in range(schedule.directions))],
-        int,
-    )
-    largest = float(chain.crossing[cuts[between]].max(initial=0.0)) / schedule.slices
+    stages, ranks = schedule.num_stages, _ranks_of_stages(schedule)
+    borders = [(s, pair) for s in range(1, stages) for pair in zip(ranks[s - 1], ranks[s], strict=True)]
+    borders = [(stage, pair) for stage, pair in borders if len(set(pair)) > 1]
+    between, links = np.array(sorted({stage for stage, _ in borders}), int), rank_links(devices, settings.numbers)
+    crossing = chain.crossing[cuts[np.array([stage for stage, _ in borders], int)]] / schedule.slices
+    largest, transfer = float(crossing.max(initial=0.0)), crossing / links.along([pair for _, pair in borders])
     ends = np.bincount([*between - 1, *between], minlength=stages)  # messages of a pass
     messages = ends * devices.message_work(largest, settings.stages * settings.width) * schedule.slices
     more = messages + devices.between * schedule.slices
     forward, first = forward + more, first + more
     second = second + devices.between if halved else second
-    across, along = bandwidths(devices, settings.width, settings.stages)
+    across = min(map(links.around, ranks))
     holders, divided = settings.width * schedule.directions, schedule.sharding != REPLICATED
     parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())
     steps = np.diff(chain.steps[cuts]) / (holders if divided else 1)
@@ -196,7 +202,7 @@ def _costs(schedule: Schedule, graph: LayerGraph, settings: RunSettings, devices
     return Costs(
         tuple(StageCost(*map(float, each)) for each in zip(forward, first, second, steps, strict=True)),
         latency=devices.latency,
-        transfer=largest / along,
+        transfer=float(transfer.max(initial=0.0)),
         collective=2 * (holders - 1) / holders * parameters / across,
         network=network,
         cores=None if devices.cores is None else SharedCores(devices.cores / settings.width),  # in step

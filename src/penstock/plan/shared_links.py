@@ -1,21 +1,24 @@
 """Plans simulated again where the devices of a server share one link to others: what is under way there divides it.
 
 While plans are searched for, every device has its part of the link to itself. Here a message has all of it unless
-others are under way at the same time. Replicas of a stage stand side by side and do the same at the same time, so one
-pipeline has the link over the replicas on a server. Sums count as if they went over it, though replicas on one server
-add over its own links, which takes little time.
+others are under way at the same time. Replicas of a stage do the same at the same time, so the messages of those that
+leave a server together divide it. Of a sum over replicas on several servers one part leaves each. Sums of replicas on
+one server count as if they went over the link, too, which takes little time, as they are as fast as its own links.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.errors import ScheduleError
 from penstock.plan.profile.schema import Profile
 from penstock.plan.run_forecast import RunSettings, run_forecast
+from penstock.plan.simulated.rank_order_choice import in_order
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, StageRating
+from penstock.schedule.ir.rank_numbers import RANK_ORDERS
 from penstock.schedule.machine.sharing.shared_links import SharedLinks
 from penstock.simulate.simulate import simulate_schedule
 
@@ -30,30 +33,65 @@ def with_shared_links(plans: Sequence[Plan], profile: Profile, devices: Devices)
 
 
 def _simulated_again(plan: Plan, profile: Profile, devices: Devices) -> Plan:
+    """Return a plan with the order of ranks that is faster where links are shared, if it has several."""
     settings = _settings(plan)
-    depth, width, inner = settings.stages, settings.width, devices.levels[0].units
-    if width * depth <= inner:
+    passes, inner = len(settings.balance) * settings.microbatches, devices.levels[0].units
+    if settings.width * settings.stages <= inner:
         return plan
-    passes = len(settings.balance) * settings.microbatches
     if passes > _MOST_PASSES:
         note = f"not simulated with shared links: {passes:,} forwards of a batch are more than {_MOST_PASSES:,}"
         return replace(plan, notes=(*plan.notes, note))
+    orders = RANK_ORDERS if "rank_order" in plan.settings else (settings.rank_order,)
     try:
-        proof, costs = run_forecast(profile, settings, devices)
+        by_order = {order: _batch(plan, profile, replace(settings, rank_order=order), devices) for order in orders}
     except ScheduleError as error:
         return replace(plan, notes=(*plan.notes, f"not simulated with shared links: {error}"))
-    links = SharedLinks(max(inner // width, 1))
-    batches = settings.microbatches * width
+    order = min(by_order, key=lambda each: (by_order[each], each != settings.rank_order))
+    if len(by_order) > 1:
+        plan = in_order(plan, order, max(by_order.values()))
+    batches = settings.microbatches * settings.width
+    seconds, before = by_order[order] / batches, plan.rating.seconds
+    note = f"with the links of servers shared, one more batch takes {by_order[order]:.4g} s"
+    ratings = tuple(_later(each, (seconds - before) / plan.chunks) for each in plan.rating.stages)
+    return replace(plan, rating=replace(plan.rating, seconds=seconds, stages=ratings), notes=(*plan.notes, note))
+
+
+def _batch(plan: Plan, profile: Profile, settings: RunSettings, devices: Devices) -> float:
+    """Return what one more batch of a long run takes.
+
+    Raises:
+        ScheduleError: there is no such schedule.
+    """
+    proof, costs = run_forecast(profile, settings, devices)
+    inner, (ranks, leaving) = devices.levels[0], _on_servers(settings, devices.levels[0].units)
+    batches = settings.microbatches * settings.width
     if "offload_optimizer" in plan.settings:  # its updates wait for copies, which the profile does not know
         stages = zip(costs.stages, plan.rating.stages, strict=True)
         costs = replace(costs, stages=tuple(replace(each, step=batches * by.parts["updates"]) for each, by in stages))
-    costs = replace(costs, transfer=costs.transfer * min(width, inner) / inner, links=links)
+    if ranks < settings.stages:
+        costs = replace(costs, transfer=costs.transfer * leaving / inner.units)
+    if len({number // inner.units for number in settings.numbers.of_rank(0)}) > 1:
+        whole = max(
+            min(inner.units, inner.bandwidth / devices.bandwidth), 1.0
+        )  # of the link, over the part of a device
+        network = costs.network and replace(costs.network, bandwidth=costs.network.bandwidth * whole)
+        costs = replace(costs, collective=costs.collective / whole, network=network)
+    costs = replace(costs, links=SharedLinks(ranks))
     short, long = (simulate_schedule(proof, costs, batches).bubble.makespan for batches in _SPANS)
-    batch = (long - short) / (_SPANS[1] - _SPANS[0])
-    seconds, before = batch / batches, plan.rating.seconds
-    note = f"with the links of servers shared, one more batch takes {batch:.4g} s"
-    ratings = tuple(_later(each, (seconds - before) / plan.chunks) for each in plan.rating.stages)
-    return replace(plan, rating=replace(plan.rating, seconds=seconds, stages=ratings), notes=(*plan.notes, note))
+    return (long - short) / (_SPANS[1] - _SPANS[0])
+
+
+def _on_servers(settings: RunSettings, inner: int) -> tuple[int, int]:
+    """Return how many ranks of a pipeline follow each other on a server, and how many messages leave it at once.
+
+    Args:
+        settings: of the run, whose pipelines are in step.
+        inner: devices of a server.
+    """
+    of_ranks = [[number // inner for number in settings.numbers.of_pipeline(each)] for each in range(settings.width)]
+    leaving = [Counter(row[r] for row in of_ranks if row[r] != row[r + 1]) for r in range(settings.stages - 1)]
+    ranks = next((rank for rank, found in enumerate(leaving, 1) if found), settings.stages)
+    return ranks, max((count for found in leaving for count in found.values()), default=1)
 
 
 def _later(stage: StageRating, seconds: float) -> StageRating:
@@ -70,4 +108,5 @@ def _settings(plan: Plan) -> RunSettings:
     sizes = keys["stages"], keys["width"], keys["microbatches"], keys["microbatch_size"]
     again = tuple(mode == "block" for mode in each)
     options, sharding = keys.get("options", {}), keys.get("sharding")
-    return RunSettings(keys["method"], *sizes, again, balance, options=options, sharding=sharding)
+    order = keys.get("rank_order", RANK_ORDERS[0])
+    return RunSettings(keys["method"], *sizes, again, balance, options=options, sharding=sharding, rank_order=order)

@@ -11,13 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from penstock.plan.cluster.rank_links import RankLinks, rank_links
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.simulated.block_chain import BlockChain, Floats, PassSums
 from penstock.plan.simulated.device_choice import Placement
 from penstock.plan.simulated.planned_methods import PlannedMethod, stage_forecast
 from penstock.plan.simulated.schedule_cache import ScheduleKey
 from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.two_bw_cost import bandwidths
+from penstock.schedule.ir.rank_numbers import RankNumbers, RankOrder
 from penstock.simulate.memory.held import HeldKind
 
 _GATHERED = 2  # stages of a rank that are whole at once, where weights are divided
@@ -56,6 +57,7 @@ class Candidate:
         sharding: what pipelines divide of the state of stages: "none", "optimizer", "gradients" or "full".
         away: optimizer states are in the memory of the host, but for those of a few parameters during an update.
         on: the devices of ranks, where not all devices are alike.
+        rank_order: in which ranks lie on devices.
     """
 
     sized: Sized
@@ -65,6 +67,7 @@ class Candidate:
     sharding: str = "none"
     away: bool = False
     on: Placement = ()
+    rank_order: RankOrder = "tp-pp-dp"
 
     @property
     def stages(self) -> int:
@@ -106,14 +109,31 @@ class Candidate:
         limits = [each.memory for each in self.on] or [devices.memory] * self.depth
         return [math.inf if limit is None else limit for limit in limits]
 
+    @property
+    def placement(self) -> tuple[str, ...]:
+        """The kind of the device of each rank, by its number; empty if all devices are alike."""
+        places = map(self._numbers.place, range(self.width * self.depth)) if self.on else ()
+        return tuple(self.on[rank].kinds[pipeline] for pipeline, rank in places)
+
+    @property
+    def _numbers(self) -> RankNumbers:
+        return RankNumbers(self.width, self.depth, self.rank_order)
+
+    @property
+    def wraps(self) -> bool:
+        """Whether messages go from the last rank to the first."""
+        return self.method.chunks > 1 and not self.method.folded
+
+    def links(self, devices: Devices) -> RankLinks:
+        """Return the links of its messages and sums."""
+        return rank_links(devices, self._numbers, self.placement)
+
     def bandwidths(self, devices: Devices) -> tuple[float, float]:
-        """Return the bandwidth between replicas and the one between ranks; devices of two kinds are on two nodes."""
-        across, along = bandwidths(devices, self.width, self.depth)
-        kinds = [set(each.kinds) for each in self.on]
-        return (
-            devices.bandwidth if any(len(each) > 1 for each in kinds) else across,
-            devices.bandwidth if len(set().union(*kinds)) > 1 else along,
-        )
+        """Return the bandwidth between replicas and the least one between ranks."""
+        if len(devices.levels) == 1:
+            return devices.bandwidth, devices.bandwidth
+        links = self.links(devices)
+        return links.across, links.slowest(self.wraps)
 
     def passes_of(self, chain: BlockChain) -> PassSums:
         """Return what passes of its method take.
@@ -244,7 +264,9 @@ class Candidate:
         size = f", microbatch {self.sized.samples}" if self.sized.samples > 1 else ""
         shards = "" if self.sharding == "none" else f", sharded {self.sharding}"
         away = ", optimizer on the host" if self.away else ""
-        return f"{self.method.name}, depth {self.depth}, width {self.width}{size}{shards}{away}{self._said_of_devices}"
+        order = "" if self.rank_order == "tp-pp-dp" else f", {self.rank_order}"
+        of = f"{self.method.name}, depth {self.depth}, width {self.width}"
+        return f"{of}{size}{shards}{away}{order}{self._said_of_devices}"
 
     @property
     def _said_of_devices(self) -> str:

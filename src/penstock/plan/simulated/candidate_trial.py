@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -89,6 +90,21 @@ class CandidateTrial:
         self._steps = candidate.updates(chain, devices)
         self._hop = candidate.least_message(chain, devices) + devices.latency
         self._fitting: FittingCuts  # by what is known so far
+
+    def like(self, candidate: Candidate) -> CandidateTrial:
+        """Return another configuration of the same blocks and devices."""
+        return CandidateTrial(candidate, self._chain, self._devices, self._known)
+
+    @cached_property
+    def _across(self) -> float:
+        """Bytes per second between replicas."""
+        return self.of.bandwidths(self._devices)[0]
+
+    @cached_property
+    def _along(self) -> Floats:
+        """Bytes per second between ranks, of the messages at each cut."""
+        pairs = [(self._ranks[stage - 1], self._ranks[stage]) for stage in self._between]
+        return self.of.links(self._devices).along(pairs)
 
     def plan(self, best: float) -> Plan | Skipped:
         """Return the plan, or why there is none that is faster than `best` seconds per sample."""
@@ -250,53 +266,53 @@ class CandidateTrial:
         return [(b.makespan - a.makespan) / (_SPANS[1] - _SPANS[0]) for a, b in zip(short, long, strict=True)]
 
     def costs(self, cuts: npt.NDArray[np.intp], again: Sequence[bool]) -> Costs:
-        """Return the times of stages and messages; all messages take the time of the largest.
+        """Return the times of stages and messages; all messages take the time of the longest.
 
         Args:
             cuts: where stages begin, and where the last one ends.
             again: which ranks recompute.
         """
-        of, (times, largest, parameters) = self.of, self._stage_times(cuts, again)
-        across, along = of.bandwidths(self._devices)
-        network = None
+        of, (times, transfer, parameters) = self.of, self._stage_times(cuts, again)
+        across, network = self._across, None
         if of.shards > 1:
             made = self._known.schedule(of.schedule)
             network = Network(made, of.width, across, max(parameters, _NO_BYTES), weight_bytes=1, gradient_bytes=1)
         return Costs(
             tuple(StageCost(*each) for each in times.T.tolist()),
             latency=self._devices.latency,
-            transfer=largest / along,
+            transfer=transfer,
             collective=of.sums(parameters, across)[0],
             network=network,
             cores=None if self._devices.cores is None else SharedCores(self._devices.cores / of.width),  # in step
         )
 
     def _stage_times(self, cuts: npt.NDArray[np.intp], again: Sequence[bool]) -> tuple[Floats, float, float]:
-        """Return seconds of stages, rows as `StageCost` has them; and the bytes of the largest message and stage."""
+        """Return seconds of stages, rows as `StageCost` has them, and of the longest message; bytes of the largest."""
         of, chain = self.of, self._chain
         forward, first, second = (np.diff(sums[cuts]) * self._slow for sums in self._passes)
         first = first + forward * np.array([again[rank] for rank in self._ranks])
-        largest, between = float(chain.crossing[cuts[self._between]].max(initial=0.0)), np.array(self._between, int)
+        crossing, between = chain.crossing[cuts[self._between]], np.array(self._between, int)
         ends = np.bincount([*between - 1, *between], minlength=of.stages)  # messages of a pass
-        more = ends * self._devices.message_work(largest, of.depth * of.width) + self._devices.between
+        work = self._devices.message_work(float(crossing.max(initial=0.0)), of.depth * of.width)
+        more = ends * work + self._devices.between
         forward, first = forward + more, first + more
         second = second + self._devices.between if of.method.halved else second
         parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())
-        return np.array([forward, first, second, np.diff(self._steps[cuts]) * self._slow]), largest, parameters
+        transfer = float((crossing / self._along).max(initial=0.0))
+        return np.array([forward, first, second, np.diff(self._steps[cuts]) * self._slow]), transfer, parameters
 
     def least_batch(self, cuts: Cuts, again: Sequence[bool]) -> float:
         """Return the seconds that a batch takes at least with these cuts, as `Candidate.of_ranks` says."""
-        of, (times, largest, parameters) = self.of, self._stage_times(np.array(cuts), again)
+        of, (times, transfer, parameters) = self.of, self._stage_times(np.array(cuts), again)
         forward, first, second, steps = times
-        across, along = of.bandwidths(self._devices)
-        transfer, ranks = largest / along, np.arange(of.depth)
+        ranks = np.arange(of.depth)
         own, hop = forward + first, 2 * (transfer + self._devices.latency)
         busy, path, step = (np.bincount(self._ranks, each).astype(float) for each in (own + second, own, steps))
         before = (np.cumsum(own) - own)[: of.depth] + ranks * hop + (ranks > 0) * step[0]
         after = np.cumsum(own[::-1])[::-1]  # of a stage and those behind it
         through, behind = after[: of.depth] + (of.hops - ranks) * hop, (after - own)[-of.depth :] + ranks[::-1] * hop
         work = RankWork(busy, path, forward[: of.depth], step, before, through, behind)
-        sums = of.after(of.sums(parameters, across))
+        sums = of.after(of.sums(parameters, self._across))
         least = max(float(of.of_ranks(work, ranks).max()), of.microbatches * of.messages * transfer)
         return least + sums if of.method.flushes else max(least, sums)
 
@@ -351,5 +367,5 @@ class CandidateTrial:
             "balance": [last - first for first, last in pairwise(cuts)],
         }
         if of.on:
-            found["placement"] = [each.kinds[pipeline] for pipeline in range(of.width) for each in of.on]
+            found["placement"] = list(of.placement)
         return found

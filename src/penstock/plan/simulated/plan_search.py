@@ -30,6 +30,7 @@ from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError, TimedCuts
 from penstock.plan.simulated.device_choice import MOST_CHOICES, MOST_ORDERS, placements
 from penstock.plan.simulated.planned_methods import METHODS, PLANNED, USUAL, PlannedMethod
+from penstock.plan.simulated.rank_order_choice import in_rank_orders, with_rank_order
 from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, Skipped
@@ -187,7 +188,8 @@ class _Search:
             except ScheduleError as error:
                 self._refused.append(Skipped(str(of), f"refused: {str(error).splitlines()[0]}"))
                 del ranked[0]
-        return [trial.planned(found) for trial, found in ranked], [*self._refused, *self._skipped]
+        plans = [with_rank_order(trial.planned(found), trial, found, self._devices) for trial, found in ranked]
+        return plans, [*self._refused, *self._skipped]
 
 
 def _check_chain(graph: LayerGraph) -> None:
@@ -217,7 +219,8 @@ def _candidates(sizes: Mapping[int, Sized], devices: Devices, method: PlannedMet
         for depth in range(first, min(devices.count, len(sized.graph.layers) // method.chunks) + 1):
             for width in widths(devices.count // depth, 1, sized.microbatches):
                 for on in placements(devices, depth, width):
-                    if not method.full:
-                        yield Candidate(sized, method, depth, width, on=on)
-                    if devices.memory is not None and width > 1:
-                        yield Candidate(sized, method, depth, width, level, on=on)
+                    for of in in_rank_orders(Candidate(sized, method, depth, width, on=on), devices):
+                        if not method.full:
+                            yield of
+                        if devices.memory is not None and width > 1:
+                            yield replace(of, sharding=level)
