@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from penstock.plan.simulated.device_choice import Placement
 from penstock.plan.simulated.planned_methods import PlannedMethod, stage_forecast
 from penstock.plan.simulated.schedule_cache import ScheduleKey
 from penstock.plan.stages.device_hierarchy import Devices
-from penstock.schedule.ir.rank_numbers import RankNumbers, RankOrder
+from penstock.schedule.ir.rank_numbers import RANK_ORDERS, RankNumbers, RankOrder
 from penstock.simulate.memory.held import HeldKind
 
 _GATHERED = 2  # stages of a rank that are whole at once, where weights are divided
@@ -209,6 +209,11 @@ class Candidate:
         """Return the seconds that a message between ranks takes of its lane at least, however it is cut."""
         _, along = self.bandwidths(devices)
         return float(chain.crossing[1:-1].min(initial=math.inf)) / along if self.depth > 1 else 0.0
+
+    def least_hop(self, chain: BlockChain, devices: Devices) -> float:
+        """Return the seconds from the end of a pass to the next rank at least, in any order of ranks."""
+        orders = RANK_ORDERS if len(devices.levels) > 1 else (self.rank_order,)
+        return min(replace(self, rank_order=each).least_message(chain, devices) for each in orders) + devices.latency
 
     def of_ranks(self, times: RankWork, ranks: npt.NDArray[np.intp]) -> Floats:
         """Return the seconds that a batch takes at least without sums, as far as each rank shows.

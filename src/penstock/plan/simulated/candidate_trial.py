@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -76,9 +77,17 @@ class CandidateTrial:
         chain: its blocks.
         devices: to plan for.
         known: schedules of this candidate and others.
+        twin: that differs in the order of ranks, where the same cuts fit, or in what is away.
     """
 
-    def __init__(self, candidate: Candidate, chain: BlockChain, devices: Devices, known: KnownSchedules) -> None:
+    def __init__(
+        self,
+        candidate: Candidate,
+        chain: BlockChain,
+        devices: Devices,
+        known: KnownSchedules,
+        twin: CandidateTrial | None = None,
+    ) -> None:
         self.of, self._chain, self._devices, self._known = candidate, chain, devices, known
         self._passes, self._ranks = candidate.passes_of(chain), candidate.method.ranks(candidate.depth)
         self._between = [s for s in range(1, candidate.stages) if self._ranks[s - 1] != self._ranks[s]]  # cuts
@@ -88,12 +97,13 @@ class CandidateTrial:
         self._sizes: dict[AlwaysThere, StageSizes] = {}
         self._forecasts: dict[int, StageForecast] = {}
         self._steps = candidate.updates(chain, devices)
-        self._hop = candidate.least_message(chain, devices) + devices.latency
+        self._hop = candidate.least_hop(chain, devices)
+        self._fits: dict[tuple[bool, bool], FittingCuts] = {} if twin is None else twin._fits
         self._fitting: FittingCuts  # by what is known so far
 
-    def like(self, candidate: Candidate) -> CandidateTrial:
-        """Return another configuration of the same blocks and devices."""
-        return CandidateTrial(candidate, self._chain, self._devices, self._known)
+    def twin(self, **changes: Any) -> CandidateTrial:
+        """Return the same with another `rank_order`, or with optimizer states `away`."""
+        return CandidateTrial(replace(self.of, **changes), self._chain, self._devices, self._known, self)
 
     @cached_property
     def _across(self) -> float:
@@ -128,10 +138,10 @@ class CandidateTrial:
         if of.microbatches < least:
             raise self._none(f"refused: it needs at least {least} microbatches for each pipeline")
         bound, after = of.bound(self._chain, self._devices), of.least_after(self._chain, self._devices)
-        self._fitting = self._fit(self._foreseen)
+        self._fitting = self._fit_once(scheduled=False)
         yield max((self._begun().batch + after * of.method.flushes) / of.samples, bound)
         if self._devices.memory is not None:
-            self._fitting = self._scheduled(self.fit_of_span)
+            self._fitting = self._scheduled(lambda: self._fit_once(scheduled=True))
             yield max((self._begun().batch + after * of.method.flushes) / of.samples, bound)
 
     def fastest(self, best: float) -> TimedCuts:
@@ -194,6 +204,13 @@ class CandidateTrial:
         """
         return self._fit(lambda rank, again: self._known.moments(self.of.schedule, again)[rank])
 
+    def _fit_once(self, scheduled: bool) -> FittingCuts:
+        """Return which cuts fit, by what ranks hold in a span or by forecast."""
+        key = self.of.away, scheduled
+        if key not in self._fits:
+            self._fits[key] = self.fit_of_span() if scheduled else self._fit(self._foreseen)
+        return self._fits[key]
+
     def _fit(self, moments: Callable[[int, bool], Sequence[Moment]]) -> FittingCuts:
         """Return which cuts fit, given what ranks hold, without recompute and with it."""
         memory = []
@@ -224,7 +241,7 @@ class CandidateTrial:
         Raises:
             NoPlanError: none fit.
         """
-        found = self._fitting.first()
+        found = self._fitting.first
         if found is None:
             average, room = self._fitting.least(), sum(self._limits) / self.of.depth
             least, limit = human_bytes(average, 2), human_bytes(room, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import combinations, product
 from typing import NamedTuple, TypeAlias
 
@@ -151,8 +152,9 @@ class FittingCuts:
             found.append(again)
         return tuple(found)
 
+    @cached_property
     def first(self) -> FirstCuts | None:
-        """Return the cuts to begin with; None if there are none that fit, or none was found."""
+        """The cuts to begin with; None if there are none that fit, or none was found."""
         if self._matrices is not None:
             times = self._rank_times(self._matrices)
             found = self._evenest(times.busy)

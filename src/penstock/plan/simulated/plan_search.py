@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
+from typing import TypeAlias
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.gc_pause import no_collection
@@ -30,7 +31,7 @@ from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError, TimedCuts
 from penstock.plan.simulated.device_choice import MOST_CHOICES, MOST_ORDERS, placements
 from penstock.plan.simulated.planned_methods import METHODS, PLANNED, USUAL, PlannedMethod
-from penstock.plan.simulated.rank_order_choice import in_rank_orders, with_rank_order
+from penstock.plan.simulated.rank_order_choice import rank_orders, with_rank_order
 from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, Skipped
@@ -48,6 +49,9 @@ _OTHER_PLACES = Skipped(
 )
 _MOST_TRIED = 1 << 11  # passes of all candidates of a method that is not one of the usual ones
 _MOST_OF_FULL = 1 << 8  # the same of one that is fully sharded, where others fit
+
+_Waiting: TypeAlias = tuple[float, str, int, CandidateTrial, Iterator[float]]
+"""A candidate: the seconds per sample that it takes at least, its name, bounds known, its trial, further bounds."""
 
 
 @no_collection
@@ -124,7 +128,7 @@ class _Search:
 
         The one whose bound is least comes first; it gets a tighter bound and waits again, or is simulated.
         """
-        waiting = [self._waiting(each) for each in candidates]
+        waiting = [each for of in candidates for each in self._waiting(of)]
         usual, tried = method.name in USUAL, 0
         seconds = math.inf if usual else self._fastest_of(method.flushes)
         most = _MOST_OF_FULL if method.full and seconds < math.inf else _MOST_TRIED
@@ -142,7 +146,7 @@ class _Search:
                     self._skipped.append(Skipped(name, f"{said}and too many passes to try it beside the usual methods"))
                     continue
             if known == 0 and self._may_be_away(trial.of):
-                heappush(waiting, self._waiting(replace(trial.of, away=True)))
+                heappush(waiting, self._bounded(trial.twin(away=True)))
             try:
                 tighter = next(bounds, None)
                 if tighter is not None:
@@ -154,11 +158,18 @@ class _Search:
                 continue
             self._best[method], seconds = (trial, found), found.seconds
 
-    def _waiting(self, candidate: Candidate) -> tuple[float, str, int, CandidateTrial, Iterator[float]]:
-        """Return a candidate with its first bound: seconds per sample, name, bounds known, trial, further bounds."""
-        chain = self._chains[candidate.sized.samples]
-        trial = CandidateTrial(candidate, chain, self._devices, self._schedules)
-        return candidate.bound(chain, self._devices), str(candidate), 0, trial, trial.bounds()
+    def _waiting(self, candidate: Candidate) -> Iterator[_Waiting]:
+        """Yield a candidate with its first bound, in every order of ranks that is worth trying."""
+        first, *others = rank_orders(candidate, self._devices)
+        of, chain = replace(candidate, rank_order=first), self._chains[candidate.sized.samples]
+        trial = CandidateTrial(of, chain, self._devices, self._schedules)
+        yield self._bounded(trial)
+        yield from (self._bounded(trial.twin(rank_order=order)) for order in others)
+
+    def _bounded(self, trial: CandidateTrial) -> _Waiting:
+        """Return a candidate with its first bound."""
+        bound = trial.of.bound(self._chains[trial.of.sized.samples], self._devices)
+        return bound, str(trial.of), 0, trial, trial.bounds()
 
     def _may_be_away(self, candidate: Candidate) -> bool:
         """Return whether it is tried with optimizer states in the host's memory, too, which takes longer.
@@ -219,8 +230,7 @@ def _candidates(sizes: Mapping[int, Sized], devices: Devices, method: PlannedMet
         for depth in range(first, min(devices.count, len(sized.graph.layers) // method.chunks) + 1):
             for width in widths(devices.count // depth, 1, sized.microbatches):
                 for on in placements(devices, depth, width):
-                    for of in in_rank_orders(Candidate(sized, method, depth, width, on=on), devices):
-                        if not method.full:
-                            yield of
-                        if devices.memory is not None and width > 1:
-                            yield replace(of, sharding=level)
+                    if not method.full:
+                        yield Candidate(sized, method, depth, width, on=on)
+                    if devices.memory is not None and width > 1:
+                        yield Candidate(sized, method, depth, width, level, on=on)

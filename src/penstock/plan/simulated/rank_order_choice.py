@@ -6,7 +6,6 @@ faster with the one and others with the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from penstock.plan.simulated.candidate import Candidate
@@ -19,24 +18,18 @@ _PIPELINES, _REPLICAS = RANK_ORDERS
 _SAID = "rank_order "  # a note on it begins like this
 
 
-def in_rank_orders(candidate: Candidate, devices: Devices) -> Iterator[Candidate]:
-    """Yield a candidate in the orders that are worth trying: not where no link is faster than in the other one.
+def rank_orders(candidate: Candidate, devices: Devices) -> tuple[RankOrder, ...]:
+    """Return the orders of a candidate that are worth trying: not where no link is faster than in the other one.
 
     Where all links are alike the ranks of a pipeline follow each other. On devices of several kinds the replicas of a
     stage do, which are of one kind where that can be: so the ranks on each kind follow each other, as launchers want.
     """
     if not _several(candidate, devices):
-        yield candidate
-        return
-    other = replace(candidate, rank_order=_REPLICAS)
+        return (_PIPELINES,)
     first, second = _no_slower(candidate, devices)
     if first and second:
-        yield other if len(set(candidate.placement)) > 1 else candidate
-        return
-    if not second:
-        yield candidate
-    if not first:
-        yield other
+        return (_REPLICAS if len(set(candidate.placement)) > 1 else _PIPELINES,)
+    return tuple(order for order, beaten in ((_PIPELINES, second), (_REPLICAS, first)) if not beaten)
 
 
 def with_rank_order(plan: Plan, trial: CandidateTrial, found: TimedCuts, devices: Devices) -> Plan:
@@ -51,8 +44,8 @@ def with_rank_order(plan: Plan, trial: CandidateTrial, found: TimedCuts, devices
     of = trial.of
     if not _several(of, devices) or (of.rank_order == _PIPELINES and all(_no_slower(of, devices))):
         return plan
-    other = replace(of, rank_order=_PIPELINES if of.rank_order == _REPLICAS else _REPLICAS)
-    (batch,) = trial.like(other).batch_times([(found.cuts, found.again)])
+    other = trial.twin(rank_order=_PIPELINES if of.rank_order == _REPLICAS else _REPLICAS)
+    (batch,) = other.batch_times([(found.cuts, found.again)])
     return in_order(plan, of.rank_order, batch)
 
 
