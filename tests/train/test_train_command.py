@@ -153,10 +153,11 @@ def test_a_vocabulary_larger_than_bytes_still_makes_text(tmp_path, text, command
 
 
 def test_parallel_pipelines_in_low_precision_with_tied_embeddings(tmp_path, text, command):
-    """Four processes; the stages of one pipeline are saved."""
+    """Four processes, with the replicas of a stage in a row; the stages of one pipeline are saved."""
     changes = settings(
         f"out={tmp_path / 'runs'}",
         "width=2",
+        "rank_order=tp-dp-pp",
         "reduce=fast",
         "precision=bf16",
         "recompute=stage",

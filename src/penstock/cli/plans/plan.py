@@ -142,7 +142,8 @@ def _in_python(plan: Any) -> str:
     of = plan.settings
     options = "".join(f", {key}={value}" for key, value in of.get("options", {}).items())
     method = f"penstock.method({of['method']!r}{options})" if options else repr(of["method"])
-    parallel = f"penstock.DataParallel({of['width']}, sharding={of['sharding']!r})" if "sharding" in of else of["width"]
+    groups = "".join(f", {key}={of[key]!r}" for key in ("sharding", "rank_order") if key in of)
+    parallel = f"penstock.DataParallel({of['width']}{groups})" if groups else of["width"]
     more = f", data_parallel={parallel}" * (of["width"] > 1)
     more += f", recompute={of['recompute']!r}" * (of["recompute"] != "none")
     if "offload_optimizer" in of:
