@@ -84,9 +84,10 @@ class DataParallel(ShortRepr):
         """Whether torch adds gradients, in an order of its own."""
         return is_fast(self.reduce)
 
-    def numbers(self, depth: int) -> RankNumbers:
-        """Return the numbers of ranks, of pipelines with so many each."""
-        return RankNumbers(self.width, depth, self.rank_order)
+
+def rank_numbers(parallel: DataParallel, depth: int) -> RankNumbers:
+    """Return the numbers of ranks, of pipelines with so many each."""
+    return RankNumbers(parallel.width, depth, parallel.rank_order)
 
 
 @dataclass(frozen=True, repr=False)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from penstock.comm.core.rank_grid import RankGrid, rank_grid
 from penstock.comm.core.tensor_group import TensorGroup
+from penstock.options.parallelism import rank_numbers
 from penstock.partition.blocks import Blocks, named_blocks
 from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
@@ -40,7 +41,7 @@ def pipeline_of(
     """
     check_loss(loss)
     options, pipeline = plan.options, Pipeline.__new__(Pipeline)
-    numbers, parts = options.data_parallel.numbers(plan.schedule.ranks), options.partition.tensor_parallel
+    numbers, parts = rank_numbers(options.data_parallel, plan.schedule.ranks), options.partition.tensor_parallel
     if tensor is None:
         grid = rank_grid(numbers, group, options.run.timeout, parts)
     else:

@@ -19,7 +19,7 @@ from penstock.errors import ConfigError
 from penstock.options.all_options import PipelineOptions
 from penstock.options.divergence import Divergence
 from penstock.options.number_formats import PrecisionName
-from penstock.options.parallelism import DataParallel, Microbatches, Partition
+from penstock.options.parallelism import DataParallel, Microbatches, Partition, rank_numbers
 from penstock.options.passes import Precision, Recompute, Staleness
 from penstock.options.run import Device, Group, RunOptions
 from penstock.options.updates import UpdateOptions
@@ -177,7 +177,7 @@ class Pipeline(SavedStates, UserAdvice):
         request, correction = request_for(method, correction, depth, split.microbatches)
         request = with_asked_in_flight(request, split.in_flight)
         ranks = ranks_of(request)
-        numbers, tensor, group = from_mesh(mesh, options.data_parallel.numbers(ranks), tensor, group)
+        numbers, tensor, group = from_mesh(mesh, rank_numbers(options.data_parallel, ranks), tensor, group)
         if group is None:
             warn_if_alone()
         check_loss(loss)  # on all ranks alike, so that none waits for one that has refused it

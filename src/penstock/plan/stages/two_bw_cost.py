@@ -6,7 +6,8 @@ bandwidth between stages, and are not overlapped; sums are the ring's 2 (w - 1) 
 replicas, and are.
 Memory: two versions of the weights, and the activations of d microbatches, or with recompute their inputs and the
 activations of one. Bandwidths: replicas of a stage stand side by side, so they use the innermost level if w is less
-than its units, and stages do if all w d fit into it; other traffic uses the slowest level.
+than its units, and stages do if all w d fit into it; other traffic uses the slowest level. That is as published: plans
+that are simulated know both orders of ranks, and all levels (`penstock.plan.cluster.rank_links`).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from penstock.comm.communicators import Communicators
 from penstock.comm.core.rank_grid import Holder
 from penstock.comm.p2p.inbox_and_outbox import Mailbox
 from penstock.comm.p2p.stage_routes import StageRoutes
+from penstock.options.parallelism import rank_numbers
 from penstock.runtime.rank.batch_reports import Reports
 from penstock.runtime.rank.loss_ledger import LossLedger
 from penstock.runtime.rank.memory_ledger import MemoryLedger, StageMemory, WatchfulMemory
@@ -39,7 +40,7 @@ def build_span(
     """Build the state of a rank for spans of one schedule; see `penstock.runtime.execute.executor.Executor`."""
     schedule, recorder, decisions = lowered.schedule, state.recorder, state.decisions
     pipeline, rank = state.key
-    numbers = state.options.data_parallel.numbers(schedule.ranks)
+    numbers = rank_numbers(state.options.data_parallel, schedule.ranks)
     mailbox = Mailbox(numbers.of_pipeline(pipeline), lowered, links.transport, recorder)
     meetings, holders = _meetings(state, holders, links, combine)
     provisional = RULES[schedule.rule].provisional

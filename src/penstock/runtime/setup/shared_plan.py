@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from penstock.comm.collective.broadcast_json import HandedOut, hand_out
 from penstock.comm.core.rank_grid import RankGrid
+from penstock.options.parallelism import rank_numbers
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.plan.received_schedule import KnownSchedule
 from penstock.runtime.setup.same_plan import check_same_plans
@@ -129,4 +130,4 @@ def _common(plan: PipelinePlan) -> Json:
 
 def _rank(plan: PipelinePlan | UnprovenPlan, number: int) -> int:
     """The rank in its pipeline of a rank of the job."""
-    return plan.options.data_parallel.numbers(plan.schedule.ranks).place(number)[1]
+    return rank_numbers(plan.options.data_parallel, plan.schedule.ranks).place(number)[1]
