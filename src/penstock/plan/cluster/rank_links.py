@@ -43,7 +43,8 @@ class RankLinks:
     def along(self, pairs: Sequence[tuple[int, int]]) -> Floats:
         """Return those between pairs of ranks of a pipeline."""
         ends = self._places[:, np.array(pairs, int).reshape(-1, 2)]
-        return self._between(ends[..., 0], ends[..., 1]).min(axis=0)
+        slowest: Floats = self._between(ends[..., 0], ends[..., 1]).min(axis=0)
+        return slowest
 
     def around(self, ranks: Sequence[int]) -> float:
         """Return that of a sum over some ranks of each pipeline, which hold the same stage; without end for one."""

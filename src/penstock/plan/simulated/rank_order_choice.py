@@ -56,6 +56,8 @@ def _several(candidate: Candidate, devices: Devices) -> bool:
 
 def _no_slower(candidate: Candidate, devices: Devices) -> tuple[bool, bool]:
     """Return, for each order, whether no link is slower with it than with the other one."""
+    if len(devices.levels) == 1:
+        return True, True
     first, second = (replace(candidate, rank_order=order).links(devices) for order in RANK_ORDERS)
     return first.as_fast_as(second, candidate.wraps), second.as_fast_as(first, candidate.wraps)
 
