@@ -7,7 +7,7 @@ from collections.abc import Callable
 from penstock.checks import in_brief
 from penstock.errors import ConfigError
 from penstock.runtime.data.resumed_data_check import DATA
-from penstock.runtime.rank.restore import SavedState, check_names, check_pipelines, has_older, restore
+from penstock.runtime.rank.restore import SavedState, check_names, check_pipelines, restore, saved_older
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.switching import Switching
 from penstock.schedule.ir.version_rules import RULES
@@ -65,7 +65,8 @@ class SavedStates(Switching):
         self._engine.position.load(saved.facts.get(DATA, {}))
         self._adopt(None)
         self._held.loaded()
-        older = RULES[self.schedule.rule].bases == 2 and has_older(saved, self._plan.options.staleness.correction_name)
+        older = saved_older(saved, self._plan.options.staleness.correction_name)
+        older = min(older, RULES[self.schedule.rule].delay)
         try:
             for state in self._ranks:
                 for stage in state.stages.values():
@@ -77,7 +78,7 @@ class SavedStates(Switching):
         except BaseException as error:
             self._spans.life.broken = error  # half of it may have been loaded
             raise
-        self._spans.batches, self._spans.keeps_older = int(saved.facts["batch"]), older
+        self._spans.batches, self._spans.older = int(saved.facts["batch"]), older
 
 
 def save_between_runs(pipeline: SavedStates, saving: Saving) -> None:

@@ -115,7 +115,7 @@ def as_allowed(
         at_most: of a run; any number if None.
     """
     assert isinstance(request.method, str)
-    flushed = RULES[request.rule or find_method(request.method).rule].forward is Source.BATCH
+    flushed = RULES[request.rule or find_method(request.method).rule].flushes
     in_a_batch = request.microbatches if flushed else sys.maxsize
     plain = tuple(min(n, in_a_batch) for n in plain_numbers(request))
     limits: Sequence[float] = [math.inf] * request.stages
@@ -177,7 +177,7 @@ def later_with(request: ScheduleRequest) -> str:
     given = request.options.get("in_flight")
     if not isinstance(request.method, str) or not isinstance(given, int | Sequence) or isinstance(given, str):
         return ""
-    flushed = RULES[request.rule or find_method(request.method).rule].forward is Source.BATCH
+    flushed = RULES[request.rule or find_method(request.method).rule].flushes
     if flushed or ORDERS[asked_order(request)] not in CHAINS:
         return ""
     plain, taken = (

@@ -22,6 +22,7 @@ _BY_RULE = MappingProxyType(
         "flush": "1f1b",
         "provisional": "zb-h2-post",
         "double-buffer": "2bw",
+        "triple-buffer": "3bw",
         "stash": "stash",
         "vertical-sync": "vertical-sync",
         "newest": "newest",
@@ -52,7 +53,7 @@ def reference_method(config: TrainConfig) -> str:
             f"predicts from the gradients of the order of 1F1B; verify method {correction}"
         )
     if correction != "none":
-        return correction  # the method that is called like it has its equations
+        return "3bw-ahead" if rule == "triple-buffer" else correction  # the method that is called like it
     if rule not in _BY_RULE:
         raise ConfigError(
             f"{config.row.name}: there is no reference for orders of your own under rule {rule!r}; there is one for "
@@ -82,7 +83,8 @@ def reference_options(correction: Correction | None, rule: str) -> dict[str, Any
         case Blending():
             return {"beta": correction.beta}
         case ReadingAhead():
-            return {key: getattr(correction, key) for key in ("motion", "horizon", "a", "b")}
+            found = {key: getattr(correction, key) for key in ("motion", "horizon", "a", "b")}
+            return {key: value for key, value in found.items() if value is not None}
         case GapAware():
             return {"average": correction.average, "eps": correction.eps}
     return {}

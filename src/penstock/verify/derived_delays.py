@@ -29,7 +29,7 @@ def order_of(
         CapabilityError: stages recompute differently under a rule where that changes what passes read.
     """
     rule = RULES[schedule.rule]
-    depends = rule.forward not in (Source.BATCH, Source.PREVIOUS) and order not in KNOWN
+    depends = rule.forward is not Source.BATCH and order not in KNOWN
     delays = _updates_before_own(schedule, Op.F) if depends else None
     if recompute == "none" or rule.recompute is not Source.NEWEST:
         return USUAL._replace(delays=delays)  # a recomputed forward reads the same weights, so it changes nothing

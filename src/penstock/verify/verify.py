@@ -163,7 +163,7 @@ def _summed_once(schedule: Schedule) -> bool:
 def _no_plain(config: TrainConfig) -> str | None:
     """Return why plain torch is not comparable, or None if it is."""
     method = config.row
-    if RULES[method.rule].forward is not Source.BATCH:
+    if not RULES[method.rule].flushes:
         return f"{method.name} reads delayed weights"
     if config.boundary_gradients != "same":
         return f"gradients are rounded to {config.boundary_gradients} between stages"

@@ -8,13 +8,14 @@ accumulated one times c / (N S), where N is the loss weight of the whole batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.checks import check_whole, is_number
 from penstock.errors import ConfigError
 from penstock.repr_without_defaults import ShortRepr
+from penstock.schedule.ir.version_rules import RULES
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -46,8 +47,8 @@ class Share(NamedTuple):
 class LossScale(ShortRepr):
     """What the loss is multiplied by before its backward, so that small gradients do not underflow in float16.
 
-    The scale of a batch depends on the batches before it; under 2bw not on the last one, whose update is not decided
-    yet when the batch begins. So a batch may still overflow under a scale that has been lowered since, and does not
+    The scale of a batch depends on the batches before it; under 2bw not on the last one (3bw: the last two), whose update
+    is not decided yet when the batch begins. So a batch may still overflow under a scale that has been lowered since, and does not
     lower it again.
 
     Attributes:
@@ -179,12 +180,12 @@ class Scaler:
     Attributes:
         scale: the scale after all decisions so far.
         finite_in_a_row: consecutive finite batches under it.
-        before: the scale before the last decision.
     """
 
     def __init__(self, spec: LossScale | None) -> None:
         self._spec = spec
-        self.scale = self.before = 1.0 if spec is None else spec.initial
+        self.scale = 1.0 if spec is None else spec.initial
+        self._earlier = [self.scale] * max(rule.delay for rule in RULES.values())  # before the last decisions
         self.finite_in_a_row = 0
 
     @property
@@ -192,10 +193,24 @@ class Scaler:
         """True if losses are scaled."""
         return self._spec is not None
 
+    def before(self, decisions: int) -> float:
+        """Return the scale before the last few decisions, at most as many as a version rule delays."""
+        return self._earlier[decisions - 1] if decisions > 0 else self.scale
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a snapshot."""
+        return {"scale": self.scale, "before": self._earlier, "finite_in_a_row": self.finite_in_a_row}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore a state; one of Penstock 0.1 may have the scale before the last decision only."""
+        before = state["before"] if isinstance(state["before"], list) else [state["before"]]
+        self.scale, self.finite_in_a_row = state["scale"], int(state["finite_in_a_row"])
+        self._earlier = [*before, *before[-1:] * len(self._earlier)][: len(self._earlier)]
+
     def learn(self, decision: Decision) -> None:
         """Adapt the scale to a decision; decisions come in the order of their batches."""
         spec = self._spec
-        self.before = self.scale
+        self._earlier = [self.scale, *self._earlier[:-1]]
         if spec is None or spec.interval is None or not decision.weight:
             return
         if not decision.finite:

@@ -3,12 +3,12 @@
 The store has exactly as many buffers as the schedule's proof derived. After each action the state of the schedule
 (`penstock.schedule.stage_state`) determines which versions are alive, and the store frees the rest. Gradients of
 a batch accumulate in one buffer, in microbatch order; with rotating updates the new version is written over that
-gradient, parameter by parameter, so that three buffers hold two versions and a gradient.
+gradient, parameter by parameter, so that under 2bw three buffers hold two versions and a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,12 +28,12 @@ class GivenWeights(NamedTuple):
 
     Attributes:
         newest: as the optimizer steps them.
-        older: what passes read of the version before, if they will still read it.
+        older: what passes read of the versions before, as far as they will still read these; the newest of them first.
         ahead: what passes read of the newest version, if that is something else.
     """
 
     newest: Mapping[str, Tensor]
-    older: Mapping[str, Tensor] | None = None
+    older: Sequence[Mapping[str, Tensor]] = ()
     ahead: Mapping[str, Tensor] | None = None
 
 
@@ -218,10 +218,9 @@ class VersionStore:
         self.derived.forget()
         if self.master_copy is not None:
             self.master_copy.load(given.newest)
-        for version, tensors in ((batch, given.ahead or given.newest), (batch - 1, given.older)):
-            if tensors is not None:
-                self.versions[version] = self._take(f"version {version}")
-                self.versions[version].load(tensors)
+        for back, tensors in enumerate((given.ahead or given.newest, *given.older)):
+            self.versions[batch - back] = self._take(f"version {batch - back}")
+            self.versions[batch - back].load(tensors)
 
     def resize(self, facts: StageFacts, alive: Iterable[int]) -> None:
         """Hold as many buffers as another schedule needs, while nothing is in flight.

@@ -143,18 +143,18 @@ class Engine:
             evaluate: evaluations of the runs before and after. The last versions are evaluated now, where the schedule
                 before would have done it at its next border, and this one does not any more.
         """
-        newest, stays_double = self._spans.batches, self._setup.bases == RULES[proof.schedule.rule].bases == 2
+        newest, kept = self._spans.batches, min(self._spans.older, RULES[proof.schedule.rule].delay)
         if evaluate is not None:
-            since = newest + 1 - (self._setup.bases if self._setup.proof.border_fault() is None else 0)
-            until = newest - stays_double if proof.border_fault() is None else newest + 1
-            for version in range(since, until):
-                if evaluate.wants(version) and (version == newest or self._spans.has_older):
+            since = newest - self._setup.delay if self._setup.proof.border_fault() is None else newest + 1
+            until = newest - kept if proof.border_fault() is None else newest + 1
+            for version in range(max(since, newest - self._spans.readable_older), until):
+                if evaluate.wants(version):
                     self._evaluate_now(evaluate, version)
-        self._spans.keeps_older = self._spans.keeps_older and stays_double
+        self._spans.older = kept
         self._setup.switch(proof, correction)
         try:
             for state in self._ranks:
-                state.switch(proof, self._spans.keeps_older, correction)
+                state.switch(proof, kept, correction)
         except BaseException as error:
             self.life.broken = error  # some stages may have been switched
             raise

@@ -38,7 +38,7 @@ class Spans:
     Attributes:
         life: whether the pipeline is at rest.
         batches: that have been trained on.
-        keeps_older: the next span begins with two versions, where the rule has two.
+        older: how many versions before the newest the next span begins with.
         unread: what spans have read ahead of the data, and not trained on.
         reporter: the rank of this process that knows what all have decided.
     """
@@ -47,7 +47,7 @@ class Spans:
         grid, ranks, combine = setup.grid, setup.ranks, setup.combine
         self._setup, self._grid, self._ranks = setup, grid, ranks
         self.life = Lifecycle()
-        self.batches, self.keeps_older = 0, False
+        self.batches, self.older = 0, 0
         self.unread: list[Any] = []
         self._left_after: int | None = None  # the batch after whose report the caller has left the current run
         self._stop = ranks[0].stop
@@ -61,9 +61,9 @@ class Spans:
         self.reporter = ranks[setup.last if grid.group is None else 0]
 
     @property
-    def has_older(self) -> bool:
-        """Whether the version before the newest can be evaluated; of one that was read ahead only the prediction is."""
-        return self.keeps_older and not self._setup.reads_ahead
+    def readable_older(self) -> int:
+        """How many versions before the newest can be evaluated; of those that were read ahead only predictions are."""
+        return 0 if self._setup.reads_ahead else self.older
 
     def train(
         self, batches: Batches, save: Saving | None, evaluate: Evaluating | None
@@ -77,9 +77,8 @@ class Spans:
             return False
         executors = self._setup.trainers()
         evaluators = [] if evaluate is None else self._evaluators(evaluate, executors)
-        older = -1 if self.keeps_older and self._setup.bases == 2 else 0
         runs = [
-            e.run(source, self.batches, older, at_border=evaluators[i].at_border if evaluators else None, saving=save)
+            e.run(source, self.batches, -self.older, at_border=evaluators[i].at_border if evaluators else None, saving=save)
             for i, e in enumerate(executors)
         ]
         self._left_after, left, failed = None, False, None
@@ -97,11 +96,11 @@ class Spans:
         return left
 
     def _evaluators(self, evaluate: Evaluating, training: Sequence[Executor]) -> list[Evaluator]:
-        executors, delay = self._setup.evaluators(Channel.EVALUATION), self._setup.bases - 1
-        lacks = self.batches if delay and not self.has_older else None
+        executors, delay = self._setup.evaluators(Channel.EVALUATION), self._setup.delay
+        since = self.batches - self.readable_older
         data = EvaluationData(evaluate, self._setup.evaluation_data, len(self._ranks))
         return [
-            Evaluator(state, executor, evaluate, data, self._stop.ask, delay, lacks, trains)
+            Evaluator(state, executor, evaluate, data, self._stop.ask, delay, since, trains)
             for state, executor, trains in zip(self._ranks, executors, training, strict=True)
         ]
 
@@ -173,7 +172,7 @@ class Spans:
             if self.life.broken is None:
                 if training:
                     self.batches += count
-                    self.keeps_older = self.keeps_older or count > 0
+                    self.older = min(self.older + count, self._setup.delay)
                 for state in self._ranks:
                     state.recorder.pause()
                     for stage in state.stages.values():

@@ -82,9 +82,9 @@ class SpanSetup:
         return self.proof.schedule
 
     @property
-    def bases(self) -> int:
-        """With how many versions a span may begin."""
-        return RULES[self.schedule.rule].bases
+    def delay(self) -> int:
+        """How many versions before the newest a span may begin with."""
+        return RULES[self.schedule.rule].delay
 
     def training_data(self, batches: Batches, first: int) -> BatchSource:
         """The data of a span of training that begins with batch `first`."""

@@ -2,9 +2,9 @@
 
 Every rank runs forward-only passes directly before its first forward of a batch, over lanes of their own; what is in
 flight stays where it is (`schedule.machine.evaluation_without_draining_check` says when that cannot block). They read
-the newest weights there, which are of one version on all stages. At the first border of a span with double-buffered
-weights there is a newer one already; the one before is due, and read, as it would have been had the span before gone
-on.
+the newest weights there, which are of one version on all stages. At the first borders of a span whose passes read
+delayed weights there are newer ones already; an older one is due, and read, as it would have been had the span before
+gone on.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ class Evaluating(NamedTuple):
 
     Attributes:
         every: the weights after `every`, 2 * `every`, ... batches are evaluated, as soon as all stages have them:
-            before the next batch begins, under 2bw one batch later. If the run ends before that, they are not; under
-            2bw-ahead, which keeps predictions in place of older weights, nor where the method changes in between.
+            before the next batch begins, under 2bw one batch later, under 3bw two. If the run ends before that, they
+            are not; under 2bw-ahead and 3bw-ahead, which keep predictions in place of older weights, nor where the
+            method changes in between.
         data: the batches, at least one and the same on all ranks: a DataLoader or a list, or a function that is called
             for them each time.
     """
@@ -135,7 +136,7 @@ class Evaluator:
         data: opens the data.
         ask_to_stop: ends the run after what is under way.
         delay: before batch t, version t - delay is read.
-        lacks: the batch before which that version is not alive: the first one, after a synchronous span; or None.
+        since: the oldest version that is there when the span begins.
         training: runs the training schedule, whose weights may have to be gathered.
 
     Attributes:
@@ -150,18 +151,18 @@ class Evaluator:
         data: EvaluationData,
         ask_to_stop: Callable[[], None],
         delay: int,
-        lacks: int | None,
+        since: int,
         training: Executor,
     ) -> None:
         self._training = training
         self._state, self._executor, self._evaluating = state, executor, evaluating
-        self._data, self._ask_to_stop, self._delay, self._lacks = data, ask_to_stop, delay, lacks
+        self._data, self._ask_to_stop, self._delay, self._since = data, ask_to_stop, delay, since
         self.failure: Exception | None = None
 
     def at_border(self, batch: int) -> Iterator[Wait]:
         """Evaluate before the first forward of `batch`, if the version there is to be evaluated."""
         version = batch - self._delay
-        if not self._evaluating.wants(version) or batch == self._lacks:
+        if not self._evaluating.wants(version) or version < self._since:
             return
         source = self._data.open(batch)  # what its loader raises is no trouble to what is in flight
         total, weight, count, recorder = 0.0, 0.0, 0, self._state.recorder

@@ -78,7 +78,7 @@ class Executor:
         Args:
             source: the data; where data enters it is asked whether batches follow.
             start: number of the span's first batch since the start of training.
-            older: 0, or -1 where batch 0 of the span reads the version before the newest.
+            older: the oldest version that the span begins with: 0, or less where there are some before the newest.
             at_border: what to do before the first forward of a batch, given its number since the start of training.
             saving: snapshots to take on the way.
         """

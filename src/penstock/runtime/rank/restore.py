@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from itertools import count
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError
 from penstock.partition.parameter_names import block_of, prefix_of
-from penstock.runtime.rank.snapshot import suffix
+from penstock.runtime.rank.snapshot import older_kind, suffix
 from penstock.runtime.rank.tensor_pieces import joined_pieces, pieces_in
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.data_parallel_sync import Combine
@@ -88,20 +89,21 @@ def _belongs(saved: str, blocks: Mapping[str, Any]) -> bool:
     return any(block_of("/".join(parts[at:]), blocks) is not None for at in range(1, len(parts)))
 
 
-def has_older(saved: SavedState, correction: str) -> bool:
-    """Return whether a saved state has what passes read before the newest version, under this correction."""
+def saved_older(saved: SavedState, correction: str) -> int:
+    """Return of how many versions before the newest a saved state has what passes read, under this correction."""
     ahead = correction in CORRECTIONS and CORRECTIONS[correction].reads_ahead
-    kinds = ("older/", "older@", "older~", *(("ahead.1/",) if ahead else ()))
-    return any(name.startswith(kinds) for name in saved.names)
+    kinds = {re.split("[/@~]", name, maxsplit=1)[0] for name in saved.names}
+    found = (back for back in count(1) if not kinds & {older_kind(back), *((f"ahead.{back}",) if ahead else ())})
+    return next(found) - 1
 
 
-def restore(stage: StageRuntime, saved: SavedState, older: bool, blocks: Mapping[str, Any]) -> None:
+def restore(stage: StageRuntime, saved: SavedState, older: int, blocks: Mapping[str, Any]) -> None:
     """Restore a stage from a snapshot.
 
     Args:
         stage: the stage, with nothing in flight.
         saved: the snapshots of all stages.
-        older: passes will read the version before the newest.
+        older: how many versions before the newest passes will read.
         blocks: all of the model.
 
     Raises:
@@ -118,13 +120,15 @@ def restore(stage: StageRuntime, saved: SavedState, older: bool, blocks: Mapping
     stage.restore()
 
 
-def _restore_trained(weights: TrainedWeights, reader: _StageReader, saved: SavedState, older: bool) -> None:
+def _restore_trained(weights: TrainedWeights, reader: _StageReader, saved: SavedState, older: int) -> None:
     """Restore the state of a stage's trained parameters."""
     views, agreement = weights.store.master.views, weights.agreement
     newest = {name: reader.read(reader.kind("weights", name), name, view) for name, view in views.items()}
     ahead = weights.store.reads_ahead and any(name.startswith("ahead/") for name in saved.names)
-    kinds = {name: "ahead.1/" if ahead else reader.kind("older", name) for name in views}
-    before = {name: reader.read(kinds[name], name, v) for name, v in views.items()} if older else None
+    before = []
+    for back in range(1, older + 1):
+        kinds = {name: f"ahead.{back}/" if ahead else reader.kind(older_kind(back), name) for name in views}
+        before.append({name: reader.read(kinds[name], name, v) for name, v in views.items()})
     read = {name: reader.read("ahead/", name, v) for name, v in views.items()} if ahead else None
     weights.store.restart(int(saved.facts["batch"]), GivenWeights(newest, before, read))
     weights.watch = None  # nothing has been written since

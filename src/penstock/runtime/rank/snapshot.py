@@ -1,13 +1,13 @@
 """Snapshots: the state of a stage between two batches, from which training resumes bit for bit.
 
 A snapshot is taken directly after the update that creates version B, while later microbatches are in flight; training
-resumes from it with batch B. With double-buffered weights it has two versions, because batch B reads the one before;
-passes of batch B that are in flight are repeated when training resumes. Module buffers are those from before the
+resumes from it with batch B. With double-buffered weights it has two versions, because batch B reads the one before,
+with triple-buffered ones three; passes from batch B on that are in flight are repeated when training resumes. Module buffers are those from before the
 stage's first forward of batch B. Random numbers depend on the batch alone, so no state of a generator is saved.
 
-Names in a snapshot: `weights/NAME` (newest, in full precision), `older/NAME` (the version before), `delayed.K/NAME`
-(the K-th version before the newest, where passes read with a delay of K or more), `average/NAME`, `ahead/NAME` and
-`ahead.1/NAME` (what passes read of the newest version and the one before, where they read ahead), `motion/NAME` (how
+Names in a snapshot: `weights/NAME` (newest, in full precision), `older/NAME` and `older2/NAME` (the versions before),
+`delayed.K/NAME` (the K-th version before the newest, where passes read with a delay of K or more), `average/NAME`,
+`ahead/NAME`, `ahead.1/NAME` and `ahead.2/NAME` (what passes read of these, where they read ahead), `motion/NAME` (how
 the weights move, and others of a correction), `fixed/NAME` (frozen parameters and persistent buffers; `fixed.1/NAME`
 for the second stage that holds them, in another pipeline or in another direction of the same one, and so on) and
 `optimizer/KIND/NAME`, where NAME is that of a parameter, the same at every depth; where pipelines have divided it by
@@ -41,6 +41,9 @@ from penstock.stage.checks.tensor_sums import tensor_sums
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.sharded_store import ShardedStore
+
+Older = Mapping[int, Mapping[str, Tensor]]
+"""Copies of versions before the newest, by how many updates before, and by name."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ def take_snapshot(
     batch: int,
     decisions: Decisions | None,
     fixed: Fixed | None = None,
-    older: Mapping[str, Tensor] | None = None,
+    older: Older | None = None,
     side: SideStream | None = None,
 ) -> Snapshot:
     """Take a snapshot of a stage, between an update and the next pass.
@@ -148,7 +151,7 @@ def take_snapshot(
         batch: the newest version.
         decisions: of its rank; None where nothing is trained, as the rank may not have received any.
         fixed: untrained tensors from before the first forward of `batch`; None if that has not run.
-        older: copies of the version before; None if that is still alive, or not read again.
+        older: copies of those versions before it that will be read again and may be gone.
         side: copies the tensors to the host's memory beside the work of the device, which must wait for that (`copied`)
             before it updates the stage; if None, they are copied where they are.
     """
@@ -164,10 +167,11 @@ def take_snapshot(
     weights = stage.weights
     if (not stage.place or _has_own(stage)) and isinstance(weights, TrainedWeights):
         rows_alone = isinstance(weights.store, ShardedStore) and batch - 1 in weights.store.older_rows
-        if older is None and batch - 1 in weights.store.versions and not rows_alone:
-            older = weights.store.copies(batch - 1)
+        older = dict(older or {})
+        for version in () if rows_alone else sorted(weights.store.versions.keys() - {batch}):
+            older.setdefault(batch - version, weights.store.copies(version))
         settled = torch.clone if side is None or weights.agreement is not None else torch.Tensor.detach
-        _add_trained(weights, batch, older or {}, tensors, values, facts, settled)
+        _add_trained(weights, batch, older, tensors, values, facts, settled)
     elif isinstance(weights, TrainedWeights) and isinstance(weights.store, ShardedStore):
         settled = torch.clone if side is None else torch.Tensor.detach
         rows, values = optimizer_state(weights, settled)
@@ -186,6 +190,11 @@ def take_snapshot(
     return Snapshot(batch, place, stage.key.index, tensors, values, facts, copied, frozen, fixed.shared)
 
 
+def older_kind(back: int) -> str:
+    """Return what the version before the newest is called in names (older), the one before that (older2), and so on."""
+    return "older" if back == 1 else f"older{back}"
+
+
 def suffix(number: int) -> str:
     """Return the suffix in names for the state of the second pipeline or copy (.1), the third (.2), and so on."""
     return f".{number}" if number else ""
@@ -200,7 +209,7 @@ def _has_own(stage: StageRuntime) -> bool:
 def _add_trained(
     weights: TrainedWeights,
     batch: int,
-    older: Mapping[str, Tensor],
+    older: Older,
     tensors: dict[str, Tensor],
     values: dict[str, Any],
     facts: dict[str, Any],
@@ -218,8 +227,10 @@ def _add_trained(
         tensors |= _rows_of_weights(weights, settled)
     elif not own or apart:
         tensors |= {f"weights{own}/{name}": tensor for name, tensor in store.newest_copies(settled).items()}
-    read_before = "ahead.1" if store.reads_ahead else f"older{own}"
-    tensors |= {f"{read_before}/{name}": tensor for name, tensor in older.items()} | _older_rows(weights, batch)
+    for back, copies in older.items():
+        kind = f"ahead.{back}" if store.reads_ahead else f"{older_kind(back)}{own}"
+        tensors |= {f"{kind}/{name}": tensor for name, tensor in copies.items()}
+    tensors |= _older_rows(weights, batch)
     if store.reads_ahead:
         tensors |= {f"ahead/{name}": tensor for name, tensor in store.copies(batch).items()}
     for kept, found in zip((tensors, values), optimizer_state(weights, settled, own), strict=True):

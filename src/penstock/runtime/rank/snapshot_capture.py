@@ -19,8 +19,9 @@ from penstock.stage.trained_stage_weights import TrainedWeights
 class SnapshotCapture:
     """Takes the snapshots of one rank during one span.
 
-    A snapshot has the module buffers from before the first forward of its batch. With double-buffered weights the
-    update that creates its version comes after that forward, so the buffers are copied before it.
+    A snapshot has the module buffers from before the first forward of its batch. Where passes read delayed weights the
+    update that creates its version comes after that forward, so the buffers are copied before it, and with a delay of
+    two the version that the forward reads, which may be gone by then.
 
     Args:
         saving: when to take them and where they go; None for no snapshots.
@@ -46,8 +47,8 @@ class SnapshotCapture:
         self._saving, self._start = saving, start
         self._decisions, self._recorder = decisions, recorder
         self._taken: dict[Stage, int] = {}  # the last batch before which one was taken
-        self._fixed: dict[Stage, Fixed] = {}  # of the next one
-        self._older: dict[Stage, Mapping[str, Tensor]] = {}
+        self._fixed: dict[tuple[Stage, int], Fixed] = {}  # of the next ones, by their batches
+        self._older: dict[tuple[Stage, int], dict[int, Mapping[str, Tensor]]] = {}
         self._held, self.holds = held, saving is not None or bool(held)
         self._side = side
         self._copying: dict[Stage, Done] = {}  # of weights that the next update of the stage writes
@@ -58,7 +59,9 @@ class SnapshotCapture:
             return
         pending = self._taken.get(stage.key) != batch  # the update before the batch comes later
         if pending and self._saving.make_room(batch):
-            self._fixed[stage.key] = take_fixed(stage)
+            self._fixed[stage.key, batch] = take_fixed(stage)
+            if self._decisions.delay > 1:
+                self._keep(stage, batch, self._decisions.delay)
 
     def untrained(self, stage: StageRuntime, batch: int) -> None:
         """Called before the first forward of a batch on a stage without trained weights, and at the end of the span."""
@@ -74,20 +77,23 @@ class SnapshotCapture:
         """
         if self._saving is None or not self._saving.wants(batch) or not self._saving.make_room(batch):
             return
+        self._keep(stage, batch, 1)
+
+    def _keep(self, stage: StageRuntime, batch: int, back: int) -> None:
+        """Copy the version of so many updates before `batch`, which may be gone when the snapshot is taken."""
         weights = stage.weights
         if stage.place and weights.agreement is None:
             return  # the first copy saves it
-        if isinstance(weights, TrainedWeights) and batch - 1 in weights.store.versions:
-            self._older[stage.key] = weights.store.copies(batch - 1)
+        if isinstance(weights, TrainedWeights) and batch - back in weights.store.versions:
+            self._older.setdefault((stage.key, batch), {})[back] = weights.store.copies(batch - back)
 
     def after_step(self, stage: StageRuntime, batch: int) -> None:
         """Called when version `batch` is final, also after averaging over pipelines: take a snapshot if one is due."""
         if self._saving is None or not self._saving.wants(batch):
             return
-        fixed = self._fixed.pop(stage.key, None)
+        fixed, older = self._fixed.pop((stage.key, batch), None), self._older.pop((stage.key, batch), None)
         self._taken[stage.key] = batch
         if self._saving.make_room(batch):
-            older = self._older.pop(stage.key, None)
             self._deliver(stage, take_snapshot(stage, batch, self._decisions, fixed, older, self._side))
 
     def before_update(self, stage: StageRuntime) -> None:
@@ -110,6 +116,6 @@ class SnapshotCapture:
             return
         held = [snapshot for known in self._held if (snapshot := known()) is not None and snapshot.tensors]
         self._held[:] = [ref(snapshot) for snapshot in held]
-        early = sum(tensor.nbytes for copies in self._older.values() for tensor in copies.values())
+        early = sum(t.nbytes for kept in self._older.values() for copies in kept.values() for t in copies.values())
         early += sum(fixed.nbytes for fixed in self._fixed.values())
         self._recorder.hold("snapshots", sum(snapshot.nbytes for snapshot in held) + early)

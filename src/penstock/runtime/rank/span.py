@@ -106,7 +106,7 @@ class RankSpan:
         held: activations kept for other stages.
         at_border: what comes before the first forward of a batch, given its number since the start of training.
         start: the first batch of the span, counted from the start of training.
-        older: what a version before the span's first one means: 0, or -1 where there is one.
+        older: the oldest version that there is of those from before the span, counted from its first one: 0, or less.
         more: whether another batch follows the one under way.
         begun: the last batch that any stage of the rank has begun; no forward of an earlier one comes after that.
         rejected: whether the last VALIDATE has rejected its version.

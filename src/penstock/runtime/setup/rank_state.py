@@ -56,7 +56,7 @@ class RankState:
         self.decisions = Decisions(
             options.policy,
             plan.divisor,
-            RULES[plan.schedule.rule].bases - 1,
+            RULES[plan.schedule.rule].delay,
             options.update.divergence,
             options.data_parallel.combine,
             key.pipeline,
@@ -81,17 +81,17 @@ class RankState:
         for stage in self.stages.values():
             self._builder.check_refit(stage, proof, correction)
 
-    def switch(self, proof: Proof, keeps_older: bool, correction: Correction | None) -> None:
+    def switch(self, proof: Proof, older: int, correction: Correction | None) -> None:
         """Go on under another schedule with the same stages, with nothing in flight (`StageBuilder.refit`).
 
         Args:
             proof: of the schedule.
-            keeps_older: the version before the newest stays as well, where there is one.
+            older: how many versions before the newest stay as well.
             correction: of the method.
         """
-        self.decisions.delay = RULES[proof.schedule.rule].bases - 1
+        self.decisions.delay = RULES[proof.schedule.rule].delay
         for stage in self.stages.values():
-            self._builder.refit(stage, proof, correction, keeps_older=keeps_older)
+            self._builder.refit(stage, proof, correction, older=older)
 
     @property
     def has_loss(self) -> bool:

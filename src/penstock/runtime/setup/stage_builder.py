@@ -119,7 +119,7 @@ class StageBuilder:
         """
         self._check(runtime.key, runtime.module, runtime.weights, proof, correction)
 
-    def refit(self, runtime: StageRuntime, proof: Proof, correction: Correction | None, *, keeps_older: bool) -> None:
+    def refit(self, runtime: StageRuntime, proof: Proof, correction: Correction | None, *, older: int) -> None:
         """Fit a stage to another schedule, with nothing in flight.
 
         Buffers that the schedule does not take are freed, those that it takes besides are made; what the optimizer
@@ -129,14 +129,13 @@ class StageBuilder:
             runtime: the stage.
             proof: of the schedule.
             correction: of its method; it begins without knowing how weights move.
-            keeps_older: the version before the newest stays as well, where there is one.
+            older: how many versions before the newest stay as well.
         """
         weights = runtime.weights
         if isinstance(weights, TrainedWeights):
             weights.corrector, store = None, weights.store
-            newest = store.newest
             weights.updater.follow(store.own_of(store.master))
-            store.resize(proof.stages[runtime.key], {newest, newest - 1} if keeps_older else {newest})
+            store.resize(proof.stages[runtime.key], range(store.newest - older, store.newest + 1))
             if isinstance(store, MixedStore):
                 store.step_apart(_steps_apart(proof))
         runtime.reading, runtime.graphs = self._fit(runtime.key, runtime.module, weights, proof, correction)

@@ -21,8 +21,8 @@ class Decisions:
     Args:
         policy: what stages decide by, the same on all ranks.
         divisor: c, which losses are divided by.
-        delay: batches whose decision a batch does not wait for: one with double-buffered weights, also where it has
-            been made by then because the pipeline was drained.
+        delay: batches whose decision a batch does not wait for: one with double-buffered weights, two with
+            triple-buffered ones, also where they have been made by then because the pipeline was drained.
         divergence: what counts as one; nothing if None.
         combine: how parallel pipelines agree; where they have weights of their own, each decides for itself, and only
             where they meet it is told who wants the run to end, and what evaluations have found.
@@ -69,8 +69,7 @@ class Decisions:
     def scale(self, batch: int) -> float:
         """Return the loss scale of a batch, on the rank of the last stage; all its microbatches have the same."""
         if batch not in self._scales:
-            early = self.delay and self._decided == batch - 1
-            self._scales[batch] = self.scaler.before if early else self.scaler.scale
+            self._scales[batch] = self.scaler.before(self._decided - (batch - 1 - self.delay))
         return self._scales[batch]
 
     def share(self, batch: int, loss: Loss | None) -> Share:
@@ -151,7 +150,7 @@ class Decisions:
         decision = self.settle(batch, math.nan, total)
         if batch in self._guessed:  # a rank that holds several stages asks more than once
             wrong = decision.factor != self._guessed.pop(batch)
-            if wrong or self.scaler.scale != self.scaler.before:
+            if wrong or self.scaler.scale != self.scaler.before(1):
                 self._scales.pop(batch + 1, None)  # forwards that have begun run again, under the scale of now
                 decision = self._last = decision._replace(again=True)
                 self.events.correct(decision)
@@ -166,9 +165,7 @@ class Decisions:
         """Return the state for a snapshot, the same on all ranks."""
         state: dict[str, Any] = {"told": [list(found) for found in told]} if (told := self.events.evaluations) else {}
         state |= {} if self.weight is None else {"weight": self.weight}
-        scaler = self.scaler
-        if scaler.scales:
-            state |= {"scale": scaler.scale, "before": scaler.before, "finite_in_a_row": scaler.finite_in_a_row}
+        state |= self.scaler.state() if self.scaler.scales else {}
         watched = self.detector.state()
         return state | ({"detector": watched} if watched else {})
 
@@ -177,8 +174,7 @@ class Decisions:
         self.events.restart(state.get("told", ()))
         self.weight = state.get("weight")
         if "scale" in state and self.scaler.scales:
-            self.scaler.scale, self.scaler.before = state["scale"], state["before"]
-            self.scaler.finite_in_a_row = int(state["finite_in_a_row"])
+            self.scaler.load(state)
         self.detector.load(state.get("detector", {}))
         self._decided, self._last, self._agreed = batch - 1, None, -1
         self._scales.clear()

@@ -1,7 +1,7 @@
 """A few microbatches of a schedule that stand for all of them in the proof of versions.
 
 The proof plays every pass of every microbatch (`penstock.schedule.stage_state`). Where all passes of a batch on a
-stage read the same version (by rules flush and double-buffer), it is enough to play, on each stage, the microbatches
+stage read the same version (by rules flush, double-buffer and triple-buffer), it is enough to play, on each stage, the microbatches
 whose forward is the first or the last of the batch, and those whose backward, half of one or recompute is. For any
 other one, k:
 
@@ -32,8 +32,6 @@ from penstock.schedule.ir.arrays import BACKWARDS, NO_VERSION, STEP, ActionArray
 from penstock.schedule.ir.schedule import Program, Schedule
 from penstock.schedule.ir.version_rules import RULES, Source
 
-_OF_A_BATCH = {Source.BATCH: 0, Source.PREVIOUS: -1}
-
 
 def representatives(schedule: ArraySchedule) -> Schedule | None:
     """Return the schedule with a few microbatches of each stage.
@@ -45,7 +43,7 @@ def representatives(schedule: ArraySchedule) -> Schedule | None:
         None where these do not stand for all: the whole schedule has to be played, which may show what is wrong.
     """
     rule = RULES[schedule.rule]
-    if rule.forward not in _OF_A_BATCH or rule.backward is not Source.FORWARD or rule.provisional:
+    if rule.forward is not Source.BATCH or rule.backward is not Source.FORWARD or rule.provisional:
         return None
     programs, m = [], schedule.microbatches
     for rank, program in enumerate(schedule.arrays):
@@ -53,7 +51,7 @@ def representatives(schedule: ArraySchedule) -> Schedule | None:
         for stage in schedule.on_rank(rank):
             here = [np.flatnonzero(part.stage == stage.index) for part in program]
             own = [part[places] for part, places in zip(program, here, strict=True)]
-            found = _stream(own, here, len(program.period), m, _OF_A_BATCH[rule.forward])
+            found = _stream(own, here, len(program.period), m, -rule.delay)
             if found is None:
                 return None
             for part in (0, 1):

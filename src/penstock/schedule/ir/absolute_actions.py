@@ -47,8 +47,8 @@ def shift(action: Action, batches: int, microbatches: int, older: int = 0) -> Ac
         action: an action with relative numbers.
         batches: t for a period, T for an epilogue.
         microbatches: m.
-        older: number of the older base version. A span begins with two base versions, the newest (number 0 here) and
-            an older one: 0 again where both are the same weights, else -1.
+        older: number of the oldest base version. A span begins with the newest one (number 0 here) and, where the rule
+            delays, some before it, which may be the same weights.
     """
     found = existing(action, batches, microbatches)
     if found is None:

@@ -17,8 +17,7 @@ from types import MappingProxyType
 class Source(StrEnum):
     """Where a pass gets its weights from."""
 
-    BATCH = "batch"  # version t for batch t: all earlier updates included
-    PREVIOUS = "previous"  # version t-1 for batch t
+    BATCH = "batch"  # version t for batch t, or t-1 or t-2, as the delay of the rule says
     NEWEST = "newest"  # the newest version of the stage when the pass runs
     ADMISSION = "admission"  # the first stage's newest version when the microbatch was admitted
     FORWARD = "forward"  # the version that the forward of the same unit read
@@ -29,7 +28,7 @@ class Placing(StrEnum):
     """The position of a STEP in the order."""
 
     END = "end"  # at the end of the batch's period, when nothing is in flight
-    LATE = "late"  # directly before the first forward of batch t+2
+    LATE = "late"  # directly before the first forward that reads the new version
     EARLY = "early"  # directly after the batch's last backward
 
 
@@ -50,7 +49,8 @@ class VersionRule:
         forward, backward, recompute: where each kind of pass gets its weights from.
         step: the position of updates in the order.
         update: where an update writes.
-        bases: number of versions that a span hands to the next one (2: the newest and the one before).
+        delay: updates between the version that all passes of a batch read and the one that is updated; so many versions
+            before the newest a span hands to the next one. 0 where stages differ.
         buffers: limit of parameter-sized buffers (versions and gradients together) per stage; None for no limit.
         provisional: forwards may read a version before VALIDATE has accepted or rejected it.
         keeps_forward: backwards read a copy that is made from the version their forward read, among others.
@@ -64,11 +64,16 @@ class VersionRule:
     step: Placing
     update: Update
     recompute: Source = Source.FORWARD
-    bases: int = 1
+    delay: int = 0
     buffers: int | None = None
     provisional: bool = False
     keeps_forward: bool = False
     shares: bool = False
+
+    @property
+    def flushes(self) -> bool:
+        """True if passes read all earlier updates, so that a batch begins when the one before is over."""
+        return self.forward is Source.BATCH and not self.delay
 
     @property
     def pins(self) -> bool:
@@ -109,12 +114,22 @@ _RULES = (
     VersionRule(
         "double-buffer",
         "batch t reads version max(t-1, 0) everywhere (PipeDream-2BW, arXiv 2006.09503, sec. 3.1)",
-        forward=Source.PREVIOUS,
+        forward=Source.BATCH,
         backward=Source.FORWARD,
         step=Placing.LATE,
         update=Update.ROTATE,
-        bases=2,
+        delay=1,
         buffers=3,
+    ),
+    VersionRule(
+        "triple-buffer",
+        "batch t reads version max(t-2, 0) everywhere: double-buffer, an update later",
+        forward=Source.BATCH,
+        backward=Source.FORWARD,
+        step=Placing.LATE,
+        update=Update.ROTATE,
+        delay=2,
+        buffers=4,
     ),
     VersionRule(
         "stash",

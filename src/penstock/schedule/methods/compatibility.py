@@ -52,7 +52,7 @@ def sharding_of(method: Method, given: str | Sharding | None, rule: str | None =
 
 def compatible(order: Order, rule: VersionRule, correction: str = "none", combine: str = "reduce") -> str | None:
     """Return why these choices cannot be combined, or None if they can."""
-    if rule.forward is Source.BATCH and order.endless:
+    if rule.flushes and order.endless:
         return (
             f"rule {rule.name!r} empties the pipeline after each batch, but the order lets batches overlap; name "
             "another rule, such as double-buffer"

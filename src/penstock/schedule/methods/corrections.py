@@ -176,14 +176,14 @@ _TABLE = (
     ),
     CorrectionSpec(
         "2bw-ahead",
-        "both passes on weights that each update predicts for the next one; this project",
-        rules=("double-buffer",),
+        "both passes on weights that each update predicts as many updates ahead as they are late; this project",
+        rules=("double-buffer", "triple-buffer"),
         buffers=1,
         options={
             "motion": Option(
                 0.0, "1: the last motion of the weights comes again (any optimizer); 0: the last gradient", "switch"
             ),
-            "horizon": Option(1.0, "the number of updates to predict"),
+            "horizon": Option(None, "the number of updates to predict; null for the delay, so 1 or 2", nullable=True),
             "a": Option(None, "weight of the mean of gradients; null, as b, if the last comes again", nullable=True),
             "b": Option(None, "weight of the last gradient", nullable=True),
         },

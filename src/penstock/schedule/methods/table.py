@@ -43,6 +43,14 @@ _TABLE = (
         "double-buffer",
     ),
     Method(
+        "3bw",
+        "PipeDream-2BW with a delay of two updates and three versions, for half as many microbatches",
+        "this project (docs/delays.md), from arXiv 2006.09503 sec. 3.1",
+        "endless-1f1b",
+        "triple-buffer",
+        aliases=("triple-buffer",),
+    ),
+    Method(
         "stash",
         "PipeDream, weight stashing",
         "arXiv 1806.03377",
@@ -274,6 +282,14 @@ _TABLE = (
         "this project (docs/delays.md)",
         "endless-1f1b",
         "double-buffer",
+        correction="2bw-ahead",
+    ),
+    Method(
+        "3bw-ahead",
+        "the same with a delay of two updates, for half as many microbatches",
+        "this project (docs/delays.md)",
+        "endless-1f1b",
+        "triple-buffer",
         correction="2bw-ahead",
     ),
     Method(

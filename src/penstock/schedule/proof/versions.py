@@ -44,8 +44,8 @@ def prove_versions(schedule: Schedule) -> ProvenVersions:
     """
     books = _Books(schedule, older=0)
     steady_from = books.prove()
-    if RULES[schedule.rule].bases == 2:
-        other = _Books(schedule, older=-1)  # a span that continues an earlier one
+    for kept in range(1, RULES[schedule.rule].delay + 1):
+        other = _Books(schedule, older=-kept)  # a span that continues an earlier one
         other.prove()
         books.absorb(other)
     if RULES[schedule.rule].provisional:

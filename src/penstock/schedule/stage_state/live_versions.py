@@ -39,7 +39,7 @@ class LiveVersions:
 
     def __post_init__(self) -> None:
         if not self.alive:
-            self.alive = {self.spec.older, 0}
+            self.alive = set(range(self.spec.older, 1))
             self.forwards = self.spec.forwards.settled(0)
 
     def __len__(self) -> int:
@@ -119,14 +119,14 @@ class LiveVersions:
         self.provisional.discard(version)
 
     def oldest_read(self) -> int:
-        """Return the oldest version that future forwards read; later spans read the last `bases` ones."""
+        """Return the oldest version that future forwards read; later spans read as many before the last as the rule delays."""
         oldest = self.spec.forwards.oldest(self.forwards, self.draining)
         if oldest is not None:
             oldest = max(oldest, self.spec.older)
             if self.draining is None:
                 return oldest
         last = self.newest + 1 if self.draining is None else self.draining
-        return min(last - self.spec.rule.bases + 1, last if oldest is None else oldest)
+        return min(last - self.spec.rule.delay, last if oldest is None else oldest)
 
     def drop_dead(self, flights: Flights) -> None:
         """Drop versions that no future forward, no backward in flight and no update will read."""

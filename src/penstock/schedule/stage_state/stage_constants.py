@@ -23,7 +23,7 @@ class StageSpec:
         share: backward passes (microbatches times slices) per batch on this stage; 0 where nothing is trained.
         forwards: the versions that its forwards read, in the order of the program.
         copy_uses: reads of each derived copy per period, by label and microbatch modulo m.
-        older: the number of the version that represents everything before the span, 0 or -1.
+        older: the number of the version that represents everything before the span, from minus the delay to 0.
         collectives: the collectives of each batch on this stage in their required order; an update waits for them.
         admits: True for the first trained stage, where microbatches are admitted.
         sharding: what is split over parallel pipelines.

@@ -44,9 +44,7 @@ def check_rule(
         return
     batch = key[0] // spec.microbatches
     if source is Source.BATCH:
-        wanted = batch
-    elif source is Source.PREVIOUS:
-        wanted = max(batch - 1, spec.older)
+        wanted = max(batch - spec.rule.delay, spec.older)
     elif source is Source.NEWEST or spec.admits:
         wanted = live.newest
     else:

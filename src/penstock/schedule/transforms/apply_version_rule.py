@@ -54,19 +54,42 @@ def _insert_steps(program: Program, stages: list[Stage], rule: VersionRule, m: i
         if not is_trained(program, stage):
             continue  # forward-only: nothing to update
         period, epilogue = program
-        steps = [Action(Op.STEP, stage, batch_unit(offset)) for offset in (0, -1, -2)]
+        *left, end = [Action(Op.STEP, stage, batch_unit(offset)) for offset in range(-rule.delay - 1, 1)]
         if rule.step is Placing.END:
-            program = Program((*period, steps[0]), epilogue)
+            program = Program((*period, end), epilogue)
         elif rule.step is Placing.LATE:
             forwards = [i for i, a in enumerate(period) if any(p.op is Op.F and p.stage == stage for p in passes(a))]
             if not forwards:
                 raise ScheduleError(f"{name}: stage {stage.name} on rank {stage.rank} has backwards but no forwards")
-            first = forwards[0]
-            program = Program((*period[:first], steps[2], *period[first:]), (steps[2], *epilogue, steps[1]))
+            first, (late, *rest) = forwards[0], left
+            drained = list(epilogue)
+            for later in range(rule.delay, 0, -1):
+                drained.insert(_drained_before(program, first + later * len(period), m), rest[later - 1])
+            program = Program((*period[:first], late, *period[first:]), (late, *drained))
         else:
             program = after_backwards(program, stage, Op.STEP, m)
     trained = [stage for stage in stages if is_trained(program, stage)]
     return with_validations(program, trained) if rule.provisional and trained else program
+
+
+def _drained_before(program: Program, border: int, m: int) -> int:
+    """Return how many actions of the epilogue would stand before a place, counted from batch T, if batches followed."""
+    length, place = len(program.period), 0
+    when = {_key(p, m): i - p.unit.first // m * length for i, p in _numbered(program.period)}
+    for i, p in _numbered(program.epilogue):
+        if when.get(_key(p, m), 0) + p.unit.first // m * length < border:
+            place = i + 1
+    return place
+
+
+def _numbered(actions: tuple[Action, ...]) -> list[tuple[int, Action]]:
+    """Return the passes, each with the position of its action."""
+    return [(i, p) for i, action in enumerate(actions) for p in passes(action) if p.op in PASSES]
+
+
+def _key(p: Action, m: int) -> tuple[object, ...]:
+    """Return what a pass has in common with that of another batch."""
+    return p.op, p.stage, p.unit.first % m, p.unit.slice
 
 
 # --- versions read by passes ----------------------------------------------------------------------------------------
@@ -84,7 +107,7 @@ def _forward_offsets(programs: tuple[Program, ...], rule: VersionRule, m: int) -
                 newest[p.stage] = p.unit.first + 1
             elif p.op is Op.F:
                 for batch, k in (divmod(number, m) for number in p.unit.microbatches):
-                    here = {Source.BATCH: 0, Source.PREVIOUS: -1}.get(rule.forward, newest.get(p.stage, 0) - batch)
+                    here = -rule.delay if rule.forward is Source.BATCH else newest.get(p.stage, 0) - batch
                     reads[p.stage, k] = here
                     if p.stage.index == first:
                         admission[k] = here

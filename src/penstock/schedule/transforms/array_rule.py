@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +30,7 @@ def apply_rule_to_arrays(order: ArrayOrder, rule: VersionRule, microbatches: int
     Only rules under which all passes of a batch read one version, by their number, are known here; None for others, and
     where an order is not complete, of which `apply_rule` says what is missing.
     """
-    versions = {Source.BATCH: 0, Source.PREVIOUS: -1}
-    if rule.forward not in versions or rule.backward is not Source.FORWARD or rule.provisional:
+    if rule.forward is not Source.BATCH or rule.backward is not Source.FORWARD or rule.provisional:
         return None
     if rule.step not in (Placing.END, Placing.LATE):
         return None
@@ -38,8 +38,8 @@ def apply_rule_to_arrays(order: ArrayOrder, rule: VersionRule, microbatches: int
     for program in order.arrays:
         if not _has_all_forwards(program, microbatches):
             return None
-        parts = [part.reading(part.first // microbatches + versions[rule.forward]) for part in program]
-        programs.append(_with_steps(ProgramArrays(*parts), rule.step))
+        parts = [part.reading(part.first // microbatches - rule.delay) for part in program]
+        programs.append(_with_steps(ProgramArrays(*parts), rule, microbatches))
     return ArraySchedule.of(order, programs, name=name, microbatches=microbatches, rule=rule.name)
 
 
@@ -52,19 +52,34 @@ def _has_all_forwards(program: ProgramArrays, m: int) -> bool:
     return bool(np.isin(np.concatenate([keys[runs], drains]), keys[period.op == F]).all())
 
 
-def _with_steps(program: ProgramArrays, placing: Placing) -> ProgramArrays:
+def _with_steps(program: ProgramArrays, rule: VersionRule, m: int) -> ProgramArrays:
     for stage in np.unique(program.period.stage[np.isin(program.period.op, BACKWARDS)]).tolist():
         period, epilogue = program
-        if placing is Placing.END:
+        if rule.step is Placing.END:
             program = ProgramArrays(ActionArrays.joined([period, _step(stage, 0)]), epilogue)
             continue
         first = int(np.flatnonzero((period.op == F) & (period.stage == stage))[0])
-        late = _step(stage, -2)
+        late, *left = (_step(stage, -back) for back in range(rule.delay + 1, 0, -1))
+        borders = [_drained_before(program, first + later * len(period), m) for later in range(1, rule.delay + 1)]
+        parts = [epilogue[a:b] for a, b in pairwise([0, *borders])]
+        drained = [each for both in zip(parts, left, strict=True) for each in both] + [epilogue[borders[-1] :]]
         program = ProgramArrays(
             ActionArrays.joined([period[:first], late, period[first:]]),
-            ActionArrays.joined([late, epilogue, _step(stage, -1)]),
+            ActionArrays.joined([late, *drained]),
         )
     return program
+
+
+def _drained_before(program: ProgramArrays, border: int, m: int) -> int:
+    """Return how many actions of the epilogue would stand before a place, counted from batch T, if batches followed."""
+    period, epilogue = program
+    length = len(period)
+    shape = STEP + 1, 1 + max(period.stage.max(), epilogue.stage.max(initial=0)), m
+    when = np.zeros(shape, dtype=np.int64)
+    when[period.op, period.stage, period.first % m] = np.arange(length) - period.first // m * length
+    stream = when[epilogue.op, epilogue.stage, epilogue.first % m] + epilogue.first // m * length
+    before = np.flatnonzero((stream < border) & (epilogue.op != STEP))
+    return int(before.max(initial=-1)) + 1
 
 
 def recompute_in_arrays(schedule: ArraySchedule, stages: Collection[int] | None) -> ArraySchedule | None:

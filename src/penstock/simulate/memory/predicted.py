@@ -230,7 +230,7 @@ def _bytes_of(what: Held, sizes: Mapping[int, StageBytes], proof: Proof, place: 
 
 def _copied_bytes(kind: HeldKind, copies: SnapshotBytes, schedule: Schedule, place: int, options: MemoryOptions) -> int:
     """Return the bytes of what is copied for a snapshot; rules for which the pipeline is not drained have it so."""
-    spec, older, level = CORRECTIONS[options.correction], RULES[schedule.rule].bases - 1, schedule.sharding.level
+    spec, older, level = CORRECTIONS[options.correction], RULES[schedule.rule].delay, schedule.sharding.level
     if level is Level.NONE:
         versions, whole = (older + 1, 1) if spec.reads_ahead else (older, 1 + spec.buffers)
         whole += options.averages

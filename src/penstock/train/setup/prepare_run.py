@@ -292,7 +292,7 @@ def _other_methods(config: TrainConfig) -> dict[str, ScheduleRequest]:
     for phase, name in wanted.items():
         with _of_phase(phase):
             row = find_method(name)
-        if RULES[row.rule].forward is not Source.BATCH:
+        if not RULES[row.rule].flushes:
             raise ConfigError(
                 f"{phase}.method must be synchronous, so that every batch reads all updates before it; {row.name!r} "
                 "reads delayed weights. Take 1f1b or gpipe"

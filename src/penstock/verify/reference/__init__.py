@@ -12,6 +12,7 @@ one step of the optimizer, which has one state whatever the method; s of d is th
     2bw     W(t+1) = opt(W(t), grad f_t(W(max(t-1, 0))))
             2bw, 2bw-eager: PipeDream-2BW (arXiv 2006.09503, sec. 3.1 and 3.3): a delay of one on every stage, whatever
             the order.
+    3bw     W(t+1) = opt(W(t), grad f_t(W(max(t-2, 0))))
     stash   W(t+1) = opt(W(t), grad f(W_0(v_0), ..., W_{d-1}(v_{d-1})))
             PipeDream (Harlap et al., arXiv 1806.03377): each stage runs a microbatch forward on its newest version and
             backward on the same, without vertical sync. In 1F1B the forward of the span's microbatch number g follows
@@ -53,7 +54,7 @@ Corrections of the delay (`corrections`, `predictions`), with m microbatches to 
     gap-aware                   stash; gradients are divided by how far the weights have moved (arXiv 1909.10802)
     error-feedback              2bw; each update corrects the error of the previous one (`Feedback`)
 
-    2bw-ahead                   2bw, whose passes read W(t) predicted when W(t-1) is made (`Ahead`)
+    2bw-ahead, 3bw-ahead        2bw and 3bw, whose passes read W(t) predicted when W(t-1), W(t-2) is made (`Ahead`)
 
 Pipelines that make their own updates and exchange the sums of waves of them are in `waves` (HetPipe's WSP).
 
@@ -64,7 +65,7 @@ after a flush; the equations need none):
                     (torch.nn.utils.clip_grad_norm_).
     loss scaling    grad f_t is computed of S_t f_t and divided by S_t; if it is not finite, W(t+1) = W(t) and opt is
                     not called (Micikevicius et al., arXiv 1710.03740). S_t depends on the batches whose update is made
-                    before the last stage begins batch t: all up to t-1, with double-buffered weights up to t-2. A
+                    before the last stage begins batch t: all up to t-1, with 2bw up to t-2, with 3bw to t-3. A
                     batch that overflows lowers the scale unless it has been lowered since; `interval` finite batches
                     in a row under the present scale raise it.
 

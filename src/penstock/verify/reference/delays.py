@@ -27,7 +27,7 @@ from fractions import Fraction
 
 from penstock.errors import ConfigError
 from penstock.verify.reference.order_delays import Delays, ReferenceOrder
-from penstock.verify.reference.supported_methods import DOUBLE_BUFFER, FLUSH, NF1B
+from penstock.verify.reference.supported_methods import FLUSH, NF1B, UPDATES_LATE
 
 
 def version_read(method: str, t: int, k: int, m: int, s: int, d: int, first: int, delays: Delays | None = None) -> int:
@@ -39,8 +39,8 @@ def version_read(method: str, t: int, k: int, m: int, s: int, d: int, first: int
     """
     if method in FLUSH:
         return t
-    if method in DOUBLE_BUFFER:
-        return max(t - 1, 0)
+    if method in UPDATES_LATE:
+        return max(t - UPDATES_LATE[method], 0)
     if method == "wpipe":
         return t if s >= d // 2 else max(t - 1, first)
     if method == "vertical-sync":

@@ -75,7 +75,7 @@ def _reading(
         return Discrepancy(mean_delay(*place), options["decay"])
     if method in NEWEST or (method == "spike" and options["backward"] == "newest"):
         return Newest()
-    if method == "2bw-ahead":
+    if method in ("2bw-ahead", "3bw-ahead"):
         return Ahead(**options)
     if method == "i-timeprest":
         return Blend(options["beta"])

@@ -21,7 +21,7 @@ from penstock.verify.reference.order_delays import USUAL, ReferenceOrder
 from penstock.verify.reference.passes import Loss, draw_for, run_microbatch
 from penstock.verify.reference.recompute import recompute_units, run_again
 from penstock.verify.reference.stage import Block, Factory, ReferenceStage
-from penstock.verify.reference.supported_methods import DOUBLE_BUFFER, method_options
+from penstock.verify.reference.supported_methods import UPDATES_LATE, method_options
 
 
 @dataclass
@@ -145,7 +145,7 @@ class Run:
         if not batch or len(batch) != self.size:
             raise DataError(f"batch {t} has {len(batch)} microbatches, batch 0 has {self.size}: make them equal")
         c = float(self.size if self.divisor is None else self.divisor)
-        s = self.scale.at(known=max(t - (self.method in DOUBLE_BUFFER), 0))
+        s = self.scale.at(known=max(t - UPDATES_LATE.get(self.method, 0), 0))
         total, weight = self.accumulate(t, batch, c, s)
         for stage in self.stages:
             stage.add_parts()

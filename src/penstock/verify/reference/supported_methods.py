@@ -14,10 +14,14 @@ FLUSH = (
     "chimera", "dualpipe", "dualpipe-v", "bitpipe", "bpipe", "vocabulary-1f1b", "seq1f1b", "terapipe",
 )  # fmt: skip
 DOUBLE_BUFFER = ("2bw", "2bw-eager", "error-feedback", "2bw-ahead", "2bw-layered")
+TRIPLE_BUFFER = ("3bw", "3bw-ahead")
+UPDATES_LATE = MappingProxyType({**dict.fromkeys(DOUBLE_BUFFER, 1), **dict.fromkeys(TRIPLE_BUFFER, 2)})
+"""The delay of methods under which it is the same everywhere."""
+
 NF1B = ("timeprest", "v-timeprest", "i-timeprest")
 NEWEST = ("newest", "pipemare", "nag-pp-no-stash", "timeprest", "v-timeprest")
 STASH = ("stash", "nag-pp", "gap-aware")
-OWN_DELAYS = (*FLUSH, *DOUBLE_BUFFER, "wpipe")
+OWN_DELAYS = (*FLUSH, *UPDATES_LATE, "wpipe")
 """Methods whose delays follow from their definition, not from the order of a schedule."""
 
 PREDICTION = (
@@ -50,6 +54,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "gap-aware": {"average": 0.999, "eps": 1e-8},
         "i-timeprest": {"beta": 0.5},
         "2bw-ahead": {"motion": False, "horizon": 1.0, "a": None, "b": None},
+        "3bw-ahead": {"motion": False, "horizon": 2.0, "a": None, "b": None},
     }
 )
 """Options and defaults of each method: the paper's values or, for `gap-aware`, those of FTPipe's code. No paper gives a

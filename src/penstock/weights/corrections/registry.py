@@ -72,7 +72,7 @@ def make_correction(name: str, options: dict[str, float | None], updates: int, w
     if name == "error-feedback":
         return ErrorFeedback(float(options["share"] or 0.0))
     if name == "2bw-ahead":
-        return ReadingAhead(bool(options["motion"]), float(options["horizon"] or 0.0), options["a"], options["b"])
+        return ReadingAhead(bool(options["motion"]), options["horizon"], options["a"], options["b"])
     if name == "gap-aware":
         return GapAware(float(options["average"] or 0.0), float(options["eps"] or 0.0))
     if name in ("nag-pp", "nag-pp-no-stash"):

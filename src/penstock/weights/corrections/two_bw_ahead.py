@@ -1,8 +1,9 @@
-"""Double-buffered weights that are read one update ahead (`2bw-ahead`).
+"""Weights with a constant delay that are read ahead of the updates that are missing (`2bw-ahead`, `3bw-ahead`).
 
 Under 2BW the gradient that makes W(t+1) of W(t) is taken at W(t-1). Here it is taken at a prediction of W(t), which is
-written once per update, where the last gradient still lies in its buffer, and serves all microbatches of a batch. After
-update t with the gradient g, h being the horizon and eta the rate of the next update:
+written once per update, where the last gradient still lies in its buffer, and serves all microbatches of a batch; under
+3bw, where it is taken at W(t-2), at one that was made two updates before. After update t with the gradient g, eta being
+the rate of the next update, and h the horizon, by default the delay:
 
     repeat   W^ = W(t+1) - h eta (a m + b g) / root   the step if g came again (`repeated_gradient`)
     motion   W^ = W(t+1) + h (W(t+1) - W(t))          the last motion once more, whatever the optimizer
@@ -28,23 +29,23 @@ from penstock.weights.updates.parameter_change import Step
 
 @dataclass(frozen=True)
 class ReadingAhead:
-    """Settings of predictions by one update.
+    """Settings of predictions by the delay of a method.
 
     Args:
         motion: repeat the last motion of the weights, not the last gradient.
-        horizon: the number of updates to predict, at least 0.
+        horizon: the number of updates to predict, at least 0; the delay if None.
         a, b: weights of the mean of gradients and of the last gradient, both or none; by default the last gradient
             comes again.
     """
 
     motion: bool = False
-    horizon: float = 1.0
+    horizon: float | None = None
     a: float | None = None
     b: float | None = None
     name: str = "2bw-ahead"
 
     def __post_init__(self) -> None:
-        if self.horizon < 0:
+        if self.horizon is not None and self.horizon < 0:
             raise ConfigError(f"horizon must be a number of updates, at least 0; got {self.horizon}")
         if (self.a is None) != (self.b is None):
             raise ConfigError(f"set both a and b, or none of them; got a={self.a}, b={self.b}")
@@ -65,7 +66,7 @@ class _ReadingAheadOnStage(Corrector):
 
     def __init__(self, wanted: ReadingAhead, layout: Layout, place: StagePlace) -> None:
         super().__init__(layout, place)
-        self._wanted = wanted
+        self._wanted, self._horizon = wanted, place.delay if wanted.horizon is None else wanted.horizon
         self._chosen = None if wanted.a is None or wanted.b is None else (wanted.a, wanted.b)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
@@ -80,7 +81,7 @@ class _ReadingAheadOnStage(Corrector):
 
     def ahead(self, step: Step) -> Tensor:
         """Return the values that passes read after an update."""
-        horizon = self._wanted.horizon
+        horizon = self._horizon
         if self._wanted.motion or not is_elementwise(optimizer_of(step.optimizer, step.parameter)):
             return step.after + horizon * (step.after - step.before)
         return step.after - (horizon * step.rate(1)) * repeated_step(step, self._chosen)

@@ -187,7 +187,7 @@ class FullyShardedExactStore(FullyShardedStore):
 
     def restart(self, batch: int, given: GivenWeights) -> None:
         """Replace the weights, while nothing is in flight."""
-        assert given.older is None, "weights are shards under rule flush only"
+        assert not given.older, "weights are shards under rule flush only"
         assert given.ahead is None, "nor is there a correction"
         self.versions = {batch: self.master}
         self.master.load(given.newest)

@@ -185,10 +185,10 @@ class ShardsOfVersions(FullyShardedStore):
         newest.load(given.newest)
         if self.master is not newest:
             self.master.load(given.newest)
-        if given.older is not None:
-            self.versions[batch - 1] = self._free.pop()
-            rows = self._older[batch - 1] = self._new_rows()
-            rows.load(self.shards.own(given.older))
+        for back, older in enumerate(given.older, 1):
+            self.versions[batch - back] = self._free.pop()
+            rows = self._older[batch - back] = self._new_rows()
+            rows.load(self.shards.own(older))
 
     def _new_rows(self) -> Buffer:
         """Return room for the rows of an older version."""
