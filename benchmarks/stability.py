@@ -1,14 +1,14 @@
-"""Computes the largest stable rates of descent with momentum on a quadratic, with a delay of one update.
+"""Computes the largest stable rates of descent with momentum on a quadratic, with a delay of one update, or of two.
 
     python -m benchmarks.stability     # the tables of docs/delays.md
 
-With momentum as a mean, m <- beta m + (1 - beta) g, W <- W - eta m and the curvature h, a gradient h P(t-1) is taken at
+With momentum as a mean, m <- beta m + (1 - beta) g, W <- W - eta m and the curvature h, a gradient h P(t-k) is taken at
 the read point P(t) = W(t) - eta (a m + b g), m and g being those of the update that made W(t). With W(t) = z^t this is
 
-    (z - beta)(z - 1) z^2 + eta h ((1 - beta) (z^2 + a z (z - 1)) + b (z - beta)(z - 1)) = 0,
+    (z - beta)(z - 1) z^(k+1) + eta h ((1 - beta) (z^2 + a z (z - 1)) + b (z - beta)(z - 1)) = 0,
 
-and stable where all roots lie within the unit circle. a = b = 0 is the plain delay, a = 1, b = 0 the prediction of
-XPipe and SpecTrain, and the last motion once more. Other remedies for a delay of one are played instead: each is
+and stable where all roots lie within the unit circle. a = b = 0 is the plain delay, a = k, b = 0 the prediction of
+XPipe and SpecTrain, and the last motion k times more. Other remedies for a delay of one are played instead: each is
 linear, so what it makes of a unit in each number that it keeps is a matrix, whose eigenvalues these roots are.
 """
 
@@ -35,18 +35,16 @@ def roots_of(coefficients: list[float]) -> torch.Tensor:
     return torch.linalg.eigvals(matrix)
 
 
-def delayed(beta: float, a: float, b: float) -> Callable[[float], list[float]]:
-    """Return the polynomial of a delay of one as a function of eta h."""
+def delayed(beta: float, a: float, b: float, delay: int = 1) -> Callable[[float], list[float]]:
+    """Return the polynomial of a delay as a function of eta h."""
+    c = 1.0 - beta
+    last = c * (1.0 + a) + b, -c * a - b * (1.0 + beta), b * beta
 
     def polynomial(x: float) -> list[float]:
-        c = 1.0 - beta
-        return [
-            1.0,
-            -1.0 - beta,
-            beta + x * (c * (1.0 + a) + b),
-            -x * (c * a + b * (1.0 + beta)),
-            x * b * beta,
-        ]
+        found = [1.0, -1.0 - beta, beta, *[0.0] * (delay + 1)]
+        for place, coefficient in enumerate(last, delay + 1):
+            found[place] += x * coefficient
+        return found
 
     return polynomial
 
@@ -202,6 +200,20 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def of_two() -> str:
+    """Format the limits for a delay of two as Markdown."""
+    lines = ["| a delay of two | " + " | ".join(f"beta {beta}" for beta in BETAS) + " |", "|---" * 5 + "|"]
+    rows = {
+        "no remedy (`3bw`)": [(0.0, 0.0) for _ in BETAS],
+        "twice the last motion (`motion=1`)": [(2.0, 0.0) for _ in BETAS],
+        "twice the step with the last gradient (`3bw-ahead`)": [(2.0 * beta, 2.0 * (1.0 - beta)) for beta in BETAS],
+    }
+    for name, points in rows.items():
+        limits = [limit_of(delayed(beta, *point, delay=2)) for beta, point in zip(BETAS, points, strict=True)]
+        lines.append(f"| {name} | " + " | ".join(f"{limit:.3g}" for limit in limits) + " |")
+    return "\n".join(lines)
+
+
 def remedies() -> str:
     """Format the limits of remedies as Markdown."""
     lines = ["| a delay of one | " + " | ".join(f"beta {beta}" for beta in BETAS) + " |", "|---" * 5 + "|"]
@@ -212,5 +224,5 @@ def remedies() -> str:
 
 
 if __name__ == "__main__":
-    for found in (table(), remedies()):
+    for found in (table(), remedies(), of_two()):
         Console(soft_wrap=True).print(found, "\n", markup=False, highlight=False)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from penstock.errors import PenstockError
-from penstock.schedule.ir.version_rules import RULES, Source
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.table import METHODS
 from penstock.train.config.load import load_config
 from penstock.train.setup.prepare_run import prepare
@@ -43,7 +43,7 @@ def accepts(tmp_path: Path):
 
 
 def test_every_asynchronous_method_has_a_row() -> None:
-    late = {row.name for row in METHODS.values() if RULES[row.rule].forward is not Source.BATCH}
+    late = {row.name for row in METHODS.values() if not RULES[row.rule].flushes}
     assert late - {"2bw-eager", "zb-h2-post", "zb-auto-post"} <= NEEDS.keys() <= late
 
 

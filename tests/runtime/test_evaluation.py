@@ -14,6 +14,7 @@ from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.update.run_events import Evaluated
+from penstock.schedule.ir.version_rules import RULES
 from support.cases import VOCABULARY, WIDTH, Case, assert_equal_tensors, expected, make_batches, make_pipeline
 from support.pool import Pool
 from support.smallest_batch import least
@@ -54,10 +55,10 @@ def after_drains(case: Case, every: int) -> Found:
 @pytest.mark.parametrize(
     ("method", "depth"),
     [(method, depth) for method in ("1f1b", "2bw", "stash") for depth in (1, 2, 4)]
-    + [("sequential", 2), ("gpipe", 3), ("eager", 3), ("2bw-eager", 3)],
+    + [("sequential", 2), ("gpipe", 3), ("eager", 3), ("2bw-eager", 3), ("3bw", 4)],
 )
 def test_it_finds_the_same_as_after_a_drain(method: str, depth: int, device: str) -> None:
-    late = method.startswith("2bw")  # buffers have no versions: here they are those of one batch later
+    late = method.startswith(("2bw", "3bw"))  # buffers have no versions: here they are those of one batch later
     model = "mixed" if late else "restless"
     case = Case(method, depth, least(method, depth) + depth % 2, model, spans=(7,), skips=(), device=device)
     pipeline = make_pipeline(case)
@@ -70,9 +71,9 @@ def test_it_finds_the_same_as_after_a_drain(method: str, depth: int, device: str
     )
 
 
-@pytest.mark.parametrize("method", ["1f1b", "2bw", "2bw-eager"])
+@pytest.mark.parametrize("method", ["1f1b", "2bw", "2bw-eager", "3bw"])
 def test_a_run_in_parts_finds_what_the_whole_run_finds(method: str) -> None:
-    """With double buffering the version that is due at the first border of a part is the one before the newest."""
+    """Where weights are late, the version that is due at the first border of a part is older than the newest."""
     case = Case(method, 3, 4, spans=(8,), skips=())
     whole, pipeline, found = plain(run(make_pipeline(case), case, 1)), make_pipeline(case), []
     batches = make_batches(case)
@@ -81,7 +82,7 @@ def test_a_run_in_parts_finds_what_the_whole_run_finds(method: str) -> None:
             found += report.evaluated
         found += pipeline.evaluated()
     assert plain(found) == whole
-    assert [version for version, *_ in whole] == list(range(1, 7 if method.startswith("2bw") else 8))
+    assert [version for version, *_ in whole] == list(range(1, 8 - RULES[case.schedule.rule].delay))
 
 
 def test_stages_that_share_a_module_do_not_change_its_mode_for_each_other() -> None:

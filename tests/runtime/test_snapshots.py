@@ -77,6 +77,8 @@ CASES = [
     Case("2bw", 3, 3, "faint", "adamw", spans=(7,), skips=(), tied=True, clip=0.6),
     Case("2bw", 2, 2, "restless", "adamw", spans=(7,), skips=(), width=2),
     Case("2bw-eager", 3, 4, "matrices", "muon", spans=(7,), skips=()),
+    Case("3bw", 4, 2, "restless", "adamw", spans=(7,), skips=(1,), clip=0.6),
+    Case("3bw", 2, 1, "half", "sgd", spans=(9,), skips=(), scaling=RESTLESS),
     Case("1f1b", 3, 4, "restless", "adamw", spans=(7,), skips=(2,), recompute="stage"),
     Case("1f1b", 2, 2, "half", "adafactor", spans=(9,), skips=(), scaling=RESTLESS),
     Case("gpipe", 4, 2, "mixed", "sgd", spans=(7,), skips=(), recompute="block"),
@@ -160,7 +162,7 @@ def plain_sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=0.1)
 
 
-@pytest.mark.parametrize(("before", "after"), [("2bw", "1f1b"), ("1f1b", "2bw"), ("stash", "2bw"), ("2bw", "stash")])
+@pytest.mark.parametrize(("before", "after"), [("2bw", "1f1b"), ("1f1b", "2bw"), ("stash", "2bw"), ("2bw", "stash"), ("1f1b", "3bw")])
 def test_another_method_goes_on_with_the_newest_weights(before: str, after: str) -> None:
     """A method with double-buffered weights begins with them twice, as at the start of training."""
     case = Case(before, 2, 3, spans=(6,), skips=(), rate=False)

@@ -73,7 +73,7 @@ def compare(effect: Effect, truth: StageState, t: int, m: int) -> None:
 
 def play_all(schedule: Schedule) -> None:
     """All stages, in spans that end before anything repeats, and in those that end later."""
-    for older in (0, -1)[: RULES[schedule.rule].bases]:
+    for older in range(0, -RULES[schedule.rule].delay - 1, -1):
         for spec in stage_specs(schedule, older):
             for batches in (1, SHORT, BATCHES):
                 count, played = play(schedule, spec, batches)

@@ -59,6 +59,7 @@ RUNS: list[tuple[Phases, Case]] = [
         ),
         ([("1f1b", 2), ("2bw", 3), ("gpipe", 2), ("2bw", 2)], 2, 3, {"width": 2, "optimizer": "sgd"}),
         ([("zb-h1", 2), ("1f1b", 2), ("zb-h2-post", 3), ("2bw", 2)], 2, 4, {"model": "restless"}),
+        ([("2bw", 2), ("3bw", 3), ("2bw", 1), ("3bw", 1), ("1f1b", 1), ("3bw", 3)], 3, 2, {"clip": 0.6}),
     )
 ]
 
@@ -277,7 +278,10 @@ def train_and_evaluate(group: dist.ProcessGroup | None, case: Case, phases: Phas
     return [tuple(evaluated) for evaluated in found]
 
 
-AROUND = [("1f1b", 2), ("2bw", 2), ("stash", 2), ("1f1b", 2), ("stash", 1), ("2bw", 3), ("2bw-eager", 3), ("gpipe", 2)]
+AROUND = [
+    *(("1f1b", 2), ("2bw", 2), ("stash", 2), ("1f1b", 2), ("stash", 1), ("2bw", 3), ("2bw-eager", 3), ("gpipe", 2)),
+    *(("3bw", 3), ("2bw", 2), ("3bw", 1), ("1f1b", 1), ("3bw", 1)),
+]
 
 
 def test_no_version_is_left_out_or_evaluated_twice(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:

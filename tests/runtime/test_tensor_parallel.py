@@ -20,7 +20,7 @@ from penstock.errors import CapabilityError, CheckpointError, ConfigError
 from penstock.models.gpt import Embedding, Head
 from penstock.options.parallelism import DataParallel, Partition
 from penstock.partition.tensor_parallel import divide_blocks
-from penstock.runtime.rank.restore import has_older
+from penstock.runtime.rank.restore import saved_older
 from penstock.runtime.rank.tensor_pieces import joined_pieces, pieces_in
 from support.pool import Pool
 from support.tensor_parallel_cases import SHAPE, TensorCase, Trained, gpt_pipeline, tokens, train_gpt
@@ -336,7 +336,7 @@ class OlderParts:
 
 
 def test_older_weights_are_found_where_there_are_parts_only() -> None:
-    assert has_older(OlderParts(), "none")
+    assert saved_older(OlderParts(), "none") == 1
 
 
 def test_a_part_that_is_missing_is_told() -> None:

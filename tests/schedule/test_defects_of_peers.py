@@ -30,6 +30,8 @@ REFUSES = {
     "2bw-eager": lambda p, m: m < least("2bw-eager", p),
     "error-feedback": lambda p, m: m < least("2bw", p),
     "2bw-ahead": lambda p, m: m < least("2bw", p),
+    "3bw": lambda p, m: m < least("3bw", p),
+    "3bw-ahead": lambda p, m: m < least("3bw", p),
     "chimera": lambda p, m: p % 2 or m < 2,
     "dualpipe": lambda p, m: p % 2 or m % 2 or m < 2 * p,
     "dualpipe-v": lambda p, m: m < 2 * p,

@@ -23,6 +23,19 @@ def test_two_buffers_over_1f1b_are_legal_from_one_less_than_the_depth(depth):
             make_schedule("2bw", depth, m)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 8])
+def test_three_versions_over_1f1b_are_legal_from_half_as_many(depth):
+    """A delay of k is legal from (depth - 1) / k on: so many microbatches are in flight when a batch begins."""
+    legal = max(1, depth // 2)
+    for m in (legal, legal + 1, depth + 2):
+        facts = prove("3bw", depth, m).stages.values()
+        assert {(f.delay.forward, f.delay.backward) for f in facts} == {(2, 2)}
+        assert {(f.versions, f.buffers) for f in facts} == {(3, 4)}
+    for m in range(1, legal):
+        with pytest.raises(ScheduleError, match=rf"at least {legal} microbatches.*got {m}; raise .* to {legal}\b"):
+            prove("3bw", depth, m)
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
 def test_two_buffers_over_eager_1f1b_need_twice_as_many(depth):
     legal = max(1, 2 * depth - 2)

@@ -92,7 +92,16 @@ def test_2bw_span_that_continues_an_earlier_one_begins_with_two_bases(depth):
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("method", ["2bw", "stash", "vertical-sync", "newest", "1f1b"])
+@pytest.mark.parametrize("older", [0, -1, -2])
+def test_3bw_reads_the_version_of_two_batches_before_as_far_as_there_is_one(depth, older):
+    m = max(depth // 2, 1)
+    schedule = make_schedule("3bw", depth, m)
+    for rank in range(depth):
+        assert all(version == max(k // m - 2, older) for _, k, version in reads(schedule, rank, older))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("method", ["2bw", "3bw", "stash", "vertical-sync", "newest", "1f1b"])
 def test_every_version_is_born_once_and_in_order(method, depth):
     schedule = make_schedule(method, depth, depth + 1)
     for rank in range(depth):

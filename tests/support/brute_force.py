@@ -10,7 +10,7 @@ from collections import Counter
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Op
 
-BUFFERS = {"flush": 2, "newest": 2, "double-buffer": 3, "stash": None, "vertical-sync": None}
+BUFFERS = {"flush": 2, "newest": 2, "double-buffer": 3, "triple-buffer": 4, "stash": None, "vertical-sync": None}
 
 
 def complaint(schedule):
@@ -89,6 +89,7 @@ def _weights_of(schedule, rank, program, batches, admitted):
         equation = {
             "flush": batch,
             "double-buffer": max(batch - 1, 0),
+            "triple-buffer": max(batch - 2, 0),
             "vertical-sync": admitted.get(k, newest),
         }.get(rule, newest)
         if action.op is Op.B and rule != "newest":
@@ -101,9 +102,10 @@ def _weights_of(schedule, rank, program, batches, admitted):
                 admitted[k] = equation
             continue
         if batch not in left:
-            # Two bases are handed to the next span: the newest version and the one before.
-            kept = {v for v, last in last_reader.items() if i <= last} | ({batches - 1} & set(range(newest + 1)))
-            versions = {newest} | {v for v in kept if v <= newest} if rule == "double-buffer" else {newest}
+            # Two or three bases are handed to the next span: the newest version and those before.
+            late = {"double-buffer": 1, "triple-buffer": 2}.get(rule, 0)
+            kept = {v for v, last in last_reader.items() if i <= last} | set(range(batches - late, batches))
+            versions = {newest} | {v for v in kept if 0 <= v <= newest} if late else {newest}
             if BUFFERS[rule] is not None and len(versions) + len(left) >= BUFFERS[rule]:
                 return f"{action} finds no free buffer for its gradient"
             left[batch] = m

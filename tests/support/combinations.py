@@ -16,7 +16,7 @@ from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.options.divergence import Divergence
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import smallest_microbatches
-from penstock.schedule.ir.version_rules import RULES, Source
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.schedule.methods.table import METHODS
@@ -40,7 +40,7 @@ _OPTIMIZERS = ("adamw", "momentum", "undecayed", "nadam")
 def case_of(method: str) -> Case:
     """A small run of a method: the depth shows its delays, the optimizer is one that it takes."""
     row = METHODS[method]
-    depth = 2 if RULES[row.rule].forward is Source.BATCH else 4
+    depth = 2 if RULES[row.rule].flushes else 4
     if make_schedule(method, depth, smallest_microbatches(method, depth, beyond=1) or 1).num_stages > BLOCKS:
         depth = 2
     options = {"reschedule": 3} if "reschedule" in CORRECTIONS[row.correction].options else {}

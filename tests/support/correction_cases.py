@@ -74,6 +74,7 @@ KINDS = {
         {"motion": True, "horizon": 0.5},
         ("adafactor", "configured soap", "adamw", "sgd"),
     ),
+    "3bw-ahead": Kind("3bw-ahead", correction_of("3bw-ahead"), {}, ("adamw", "sgd")),
     "2bw-ahead of Muon": Kind("2bw-ahead", correction_of("2bw-ahead"), {}, ("configured muon",)),
     "ftpipe": Kind("ftpipe", correction_of("ftpipe"), {}, ("adamw",)),
     "ftpipe on a stash": Kind(
@@ -92,6 +93,8 @@ def case_of(name: str, depth: int, m: int, **changes: Any) -> Case:
     m = min(m, kind.largest or m)
     if kind.method in ("error-feedback", "2bw-ahead", "v-timeprest"):
         m = max(m, depth - 1)
+    if kind.method == "3bw-ahead":
+        m = max(m, depth // 2)
     case = Case(kind.method, depth, m, correction=kind.correction, optimizer=kind.optimizers[0], rule=kind.rule)
     return replace(case, **({"model": "long" if depth == 8 else "mixed"} | changes))
 

@@ -14,7 +14,7 @@ from penstock.schedule.ir.schedule import Schedule
 from penstock.verify.reference import Scaling, run
 from penstock.verify.reference.predictions import ReferencePrediction
 from penstock.verify.reference.stage import ReferenceReading, step
-from penstock.verify.reference.supported_methods import DOUBLE_BUFFER, method_options
+from penstock.verify.reference.supported_methods import UPDATES_LATE, method_options
 from penstock.weights.corrections.registry import correction_of
 from support.cases import (
     OPTIMIZERS,
@@ -63,7 +63,7 @@ def run_on(pipeline: Pipeline, case: Case, outcome: Outcome, batches: Sequence[A
 def expected_of(case: Case, phases: Phases, patch: pytest.MonkeyPatch) -> Outcome:
     """The reference, which is told before every batch by whose equations it goes on.
 
-    With double buffering batch t reads W(t-1), but the first two after another rule both read what that has left.
+    With a constant delay k batch t reads W(t-k), but the first k + 1 after another rule at most what that has left.
     """
     starts = dict(zip((0, *accumulate(count for _, count in phases)), (method for method, _ in phases), strict=False))
     train, version = run.Run.train, run.version_read
@@ -72,8 +72,7 @@ def expected_of(case: Case, phases: Phases, patch: pytest.MonkeyPatch) -> Outcom
     def train_one(self: Any, t: int, batch: Any) -> None:
         nonlocal since
         if t in starts:
-            if not (starts[t] in DOUBLE_BUFFER and self.method in DOUBLE_BUFFER):
-                since = t
+            since = max(since, t - min(UPDATES_LATE.get(method, 0) for method in (starts[t], self.method)))
             self.method, self.options = starts[t], method_options(starts[t], OPTIONS.get(starts[t], {}))
             for stage in self.stages:
                 stage.reading, stage.step, stage.made = (
@@ -88,7 +87,7 @@ def expected_of(case: Case, phases: Phases, patch: pytest.MonkeyPatch) -> Outcom
         train(self, t, batch)
 
     def version_of(method: str, t: int, *where: Any) -> int:
-        return max(t - 1, since) if method in DOUBLE_BUFFER else version(method, t, *where)
+        return max(t - UPDATES_LATE[method], since) if method in UPDATES_LATE else version(method, t, *where)
 
     with patch.context() as planted:
         planted.setattr(run.Run, "train", train_one)

@@ -6,4 +6,4 @@ CHAINS = ("sequential", "gpipe", "1f1b", "eager", "2bw", "2bw-eager", "stash", "
 
 def least(method: str, stages: int) -> int:
     """The smallest legal number of microbatches: what the tests of the search itself compare with."""
-    return max(1, {"2bw": stages - 1, "2bw-eager": 2 * stages - 2}.get(method, 1))
+    return max(1, {"2bw": stages - 1, "2bw-eager": 2 * stages - 2, "3bw": stages // 2}.get(method, 1))

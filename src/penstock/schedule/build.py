@@ -126,8 +126,9 @@ class ScheduleRequest:
 
 
 _WHY_MORE = {
-    "double-buffer": ". (With fewer, the first stage begins a batch before the backwards of the batch two before it "
-    "have ended, whose update makes the weights for it.)"
+    rule: f". (With fewer, the first stage begins a batch before the backwards of the batch {before} before it have "
+    "ended, whose update makes the weights for it.)"
+    for rule, before in (("double-buffer", "two"), ("triple-buffer", "three"))
 }
 """Why a method needs so many microbatches, by its version rule, where that can be said in a sentence."""
 

@@ -61,11 +61,11 @@ def _insert_steps(program: Program, stages: list[Stage], rule: VersionRule, m: i
             forwards = [i for i, a in enumerate(period) if any(p.op is Op.F and p.stage == stage for p in passes(a))]
             if not forwards:
                 raise ScheduleError(f"{name}: stage {stage.name} on rank {stage.rank} has backwards but no forwards")
-            first, (late, *rest) = forwards[0], left
+            first, (late, *between, last) = forwards[0], left
             drained = list(epilogue)
-            for later in range(rule.delay, 0, -1):
-                drained.insert(_drained_before(program, first + later * len(period), m), rest[later - 1])
-            program = Program((*period[:first], late, *period[first:]), (late, *drained))
+            for later in range(len(between), 0, -1):
+                drained.insert(_drained_before(program, first + later * len(period), m), between[later - 1])
+            program = Program((*period[:first], late, *period[first:]), (late, *drained, last))
         else:
             program = after_backwards(program, stage, Op.STEP, m)
     trained = [stage for stage in stages if is_trained(program, stage)]

@@ -59,13 +59,13 @@ def _with_steps(program: ProgramArrays, rule: VersionRule, m: int) -> ProgramArr
             program = ProgramArrays(ActionArrays.joined([period, _step(stage, 0)]), epilogue)
             continue
         first = int(np.flatnonzero((period.op == F) & (period.stage == stage))[0])
-        late, *left = (_step(stage, -back) for back in range(rule.delay + 1, 0, -1))
-        borders = [_drained_before(program, first + later * len(period), m) for later in range(1, rule.delay + 1)]
-        parts = [epilogue[a:b] for a, b in pairwise([0, *borders])]
-        drained = [each for both in zip(parts, left, strict=True) for each in both] + [epilogue[borders[-1] :]]
+        late, *between, last = (_step(stage, -back) for back in range(rule.delay + 1, 0, -1))
+        borders = [_drained_before(program, first + later * len(period), m) for later in range(1, rule.delay)]
+        parts = [epilogue[a:b] for a, b in pairwise([0, *borders, len(epilogue)])]
+        drained = [parts[0], *(each for both in zip(between, parts[1:], strict=True) for each in both)]
         program = ProgramArrays(
             ActionArrays.joined([period[:first], late, period[first:]]),
-            ActionArrays.joined([late, *drained]),
+            ActionArrays.joined([late, *drained, last]),
         )
     return program
 

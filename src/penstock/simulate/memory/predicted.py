@@ -232,6 +232,8 @@ def _copied_bytes(kind: HeldKind, copies: SnapshotBytes, schedule: Schedule, pla
     """Return the bytes of what is copied for a snapshot; rules for which the pipeline is not drained have it so."""
     spec, older, level = CORRECTIONS[options.correction], RULES[schedule.rule].delay, schedule.sharding.level
     if level is Level.NONE:
+        if kind is HeldKind.OLDER_COPY:
+            return copies.version
         versions, whole = (older + 1, 1) if spec.reads_ahead else (older, 1 + spec.buffers)
         whole += options.averages
         return versions * copies.version + whole * copies.weights + copies.optimizer

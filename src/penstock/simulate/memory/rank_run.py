@@ -83,8 +83,8 @@ class RankRun:
         self._m, self._program = self.schedule.microbatches, shared.lowered.programs[rank]
         self.holdings = Holdings()
         self._pending = PendingChanges(self.holdings)
-        plan = shared.snapshots
-        self.snapshots = None if plan is None else SnapshotCopies(plan, self.holdings, shared.kept)
+        plan, delay = shared.snapshots, RULES[self.schedule.rule].delay
+        self.snapshots = None if plan is None else SnapshotCopies(plan, self.holdings, shared.kept, delay)
         self._shards = self._sharded_stages()
         self._stages = {stage: StageRun(self, stage, self._shards.get(stage)) for stage in self.schedule.on_rank(rank)}
         self._sent: dict[LaneKey, deque[_HeldMessage]] = {}

@@ -64,13 +64,14 @@ class SnapshotCopies:
         plan: when they are taken.
         holdings: of the rank.
         kept: those of all ranks.
+        delay: of the version rule.
     """
 
-    def __init__(self, plan: Snapshots, holdings: Holdings, kept: KeptSnapshots) -> None:
-        self._plan, self._holdings, self._all = plan, holdings, kept
+    def __init__(self, plan: Snapshots, holdings: Holdings, kept: KeptSnapshots, delay: int) -> None:
+        self._plan, self._holdings, self._all, self._delay = plan, holdings, kept, delay
         self._taken: dict[Stage, int] = {}
-        self._early: dict[Stage, Counter[Held]] = {}  # of snapshots that come
-        self._older: dict[Stage, Counter[Held]] = {}  # versions before those of snapshots that come
+        self._early: dict[tuple[Stage, int], Counter[Held]] = {}  # of snapshots that come, by their batches
+        self._older: dict[tuple[Stage, int], Counter[Held]] = {}  # versions before those of snapshots that come
         self._kept: list[_Copies] = []
         kept.ranks.append(self._kept)
         self._frozen: set[Stage] = set()  # whose frozen parameters have been copied
@@ -87,13 +88,23 @@ class SnapshotCopies:
         if self._plan.wants(batch):
             self._all.make_room(batch)
             if first:
-                self._older[stage] = Counter([Held(HeldKind.OLDER_COPY, stage.index)])
+                self._older[stage, batch] = Counter([Held(HeldKind.OLDER_COPY, stage.index)])
 
-    def before_forward(self, stage: Stage, batch: int) -> None:
-        """Copy what is not trained before the first forward of a batch whose update comes later."""
+    def before_forward(self, stage: Stage, batch: int, first: bool) -> None:
+        """Copy what is not trained before the first forward of a batch whose update comes later.
+
+        With a delay of two also the version that it reads, which is part of the snapshot in the end.
+
+        Args:
+            stage: of which.
+            batch: which.
+            first: as of `after_step`.
+        """
         if self._plan.wants(batch) and self._taken.get(stage) != batch:
             self._all.make_room(batch)
-            self._early[stage] = self._untrained(stage)
+            self._early[stage, batch] = self._untrained(stage)
+            if self._delay > 1 and first and batch >= self._delay:
+                self._older[stage, batch] = Counter([Held(HeldKind.OLDER_COPY, stage.index)])
 
     def after_step(self, stage: Stage, batch: int, first: bool, divides: bool) -> None:
         """Take a snapshot once a version is final, if one is due.
@@ -108,8 +119,9 @@ class SnapshotCopies:
             return
         self._taken[stage] = batch
         self._all.make_room(batch)
-        copies = self._early.pop(stage, None) or self._untrained(stage)
-        copies.update(self._older.pop(stage, ()))
+        copies = self._early.pop((stage, batch), None) or self._untrained(stage)
+        older = self._older.pop((stage, batch), ())
+        copies.update(older if self._delay < 2 else ())
         if first or divides:
             copies[Held(HeldKind.SNAPSHOT if first else HeldKind.SHARE, stage.index)] += 1
         self._kept.append(_Copies(batch, copies))

@@ -166,7 +166,8 @@ class StageRun:
         self._begun = batch
         yield from self.whole()
         if self._rank.snapshots is not None:
-            self._rank.snapshots.before_forward(self._stage, batch)
+            first = not (self._rank.pipeline or self._stage.direction)
+            self._rank.snapshots.before_forward(self._stage, batch, first)
         for k in numbers:
             self._forward(k)
 
