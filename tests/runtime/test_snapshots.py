@@ -162,7 +162,9 @@ def plain_sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=0.1)
 
 
-@pytest.mark.parametrize(("before", "after"), [("2bw", "1f1b"), ("1f1b", "2bw"), ("stash", "2bw"), ("2bw", "stash"), ("1f1b", "3bw")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("2bw", "1f1b"), ("1f1b", "2bw"), ("stash", "2bw"), ("2bw", "stash"), ("1f1b", "3bw")]
+)
 def test_another_method_goes_on_with_the_newest_weights(before: str, after: str) -> None:
     """A method with double-buffered weights begins with them twice, as at the start of training."""
     case = Case(before, 2, 3, spans=(6,), skips=(), rate=False)

@@ -32,6 +32,15 @@ def test_2bw_decides_in_its_slack(depth, m):
         assert plain <= deciding <= plain + 2 * latency + 1e-9
 
 
+@pytest.mark.parametrize("depth", [2, 4, 8])
+def test_3bw_has_no_bubble_with_half_as_many_microbatches_as_stages(depth):
+    """Also where it decides; 1f1b with as many is idle for nearly two thirds of the time."""
+    m = depth // 2
+    for decides in (False, True):
+        assert steady("3bw", depth, m, 0.0, decides) == pytest.approx(0.0, abs=1e-12)
+    assert steady("1f1b", depth, m, 0.0, False) == pytest.approx((depth - 1) / (m + depth - 1))
+
+
 @pytest.mark.parametrize(("depth", "m"), [(2, 2), (2, 4), (4, 4), (4, 6), (8, 8)])
 def test_reductions_fit_into_the_slack_and_late_ones_are_priced(depth, m):
     """The stall is zero while a stage's reduction fits into m - d + 1 slots of a forward and a backward."""

@@ -192,6 +192,7 @@ def test_also_where_pipelines_have_weights_of_their_own(run: Run) -> None:
 SAVED = (
     Run("2bw", 3, 4, snapshots=Snapshots(1, kept=True)),
     Run("stash", 2, 3, snapshots=Snapshots(2)),
+    Run("3bw", 2, 1, snapshots=Snapshots(1, kept=True)),
     Run("2bw", 2, 2, width=2, sharding="gradients", snapshots=Snapshots(1, kept=True)),
 )
 MORE_SAVED = (
@@ -210,6 +211,7 @@ MORE_SAVED = (
     Run("2bw", 2, 3, precision="bf16", width=2, snapshots=Snapshots(1)),
     Run("2bw-ahead", 2, 3, precision="bf16", snapshots=Snapshots(2, kept=True)),
     Run("error-feedback", 3, 4, snapshots=Snapshots(1, kept=True)),
+    Run("3bw-ahead", 3, 2, precision="bf16", width=2, snapshots=Snapshots(1, kept=True)),
     Run("chimera", 4, 4, width=2, snapshots=Snapshots(1, kept=True)),
     Run("bpipe", 4, 6, snapshots=Snapshots(2, kept=True)),
     Run("seq1f1b", 2, 4, snapshots=Snapshots(1, kept=True)),

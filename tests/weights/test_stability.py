@@ -126,6 +126,15 @@ def test_reading_ahead_is_stable_up_to_the_limit_of_its_polynomial(
         assert found < 0.1 if ends else found > 10
 
 
+@pytest.mark.parametrize(("motion", "a", "b"), [(0, 1.8, 0.2), (1, 2.0, 0.0)])
+def test_reading_ahead_by_two_is_stable_up_to_the_limit_of_its_polynomial(motion: int, a: float, b: float) -> None:
+    limit = limit_of(delayed(0.9, a, b, delay=2))
+    assert limit > 2 * limit_of(delayed(0.9, 0.0, 0.0, delay=2))
+    for share, ends in ((0.9, True), (1.1, False)):
+        found = largest_weight(penstock.method("3bw-ahead", motion=motion), share * limit * 0.1, 0.9)
+        assert found < 0.1 if ends else found > 10
+
+
 @pytest.mark.parametrize("beta", BETAS)
 def test_the_limits_that_have_a_closed_form(beta: float) -> None:
     assert limit_of(synchronous(beta)) == pytest.approx(2 * (1 + beta) / (1 - beta), rel=1e-5)

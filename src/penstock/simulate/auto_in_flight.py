@@ -23,7 +23,7 @@ from penstock.schedule.in_flight_choice import (
 )
 from penstock.schedule.ir.in_flight_option import AUTO, AUTO_DELAYED, check_in_flight, in_flight_on, write_in_flight
 from penstock.schedule.ir.order import check_options
-from penstock.schedule.ir.version_rules import RULES, Source
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
 from penstock.schedule.orders.without_auto import auto_refused

@@ -25,7 +25,7 @@ from penstock.job.cpus import Cpus
 from penstock.measure.recompute_for_config import chosen_recompute
 from penstock.schedule.ir.schedule import Op, Schedule, Stage
 from penstock.schedule.ir.sharding import Level
-from penstock.schedule.ir.version_rules import RULES, Source
+from penstock.schedule.ir.version_rules import RULES
 from penstock.train.config.schema import TrainConfig
 from penstock.train.setup.prepare_run import Prepared, prepare
 from penstock.verify.baseline_runs import decides, record_of, run_plain, run_reference

@@ -47,9 +47,9 @@ class Share(NamedTuple):
 class LossScale(ShortRepr):
     """What the loss is multiplied by before its backward, so that small gradients do not underflow in float16.
 
-    The scale of a batch depends on the batches before it; under 2bw not on the last one (3bw: the last two), whose update
-    is not decided yet when the batch begins. So a batch may still overflow under a scale that has been lowered since, and does not
-    lower it again.
+    The scale of a batch depends on the batches before it; under 2bw not on the last one, under 3bw not on the last two,
+    whose updates are not decided yet when the batch begins. So a batch may still overflow under a scale that has been
+    lowered since, and does not lower it again.
 
     Attributes:
         initial: the scale of the first batch.

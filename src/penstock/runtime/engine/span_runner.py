@@ -77,8 +77,9 @@ class Spans:
             return False
         executors = self._setup.trainers()
         evaluators = [] if evaluate is None else self._evaluators(evaluate, executors)
+        older = -self.older
         runs = [
-            e.run(source, self.batches, -self.older, at_border=evaluators[i].at_border if evaluators else None, saving=save)
+            e.run(source, self.batches, older, at_border=evaluators[i].at_border if evaluators else None, saving=save)
             for i, e in enumerate(executors)
         ]
         self._left_after, left, failed = None, False, None

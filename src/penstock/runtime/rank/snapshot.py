@@ -2,8 +2,9 @@
 
 A snapshot is taken directly after the update that creates version B, while later microbatches are in flight; training
 resumes from it with batch B. With double-buffered weights it has two versions, because batch B reads the one before,
-with triple-buffered ones three; passes from batch B on that are in flight are repeated when training resumes. Module buffers are those from before the
-stage's first forward of batch B. Random numbers depend on the batch alone, so no state of a generator is saved.
+with triple-buffered ones three; passes from batch B on that are in flight are repeated when training resumes. Module
+buffers are those from before the stage's first forward of batch B. Random numbers depend on the batch alone, so no
+state of a generator is saved.
 
 Names in a snapshot: `weights/NAME` (newest, in full precision), `older/NAME` and `older2/NAME` (the versions before),
 `delayed.K/NAME` (the K-th version before the newest, where passes read with a delay of K or more), `average/NAME`,

@@ -1,9 +1,9 @@
 """A few microbatches of a schedule that stand for all of them in the proof of versions.
 
 The proof plays every pass of every microbatch (`penstock.schedule.stage_state`). Where all passes of a batch on a
-stage read the same version (by rules flush, double-buffer and triple-buffer), it is enough to play, on each stage, the microbatches
-whose forward is the first or the last of the batch, and those whose backward, half of one or recompute is. For any
-other one, k:
+stage read the same version (by rules flush, double-buffer and triple-buffer), it is enough to play, on each stage, the
+microbatches whose forward is the first or the last of the batch, and those whose backward, half of one or recompute is.
+For any other one, k:
 
     its passes stand between such of the same kind and batch (checked here, in the endless stream of periods;
     epilogues keep the order of that stream, which is checked, too), its forward before its recompute, that before its

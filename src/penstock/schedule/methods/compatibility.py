@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from penstock.errors import ConfigError
 from penstock.schedule.ir.order import Order
 from penstock.schedule.ir.sharding import Sharding, read_sharding
-from penstock.schedule.ir.version_rules import Source, VersionRule
+from penstock.schedule.ir.version_rules import VersionRule
 from penstock.schedule.methods.corrections import CORRECTIONS, correction_fault, options_of
 from penstock.schedule.methods.data_parallel_sync import COMBINES, combine_fault
 from penstock.schedule.methods.method import Method

@@ -119,7 +119,7 @@ class LiveVersions:
         self.provisional.discard(version)
 
     def oldest_read(self) -> int:
-        """Return the oldest version that future forwards read; later spans read as many before the last as the rule delays."""
+        """Return the oldest version that future forwards read; later spans read the last `delay` + 1."""
         oldest = self.spec.forwards.oldest(self.forwards, self.draining)
         if oldest is not None:
             oldest = max(oldest, self.spec.older)

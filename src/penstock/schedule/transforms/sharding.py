@@ -38,8 +38,8 @@ def sharding_fault(rule: str, level: Level, correction: str = "none", in_turns: 
     if rule not in _LEVELS:
         return (
             f"sharding {level} goes with the rules {' and '.join(_LEVELS)} so far, not with {rule!r}, under which "
-            "stages step at times of their own, read copies, or read updates before they are decided on; set sharding "
-            "to none"
+            "stages step at times of their own, read copies, keep three versions, or read updates before they are "
+            "decided on; set sharding to none"
         )
     if correction not in _METHODS:
         return (

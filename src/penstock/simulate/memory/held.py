@@ -57,7 +57,7 @@ class HeldKind(StrEnum):
     WAVE = "wave"  # of updates, of all pipelines
     SNAPSHOT = "snapshot"  # of what is trained
     SHARE = "share of a snapshot"  # of what is trained, of a further copy of a stage that divides its state
-    OLDER_COPY = "older version of a snapshot"  # where the newest is not whole yet
+    OLDER_COPY = "older version of a snapshot"  # the second one; or of what is not whole yet
     BUFFERS = "module buffers of a snapshot"
     FROZEN = "frozen parameters of a snapshot"
 

@@ -234,6 +234,7 @@ def _copied_bytes(kind: HeldKind, copies: SnapshotBytes, schedule: Schedule, pla
     if level is Level.NONE:
         if kind is HeldKind.OLDER_COPY:
             return copies.version
+        older = min(older, 1)
         versions, whole = (older + 1, 1) if spec.reads_ahead else (older, 1 + spec.buffers)
         whole += options.averages
         return versions * copies.version + whole * copies.weights + copies.optimizer

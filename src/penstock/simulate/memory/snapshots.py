@@ -93,7 +93,7 @@ class SnapshotCopies:
     def before_forward(self, stage: Stage, batch: int, first: bool) -> None:
         """Copy what is not trained before the first forward of a batch whose update comes later.
 
-        With a delay of two also the version that it reads, which is part of the snapshot in the end.
+        With a delay of two also the version that it reads.
 
         Args:
             stage: of which.
@@ -103,8 +103,8 @@ class SnapshotCopies:
         if self._plan.wants(batch) and self._taken.get(stage) != batch:
             self._all.make_room(batch)
             self._early[stage, batch] = self._untrained(stage)
-            if self._delay > 1 and first and batch >= self._delay:
-                self._older[stage, batch] = Counter([Held(HeldKind.OLDER_COPY, stage.index)])
+            if self._delay > 1:
+                self._older[stage, batch] = self._second(stage, batch, first)
 
     def after_step(self, stage: Stage, batch: int, first: bool, divides: bool) -> None:
         """Take a snapshot once a version is final, if one is due.
@@ -120,8 +120,8 @@ class SnapshotCopies:
         self._taken[stage] = batch
         self._all.make_room(batch)
         copies = self._early.pop((stage, batch), None) or self._untrained(stage)
-        older = self._older.pop((stage, batch), ())
-        copies.update(older if self._delay < 2 else ())
+        older = self._older.pop((stage, batch), None)
+        copies.update(self._second(stage, batch, first) if older is None else older)
         if first or divides:
             copies[Held(HeldKind.SNAPSHOT if first else HeldKind.SHARE, stage.index)] += 1
         self._kept.append(_Copies(batch, copies))
@@ -138,6 +138,11 @@ class SnapshotCopies:
             for what, count in (more - fewer).items():
                 self._holdings.change(what, count if more is now else -count)
         self._said = now
+
+    def _second(self, stage: Stage, batch: int, first: bool) -> Counter[Held]:
+        """Return the second version before the newest, if a snapshot has one."""
+        has = first and self._delay > 1 and batch > 1
+        return Counter([Held(HeldKind.OLDER_COPY, stage.index)] * has)
 
     def _untrained(self, stage: Stage) -> Counter[Held]:
         """Return what is copied that is not trained: of frozen parameters only what has changed since the last time."""

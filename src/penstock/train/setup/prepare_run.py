@@ -24,7 +24,7 @@ from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.in_flight_choice import NO_LINKS_HERE
 from penstock.schedule.ir.in_flight_option import write_in_flight
 from penstock.schedule.ir.schedule import Schedule
-from penstock.schedule.ir.version_rules import RULES, Source
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.wave_lags import record_fault, stage_place
 from penstock.simulate.auto_in_flight import later_with
