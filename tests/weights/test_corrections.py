@@ -201,7 +201,8 @@ def test_a_correction_that_is_missing_or_another_s(method: str) -> None:
     with pytest.raises(ConfigError, match=said):
         pipeline.switch(proof)
     other = "gap-aware" if method == "nag-pp" else "nag-pp"
-    with pytest.raises(ConfigError, match=rf"{method}: this schedule's method has correction '{method}', but"):
+    own = METHODS[method].correction
+    with pytest.raises(ConfigError, match=rf"{method}: this schedule's method has correction '{own}', but"):
         make_pipeline(replace(case, correction=correction_of(other)))
 
 
