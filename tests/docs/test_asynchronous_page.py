@@ -64,5 +64,6 @@ def test_a_method_takes_what_it_needs_and_refuses_else(accepts, method: str) -> 
         assert {name for name in WORDS.values() if accepts(f"method={method}", f"optimizer.name={name}")} == named
     if "microbatches=1" not in keys:
         assert accepts(f"method={method}", *keys, "stages=4", "microbatches=3")
-        assert accepts(f"method={method}", *keys, "stages=4", "microbatches=2") == ("m >= " not in needs)
+        few = f"microbatches={1 if '2 m >= ' in needs else 2}"
+        assert accepts(f"method={method}", *keys, "stages=4", few) == ("m >= " not in needs)
     assert accepts(f"method={method}", *keys, "precision=bf16") == ("fp32" not in needs)
