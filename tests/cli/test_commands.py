@@ -61,6 +61,7 @@ def test_methods_as_json(monkeypatch, capsys):
         "gap-aware": 2,
         "error-feedback": 1,
         "2bw-ahead": 1,  # the weights themselves
+        "3bw-ahead": 1,
     }
 
 
