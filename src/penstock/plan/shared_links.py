@@ -71,9 +71,7 @@ def _batch(plan: Plan, profile: Profile, settings: RunSettings, devices: Devices
     if ranks < settings.stages:
         costs = replace(costs, transfer=costs.transfer * leaving / inner.units)
     if len({number // inner.units for number in settings.numbers.of_rank(0)}) > 1:
-        whole = max(
-            min(inner.units, inner.bandwidth / devices.bandwidth), 1.0
-        )  # of the link, over the part of a device
+        whole = max(min(inner.units, inner.bandwidth / devices.bandwidth), 1.0)  # the link, over a device's part
         network = costs.network and replace(costs.network, bandwidth=costs.network.bandwidth * whole)
         costs = replace(costs, collective=costs.collective / whole, network=network)
     costs = replace(costs, links=SharedLinks(ranks))

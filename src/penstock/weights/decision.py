@@ -202,10 +202,9 @@ class Scaler:
         return {"scale": self.scale, "before": self._earlier, "finite_in_a_row": self.finite_in_a_row}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a state; one of Penstock 0.1 may have the scale before the last decision only."""
-        before = state["before"] if isinstance(state["before"], list) else [state["before"]]
+        """Restore a state."""
         self.scale, self.finite_in_a_row = state["scale"], int(state["finite_in_a_row"])
-        self._earlier = [*before, *before[-1:] * len(self._earlier)][: len(self._earlier)]
+        self._earlier = list(state["before"])
 
     def learn(self, decision: Decision) -> None:
         """Adapt the scale to a decision; decisions come in the order of their batches."""
