@@ -98,6 +98,17 @@ def doubled(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+def before_nodes(self: Any, x: Tensor) -> Tensor:
+    """Maps and norms whose gradients a hook before their nodes changes."""
+    for made in (x := self.map(x.flatten(0, 1)), x := self.norm(x)):
+        made.grad_fn.register_prehook(lambda gradients: tuple(g if g is None else 2 * g for g in gradients))
+    return x
+
+
+def complex_map(self: Any, x: Tensor) -> Tensor:
+    return torch.view_as_real(self.map(torch.complex(x, x.tanh())))
+
+
 def in_double(self: Any, x: Tensor) -> Tensor:
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # that numbers differ
         return F.rms_norm(x, [WIDTH], self.w)
@@ -110,6 +121,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "layer norm without a bias": lambda: Plain(lambda s, x: x + s.norm(x), norm=nn.LayerNorm(8, bias=False)),
     "one norm twice": lambda: Plain(lambda s, x: s.norm(torch.tanh(s.norm(x))), norm=nn.LayerNorm(8)),
     "a hook on an output": lambda: Plain(doubled, map=nn.Linear(8, 8), norm=nn.RMSNorm(8)),
+    "a hook before a node": lambda: Plain(before_nodes, map=nn.Linear(8, 8), norm=nn.LayerNorm(8)),
+    "complex numbers": lambda: Plain(complex_map, map=nn.Linear(8, 8, dtype=torch.complex64)),
     "layer norm in 16 bits": lambda: Plain(lambda s, x: s.n(x.bfloat16()).float(), n=nn.LayerNorm(8).bfloat16()),
     "rms norm in 16 bits": lambda: Plain(lambda s, x: s.n(x.bfloat16()).float(), n=nn.RMSNorm(8).bfloat16()),
     "rms norm of other numbers": lambda: Plain(in_double, w=nn.Parameter(weight(8).double())),
@@ -134,6 +147,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "written over": lambda: Plain(lambda s, x: F.relu_(s.map(x)[:, 1:]), map=nn.Linear(8, 8)),
     "rows": lambda: Plain(lambda s, x: F.relu_(s.map(x.flatten(0, 1))), map=nn.Linear(8, 8, bias=False)),
     "not in one piece": lambda: Plain(lambda s, x: s.map(x.transpose(0, 1)), map=nn.Linear(8, 8, bias=False)),
+    "a transposed sample": lambda: Plain(lambda s, x: s.map(x[:1].repeat(1, 13, 1).transpose(0, 1)),
+                                         map=nn.Linear(8, 8, bias=False)),
     "a weight of one dimension": lambda: Plain(lambda s, x: F.linear(x, s.w)[..., None] + x, w=weight(8)),
     "nothing comes back": lambda: Plain(lambda s, x: s.map(x) + Stop.apply(s.other(x)), map=nn.Linear(8, 8),
                                         other=nn.Linear(8, 8)),
@@ -187,6 +202,30 @@ def test_gradients_of_weights_within_a_forward_are_refused() -> None:
     module = nn.Linear(WIDTH, WIDTH)
     with pytest.raises(CapabilityError, match="asks for the gradients of its own weights while it runs"), split(module):
         torch.autograd.grad(module(torch.ones(2, WIDTH)).sum(), module.weight, allow_unused=True)
+
+
+class Fixpoint(nn.Module):
+    """A step towards z = tanh(W z + x), and a hook that solves for the gradient, as implicit layers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.tanh(self.map(x) + x)
+        at = found.detach().requires_grad_()
+        again = torch.tanh(self.map(at) + x)
+        found.register_hook(lambda g: g + torch.autograd.grad(again, at, g, retain_graph=True)[0])
+        return found
+
+
+def test_gradients_within_a_backward_are_refused() -> None:
+    """Those of the hook are not for the weights, which nothing says to what puts gradients of weights off."""
+    module = Fixpoint()
+    with split(module):
+        y = module(torch.randn(SAMPLES, TOKENS, WIDTH).requires_grad_())
+    with pytest.raises(CapabilityError, match=r"within a backward, in a hook or Function of its own"):
+        y.sum().backward()
 
 
 SEVERAL: dict[str, Callable[[], nn.Module]] = {

@@ -149,10 +149,7 @@ def checkpointed_sequential() -> Script:
     return of(lambda: Parts(linear(), nn.Tanh(), linear(), nn.Tanh()))
 
 
-HALVES = "it goes with a backward in one piece; use `checkpoint` without `context_fn`"
-
-
-@habit(RUNNING, zb_h1=Refused("selective activation checkpoint", HALVES))
+@habit(RUNNING)
 def selective_checkpoint() -> Script:
     """Selective activation checkpoint (`context_fn`) in a block."""
 

@@ -165,6 +165,28 @@ def input_gradient() -> Script:
     return of(lambda: InputGradient(lambda x: x if x.requires_grad else x.requires_grad_()))
 
 
+@habit(GRADIENTS, zb_h1=Refused("within a backward", HALVES))
+def implicit_layer() -> Script:
+    """A hook that solves for a gradient with `autograd.grad`, as implicit layers (DEQ) do."""
+    return of(Implicit)
+
+
+class Implicit(nn.Module):
+    """z = tanh(W z + x), after one step, with the gradient of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.inner(x) + x)
+        if z.requires_grad:
+            at = z.detach().requires_grad_()
+            again = torch.tanh(self.inner(at) + x)
+            z.register_hook(lambda g: g + torch.autograd.grad(again, at, g, retain_graph=True)[0])
+        return z
+
+
 @habit(GRADIENTS)
 def inputs_that_require_grad() -> Script:
     """Inputs of the model that require gradients (PINNs)."""

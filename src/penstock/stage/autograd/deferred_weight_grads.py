@@ -32,6 +32,7 @@ class DeferredWeightGrads:
         self._gradients: list[Tensor] = []
         self._plain: list[tuple[WeightGradFunction, Tensor]] = []
         self._read: set[str] = set()
+        self._graph_task: int | None = None  # of the first gradient: torch's number of the run of a backward
 
     def read(self, names: Collection[str]) -> None:
         """Note the weights of an operation whose gradients are computed without a graph."""
@@ -53,14 +54,24 @@ class DeferredWeightGrads:
         """Return True if the gradient is one of the schedule's backward, not one that a block computes in its forward.
 
         Raises:
-            CapabilityError: the block asks for gradients that can be differentiated again.
+            CapabilityError: the block asks for gradients that can be differentiated again, or runs backwards of its own
+                within that of the schedule: whether the weights are to take part cannot be told.
         """
         if torch.is_grad_enabled():
             raise CapabilityError(
                 "a block asks for gradients that can be differentiated again (create_graph=True), which a backward in "
                 "two halves does not offer; take an order without I and W, such as 1f1b"
             )
-        return self.expected
+        if not self.expected:
+            return False
+        task = torch._C._current_graph_task_id()
+        if self._graph_task not in (None, task):
+            raise CapabilityError(
+                "a block computes gradients within a backward, in a hook or Function of its own (as implicit layers "
+                "do), which a backward in two halves does not offer; take an order without I and W, such as 1f1b"
+            )
+        self._graph_task = task
+        return True
 
     @property
     def gradients(self) -> Sequence[Tensor]:

@@ -46,6 +46,8 @@ class KnownWeightGrads:
         """Run a linear map."""
         if not self._takes(input, weight) or weight.detached.dim() != 2 or input.dim() not in (2, 3):
             return None
+        if input.dim() == 3 and input.stride(0) != input.size(1) * input.stride(1):
+            return None  # one sample, transposed: torch multiplies matrices one by one if the weight wants no gradient
         names: Sequence[str] = (weight.key,)
         if bias is None:
             result = F.linear(input, weight.detached)
@@ -112,6 +114,7 @@ class KnownWeightGrads:
             and bool(weight.key)
             and input.requires_grad
             and input.dtype is weight.detached.dtype
+            and not input.is_complex()
             and input.is_contiguous()
             and not torch.is_autocast_enabled(input.device.type)
             and not self.is_hooked()
@@ -135,8 +138,8 @@ class KnownWeightGrads:
         node = (result if result._base is None else result._base).grad_fn
         assert node is not None
 
-        def arrive(arrived: tuple[Tensor | None, ...]) -> None:
+        def arrive(_made: object, arrived: tuple[Tensor | None, ...]) -> None:
             if arrived[0] is not None:
                 deferred.add_plain(gradients, arrived[0])
 
-        node.register_prehook(arrive)
+        node.register_hook(arrive)  # after the node: hooks of the user before it may change what arrives

@@ -8,9 +8,10 @@ computes the gradients of the weights from it. So nothing is computed twice. Aft
 graphs and one gradient for each stay until W. Both halves together run the same kernels on the same numbers as a whole
 backward, and gradients are added in the same order, so the bits are the same.
 
-In-place operations, and weights passed to a custom autograd Function, are left in the outer graph: their gradients are
-complete after I, and nothing is deferred. An operation with weights deep inside, such as attention with packed
-projections, is traversed again by W. Compiled blocks run eagerly.
+In-place operations, weights passed to a custom autograd Function, and what torch's checkpoint runs again (which it
+would for each operation by itself) are left in the outer graph: their gradients are complete after I, and nothing is
+deferred. An operation with weights deep inside, such as attention with packed projections, is traversed again by W.
+Compiled blocks run eagerly.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class BackwardSplitter:
     def run(self, operation: WeightOperation) -> Any:
         """Run an operation that reads weights, detached from the graph of the other tensors that it reads."""
         func, args, kwargs, tensors, names = operation
+        if _is_recomputed():
+            return func(*args, **kwargs)
         self.share(names.values())
         if func is F.rms_norm and _is_exact(tensors):
             return self._rms_norm(*args, **kwargs)
@@ -174,6 +177,12 @@ class _DetachedOp(torch.autograd.Function):
         if not ctx.inner:
             return nothing
         return *nothing, *torch.autograd.grad(roots, ctx.inner, arrived, retain_graph=True, allow_unused=True)
+
+
+def _is_recomputed() -> bool:
+    """Return whether torch's checkpoint keeps what operations save, and runs them again in each backward."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def _is_exact(tensors: Sequence[Tensor]) -> bool:

@@ -12,7 +12,6 @@ from penstock.stage.checks.released_weight_placeholders import AbsentWeight
 
 _WRITTEN = "modified by an inplace operation"  # torch's words of a tensor that a backward needs
 _TWICE = "backward through the graph a second time"
-_SELECTIVE = "to backward once on any region computed under selective activation checkpoint"
 
 
 class ForwardWrites:
@@ -75,13 +74,8 @@ def explain_backward(error: RuntimeError, where: str) -> None:
     """Raise an error with the reason if torch refuses a backward because of what happened to a tensor that it needs.
 
     Raises:
-        CapabilityError: it was written, or belongs to the graph of another backward, or may be asked for only once.
+        CapabilityError: it was written, or belongs to the graph of another backward.
     """
-    if _SELECTIVE in str(error):
-        raise CapabilityError(
-            f"{where}: a block uses selective activation checkpoint, which goes with a backward in one piece, but here "
-            "it is made in two halves; use checkpoint without context_fn, or a method without halves, such as 1f1b"
-        ) from error
     if _TWICE in str(error):
         raise CapabilityError(
             f"{where}: a block, or a hook, has kept a tensor with its graph for another block, for the loss or for the "
