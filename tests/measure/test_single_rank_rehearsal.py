@@ -101,8 +101,9 @@ def test_rehearse_recomputes_what_auto_chooses(text):
 def test_what_rehearse_refuses(text):
     with pytest.raises(ConfigError, match="rank must be at most 1"):
         rehearse(config_for(text, "method=1f1b", "stages=2"), 2)
-    with pytest.raises(ConfigError, match="cannot rehearse alone"):
-        rehearse(config_for(text, "method=1f1b", "stages=2", "width=2", "sharding=optimizer"), 0)
+    for several in ("sharding=optimizer", "combine.kind=average"):
+        with pytest.raises(ConfigError, match="one rank cannot rehearse alone"):
+            rehearse(config_for(text, "method=1f1b", "stages=2", "width=2", several), 0)
 
 
 def test_a_stand_in_passes_gradients_on():

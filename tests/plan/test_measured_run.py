@@ -267,6 +267,7 @@ def test_stages_that_processes_share_are_predicted_by_a_profile_of_as_many(tmp_p
         ({"offload": "activations"}, "what copies to the host take"),
         ({"offload_optimizer": "stages"}, "what copies to the host take"),
         ({"options": {"in_flight": "auto"}}, "has changed its order on the way"),
+        ({"placement": ["fast", "slow"]}, "devices that differ"),
         ({"sync": {"batches": 3}}, "its method changes on the way"),
         ({"width": 2, "combine": {"kind": "average"}}, "weights of their own .combine.kind=average"),
     ],

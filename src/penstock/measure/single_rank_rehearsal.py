@@ -179,6 +179,11 @@ def _alone(config: TrainConfig) -> TrainConfig:
             f"sharding {config.sharding!r} divides weights over {config.width} pipelines, which one rank cannot "
             "rehearse alone; leave sharding out"
         )
+    if config.combine.kind != "reduce":
+        raise ConfigError(
+            f"with combine.kind={config.combine.kind} pipelines have weights of their own, which one rank cannot "
+            "rehearse alone; leave combine out"
+        )
     return config.model_copy(update={"width": 1})
 
 

@@ -156,6 +156,8 @@ def _check_comparable(config: TrainConfig) -> None:
         "options.in_flight=auto has changed its order on the way": isinstance(in_flight, str),
         "profiles do not say what copies to the host take (offload, offload_optimizer)": config.offload != "none"
         or config.offload_optimizer != "none",
+        "its ranks lay on devices that differ (placement), while a profile is of one device": config.placement
+        is not None,
         f"its pipelines have weights of their own (combine.kind={config.combine.kind})": config.combine.kind
         != "reduce",
     }
