@@ -173,7 +173,8 @@ class CandidateTrial:
 
     def _forecast(self, stage: int) -> StageForecast:
         if stage not in self._forecasts:
-            self._forecasts[stage] = stage_forecast(self.of.method, self.of.depth, self.of.microbatches, stage)
+            of = self.of
+            self._forecasts[stage] = stage_forecast(of.method, of.depth, of.microbatches, stage, of.shards > 1)
         return self._forecasts[stage]
 
     def _foreseen(self, rank: int, again: bool) -> list[Moment]:

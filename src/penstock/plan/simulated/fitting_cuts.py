@@ -271,7 +271,8 @@ def _most_within(values: Floats, sizes: Floats, limit: float) -> float:
     """Return the largest sum of values whose sizes are no more than a limit; of the last one a part counts."""
     order = np.argsort(sizes / np.maximum(values, 1e-300))
     room = np.clip(limit - (np.cumsum(sizes[order]) - sizes[order]), 0.0, None)
-    return float((values[order] * np.minimum(room / np.maximum(sizes[order], 1e-300), 1.0)).sum())
+    parts = np.divide(room, sizes[order], out=np.ones(len(order)), where=sizes[order] > room)
+    return float((values[order] * parts).sum())
 
 
 def _matrices(plain: RankMemory, again: RankMemory) -> tuple[Floats, Floats]:

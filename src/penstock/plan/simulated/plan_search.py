@@ -38,9 +38,12 @@ from penstock.plan.stages.planned import Plan, Skipped
 
 _NEVER = Skipped(
     "other methods and options",
-    "this search does not know them: other asynchronous methods, orders made for given times (zb-auto, v-auto), "
-    "activations on the host, tensor parallelism, stages with replicas of their own",
+    "this search does not know them: methods and numbers of chunks that --methods does not take, orders made for given "
+    "times (zb-auto, v-auto), activations on the host, tensor parallelism, stages with replicas of their own; others "
+    "than the usual methods on a single rank; divided weights but of layered and 2bw-layered; divided gradients of "
+    "ranks with several stages",
 )
+_WHOLE = Skipped("divided state", "what parallel pipelines may divide is tried under a limit (--memory) only")
 _OTHER_PLACES = Skipped(
     "other places of stages",
     "no device is left out for one that is no faster and has no more memory; replicas of a stage are of one kind where "
@@ -82,6 +85,8 @@ def simulated_plans(
     chains = {s.samples: BlockChain(s.graph, optimizer_copies) for s in sizes.values()}
     search = _Search(chains, devices, KnownSchedules(decides))
     search.refuse(_NEVER)
+    if devices.memory is None:
+        search.refuse(_WHOLE)
     if devices.kinds:
         search.refuse(_OTHER_PLACES)
         search.refuse(Skipped("optimizer states on the host", "not tried where devices differ"))

@@ -115,24 +115,30 @@ def of_full_sharding(method: PlannedMethod, low_precision: bool, buffers: int) -
 
 
 def least_microbatches(method: PlannedMethod, depth: int) -> int:
-    """Return the fewest microbatches of a pipeline that the proof of a method accepts, the depth or more."""
-    return max(depth, 2 * (depth - 1)) if method.name == "2bw-eager" else depth
+    """Return the fewest microbatches of a pipeline that the proof of a method accepts."""
+    if method.flushes or method.chunks > 1:
+        return 1
+    return max(depth, 2 * (depth - 1)) if method.name == "2bw-eager" else max(depth - 1, 1)
 
 
-def stage_forecast(method: PlannedMethod, depth: int, microbatches: int, stage: int) -> StageForecast:
-    """Return what the proof of a method derives for a stage, if there are as many microbatches as ranks, or more.
+def stage_forecast(
+    method: PlannedMethod, depth: int, microbatches: int, stage: int, divided: bool = False
+) -> StageForecast:
+    """Return what the proof of a method derives for a stage.
 
     Args:
         method: which.
         depth, microbatches: d and m.
         stage: which.
+        divided: pipelines divide updates, which a gradient is free again for earlier.
     """
     doubled, behind = not method.flushes, depth - 1 - stage
     ahead = _ahead(method, behind, microbatches)
     if method.row == "interleaved" and microbatches % depth == 0:
         ahead = _interleaved(method.chunks, depth, microbatches, stage) - 1
     flight = ahead + 1 if doubled else min(ahead + 1, microbatches)
-    gradients = 2 if doubled and ahead < microbatches and not (method.full and stage < depth) else 1
+    early = divided and not method.full
+    gradients = 2 if doubled and ahead + early < microbatches and not (method.full and stage < depth) else 1
     facts = StageFacts(1 + doubled, 0, gradients, 2 + doubled, Delay(float(doubled), float(doubled)))
     return StageForecast(method.rule, facts, flight)
 

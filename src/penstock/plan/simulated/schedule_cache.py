@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -100,22 +101,26 @@ class KnownSchedules:
     def moments(self, key: ScheduleKey, recompute: bool) -> list[list[Moment]]:
         """Return what each rank holds at the moments that count; parallel pipelines are taken to be in step.
 
-        Two batches show all of it, as in the second the last messages of the first may still be held; where batches
-        overlap, four.
+        The optimizer remembers nothing in the first batch, and the last messages of a batch may still be held in the
+        next one; where batches overlap, four show all of it. But ranks of 2bw-eager drift apart for many more, until
+        messages stop them: so as many are counted as the window lets be under way.
 
         Raises:
             ScheduleError: there is no such schedule.
         """
         if key not in self._held:
-            found = most_held(self._made(key)[0], 2 if key.method.flushes else 4, blockwise=True)
-            own: list[dict[tuple[int, HeldKind], float]] = [{} for _ in range(key.depth)]
-            for stage, rank in enumerate(key.method.ranks(key.depth)):
-                own[rank] |= {(stage, HeldKind.OPTIMIZER): 1.0, (stage, HeldKind.SCRATCH): 1.0}
-            of_ranks = [(found[0, rank], own[rank]) for rank in range(key.depth)]
+            lowered = self._made(key)[0]
+            found = most_held(lowered, 3 if key.method.flushes else 4, blockwise=True)
             self._held[key] = {
-                again: [[_moment(each, again) | more for each in held] for held, more in of_ranks]
+                again: [[_moment(each, again) for each in found[0, rank]] for rank in range(key.depth)]
                 for again in (False, True)
             }
+            if key.method.name == "2bw-eager":
+                for moments in chain.from_iterable(self._held[key].values()):
+                    messages = {
+                        what: float(lowered.window) for each in moments for what in each if what[1] in _MESSAGES
+                    }
+                    moments[:] = [{**each, **messages} for each in moments]
         return self._held[key][recompute]
 
     def _made(self, key: ScheduleKey) -> tuple[Lowered, CodedSchedule]:
@@ -133,6 +138,7 @@ class KnownSchedules:
         return ScheduleRequest(*sizes, options=key.method.options, sharding="none").schedule
 
 
+_MESSAGES = (HeldKind.OUTPUT, HeldKind.GRADIENT)
 _PLAIN: Mapping[HeldKind, HeldKind | None] = MappingProxyType({
     HeldKind.SAVED: HeldKind.GRAPH,  # those of halved backwards are as large
     **dict.fromkeys((HeldKind.FORWARD, HeldKind.FORWARD_HALVED, HeldKind.BACKWARD, HeldKind.BACKWARD_HALVED)),

@@ -1,0 +1,365 @@
+"""Every plan that the simulated search may choose from, rated one by one: its bounds and its cuts are not used.
+
+A plan is a method at a depth and a width with a microbatch size, a level of sharding, optimizer states on the device or
+away, the devices of its stages, cuts, and which ranks recompute. Its schedule is proven, its span predicted, and its
+memory predicted from the bytes of its layers.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+from penstock.errors import CapabilityError, ConfigError, ScheduleError
+from penstock.plan.profile.layer_graph import LayerGraph
+from penstock.plan.simulated.planned_methods import PLANNED, USUAL
+from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.two_bw_cost import bandwidths
+from penstock.schedule.add_options import extend
+from penstock.schedule.build import ScheduleRequest
+from penstock.schedule.ir.schedule import Op
+from penstock.schedule.machine.shared_cores import SharedCores
+from penstock.schedule.methods.table import METHODS
+from penstock.schedule.proof.check import check
+from penstock.simulate.compiled_span import CompiledSpan
+from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.memory.held import HeldKind
+from penstock.simulate.memory.memory_simulation import most_held
+from penstock.simulate.memory.predicted import MemoryOptions, peak_of
+from penstock.simulate.memory.stage_sizes import StageBytes
+from penstock.simulate.sharding_traffic import Network
+from penstock.simulate.simulate import predict
+
+LEVELS = ("none", "optimizer", "gradients", "full")
+BATCHES = 6  # of a run whose memory is predicted
+SCRATCH = 4 << 20  # bytes of gradients that move at once
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is to be planned: the graph at each microbatch size, samples of a batch, devices, methods."""
+
+    graphs: dict[int, LayerGraph]
+    samples: int
+    devices: Devices
+    methods: tuple[str, ...]
+    decides: bool = True
+    optimizer_copies: float = 2.0
+
+
+class Kind(NamedTuple):
+    """A plan before it is cut."""
+
+    name: str
+    size: int
+    m: int
+    depth: int
+    width: int
+    level: str
+    decides: bool
+    away: bool = False
+
+    @property
+    def shards(self):
+        return 1 if self.level == "none" else self.width
+
+    @property
+    def schedule(self):
+        """The arguments of `proof_of`."""
+        return self.name, self.depth, self.m, self.width > 1, self.level, self.decides
+
+    def __str__(self):
+        """As the search calls it."""
+        size = f", microbatch {self.size}" if self.size > 1 else ""
+        shards = "" if self.level == "none" else f", sharded {self.level}"
+        return f"{self.name}, depth {self.depth}, width {self.width}{size}{shards}" + (
+            ", optimizer on the host" if self.away else ""
+        )
+
+
+class Rated(NamedTuple):
+    """A plan: seconds per sample, bytes of each rank."""
+
+    seconds: float
+    kind: Kind
+    cuts: tuple[int, ...]
+    again: tuple[bool, ...]
+    place: tuple[tuple[float, float], ...]
+    held: tuple[float, ...]
+
+
+@cache
+def proof_of(name, depth, m, parallel, level, decides):
+    """The proof of a schedule; None if there is none."""
+    row, _, options = name.partition(":")
+    given = {"chunks": int(options.partition("=")[2])} if options else {}
+    if METHODS[row].sharding not in ("none", level):
+        return None
+    try:
+        plain = check(ScheduleRequest(row, depth, m, options=given, sharding="none").schedule)
+        return extend(plain, decides=decides or parallel, reduces=parallel, sharding=level)
+    except (ScheduleError, ConfigError, CapabilityError):
+        return None
+
+
+def kinds_of(case, wanted):
+    """All kinds of plans that are wanted and have a schedule."""
+    each = range(1, case.devices.count + 1)
+    for name, size, depth, width in itertools.product(case.methods, case.graphs, each, each):
+        m, rest = divmod(case.samples, size * width)
+        if rest or m < 1 or depth * width > case.devices.count:
+            continue
+        for level in LEVELS if width > 1 else ("none",):
+            kind = Kind(name, size, m, depth, width, level, case.decides)
+            if not wanted(kind):
+                continue
+            proof = proof_of(*kind.schedule)
+            if proof is None or proof.schedule.num_stages > len(case.graphs[size].layers):
+                continue
+            yield from (each for each in (kind, kind._replace(away=True)) if wanted(each))
+
+
+def looked_into(case, skipped):
+    """Whether a search may choose a kind of plan, as its list of what it skipped says."""
+    limited = case.devices.memory is not None
+    left_out = {each.what for each in skipped if "takes" not in each.bound or "too many passes" in each.bound}
+    left_out |= {each.what for each in skipped if "takes as long as" in each.bound}
+
+    def wanted(kind):
+        full = kind.name.startswith(("layered", "2bw-layered"))
+        return not (
+            kind.name in left_out
+            or str(kind) in left_out
+            or (kind.level != "none" and not limited)
+            or (kind.level == "full") != full
+            or (kind.level == "gradients" and PLANNED[kind.name].chunks > 1)
+            or (kind.depth == 1 and not full and kind.name not in USUAL)
+            or (
+                kind.away and (not limited or case.devices.host is None or kind.name not in USUAL or case.devices.kinds)
+            )
+        )
+
+    return wanted
+
+
+def places_of(devices, depth, width):
+    """The slowest speed and the least memory of each rank, for all ways to give replicas a device."""
+    limit = math.inf if devices.memory is None else devices.memory
+    if not devices.kinds:
+        return [((1.0, limit),) * depth]
+    each = [(kind.speed, kind.memory or limit) for kind in devices.kinds for _ in range(kind.count)]
+    chosen = set(itertools.permutations(each, depth * width))
+    return sorted({
+        tuple(tuple(map(min, zip(*row[at : at + width], strict=True))) for at in range(0, depth * width, width))
+        for row in chosen
+    })  # fmt: skip
+
+
+class StageNumbers(NamedTuple):
+    """What the layers of a stage add up to."""
+
+    forward: float
+    backward: float
+    halves: tuple[float, float]
+    step: float
+    parameters: float
+    optimizer: float
+    crossing: float  # the cut at its end
+
+
+@dataclass
+class EveryPlan:
+    """All plans of one kind, rated.
+
+    Args:
+        case: what is planned.
+        kind: of its plans.
+    """
+
+    case: Case
+    kind: Kind
+    _bytes: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        """Read what the schedule says."""
+        self._places = places_of(self.case.devices, self.kind.depth, self.kind.width)
+        self.proof = proof_of(*self.kind.schedule)
+        schedule = self.proof.schedule
+        self.graph, self.devices = self.case.graphs[self.kind.size], self.case.devices
+        self.ranks = [stage.rank for stage in sorted(schedule.stages, key=lambda stage: stage.index)]
+        self.halved = Op.I in schedule.operations
+        self.correction = METHODS[self.kind.name.partition(":")[0]].correction
+        self.low = any(layer.whole is not None for layer in self.graph.layers)
+
+    def plans(self):
+        """All that fit, with what a batch of a long run takes.
+
+        Five batches less three of some methods may take less than two batches of the slowest rank; that is not so in a
+        long run, and does not count.
+        """
+        stages, blocks = len(self.ranks), len(self.graph.layers)
+        limited, found = self.devices.memory is not None, []
+        for inner in itertools.combinations(range(1, blocks), stages - 1):
+            cuts = (0, *inner, blocks)
+            for again in itertools.product((False, True) if limited else (False,), repeat=self.kind.depth):
+                held = tuple(self.held(rank, cuts, again[rank]) for rank in range(self.kind.depth)) if limited else ()
+                for place in self._places:
+                    if all(most <= limit for most, (_, limit) in zip(held, place, strict=limited)):
+                        found.append((cuts, again, place, held))
+        yield from self.timed(found)
+
+    def timed(self, plans):
+        """Some plans with their times."""
+        costs = [self.costs(cuts, again, place) for cuts, again, place, _ in plans]
+        spans = [self.spans(costs, batches) if costs else [] for batches in (3, 5)]
+        for (cuts, again, place, held), of, a, b in zip(plans, costs, *spans, strict=True):
+            busy = [0.0] * self.kind.depth
+            for rank, each in zip(self.ranks, of.stages, strict=True):
+                passes = each.forward + each.backward_input + each.backward_weight
+                busy[rank] += self.kind.m * passes + each.step
+            batch = (b.makespan - a.makespan) / 2
+            if batch >= max(busy) * (1 - 1e-9):
+                yield Rated(batch / self.case.samples, self.kind, cuts, again, place, held)
+
+    def spans(self, costs, batches):
+        """What so many batches take; ranks that share cores are played."""
+        if self.devices.cores is not None:
+            return predict(self.proof.lowered, costs, batches)
+        return span_of(self.kind.schedule, batches).bubbles(costs)
+
+    def numbers(self, first, last):
+        """What the layers from one cut to another add up to."""
+        part, copies = self.graph.layers[first:last], self.case.optimizer_copies
+        return StageNumbers(
+            sum(layer.forward for layer in part),
+            sum(layer.seconds - layer.forward for layer in part),
+            tuple(sum(layer.halves[n] for layer in part) for n in (0, 1)) if self.halved else (0.0, 0.0),
+            sum(layer.step for layer in part),
+            sum(layer.parameters for layer in part),
+            sum(copies * whole_of(layer) if layer.optimizer is None else layer.optimizer for layer in part),
+            sum(edge.bytes for edge in self.graph.edges if edge.source < last <= edge.target),
+        )
+
+    def costs(self, cuts, again, place):
+        """What passes, updates, messages and sums take."""
+        kind, ranks = self.kind, self.ranks
+        stages = [self.numbers(*pair) for pair in itertools.pairwise(cuts)]
+        across, along = bandwidths(self.devices, kind.width, kind.depth)
+        sent = [a.crossing for a, r, s in zip(stages, ranks, ranks[1:], strict=False) if r != s]
+        largest, parameters = max(sent, default=0.0), max(each.parameters for each in stages)
+        found = []
+        for rank, each in zip(ranks, stages, strict=True):
+            first, second = each.halves if self.halved else (each.backward, 0.0)
+            forward, slow = each.forward, 1 / place[rank][0]
+            step = each.step + (2 * each.optimizer / self.devices.host if kind.away else 0.0)
+            between = self.devices.between
+            found.append(
+                StageCost(
+                    forward * slow + between,
+                    (first + forward * again[rank]) * slow + between,
+                    second * slow + between * self.halved,
+                    step / kind.shards * slow,
+                )
+            )
+        network = Network(self.proof.schedule, kind.width, across, max(parameters, 1e-30), 1, 1)
+        return Costs(
+            tuple(found),
+            latency=self.devices.latency,
+            transfer=largest / along,
+            collective=2 * (kind.width - 1) / kind.width * parameters / across,
+            network=None if kind.level == "none" else network,
+            cores=None if self.devices.cores is None else SharedCores(self.devices.cores / kind.width),
+        )
+
+    def held(self, rank, cuts, again):
+        """The most bytes of a rank, which recomputes its stages or not, whatever others do."""
+        own = [stage for stage, r in enumerate(self.ranks) if r == rank]
+        key = rank, tuple((cuts[stage], cuts[stage + 1]) for stage in own), again
+        if key not in self._bytes:
+            options = MemoryOptions(
+                low_precision=self.low, blockwise=again, correction=self.correction, batches=BATCHES
+            )
+            sizes = {stage: self.sizes(cuts[stage], cuts[stage + 1], stage) for stage in own}
+            part = (0, rank)
+            held = combinations_of(self.kind.schedule, again, self.low)[part]
+            self._bytes[key] = peak_of(self.proof, part, held, sizes, options)
+        return self._bytes[key]
+
+    def sizes(self, first, last, stage):
+        """The bytes of a stage, as layers have them."""
+        kind, layers = self.kind, self.graph.layers[first:last]
+        inputs = [
+            layer.data + sum(edge.bytes for edge in self.graph.edges if edge.target == n)
+            for n, layer in enumerate(layers, first)
+        ]
+        ends = [
+            sum(edge.bytes for edge in self.graph.edges if edge.source < cut <= edge.target) for cut in (first, last)
+        ]
+        graph = sum(layer.stored for layer in layers) - sum(layer.shared for layer in layers[1:])
+        forward = max(sum(inputs[:n]) + layer.stored for n, layer in enumerate(layers))
+        backward = max(sum(inputs[: n + 1]) + layer.stored for n, layer in enumerate(layers))
+        late = sum(layer.halves[2] for layer in layers) if self.halved else 0
+        passes = {
+            HeldKind.GRAPH: graph,
+            HeldKind.HALVED: graph,
+            HeldKind.SAVED: sum(inputs),
+            HeldKind.FORWARD: forward,
+            HeldKind.FORWARD_HALVED: forward,
+            HeldKind.BACKWARD: backward,
+            HeldKind.BACKWARD_HALVED: max(backward, late),
+            HeldKind.LATE: late,
+        }
+        buffer, whole = sum(layer.buffer for layer in layers), sum(map(whole_of, layers))
+        states = [
+            self.case.optimizer_copies * whole_of(layer) if layer.optimizer is None else layer.optimizer
+            for layer in layers
+        ]
+        optimizer = sum(states) / kind.shards
+        if kind.away:
+            largest = max(
+                state
+                * (1.0 if not whole_of(layer) or layer.largest is None else min(layer.largest / whole_of(layer), 1))
+                for state, layer in zip(states, layers, strict=True)
+            )
+            optimizer = min(optimizer, 3 * (largest + 2 * SCRATCH))
+        scratch = min(whole, max(SCRATCH, *map(whole_of, layers))) / kind.shards
+        if self.correction == "2bw-ahead":
+            scratch = 0  # by the last gradient, which takes no room
+        w = kind.width
+        rows, low = whole / w, buffer / w
+        frozen = sum(layer.frozen for layer in layers)
+        return StageBytes(
+            buffer, whole, (optimizer,) * w, frozen, (scratch,) * w, (rows,) * w, (low,) * w, passes, ends[1],
+            {stage - 1: ends[0]},
+        )  # fmt: skip
+
+
+@cache
+def span_of(key, batches):
+    """So many batches of a schedule as `proof_of` has it, compiled."""
+    return CompiledSpan(proof_of(*key).lowered, batches, transfers=True)
+
+
+@cache
+def combinations_of(key, again, low):
+    """What ranks of pipelines in step hold at the moments that count, under a schedule as `proof_of` has it.
+
+    Ranks of 2bw-eager drift apart for many batches; as many messages are taken to be held as can be under way.
+    """
+    lowered = proof_of(*key).lowered
+    found = most_held(lowered, BATCHES, 1, again, low)
+    if key[0] != "2bw-eager":
+        return found
+    drifted = {}
+    for part, each in found.items():
+        messages = {
+            what: lowered.window for c in each for what, _ in c if what.kind in (HeldKind.OUTPUT, HeldKind.GRADIENT)
+        }
+        drifted[part] = tuple(frozenset((dict(c) | messages).items()) for c in each)
+    return drifted
+
+
+def whole_of(layer):
+    """The bytes of one gradient of a layer."""
+    return layer.buffer if layer.whole is None else layer.whole
