@@ -100,6 +100,27 @@ DEFECTS = (
         ("tests/plan/test_planned_memory.py", "tests/plan/test_simulated.py"),
     ),
     Defect(
+        "rounds of what 2bw has in flight are rounded up in the bound",
+        "plan/simulated",
+        "2 * m // flight * times.through / 2",
+        "-(-m // flight) * times.through",
+        ("tests/plan/test_search_against_brute_force.py", "tests/plan/test_simulated.py"),
+    ),
+    Defect(
+        "a batch is taken to reach each rank a message later than it does",
+        "plan/simulated",
+        "before[rank] = so_far + 2 * rank * self._hop",
+        "before[rank] = so_far + 2 * (rank + 1) * self._hop",
+        ("tests/plan/test_search_against_brute_force.py", "tests/plan/test_simulated.py"),
+    ),
+    Defect(
+        "a microbatch too many is foreseen to be in flight",
+        "plan/simulated",
+        "flight = self._forecast(stage).activations",
+        "flight = self._forecast(stage).activations + 1",
+        ("tests/plan/test_search_against_brute_force.py", "tests/plan/test_simulated.py"),
+    ),
+    Defect(
         "the first stage of a pipeline on servers sums its gradients as slowly as the others",
         "plan/planners",
         "below = self._devices.levels[at - 1].units if at and first else 1",

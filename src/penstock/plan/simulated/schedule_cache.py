@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
+
+import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.plan.simulated.planned_methods import PlannedMethod
@@ -111,16 +112,13 @@ class KnownSchedules:
         if key not in self._held:
             lowered = self._made(key)[0]
             found = most_held(lowered, 3 if key.method.flushes else 4, blockwise=True)
+            messages = lowered.window if key.method.name == "2bw-eager" else None
             self._held[key] = {
-                again: [[_moment(each, again) for each in found[0, rank]] for rank in range(key.depth)]
+                again: [
+                    _largest([_moment(each, again) for each in found[0, rank]], messages) for rank in range(key.depth)
+                ]
                 for again in (False, True)
             }
-            if key.method.name == "2bw-eager":
-                for moments in chain.from_iterable(self._held[key].values()):
-                    messages = {
-                        what: float(lowered.window) for each in moments for what in each if what[1] in _MESSAGES
-                    }
-                    moments[:] = [{**each, **messages} for each in moments]
         return self._held[key][recompute]
 
     def _made(self, key: ScheduleKey) -> tuple[Lowered, CodedSchedule]:
@@ -157,6 +155,25 @@ def _moment(combination: Combination, recompute: bool) -> dict[tuple[int, HeldKi
         kind = what.kind if recompute else _PLAIN.get(what.kind, what.kind)
         if kind is not None:
             found[what.stage, kind] = found.get((what.stage, kind), 0.0) + count
+    return found
+
+
+def _largest(moments: list[dict[tuple[int, HeldKind], float]], messages: int | None) -> list[Moment]:
+    """Return the moments that no other one exceeds or equals in all.
+
+    Args:
+        moments: of a rank.
+        messages: of each kind at all of them, if it sends any; None for as many as there are.
+    """
+    if messages is not None:
+        sent = {what for each in moments for what in each if what[1] in _MESSAGES}
+        moments = [{**each, **dict.fromkeys(sent, float(messages))} for each in moments]
+    kinds = list(dict.fromkeys(what for each in moments for what in each))
+    rows, found = np.array([[each.get(what, 0.0) for what in kinds] for each in moments]), list[Moment]()
+    rows = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
+    while len(rows):  # the first one has the largest sum, so no other one exceeds it
+        found.append({what: n for what, n in zip(kinds, rows[0].tolist(), strict=True) if n})
+        rows = rows[(rows > rows[0]).any(axis=1)]
     return found
 
 
