@@ -123,8 +123,9 @@ def kinds_of(case, wanted):
 def looked_into(case, skipped):
     """Whether a search may choose a kind of plan, as its list of what it skipped says."""
     limited = case.devices.memory is not None
-    left_out = {each.what for each in skipped if "takes" not in each.bound or "too many passes" in each.bound}
-    left_out |= {each.what for each in skipped if "takes as long as" in each.bound}
+    said = ("does not fit", "s per sample")  # which every plan is held against
+    left_out = {each.what for each in skipped if not any(words in each.bound for words in said)}
+    left_out |= {each.what for each in skipped if "too many passes" in each.bound}
 
     def wanted(kind):
         full = kind.name.startswith(("layered", "2bw-layered"))
@@ -195,8 +196,8 @@ class EveryPlan:
     def plans(self):
         """All that fit, with what a batch of a long run takes.
 
-        Five batches less three of some methods may take less than two batches of the slowest rank; that is not so in a
-        long run, and does not count.
+        Five batches less three of some methods may take less than two batches of the busiest rank, which a long run
+        does not.
         """
         stages, blocks = len(self.ranks), len(self.graph.layers)
         limited, found = self.devices.memory is not None, []
@@ -219,8 +220,7 @@ class EveryPlan:
                 passes = each.forward + each.backward_input + each.backward_weight
                 busy[rank] += self.kind.m * passes + each.step
             batch = (b.makespan - a.makespan) / 2
-            if batch >= max(busy) * (1 - 1e-9):
-                yield Rated(batch / self.case.samples, self.kind, cuts, again, place, held)
+            yield Rated(max(batch, *busy) / self.case.samples, self.kind, cuts, again, place, held)
 
     def spans(self, costs, batches):
         """What so many batches take; ranks that share cores are played."""

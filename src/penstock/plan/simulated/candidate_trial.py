@@ -278,10 +278,19 @@ class CandidateTrial:
         return TimedCuts(*several[least], times[least], times[least] / self.of.samples)
 
     def batch_times(self, several: Sequence[tuple[Cuts, Sequence[bool]]]) -> list[float]:
-        """Return what one more batch of a long run takes, for cuts and the ranks that recompute."""
+        """Return what one more batch of a long run takes, for cuts and the ranks that recompute.
+
+        Short spans may show less than the busiest rank takes, as long as the others catch up.
+        """
         costs = [self.costs(np.array(cuts), again) for cuts, again in several]
         short, long = (self._known.span(self.of.schedule, batches)(costs) for batches in _SPANS)
-        return [(b.makespan - a.makespan) / (_SPANS[1] - _SPANS[0]) for a, b in zip(short, long, strict=True)]
+        more = [(b.makespan - a.makespan) / (_SPANS[1] - _SPANS[0]) for a, b in zip(short, long, strict=True)]
+        return [max(each, self._busiest(of)) for each, of in zip(more, costs, strict=True)]
+
+    def _busiest(self, costs: Costs) -> float:
+        """Return the seconds of a batch in which the busiest rank runs its passes and updates."""
+        of = [s.step + self.of.microbatches * (s.forward + s.backward_input + s.backward_weight) for s in costs.stages]
+        return float(np.bincount(self._ranks, of).max())
 
     def costs(self, cuts: npt.NDArray[np.intp], again: Sequence[bool]) -> Costs:
         """Return the times of stages and messages; all messages take the time of the longest.
