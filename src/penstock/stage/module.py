@@ -179,8 +179,8 @@ class StageModule:
 
     def placed(self) -> list[tuple[str, Tensor | None]]:
         """Return what stands in the place of each parameter, by its name."""
-        places = self._found.places.items()
-        return [(name, module._parameters.get(key)) for name, at in places for module, key in at]
+        places = [(name, module, key) for name, at in self._found.places.items() for module, key in at]
+        return [(name, dict(module._parameters).get(key)) for name, module, key in places]  # scripted ones lack get()
 
     def adopt(self, trained: Mapping[str, Tensor]) -> None:
         """Take over parameters that were replaced, or given other memory, between two runs.

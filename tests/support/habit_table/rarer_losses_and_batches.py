@@ -352,7 +352,7 @@ def thawed_later() -> Script:
 CLEARED = "later microbatches add to them already; gradients need no zeroing"
 
 
-@habit(LOOP, Refused("the gradient of first.weight was changed", CLEARED))
+@habit(LOOP, Refused("weight was changed in the loop over reports", CLEARED))
 def zeroed_later() -> Script:
     """`model.zero_grad()` after the batch."""
 
