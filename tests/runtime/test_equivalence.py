@@ -11,10 +11,10 @@ from support.order_cases import ORDERS
 from support.pool import Pool
 from support.smallest_batch import least
 
-EAGER = "2bw-eager"  # the versions of 2bw; that its order is right is seen here, all else by the other methods
+MORE = "3bw", "2bw-eager"  # the latter has the versions of 2bw: that its order is right is seen here, all else there
 SHAPES = [(1, 1), (1, 3), (2, 1), (2, 5), (3, 2), (4, 3), (4, 6)]
-GRID = [(method, d, m) for method in (*METHODS, EAGER) for d, m in SHAPES if m >= least(method, d)]
-ON_RANKS = [(name, d, least(name, d) + more) for name in (*METHODS, EAGER) for d, more in [(2, 1), (3, 0), (4, 2)]]
+GRID = [(method, d, m) for method in (*METHODS, *MORE) for d, m in SHAPES if m >= least(method, d)]
+ON_RANKS = [(name, d, least(name, d) + more) for name in (*METHODS, *MORE) for d, more in [(2, 1), (3, 0), (4, 2)]]
 ON_RANKS += [("1f1b", 1, 2), ("2bw", 1, 1), ("2bw", 2, 1), ("2bw", 4, 3), ("stash", 4, 1)]
 OPTIMIZERS = ("sgd", "adamw", "nadam")
 
@@ -34,7 +34,7 @@ def test_methods_on_ranks(pool: Pool, method: str, depth: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "3bw"])
 def test_every_optimizer_with_every_method(method: str, optimizer: str) -> None:
     for depth, m in ((2, 1), (4, 3)):
         case = Case(method, depth, m, optimizer=optimizer, spans=(5,))
@@ -52,5 +52,5 @@ def test_every_method_has_a_reference_and_is_compared_somewhere() -> None:
     """The orders of the literature in test_orders_at_work.py; the others in test files of their own."""
     post = {row.name for row in METHOD_TABLE.values() if row.rule == "provisional"}
     late = {kind.method for kind in KINDS.values()}
-    here = {*METHODS, EAGER, *ORDERS, "seq1f1b", "terapipe", *post, "vertical-sync", "wpipe", *late}
+    here = {*METHODS, *MORE, *ORDERS, "seq1f1b", "terapipe", *post, "vertical-sync", "wpipe", *late}
     assert METHOD_TABLE.keys() == set(REFERENCES) == here | (METHOD_TABLE.keys() - OFFERED.keys())

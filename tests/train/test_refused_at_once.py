@@ -176,7 +176,7 @@ def test_a_key_with_the_name_of_an_option_is_that_option(text: str) -> None:
         "delays": "{head: 1}", "backward_delays": "2", "device": "cpu", "waits": "shared", "boundary_gradients": "bf16",
         "tf32": "true", "sdpa": "math", "compile": "true", "in_flight_bytes": "2e9", "sharding": "optimizer",
         "microbatches": "6", "offload": "activations", "tensor_parallel": "2", "cuda_graphs": "true",
-        "offload_optimizer": "pieces",
+        "offload_optimizer": "pieces", "rank_order": "tp-dp-pp",
     }  # fmt: skip
     config = load_config(None, [text, *(f"{key}={value}" for key, value in changes.items())])
     options = pipeline_options(config, model_of(config, model_shape(config, load_corpus(config.data))))
