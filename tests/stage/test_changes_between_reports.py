@@ -106,6 +106,13 @@ def test_freezing_in_the_loop_is_refused(method: str) -> None:
         losses(frozen, method)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_scripted_modules_are_trained() -> None:
+    """Their parameters are in a dict that has less than a dict."""
+    model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 3)))
+    assert len([report.loss for report in make_pipeline(model, "1f1b").run(DATA)]) == len(DATA)
+
+
 @pytest.mark.parametrize("method", ["2bw", "stash", "1f1b"])
 @pytest.mark.parametrize("change", [replaced, parametrized])
 def test_parameters_replaced_in_the_loop_are_refused(method: str, change: Change) -> None:
