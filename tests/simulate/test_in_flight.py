@@ -255,7 +255,7 @@ def test_a_schedule_that_is_made_has_no_links_to_ask():
     [
         ("zb-h1", None), ("zb-h1", (7, 5, 3, 1)), ("zb-h1", (6, 6, 6, 6)), ("zb-h1", (0, 4, 4, 4)),
         ("zb-h2", (5, 5, 5, 4)), ("zb-v", (5, 6, 5, 5)), ("zb-v", (0, 4, 4, 4)),
-        ("zb-interleaved", None), ("zb-interleaved", (6, 6, 6, 6)),
+        ("zb-interleaved", None), ("zb-interleaved", (6, 6, 6, 6)), ("zb-interleaved", (3, 3, 3, 3)),
     ],
 )  # fmt: skip
 def test_what_is_held_with_halves_of_backwards_is_said_and_keeps_to_memory(method, most):
@@ -266,6 +266,15 @@ def test_what_is_held_with_halves_of_backwards_is_said_and_keeps_to_memory(metho
         assert all(held <= max(limit, 1) for held, limit in zip(choice.held, most, strict=True))
         assert " that are held with them" in str(choice)
         assert ("where a rank needs one" in str(choice)) == (min(most) < 1)
+
+
+def test_memory_for_fewer_than_interleaved_zero_bubble_can_do_with_leaves_the_least():
+    costs = Costs((StageCost(1, 1, 1),) * 4, 0.5)
+    asks = ScheduleRequest("zb-interleaved", 4, 8, options={"in_flight": "auto"})
+    request, choice = choose_in_flight(asks, costs, (1, 1, 1, 1))
+    assert "less than the least that the order can do with" in str(choice)
+    assert (choice.taken, choice.held) == ((5,), (3, 3, 3, 3))
+    assert choice.held == tuple(map(math.ceil, request.prove().activations))
 
 
 def test_forwards_ahead_are_not_called_microbatches():

@@ -100,13 +100,13 @@ class _Trials:
         return self._tried(numbers)[0]
 
     def held(self, numbers: _Numbers) -> tuple[int, ...]:
-        """Return the most microbatches whose activations each rank holds."""
+        """Return the most microbatches whose activations each rank holds; of none if a batch is too small for them."""
         return self._tried(numbers)[1]
 
     def best(self, several: Iterable[_Numbers], leave: float) -> _Numbers:
         """Return those with which ranks hold the least, and idle no more than they have to, or by a share more."""
         at_most = min(self.idle(n) for n in several) + leave + 1e-9
-        return min((n for n in several if self.idle(n) <= at_most), key=lambda n: (max(self.held(n)), n))
+        return min((n for n in several if self.idle(n) <= at_most), key=lambda n: (max(self.held(n), default=0), n))
 
     def _tried(self, numbers: _Numbers) -> tuple[float, tuple[int, ...]]:
         if numbers not in self._found:
@@ -140,18 +140,20 @@ def choose_by_trial(
     """
     ranks = request.stages
     trials = _Trials(request, times, hop, transfer)
-    plain, numbers, fewer = (_on_v if on_v(request) else _in_groups)(request, times, hop)
+    plain, more, fewer = (_on_v if on_v(request) else _in_groups)(request, times, hop)
+    numbers = [n for n in more if trials.held(n)] or [plain]
     asked = taken = trials.best(numbers, leave)
     reasons = []
     if most is not None and any(map(gt, trials.held(asked), most)):
-        fits = [n for n in (*fewer, *numbers) if not any(map(gt, trials.held(n), most))]
+        less = [n for n in fewer if trials.held(n)]
+        fits = [n for n in (*less, *numbers) if not any(map(gt, trials.held(n), most))]
         least = (
             ", where a rank needs one" if plain.group is None else ", less than the least that the order can do with"
         )
         needed = "" if fits else least
         wanted = f" of the {write_in_flight(trials.held(asked))} that are held with them"
         reasons.append(f"memory allows {write_in_flight(tuple(most))}{wanted}{needed}")
-        taken = trials.best(fits or fewer[:1] or [plain], leave)
+        taken = trials.best(fits or less[:1] or [plain], leave)
     held = trials.held(taken) if ranks > 1 else ()
     chosen, asks, usual = ((n.in_flight,) for n in (taken, asked, plain))
     return InFlightChoice(chosen, asks, usual, tuple(reasons), group=taken.group, held=held)
