@@ -24,6 +24,7 @@ from benchmarks.network import probe, relay
 
 PREFIX = "penstock-links"
 INTERFACE, LOOPBACK = "eth0", "lo"
+_FRAMES = 1514 / 1448  # bytes of an Ethernet frame / those of a message in it, behind headers and time stamps of TCP
 _LIMIT = 4_000_000  # bytes that wait in front of a link
 _PROBE_PORT = 29400
 # Reno, which every kernel lets a namespace choose: BBR would go by the delay of the link before for ten seconds.
@@ -52,8 +53,8 @@ class Link(NamedTuple):
         return 0.0 if self.mbit is None else self.delay + self.occupied(nbytes)
 
     def occupied(self, nbytes: float) -> float:
-        """The time for which it keeps others of its direction waiting."""
-        return 0.0 if self.mbit is None else 8e-6 * nbytes / self.mbit
+        """The time for which it keeps others of its direction waiting, with its headers."""
+        return 0.0 if self.mbit is None else 8e-6 * nbytes * _FRAMES / self.mbit
 
 
 LINKS = {

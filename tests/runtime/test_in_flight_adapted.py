@@ -20,7 +20,9 @@ from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.in_flight_choice import NO_LINKS_HERE, InFlightChoice
 from penstock.schedule.methods.data_parallel_sync import Combine
+from penstock.simulate.auto_of_chunks import costs_of_stages
 from penstock.simulate.least_in_flight import RankTimes
+from penstock.simulate.simulate import simulate_schedule
 from support.cases import (
     OPTIMIZERS,
     Case,
@@ -416,3 +418,13 @@ def test_the_bits_are_the_same_with_other_options(pool: Pool, case: Case) -> Non
     assert ran[0].found is not None
     assert case.recompute != "none" or ran[0].found.numbers == ((4, 1) if case.method == "zb-h2" else (3, 1))
     assert_same(together([each.outcome for each in ran]), expected(case))
+
+
+@pytest.mark.parametrize(("hop", "more"), [(0.0, 0), (1.5, 1)])
+def test_the_news_of_posted_receives_gets_room_where_links_ask_for_more(hop: float, more: int) -> None:
+    request = ScheduleRequest("2bw", 2, 8, options={"in_flight": "auto"})
+    found = adapted(request, hop=hop)
+    assert (found.numbers > found.choice.plain) is bool(more)
+    proof = found.choice.applied(request).prove()
+    costs = costs_of_stages(proof.schedule, found.measured.times, found.measured.message, halves=False)
+    assert found.window == simulate_schedule(proof, costs).window + more

@@ -88,6 +88,10 @@ class AdaptedInFlight:
 def adapt(plan: PipelinePlan, measured: Measured, batch: int) -> AdaptedInFlight:
     """Choose the microbatches in flight, and the window with which messages cost no time.
 
+    Where links ask for more microbatches than usual, the window is one more than the simulator finds. Gloo sends a
+    message once it has heard that its RECV is posted, and on a busy link that news waits behind the messages that
+    travel back, of which the simulator knows nothing.
+
     Args:
         plan: under which it was measured, which asks for `auto`.
         measured: on all ranks.
@@ -102,8 +106,10 @@ def adapt(plan: PipelinePlan, measured: Measured, batch: int) -> AdaptedInFlight
         if simulated.bubble.makespan > plain.bubble.makespan:
             choice = _plain(request, choice, "a batch has too few microbatches for the larger groups to pay")
             simulated = plain
-    window = plan.auto.window or simulated.window
-    assert isinstance(window, int)
+    window = plan.auto.window
+    if window is None:
+        assert isinstance(simulated.window, int)
+        window = simulated.window + (choice.taken != choice.plain)
     try:
         proof = plan.adapted(choice, window).prove().proof
     except ScheduleError as error:  # with the window that is given, or with what options add to the schedule
