@@ -19,8 +19,8 @@ from benchmarks.throughput import interval
 from benchmarks.tiny import InProcessArm, PlainArm, tiny_data
 from torch import multiprocessing
 
-from penstock.compare.contender_setup import enter
 from penstock.compare.grid import contenders
+from penstock.compare.prepared_contender import prepare_contender
 from penstock.compare.tasks import make_task
 from penstock.launch.launch import _start_method
 from penstock.schedule.build import prove
@@ -200,7 +200,7 @@ def test_campaigns_of_quality():
 def test_the_optimizer_of_a_campaign_goes_with_its_methods(name):
     config = CAMPAIGNS[name].config
     task = make_task(config, ROOT)
-    synchronous, *others = (enter(config, task, contender).synchronous for contender in contenders(config))
+    synchronous, *others = (prepare_contender(config, task, contender).synchronous for contender in contenders(config))
     assert synchronous
     assert not any(others)
 

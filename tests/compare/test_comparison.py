@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from penstock.compare.config import ComparisonConfig, comparison_config
-from penstock.compare.contender_setup import make_optimizers, update_times
 from penstock.compare.grid import Key
 from penstock.compare.held_out import Score, Scorer
+from penstock.compare.prepared_contender import make_optimizers, update_times
 from penstock.compare.results import Findings
 from penstock.compare.run import ComparisonRun
 from penstock.compare.tasks import make_task, trial_model
@@ -114,7 +114,7 @@ def test_all_begin_alike_and_synchronous_ones_stay_so(found: Findings) -> None:
     curve = curves(found, "updates", "training_loss", "validation_loss", "gradient_norm")
     assert curve["1f1b"] == curve["zb-h2-post"] == curve["interleaved:chunks=2"]
     assert len({str(curve[method]) for method in ("1f1b", "2bw", "stash")}) == 3
-    assert [entrant.synchronous for entrant in found.entrants] == [True, False, False, True, True, *[False] * 4]
+    assert [prepared.synchronous for prepared in found.contenders] == [True, False, False, True, True, *[False] * 4]
 
 
 def test_a_divided_output_layer_has_the_curve_of_a_whole_one(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_divided_output_layer_has_the_curve_of_a_whole_one(tmp_path: Path) -> 
     assert len(curve["1f1b"]) == len(curve["vocabulary-1f1b"]) == 3
     for whole, divided in zip(curve["1f1b"][1:], curve["vocabulary-1f1b"][1:], strict=True):  # after some updates
         assert divided == pytest.approx(whole, rel=1e-5)
-    assert [entrant.synchronous for entrant in found.entrants] == [True, True]
+    assert [prepared.synchronous for prepared in found.contenders] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_only_a_language_model_has_an_output_layer_to_divide() -> None:
 def test_a_method_after_synchronous_batches(tmp_path: Path) -> None:
     """Batches 0 and 1 read the newest weights; then W(t) is updated at W(t - 1), the first two both at W(2)."""
     found = compared(tmp_path / "out", "methods=1f1b,2bw:sync=2", "evaluate.every=3")
-    config, task, entrant = found.config, found.task, found.entrants[1]
+    config, task, prepared = found.config, found.task, found.contenders[1]
     model = torch.nn.Sequential(*(block.make() for block in task.blocks(0).values()))
     optimizer = make_optimizers(config, config.optimizer.lr)(list(model.named_parameters()))
     rates, rate = [group["lr"] for group in optimizer.param_groups], rate_schedule(config.lr_schedule, config.batches)
@@ -168,8 +168,8 @@ def test_a_method_after_synchronous_batches(tmp_path: Path) -> None:
     assert list(result.losses) == pytest.approx(losses, rel=1e-5)
     assert losses[:3] == pytest.approx(list(found.results[Key("1f1b", 0, config.optimizer.lr)].losses[:3]), rel=1e-5)
     assert [score.updates for score in result.scores] == [0, 3, 6]
-    assert entrant.times[:3] == (0, 15, 30)
-    assert (len(entrant.times), entrant.times[6]) == (7, 30 + 4 * 12 + 3)
+    assert prepared.times[:3] == (0, 15, 30)
+    assert (len(prepared.times), prepared.times[6]) == (7, 30 + 4 * 12 + 3)
 
 
 def test_a_delay_of_ones_own(tmp_path: Path) -> None:
@@ -178,14 +178,14 @@ def test_a_delay_of_ones_own(tmp_path: Path) -> None:
     curve = curves(found, "updates", "training_loss", "validation_loss", "gradient_norm")
     assert curve["1f1b:delays=1"] == curve["2bw"] != curve["1f1b"]
     assert curve["gpipe:delays=3"] not in (curve["2bw"], curve["1f1b"])
-    base, _, one, three = found.entrants
+    base, _, one, three = found.contenders
     assert one.times == base.times
     assert [set(e.delays_forward) | set(e.delays_backward) for e in (base, one, three)] == [{0.0}, {1.0}, {3.0}]
 
 
 def test_simulated_time_is_that_of_closed_forms(found: Findings) -> None:
     """F = 1 and B = 2: a flushed batch takes (m + p - 1) (F + B), and without a flush one more takes m (F + B)."""
-    times = {entrant.label: entrant.times for entrant in found.entrants}
+    times = {prepared.label: prepared.times for prepared in found.contenders}
     assert times["1f1b"] == tuple(15.0 * v for v in range(7))
     assert times["2bw"][4] - times["2bw"][3] == times["stash"][6] - times["stash"][5] == 12.0
     assert times["2bw"][6] == times["stash"][6] == 6 * 12 + 3

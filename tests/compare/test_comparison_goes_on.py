@@ -27,11 +27,11 @@ def test_an_interrupted_comparison_goes_on(tmp_path: Path, monkeypatch: pytest.M
     changes, real, begun = ["methods=1f1b,2bw", "seeds=2", "batches=2"], run.run_trial, []
     expected = compared(tmp_path / "at once", *changes)
 
-    def interrupted(config: Any, task: Any, entrant: Any, key: Key, tell: Any) -> TrialResult:
+    def interrupted(config: Any, task: Any, prepared: Any, key: Key, tell: Any) -> TrialResult:
         begun.append(key)
         if len(begun) == 3:
             tell = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731 - in the midst of a run
-        return real(config, task, entrant, key, tell)
+        return real(config, task, prepared, key, tell)
 
     monkeypatch.setattr(run, "run_trial", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -50,12 +50,12 @@ def test_rates_are_tried_with_some_seeds_alone(tmp_path: Path) -> None:
     findings = compared(tmp_path / "some", *changes, "tune=1", observer=observer)
     assert observer.seen["finished"] == 2 * (3 + 2)
     chosen = {}
-    for entrant in findings.entrants:
-        ends = {k.lr: r.scores[-1].loss for k, r in everything.results.items() if k[:2] == (entrant.label, 0)}
-        chosen[entrant.label] = min(ends, key=lambda lr: ends[lr])
-        assert findings.by_rate(entrant).keys() == {0.3, 0.01, 0.0001}
-        assert [(r.key.seed, r.key.lr) for r in findings.at_best_rate(entrant)] == [
-            (seed, chosen[entrant.label]) for seed in range(3)
+    for prepared in findings.contenders:
+        ends = {k.lr: r.scores[-1].loss for k, r in everything.results.items() if k[:2] == (prepared.label, 0)}
+        chosen[prepared.label] = min(ends, key=lambda lr: ends[lr])
+        assert findings.by_rate(prepared).keys() == {0.3, 0.01, 0.0001}
+        assert [(r.key.seed, r.key.lr) for r in findings.at_best_rate(prepared)] == [
+            (seed, chosen[prepared.label]) for seed in range(3)
         ]
     assert {k for k in findings.results if k.seed} == {Key(m, seed, lr) for m, lr in chosen.items() for seed in (1, 2)}
     for key, result in findings.results.items():
@@ -94,7 +94,7 @@ def test_what_is_not_named_stays_as_it_is(tmp_path: Path) -> None:
 
     again("methods=2bw,1f1b", "seeds=1", "lr=0.01,0.1")
     found, began = again("methods=stash,pipedream-2bw")
-    assert [entrant.label for entrant in found.entrants] == ["2bw", "1f1b", "stash"]
+    assert [prepared.label for prepared in found.contenders] == ["2bw", "1f1b", "stash"]
     assert keys(found) == [(m, 0, lr) for lr in (0.01, 0.1) for m in ("2bw", "1f1b", "stash")]
     assert began == 2
     assert json.loads((tmp_path / "comparison.json").read_text())["methods"] == ["2bw", "1f1b", "stash"]

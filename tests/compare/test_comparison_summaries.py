@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from penstock.compare.contender import parse_contender
-from penstock.compare.contender_setup import enter
 from penstock.compare.grid import Key
 from penstock.compare.held_out import Score
+from penstock.compare.prepared_contender import prepare_contender
 from penstock.compare.results import Findings, MethodSummary
 from penstock.compare.tasks import make_task
 from penstock.compare.trial import TrialResult
@@ -20,18 +20,18 @@ from support.comparisons import configured
 
 
 @cache
-def entrants() -> tuple[Any, ...]:
+def contenders() -> tuple[Any, ...]:
     config = configured()
     return (
         config,
         make_task(config),
-        [enter(config, make_task(config), parse_contender(name)) for name in ("2bw", "1f1b")],
+        [prepare_contender(config, make_task(config), parse_contender(name)) for name in ("2bw", "1f1b")],
     )
 
 
 def summarised(ends: dict[tuple[str, int, float], float | None]) -> dict[str, MethodSummary]:
     """The summary of runs that end with these losses; None where they diverge."""
-    config, task, methods = entrants()
+    config, task, methods = contenders()
     results = {}
     for place, end in ends.items():
         key, diverged = Key(*place), 3 if end is None else None

@@ -11,8 +11,8 @@ import pytest
 
 from penstock import cli
 from penstock.compare.config import comparison_config
-from penstock.compare.contender_setup import enter
 from penstock.compare.grid import contenders
+from penstock.compare.prepared_contender import prepare_contender
 from penstock.compare.tasks import make_task
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.gpt import gpt_blocks
@@ -166,7 +166,7 @@ def test_a_comparison_says_so_at_once(method: str, text: str) -> None:
     config = comparison_config([text, "stages=8", "model.layers=2", "model.context=8", f"methods={method}"], {})
     (contender,) = contenders(config)
     with pytest.raises(ConfigError, match="the model has 4 blocks, which cannot be cut into 8 stages"):
-        enter(config, make_task(config), contender)
+        prepare_contender(config, make_task(config), contender)
 
 
 def test_a_key_with_the_name_of_an_option_is_that_option(text: str) -> None:

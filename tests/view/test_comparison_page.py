@@ -13,9 +13,9 @@ import pytest
 
 from penstock.compare.config import comparison_config
 from penstock.compare.contender import parse_contender
-from penstock.compare.contender_setup import enter
 from penstock.compare.grid import Key
 from penstock.compare.held_out import Score
+from penstock.compare.prepared_contender import prepare_contender
 from penstock.compare.results import Findings
 from penstock.compare.tasks import make_task
 from penstock.compare.trial import TrialResult
@@ -70,7 +70,7 @@ def findings(ends: Mapping[str, float | None], *changes: str) -> Findings:
                 scores = (Score(0, 5.0, None), Score(2, 4.0, None), *last)
                 count = 4 if end is not None else 3
                 results[key] = TrialResult(key, scores, (4.5,) * count, (0.5,) * count, diverged, 1.0)
-    return Findings(config, task, [enter(config, task, parse_contender(label)) for label in ends], results)
+    return Findings(config, task, [prepare_contender(config, task, parse_contender(label)) for label in ends], results)
 
 
 @pytest.mark.parametrize("changes", [[], ["lr=0.1,0.2"]])
@@ -169,7 +169,7 @@ def test_delays_are_explained_and_summarized() -> None:
 
 def test_a_comparison_without_a_finished_run_has_a_page() -> None:
     empty = findings({"1f1b": 2.0})
-    text = comparison_page(Findings(empty.config, empty.task, empty.entrants, {}))
+    text = comparison_page(Findings(empty.config, empty.task, empty.contenders, {}))
     assert text.count("nothing to show") == 5  # all but the delays
 
 

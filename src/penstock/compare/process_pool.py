@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from penstock.compare.config import ComparisonConfig
-from penstock.compare.contender_setup import enter
 from penstock.compare.grid import Key, contenders
+from penstock.compare.prepared_contender import prepare_contender
 from penstock.compare.tasks import make_task
 from penstock.compare.trial import TrialResult, run_trial
 from penstock.errors import PenstockError, WorkerError
@@ -76,4 +76,4 @@ def _train(config: ComparisonConfig, folder: Path, key: Key) -> TrialResult:
     torch.set_num_threads(config.threads)
     task = make_task(config, folder)
     contender = next(contender for contender in contenders(config) if contender.label == key.method)
-    return run_trial(config, task, enter(config, task, contender), key, lambda *_: None)
+    return run_trial(config, task, prepare_contender(config, task, contender), key, lambda *_: None)

@@ -12,9 +12,9 @@ from typing import Any
 
 from penstock.checks import finite_or_none
 from penstock.compare.config import ComparisonConfig
-from penstock.compare.contender_setup import Entrant
 from penstock.compare.grid import Key
 from penstock.compare.held_out import Score
+from penstock.compare.prepared_contender import PreparedContender
 from penstock.compare.tasks import Task
 from penstock.compare.trial import TrialResult
 
@@ -95,50 +95,50 @@ class Findings:
     Attributes:
         config: of the comparison.
         task: model and data.
-        entrants: the methods.
+        contenders: the methods.
         results: of the runs that have finished.
     """
 
     config: ComparisonConfig
     task: Task
-    entrants: Sequence[Entrant]
+    contenders: Sequence[PreparedContender]
     results: Mapping[Key, TrialResult]
 
     @property
-    def baseline(self) -> Entrant | None:
+    def baseline(self) -> PreparedContender | None:
         """The first method without delay, if there is one."""
-        return next((entrant for entrant in self.entrants if entrant.synchronous), None)
+        return next((prepared for prepared in self.contenders if prepared.synchronous), None)
 
     def rows(self) -> list[EvaluationRow]:
         """Return all evaluations, run by run."""
-        entrants = {entrant.label: entrant for entrant in self.entrants}
-        return [row for key, found in self.results.items() for row in self.rows_of(entrants[key.method], found)]
+        contenders = {prepared.label: prepared for prepared in self.contenders}
+        return [row for key, found in self.results.items() for row in self.rows_of(contenders[key.method], found)]
 
-    def rows_of(self, entrant: Entrant, result: TrialResult) -> list[EvaluationRow]:
+    def rows_of(self, prepared: PreparedContender, result: TrialResult) -> list[EvaluationRow]:
         """Return the evaluations of a run; if it diverged, also a row for that moment."""
         rows, before = [], 0
         for score in result.scores:
-            rows.append(self._row(entrant, result, score, before, diverged=False))
+            rows.append(self._row(prepared, result, score, before, diverged=False))
             before = score.updates
         if result.diverged is not None:
             last = result.scores[-1]
             end = last if last.updates >= result.diverged else Score(result.diverged, math.nan, None)
             rows = rows[:-1] if end is last else rows
             before = rows[-1].updates if rows else 0
-            rows.append(self._row(entrant, result, end, before, diverged=True))
+            rows.append(self._row(prepared, result, end, before, diverged=True))
         return rows
 
     def _row(
-        self, entrant: Entrant, result: TrialResult, score: Score, before: int, *, diverged: bool
+        self, prepared: PreparedContender, result: TrialResult, score: Score, before: int, *, diverged: bool
     ) -> EvaluationRow:
         samples = score.updates * self.config.microbatches * self.config.microbatch_size
-        delays = [" ".join(f"{d:g}" for d in delays) for delays in (entrant.delays_forward, entrant.delays_backward)]
+        delays = [" ".join(f"{d:g}" for d in delays) for delays in (prepared.delays_forward, prepared.delays_backward)]
         return EvaluationRow(
             *result.key,
             score.updates,
             samples,
             samples * self.task.units if self.task.unit == "tokens" else None,
-            entrant.times[score.updates],
+            prepared.times[score.updates],
             _mean(result.losses[before : score.updates]),
             finite_or_none(score.loss),
             score.accuracy,
@@ -148,12 +148,12 @@ class Findings:
             diverged,
         )
 
-    def at_best_rate(self, entrant: Entrant) -> list[TrialResult]:
+    def at_best_rate(self, prepared: PreparedContender) -> list[TrialResult]:
         """Return the runs of a method at its best rate; none if none has finished."""
-        best = self.best_rate(entrant)
-        return [found for key, found in self.results.items() if (key.method, key.lr) == (entrant.label, best)]
+        best = self.best_rate(prepared)
+        return [found for key, found in self.results.items() if (key.method, key.lr) == (prepared.label, best)]
 
-    def best_rate(self, entrant: Entrant) -> float | None:
+    def best_rate(self, prepared: PreparedContender) -> float | None:
         """Return the best rate (see `MethodSummary.lr`); None if no run has finished."""
 
         def badness(lr: float) -> tuple[int, float]:
@@ -161,17 +161,17 @@ class Findings:
             fine = [end for end in ends if end is not None]
             return len(ends) - len(fine), statistics.fmean(fine) if fine else math.inf
 
-        runs = self.by_rate(entrant)
+        runs = self.by_rate(prepared)
         return min(runs, key=badness, default=None)
 
-    def by_rate(self, entrant: Entrant) -> dict[float, list[TrialResult]]:
+    def by_rate(self, prepared: PreparedContender) -> dict[float, list[TrialResult]]:
         """Group the finished runs of a method by learning rate, for the seeds that all rates were tried with.
 
         Rates that have fewer runs than others are left out.
         """
         runs: dict[float, list[TrialResult]] = {}
         for key, result in self.results.items():
-            if key.method == entrant.label and key.seed < self.config.tuned:
+            if key.method == prepared.label and key.seed < self.config.tuned:
                 runs.setdefault(key.lr, []).append(result)
         most = max(map(len, runs.values()), default=0)
         return {lr: found for lr, found in runs.items() if len(found) == most}
@@ -181,23 +181,27 @@ class Findings:
         base = self.baseline
         reference = {} if base is None else _ends(self.at_best_rate(base))
         return [
-            self._summary(entrant, found, base, reference)
-            for entrant in self.entrants
-            if (found := self.at_best_rate(entrant))
+            self._summary(prepared, found, base, reference)
+            for prepared in self.contenders
+            if (found := self.at_best_rate(prepared))
         ]
 
     def _summary(
-        self, entrant: Entrant, found: Sequence[TrialResult], base: Entrant | None, reference: Mapping[int, float]
+        self,
+        prepared: PreparedContender,
+        found: Sequence[TrialResult],
+        base: PreparedContender | None,
+        reference: Mapping[int, float],
     ) -> MethodSummary:
         ends = _ends(found)
         accuracies = [r.scores[-1].accuracy for r in found if r.diverged is None]
         differences = [100 * (ends[seed] / reference[seed] - 1) for seed in ends if seed in reference]
         mean = _mean(differences)
         diverged = sum(result.diverged is not None for result in found)
-        if entrant is base:
+        if prepared is base:
             mean, differences = None, []
         return MethodSummary(
-            entrant.label,
+            prepared.label,
             found[0].key.lr,
             len(found),
             diverged,
@@ -206,9 +210,9 @@ class Findings:
             _mean(a for a in accuracies if a is not None),
             mean,
             _spread(differences),
-            "baseline" if entrant is base else "diverged" if diverged == len(found) else _verdict(differences),
-            entrant.times[-1],
-            max((*entrant.delays_forward, *entrant.delays_backward)),
+            "baseline" if prepared is base else "diverged" if diverged == len(found) else _verdict(differences),
+            prepared.times[-1],
+            max((*prepared.delays_forward, *prepared.delays_backward)),
             statistics.fmean(result.seconds for result in found),
         )
 

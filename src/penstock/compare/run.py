@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 
 from penstock.compare.config import ComparisonConfig
-from penstock.compare.contender_setup import Entrant, enter
 from penstock.compare.grid import Key, contenders, grid_of, rounds_of
+from penstock.compare.prepared_contender import PreparedContender, prepare_contender
 from penstock.compare.process_pool import train_side_by_side
 from penstock.compare.result_files import Records, joined
 from penstock.compare.results import Findings
@@ -22,7 +22,7 @@ from penstock.compare.trial import TrialResult, run_trial
 class ComparisonObserver(Protocol):
     """Receives the progress of a comparison."""
 
-    def entering(self, label: str) -> None:
+    def preparing(self, label: str) -> None:
         """A method is about to be proven, checked and simulated."""
         ...
 
@@ -61,10 +61,10 @@ class ComparisonRun:
         self._config, self._observer = config, observer
         self._task = make_task(config, folder)
         self._records = Records(folder, config, self._task)
-        self._entrants: list[Entrant] = []
+        self._contenders: list[PreparedContender] = []
         for contender in contenders(config):
-            observer.entering(contender.label)
-            self._entrants.append(enter(config, self._task, contender))
+            observer.preparing(contender.label)
+            self._contenders.append(prepare_contender(config, self._task, contender))
         self._records.begin()
         self._results: dict[Key, TrialResult] = {}
 
@@ -80,7 +80,7 @@ class ComparisonRun:
         there = {key: found for key in grid_of(self._config) if (found := self._records.load(key)) is not None}
         self._results |= there
         wanted = sum(key in there for keys in rounds_of(self._config, self._best_rate) for key in keys)
-        self._observer.started(self._task, len(self._entrants) * self._config.runs, wanted)
+        self._observer.started(self._task, len(self._contenders) * self._config.runs, wanted)
         for keys in rounds_of(self._config, self._best_rate):
             missing = [key for key in keys if key not in self._results]
             for result in self._train(missing, min(jobs, len(missing))):
@@ -94,20 +94,20 @@ class ComparisonRun:
         if jobs > 1:
             yield from train_side_by_side(self._config, self._records.folder, keys, jobs)
             return
-        entrants = {entrant.label: entrant for entrant in self._entrants}
+        by_label = {prepared.label: prepared for prepared in self._contenders}
         with _threads(self._config.threads), torch.random.fork_rng(devices=[]):
             for key in keys:
                 self._observer.began(key, self._config.batches)
-                yield run_trial(self._config, self._task, entrants[key.method], key, self._observer.progress)
+                yield run_trial(self._config, self._task, by_label[key.method], key, self._observer.progress)
 
     def _best_rate(self, label: str) -> float | None:
         """Return the best rate of a method by its finished runs; None if there are none."""
-        return self.findings().best_rate(next(e for e in self._entrants if e.label == label))
+        return self.findings().best_rate(next(e for e in self._contenders if e.label == label))
 
     def findings(self) -> Findings:
         """Return the results so far."""
         ordered = {key: self._results[key] for key in grid_of(self._config) if key in self._results}
-        return Findings(self._config, self._task, self._entrants, ordered)
+        return Findings(self._config, self._task, self._contenders, ordered)
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from penstock.compare.config import ComparisonConfig
-from penstock.compare.contender_setup import Entrant, make_optimizers, make_trial_pipeline
 from penstock.compare.grid import Key
 from penstock.compare.held_out import Gatherer, Score, Scorer
+from penstock.compare.prepared_contender import PreparedContender, make_optimizers, make_trial_pipeline
 from penstock.compare.tasks import Task, training_batches
 from penstock.runtime.from_checked_plan import continue_under
 from penstock.runtime.rank.batch_reports import Report
@@ -45,13 +45,13 @@ class TrialResult:
     seconds: float
 
 
-def run_trial(config: ComparisonConfig, task: Task, entrant: Entrant, key: Key, tell: Told) -> TrialResult:
+def run_trial(config: ComparisonConfig, task: Task, prepared: PreparedContender, key: Key, tell: Told) -> TrialResult:
     """Train one run to its end, or until it diverges.
 
     Args:
         config: of the comparison.
         task: model and data.
-        entrant: the method.
+        prepared: the method.
         key: identifies the run.
         tell: called after each batch.
 
@@ -59,7 +59,7 @@ def run_trial(config: ComparisonConfig, task: Task, entrant: Entrant, key: Key, 
         PenstockError: see `Pipeline`. A loss that is not finite or grows is a result, not an error.
     """
     begun = time.perf_counter()
-    trial = _Trial(config, task, entrant, key)
+    trial = _Trial(config, task, prepared, key)
     trial.train(tell)
     count = len(trial.losses) if trial.diverged is None else trial.diverged
     losses = tuple(trial.losses.get(batch, math.nan) for batch in range(count))
@@ -70,15 +70,15 @@ def run_trial(config: ComparisonConfig, task: Task, entrant: Entrant, key: Key, 
 class _Trial:
     """The state of a run."""
 
-    def __init__(self, config: ComparisonConfig, task: Task, entrant: Entrant, key: Key) -> None:
+    def __init__(self, config: ComparisonConfig, task: Task, prepared: PreparedContender, key: Key) -> None:
         self._config, self._task, self._key = config, task, key
-        self._model = entrant.model
+        self._model = prepared.model
         self._scorer = Scorer(task, key.seed, config.evaluate.samples, config.device)
         every = config.evaluate.every
         wanted = range(every, config.batches, every)
         self._gatherer = Gatherer(make_optimizers(config, key.lr), wanted)
-        self._pipeline = make_trial_pipeline(self._model, entrant.opening or entrant.plan, key.seed, self._gatherer)
-        self._entrant = entrant
+        self._pipeline = make_trial_pipeline(self._model, prepared.opening or prepared.plan, key.seed, self._gatherer)
+        self._prepared = prepared
         self._decided: dict[int, float] = {}  # update -> norm before clipping
         self.losses: dict[int, float] = {}
         self.scores = [self._scorer.score(0)]
@@ -91,9 +91,9 @@ class _Trial:
         sizes = config.batches, config.microbatches, config.microbatch_size
         batches = training_batches(self._task, self._key.seed, *sizes)
         data = ([self._model.pair(*sample) for sample in batch] for batch in batches)
-        if self._entrant.opening is not None:
-            self._run(islice(data, self._entrant.contender.sync), tell)
-            continue_under(self._pipeline, self._entrant.plan)
+        if self._prepared.opening is not None:
+            self._run(islice(data, self._prepared.contender.sync), tell)
+            continue_under(self._pipeline, self._prepared.plan)
         if self.diverged is None:
             self._run(data, tell)
         if self.diverged is None:

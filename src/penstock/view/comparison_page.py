@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from penstock.compare.contender_setup import Entrant
+from penstock.compare.prepared_contender import PreparedContender
 from penstock.compare.results import EvaluationRow, Findings, MethodSummary, as_csv
 from penstock.compare.trial import TrialResult
 from penstock.errors import ConfigError
@@ -66,7 +66,7 @@ def write_findings(findings: Findings, folder: Path) -> None:
 def comparison_page(findings: Findings) -> str:
     """Return the whole page as HTML."""
     config, task = findings.config, findings.task
-    title = f"{' / '.join(entrant.label for entrant in findings.entrants)} on {config.task}"
+    title = f"{' / '.join(prepared.label for prepared in findings.contenders)} on {config.task}"
     batch = config.microbatches * config.microbatch_size * task.units
     optimizer = f"{config.optimizer.name}, rates {', '.join(f'{lr:g}' for lr in config.rates)}"
     setting = (
@@ -83,9 +83,9 @@ def comparison_page(findings: Findings) -> str:
         f"maximum. Training loss and norm: {_group_in_words(config.batches)}. A cross marks the last value of a run "
         "that diverged.</p>",
         f"<div class='plots'>{''.join(_plots(findings))}</div>",
-        _delays(findings.entrants),
+        _delays(findings.contenders),
         *_rates(findings),
-        *_timelines(findings.entrants, min(config.batches, 3)),
+        *_timelines(findings.contenders, min(config.batches, 3)),
     ]
     return (
         "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>"
@@ -102,7 +102,7 @@ def _summary(findings: Findings) -> str:
     rate = "best rate" if len(findings.config.rates) > 1 else "rate"
     accurate = ["accuracy"] if scored else []
     header = ["method", rate, "loss", *accurate, "difference", "", "diverged", "time", "delay"]
-    delays = {entrant.label: delay_by_rank(entrant) for entrant in findings.entrants}
+    delays = {prepared.label: delay_by_rank(prepared) for prepared in findings.contenders}
     rows = []
     for s in summaries:
         accuracy = ["-" if s.accuracy is None else f"{s.accuracy:.1%}"] if scored else []
@@ -140,7 +140,7 @@ def _plots(findings: Findings) -> Iterator[str]:
     yield plot_svg(curves, "norm of the gradient against updates", "updates", "norm", log=True)
     delays = [
         Curve(e.label, [(float(index), d, d, d) for index, d in enumerate(e.delays_forward)], style)
-        for style, e in enumerate(findings.entrants)
+        for style, e in enumerate(findings.contenders)
     ]
     yield plot_svg(delays, "delay of the forward on every stage", "stage", "updates")
 
@@ -150,11 +150,11 @@ _Points = list[tuple[float, float]]
 
 def _evaluated(
     findings: Findings, x: Callable[[EvaluationRow], float], y: Callable[[EvaluationRow], float | None]
-) -> Callable[[Entrant, TrialResult], _Points]:
+) -> Callable[[PreparedContender, TrialResult], _Points]:
     """Return a function that gives the points of a run, one for each evaluation."""
 
-    def points(entrant: Entrant, result: TrialResult) -> _Points:
-        return [(x(row), value) for row in findings.rows_of(entrant, result) if (value := y(row)) is not None]
+    def points(prepared: PreparedContender, result: TrialResult) -> _Points:
+        return [(x(row), value) for row in findings.rows_of(prepared, result) if (value := y(row)) is not None]
 
     return points
 
@@ -178,38 +178,38 @@ def _group_in_words(batches: int) -> str:
     return "of every batch" if _group(batches) == 1 else f"means over {_group(batches)} batches"
 
 
-def _curves(findings: Findings, points: Callable[[Entrant, TrialResult], _Points]) -> list[Curve]:
+def _curves(findings: Findings, points: Callable[[PreparedContender, TrialResult], _Points]) -> list[Curve]:
     """Return per method the mean curve of the runs that end well, and each diverged run separately."""
     curves = []
-    for style, entrant in enumerate(findings.entrants):
+    for style, prepared in enumerate(findings.contenders):
         well: dict[float, list[float]] = {}
         lost = []
-        for result in findings.at_best_rate(entrant):
+        for result in findings.at_best_rate(prepared):
             if result.diverged is not None:
-                lost.append(points(entrant, result))
+                lost.append(points(prepared, result))
                 continue
-            for where, value in points(entrant, result):
+            for where, value in points(prepared, result):
                 well.setdefault(where, []).append(value)
         mean = [(where, statistics.fmean(found), min(found), max(found)) for where, found in sorted(well.items())]
         if mean:
-            curves.append(Curve(entrant.label, mean, style))
+            curves.append(Curve(prepared.label, mean, style))
         for number, run in enumerate(lost):
-            label = "" if mean or number else f"{entrant.label} (diverged)"
+            label = "" if mean or number else f"{prepared.label} (diverged)"
             curves.append(Curve(label, [(where, v, v, v) for where, v in run], style, ends=True))
     return curves
 
 
-def _delays(entrants: Sequence[Entrant]) -> str:
+def _delays(contenders: Sequence[PreparedContender]) -> str:
     """List the delays as numbers; a method with several stages per rank has more of them."""
-    num_stages = max(len(entrant.delays_forward) for entrant in entrants)
+    num_stages = max(len(prepared.delays_forward) for prepared in contenders)
     rows = []
-    for entrant in entrants:
-        kinds = [("", entrant.delays_forward)]
-        if entrant.delays_backward != entrant.delays_forward:
-            kinds = [(", forward", entrant.delays_forward), (", backward", entrant.delays_backward)]
+    for prepared in contenders:
+        kinds = [("", prepared.delays_forward)]
+        if prepared.delays_backward != prepared.delays_forward:
+            kinds = [(", forward", prepared.delays_forward), (", backward", prepared.delays_backward)]
         for kind, delays in kinds:
             cells = [f"{delay:.3g}" for delay in delays]
-            rows.append([entrant.label + kind, *cells, *[""] * (num_stages - len(cells))])
+            rows.append([prepared.label + kind, *cells, *[""] * (num_stages - len(cells))])
     header = ["stage", *map(str, range(num_stages))]
     return f"<h2>Delays</h2><p class='note'>{_DELAY}</p>" + _table(header, rows)
 
@@ -219,28 +219,28 @@ def _rates(findings: Findings) -> Iterator[str]:
     if len(findings.config.rates) < 2:
         return
     rows, curves = [], []
-    for style, entrant in enumerate(findings.entrants):
+    for style, prepared in enumerate(findings.contenders):
         points = []
-        for lr, results in sorted(findings.by_rate(entrant).items()):
+        for lr, results in sorted(findings.by_rate(prepared).items()):
             ends = [result.scores[-1].loss for result in results if result.diverged is None]
             mean = statistics.fmean(ends) if ends else None
             spread = statistics.stdev(ends) if len(ends) > 1 else None
             lost = f"{len(results) - len(ends)} of {len(results)}"
-            rows.append([entrant.label, f"{lr:g}", plus_minus(mean, spread, ".4f"), lost])
+            rows.append([prepared.label, f"{lr:g}", plus_minus(mean, spread, ".4f"), lost])
             if mean is not None:
                 points.append((lr, mean, min(ends), max(ends)))
-        curves.append(Curve(entrant.label, points, style))
+        curves.append(Curve(prepared.label, points, style))
     yield "<h2>Learning rates</h2>" + _table(["method", "rate", "loss", "diverged"], rows)
     plot = plot_svg(curves, "validation loss at the end by learning rate", "rate", "loss", log_x=True)
     yield f"<div class='plots'>{plot}</div>"
 
 
-def _timelines(entrants: Sequence[Entrant], batches: int) -> Iterator[str]:
+def _timelines(contenders: Sequence[PreparedContender], batches: int) -> Iterator[str]:
     yield "<h2>What runs when</h2>"
-    for entrant in entrants:
-        title = f"{entrant.label}: {counted(batches, 'batch')}, simulated"
-        drawing = _inside(timeline_svg(entrant.begin, title, width=1140))
-        yield f"<details><summary>{escape(entrant.label)}</summary><div class='scroll'>{drawing}</div></details>"
+    for prepared in contenders:
+        title = f"{prepared.label}: {counted(batches, 'batch')}, simulated"
+        drawing = _inside(timeline_svg(prepared.begin, title, width=1140))
+        yield f"<details><summary>{escape(prepared.label)}</summary><div class='scroll'>{drawing}</div></details>"
 
 
 def _inside(svg: str) -> str:

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from penstock.compare.contender_setup import Entrant
 from penstock.compare.grid import Key, other_settings
+from penstock.compare.prepared_contender import PreparedContender
 from penstock.compare.results import Findings, MethodSummary
 from penstock.compare.tasks import Task
 from penstock.compare.trial import TrialResult
@@ -33,7 +33,7 @@ class TerminalComparison:
         if self.console.is_terminal:
             self._bars.start()
 
-    def entering(self, label: str) -> None:
+    def preparing(self, label: str) -> None:
         """Show what is being prepared."""
         self._bars.update(self._all, note=f"preparing {label}")
 
@@ -91,7 +91,7 @@ def summary_table(findings: Findings) -> Table:
         columns.insert(2, "accuracy")
     for column in columns:
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    delays = {entrant.label: delay_by_rank(entrant) for entrant in findings.entrants}
+    delays = {prepared.label: delay_by_rank(prepared) for prepared in findings.contenders}
     for summary in summaries:
         cells = [f"{summary.lr:g}", _loss(summary), _difference(summary), _verdict(summary)]
         if "accuracy" in columns:
@@ -102,10 +102,10 @@ def summary_table(findings: Findings) -> Table:
     return table
 
 
-def delay_by_rank(entrant: Entrant) -> str:
+def delay_by_rank(prepared: PreparedContender) -> str:
     """Format the delay of the forwards of every rank, mean over its stages."""
-    schedule = entrant.proof.schedule
-    held = [[entrant.delays_forward[s.index] for s in schedule.on_rank(rank)] for rank in range(schedule.ranks)]
+    schedule = prepared.proof.schedule
+    held = [[prepared.delays_forward[s.index] for s in schedule.on_rank(rank)] for rank in range(schedule.ranks)]
     return briefly([sum(delays) / len(delays) for delays in held])
 
 

@@ -35,7 +35,7 @@ _SIMULATED = 96  # batches
 
 
 @dataclass(frozen=True)
-class Entrant:
+class PreparedContender:
     """A method that is ready to be trained.
 
     Attributes:
@@ -74,7 +74,7 @@ class Entrant:
         return not any((*self.delays_forward, *self.delays_backward))
 
 
-def enter(config: ComparisonConfig, task: Task, contender: Contender) -> Entrant:
+def prepare_contender(config: ComparisonConfig, task: Task, contender: Contender) -> PreparedContender:
     """Check that a method can be trained, and derive delays and simulated times from its schedule.
 
     Raises:
@@ -96,7 +96,7 @@ def enter(config: ComparisonConfig, task: Task, contender: Contender) -> Entrant
     before = (0.0,) if opening is None else update_times(opening.proof, costs, contender.sync)
     after = update_times(proof, costs, config.batches - contender.sync)
     times = (*before, *(before[-1] + time for time in after[1:]))
-    return Entrant(contender, model, plan, forward, backward, times, begin, opening)
+    return PreparedContender(contender, model, plan, forward, backward, times, begin, opening)
 
 
 def _plans(
