@@ -17,6 +17,8 @@ def halved_units(schedule: Schedule, stage: Stage, sends: bool) -> frozenset[Pie
         stage: of which.
         sends: it sends gradients back.
     """
+    if Op.W not in schedule.operations:  # which is known, and asked for each stage
+        return frozenset()
     m, actions = schedule.microbatches, [p for a in schedule.program(stage.rank).period for p in passes(a)]
     pairs = zip([None, *actions], actions, strict=False)
     units = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,7 @@ class BlockChain:
         own_graphs: bytes that a block keeps for its backward at least, wherever it is cut.
         pieces: bytes of the largest part of an optimizer's state that comes and goes at once, where it is away.
         sizes: bytes of each kind of what is held, of a microbatch or at all.
+        stage_sizes: what stages take with all that is always there, as far as it has been asked for (`StageSizes`).
     """
 
     def __init__(self, graph: LayerGraph, optimizer_copies: float) -> None:
@@ -86,6 +87,7 @@ class BlockChain:
             for layer, size in zip(layers, whole, strict=True)
         ]
         self.pieces = _most_of(states * of_one, nothing) + 2 * _SCRATCH
+        self.stage_sizes: dict[tuple[Any, ...], Any] = {}
         self.sizes = self._activations(graph, known) | {
             HeldKind.OPTIMIZER: optimizer,
             HeldKind.SCRATCH: np.minimum(self.whole, np.maximum(largest, _SCRATCH)),

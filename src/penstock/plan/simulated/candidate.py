@@ -230,8 +230,8 @@ class Candidate:
         busy: Floats = m * times.busy + times.step
         if method.forwards_first:
             return np.maximum(busy, times.before + m * times.path + times.behind)
-        if not method.flushes and (method.chunks > 1 or method.name == "2bw-eager"):
-            return busy  # of so many in flight the batches that are simulated may show fewer rounds
+        if self.only_busy:
+            return busy
         flight = np.full(len(ranks), m)
         if method.chunks == 1 and not method.halved:
             flight = np.array([stage_forecast(method, self.depth, m, rank).activations for rank in ranks.tolist()])
@@ -241,6 +241,14 @@ class Candidate:
         rounds, rest = np.divmod(m - 1, flight)
         own = np.maximum(m * times.path, rest * times.forward + (rounds + 1) * times.through)
         return np.maximum(busy, times.before + own)
+
+    @property
+    def only_busy(self) -> bool:
+        """Whether `of_ranks` counts passes and updates alone.
+
+        Of so many microbatches in flight the batches that are simulated may show fewer rounds.
+        """
+        return not self.method.flushes and (self.method.chunks > 1 or self.method.drifts)
 
     @property
     def messages(self) -> int:

@@ -15,18 +15,20 @@ import numpy.typing as npt
 from penstock.byte_sizes import human_bytes
 from penstock.errors import CapabilityError, ScheduleError
 from penstock.plan.planners.two_bw import single_device_ways
-from penstock.plan.simulated.block_chain import BlockChain, Floats
+from penstock.plan.simulated.block_chain import BlockChain, Floats, PassSums
 from penstock.plan.simulated.candidate import Candidate, RankWork
-from penstock.plan.simulated.fitting_cuts import Cuts, FirstCuts, FittingCuts, RankMemory, StageSizes
+from penstock.plan.simulated.fitting_cuts import FittingCuts
 from penstock.plan.simulated.planned_methods import StageForecast, least_microbatches, of_full_sharding, stage_forecast
+from penstock.plan.simulated.rank_memory import Cuts, RankMemory, StageSizes
 from penstock.plan.simulated.schedule_cache import KnownSchedules, Moment
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Skipped, StageRating
 from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.proof.proof import StageFacts
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.held import HeldKind
-from penstock.simulate.memory.predicted import AlwaysThere, MemoryOptions, always_there, rotates
+from penstock.simulate.memory.predicted import MemoryOptions, always_there, rotates
 from penstock.simulate.sharding_traffic import Network
 
 NAME = "simulated"
@@ -89,21 +91,51 @@ class CandidateTrial:
         twin: CandidateTrial | None = None,
     ) -> None:
         self.of, self._chain, self._devices, self._known = candidate, chain, devices, known
-        self._passes, self._ranks = candidate.passes_of(chain), candidate.method.ranks(candidate.depth)
-        self._between = [s for s in range(1, candidate.stages) if self._ranks[s - 1] != self._ranks[s]]  # cuts
-        self._on = [[s for s, r in enumerate(self._ranks) if r == rank] for rank in range(candidate.depth)]
-        self._limits = candidate.limits(devices)
-        self._slow = 1 / candidate.speeds[list(self._ranks)]  # of stages
-        self._sizes: dict[AlwaysThere, StageSizes] = {}
         self._forecasts: dict[int, StageForecast] = {}
-        self._steps = candidate.updates(chain, devices)
-        self._hop = candidate.least_hop(chain, devices)
+        self._there: dict[tuple[str, StageFacts, bool], tuple[StageSizes, bool]] = {}
         self._fits: dict[tuple[bool, bool], FittingCuts] = {} if twin is None else twin._fits
         self._fitting: FittingCuts  # by what is known so far
 
     def twin(self, **changes: Any) -> CandidateTrial:
         """Return the same with another `rank_order`, or with optimizer states `away`."""
         return CandidateTrial(replace(self.of, **changes), self._chain, self._devices, self._known, self)
+
+    # What follows is found when it is first asked for: of most candidates the first bound says enough.
+
+    @cached_property
+    def _passes(self) -> PassSums:
+        return self.of.passes_of(self._chain)
+
+    @cached_property
+    def _ranks(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return self.of.method.ranks(self.of.depth)
+
+    @cached_property
+    def _between(self) -> list[int]:
+        """The cuts between ranks."""
+        return [s for s in range(1, self.of.stages) if self._ranks[s - 1] != self._ranks[s]]
+
+    @cached_property
+    def _on(self) -> list[list[int]]:
+        """The stages of each rank."""
+        return [[s for s, r in enumerate(self._ranks) if r == rank] for rank in range(self.of.depth)]
+
+    @cached_property
+    def _limits(self) -> list[float]:
+        """The bytes that each rank may hold."""
+        return self.of.limits(self._devices)
+
+    @cached_property
+    def _slow(self) -> Floats:
+        """How many times as long as the profile says each stage takes."""
+        slow: Floats = 1 / self.of.speeds[list(self._ranks)]
+        return slow
+
+    @cached_property
+    def _steps(self) -> Floats:
+        """Seconds of updates of the first 0, 1, .. blocks."""
+        return self.of.updates(self._chain, self._devices)
 
     @cached_property
     def _across(self) -> float:
@@ -137,12 +169,12 @@ class CandidateTrial:
             raise self._none(f"{of.stages} x {of.microbatches} passes are too many to prove it here ({_MOST_PASSES:,})")
         if of.microbatches < least:
             raise self._none(f"refused: it needs at least {least} microbatches for each pipeline")
-        bound, after = of.bound(self._chain, self._devices), of.least_after(self._chain, self._devices)
+        bound = of.bound(self._chain, self._devices)
         self._fitting = self._fit_once(scheduled=False)
-        yield max((self._begun().batch + after * of.method.flushes) / of.samples, bound)
+        yield max(self._least(), bound)
         if self._devices.memory is not None:
             self._fitting = self._scheduled(lambda: self._fit_once(scheduled=True))
-            yield max((self._begun().batch + after * of.method.flushes) / of.samples, bound)
+            yield max(self._least(), bound)
 
     def fastest(self, best: float) -> TimedCuts:
         """Find the fastest cuts, after all bounds: of all if they are few, otherwise of those near the first ones.
@@ -220,44 +252,53 @@ class CandidateTrial:
             if self._devices.memory is not None:
                 again = self._rank_memory(stages, moments(rank, True), again=True)
             memory.append((plain, again))
-        return FittingCuts(self.of, self._chain, self._steps, self._hop, self._limits, memory)
+        hop = self.of.least_hop(self._chain, self._devices)
+        return FittingCuts(self.of, self._chain, self._steps, hop, self._limits, memory)
 
     def _rank_memory(self, stages: Sequence[int], moments: Sequence[Moment], again: bool) -> RankMemory:
-        of, foreseen = self.of, self._forecast(stages[0])
-        low, correction = self._chain.low_precision, of.method.correction
-        options = MemoryOptions(low_precision=low, blockwise=again, correction=correction)
-        there = always_there(foreseen.rule, foreseen.facts, options, again, of.shards > 1)
-        if of.sharding == "full":
-            there = of_full_sharding(of.method, low, foreseen.facts.buffers)
-        ahead = CORRECTIONS[correction].reads_ahead  # by the last gradient, which takes no room
-        if ahead or not rotates(foreseen.rule, foreseen.facts, options):  # updates take no scratch
+        forecast = self._forecast(stages[0])
+        key = forecast.rule, forecast.facts, again
+        if key not in self._there:
+            self._there[key] = self._sizes_and_scratch(forecast, again)
+        sizes, scratch = self._there[key]
+        if not scratch:
             moments = [{key: n for key, n in each.items() if key[1] is not HeldKind.SCRATCH} for each in moments]
-        if there not in self._sizes:
-            self._sizes[there] = StageSizes(self._chain, there, of)
-        return RankMemory(stages, self._sizes[there], moments)
+        return RankMemory(stages, sizes, moments)
 
-    def _begun(self) -> FirstCuts:
-        """Return the cuts to begin with.
+    def _sizes_and_scratch(self, forecast: StageForecast, again: bool) -> tuple[StageSizes, bool]:
+        """Return what a stage takes, and whether its updates take scratch."""
+        of, low, correction = self.of, self._chain.low_precision, self.of.method.correction
+        options = MemoryOptions(low_precision=low, blockwise=again, correction=correction)
+        there = always_there(forecast.rule, forecast.facts, options, again, of.shards > 1)
+        if of.sharding == "full":
+            there = of_full_sharding(of.method, low, forecast.facts.buffers)
+        ahead = CORRECTIONS[correction].reads_ahead  # by the last gradient, which takes no room
+        scratch = not ahead and rotates(forecast.rule, forecast.facts, options)
+        return StageSizes.known(self._chain, there, of), scratch
+
+    def _least(self) -> float:
+        """Return the seconds per sample that it takes at least, cut where it fits by what is known so far.
 
         Raises:
-            NoPlanError: none fit.
+            NoPlanError: no cuts fit.
         """
-        found = self._fitting.first
-        if found is None:
-            average, room = self._fitting.least(), sum(self._limits) / self.of.depth
-            least, limit = human_bytes(average, 2), human_bytes(room, 2)
-            if average > room:
-                raise self._none(f"does not fit: at least {least} per device on average, but it has {limit}")
-            many = f"{least} of {limit} per device at least on average"
-            raise self._none(f"does not fit: {many}, but some stage takes more however the blocks are cut")
-        return found
+        of, batch = self.of, self._fitting.least_batch
+        if batch is not None:
+            return (batch + of.least_after(self._chain, self._devices) * of.method.flushes) / of.samples
+        average, room = self._fitting.least(), sum(self._limits) / of.depth
+        least, limit = human_bytes(average, 2), human_bytes(room, 2)
+        if average > room:
+            raise self._none(f"does not fit: at least {least} per device on average, but it has {limit}")
+        many = f"{least} of {limit} per device at least on average"
+        raise self._none(f"does not fit: {many}, but some stage takes more however the blocks are cut")
 
     # --- time -------------------------------------------------------------------------------------------------------
 
     def _fastest(self) -> TimedCuts:
         """Find the fastest cuts that fit: of all if they are few, otherwise of those near, as long as that helps."""
         fit = self._fitting
-        found = self._faster([self._begun().cuts], None)
+        assert fit.first is not None, "a bound is known, so some cuts fit"
+        found = self._faster([fit.first], None)
         assert found is not None, "the first cuts fit"
         if fit.are_few():
             return self._faster(fit.all(), found) or found

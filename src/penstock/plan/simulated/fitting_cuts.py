@@ -6,104 +6,18 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import combinations, product
-from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.plan.simulated.block_chain import BlockChain, Floats, between
 from penstock.plan.simulated.candidate import Candidate, RankWork
 from penstock.plan.simulated.planned_methods import stage_forecast
-from penstock.plan.simulated.schedule_cache import Moment
+from penstock.plan.simulated.rank_memory import Cuts, RankMemory
 from penstock.simulate.memory.held import HeldKind
-from penstock.simulate.memory.predicted import AlwaysThere
 
 MOST_CUTS = 256
 """That are all tried."""
-
-Cuts: TypeAlias = tuple[int, ...]
-"""Where stages begin, and where the last one ends."""
-
-_DIVIDED = (HeldKind.OPTIMIZER, HeldKind.SCRATCH)  # by parallel pipelines that shard
-_PIECES = 3  # of an optimizer's state that is away: in use, on its way, leaving
-
-
-class StageSizes:
-    """What a stage takes between two cuts: always, and of each kind.
-
-    Attributes:
-        fixed: bytes that are always there.
-        kinds: bytes of each kind of what comes and goes.
-
-    Args:
-        chain: of blocks.
-        there: weights and gradients that are always there.
-        of: what is cut.
-    """
-
-    def __init__(self, chain: BlockChain, there: AlwaysThere, of: Candidate) -> None:
-        shards, low, full = of.shards, chain.low_precision, of.sharding == "full"
-        self.fixed: Floats = (
-            chain.frozen + there.versions * chain.buffer + (there.whole + there.rows / shards) * chain.whole
-        )
-        self.kinds = {**chain.sizes, **{kind: chain.sizes[kind] / shards for kind in _DIVIDED}}
-        if of.away:
-            self.kinds[HeldKind.OPTIMIZER] = np.minimum(self.kinds[HeldKind.OPTIMIZER], _PIECES * chain.pieces)
-        self.kinds[HeldKind.WHOLE] = chain.whole + low * chain.buffer if full else there.rows * chain.whole
-        self.kinds |= {HeldKind.GATHERED: chain.buffer, HeldKind.FULL_GRADIENT: chain.whole}
-        self.kinds |= {HeldKind.SUM: low * chain.whole / shards, HeldKind.OLDER: low * chain.buffer / shards}
-
-
-class RankMemory:
-    """The most bytes of one rank.
-
-    Attributes:
-        sizes: of each of its stages.
-
-    Args:
-        stages: that it has.
-        sizes: of each of them.
-        moments: what it holds at each moment that counts.
-    """
-
-    def __init__(self, stages: Sequence[int], sizes: StageSizes, moments: Sequence[Moment]) -> None:
-        self._stages, self._fixed, self.sizes = stages, sizes.fixed, sizes
-        kinds = sorted({key for each in moments for key in each})
-        self._counts = np.array([[each.get(key, 0.0) for key in kinds] for each in moments])
-        self._sizes = [(stage, sizes.kinds[kind]) for stage, kind in kinds]
-        self._known: dict[tuple[tuple[int, int], ...], float] = {}  # bytes, by where its stages begin and end
-
-    def between_cuts(self) -> Floats:
-        """Return the bytes of a rank with one stage, between each cut and each later one."""
-        most = np.zeros(self._fixed.shape)
-        for counts in self._counts:
-            found = np.zeros(most.shape)
-            for count, (_, size) in zip(counts, self._sizes, strict=True):
-                if count:
-                    found += count * size
-            np.maximum(most, found, out=most)
-        total: Floats = self._fixed + most
-        return total
-
-    def at(self, cuts: Cuts) -> float:
-        """Return the bytes with cuts."""
-        own = tuple([(cuts[stage], cuts[stage + 1]) for stage in self._stages])
-        if own not in self._known:  # most cuts that are tried differ from others in few ranks
-            sizes = np.array([size[cuts[stage], cuts[stage + 1]] for stage, size in self._sizes])
-            fixed = sum(self._fixed[each] for each in own)
-            self._known[own] = float(fixed + (self._counts @ sizes).max(initial=0.0))
-        return self._known[own]
-
-
-class FirstCuts(NamedTuple):
-    """Cuts, and what all that fit take at least.
-
-    Attributes:
-        cuts: of which the slowest stage is fastest, if ranks have one stage each.
-        batch: seconds of a batch at least, without sums; 0 if unknown.
-    """
-
-    cuts: Cuts
-    batch: float
 
 
 class FittingCuts:
@@ -153,15 +67,25 @@ class FittingCuts:
         return tuple(found)
 
     @cached_property
-    def first(self) -> FirstCuts | None:
-        """The cuts to begin with; None if there are none that fit, or none was found."""
+    def least_batch(self) -> float | None:
+        """The seconds that a batch takes at least, without sums, with cuts that fit; None if no such cuts are known."""
+        if self._matrices is None:
+            return None if self.first is None else self._least_recomputed()
+        more = self._more()
+        if _slowest(more) == math.inf:
+            return None
+        return _slowest(self._of.of_ranks(self._rank_times(more), np.arange(self._depth)))
+
+    @cached_property
+    def first(self) -> Cuts | None:
+        """The cuts to begin with; None if there are none that fit, or none was found.
+
+        If ranks have one stage each, those of which the slowest stage is fastest.
+        """
+        busy = self._between(self._of.passes_of(self._chain).busy)
         if self._matrices is not None:
-            times = self._rank_times(self._matrices)
-            found = self._evenest(times.busy)
-            return None if found is None else FirstCuts(found, self._least_batch(times))
-        later = np.triu(np.ones((self._blocks + 1,) * 2, dtype=bool), 1)
-        busy = np.where(later, between(self._of.passes_of(self._chain).busy), np.inf)
-        cuts = self._evenest(busy * self._slow[list(self._ranks)])
+            return _evenest(busy * self._slow + self._more())
+        cuts = _evenest(np.where(self._later, busy, np.inf) * self._slow[list(self._ranks)])
         assert cuts is not None, "there are as many blocks as stages, or more"
         if self.are_few():
             fit = (each for each in (cuts, *self.all()) if self.recomputes(each) is not None)
@@ -169,7 +93,7 @@ class FittingCuts:
         while cuts is not None and self.recomputes(cuts) is None:
             most, better = min((self._most(each), each) for each in (cuts, *self.near(cuts)))
             cuts = better if most < self._most(cuts) else None
-        return None if cuts is None else FirstCuts(cuts, self._least_recomputed())
+        return cuts
 
     def are_few(self) -> bool:
         """Return whether all cuts are to be tried."""
@@ -199,21 +123,49 @@ class FittingCuts:
         least = (min(self.held(r, cuts, again) for again in (False, True)) for r in range(self._depth))
         return max(held * (max(self._limits) / limit) for held, limit in zip(least, self._limits, strict=True))
 
-    def _rank_times(self, matrices: Sequence[tuple[Floats, Floats]]) -> RankWork:
-        """Return the times of ranks with one stage from each cut to each later one; infinite where it does not fit."""
-        passes, later = self._of.passes_of(self._chain), np.triu(np.ones((self._blocks + 1,) * 2, dtype=bool), 1)
-        limits = np.array(self._limits)[:, None, None]
-        plain, again = (np.array([each[n] for each in matrices]) <= limits for n in (0, 1))
-        forward = between(passes.forward) * self._slow
-        more = np.where(later, np.where(plain, 0.0, np.where(again, forward, np.inf)), np.inf)
-        busy, path = between(passes.busy) * self._slow + more, between(passes.path) * self._slow + more
-        step = between(self._steps) * self._slow
+    def _band(self, matrix: Floats, stage: int) -> Floats:
+        """Return the part of a matrix from cut to cut that a stage can have, as each has a block: from its first begin.
+
+        So numbers of begins and ends of all stages count from 0, and the ends of a stage are begins of the next one.
+        """
+        size = self._blocks - self.stages + 1
+        return matrix[stage : stage + size, stage + 1 : stage + 1 + size]
+
+    def _between(self, sums: Floats) -> Floats:
+        """Return sums between cuts, of each stage, where devices are as fast as the profile."""
+        whole = between(sums)
+        return np.array([self._band(whole, stage) for stage in range(self.stages)])
+
+    @cached_property
+    def _later(self) -> npt.NDArray[np.bool_]:
+        """Whether an end comes behind a begin."""
+        return np.triu(np.ones((self._blocks - self.stages + 1,) * 2, dtype=bool))
+
+    def _more(self) -> Floats:
+        """Return the seconds that recompute takes of ranks with one stage; infinite where it does not fit."""
+        assert self._matrices is not None
+        forward = self._between(self._of.passes_of(self._chain).forward) * self._slow
+        more = np.full(forward.shape, np.inf)
+        for rank, (limit, (plain, again)) in enumerate(zip(self._limits, self._matrices, strict=True)):
+            np.copyto(more[rank], forward[rank], where=self._later & (self._band(again, rank) <= limit))
+            more[rank][self._later & (self._band(plain, rank) <= limit)] = 0.0
+        return more
+
+    def _rank_times(self, more: Floats) -> RankWork:
+        """Return the times of ranks with one stage from begin to end, given what recompute takes."""
+        passes = self._of.passes_of(self._chain)
+        forward = self._between(passes.forward) * self._slow
+        busy = self._between(passes.busy) * self._slow + more
+        path = self._between(passes.path) * self._slow + more
+        step = self._between(self._steps) * self._slow
         before, behind = np.zeros((2, *busy.shape[:2]))
+        if self._of.only_busy:
+            return RankWork(busy, path, forward, step, before[:, :, None], path, behind[:, None, :])
         so_far = (path[0] + step[0])[0]  # others wait for the first update, too
         for rank in range(1, self._depth):
             before[rank] = so_far + 2 * rank * self._hop
             so_far = (so_far[:, None] + path[rank]).min(axis=0)
-        rest = np.where(np.arange(self._blocks + 1) < self._blocks, np.inf, 0.0)
+        rest = np.where(np.arange(busy.shape[1]) < busy.shape[1] - 1, np.inf, 0.0)
         for rank in reversed(range(self._depth)):
             behind[rank] = rest + 2 * (self._depth - 1 - rank) * self._hop
             rest = (path[rank] + rest).min(axis=1)
@@ -230,12 +182,9 @@ class FittingCuts:
         if min(self._limits) == math.inf:
             return 0.0
         seconds, fit = np.diff(passes.busy + passes.forward), []
+        stages = [stage_forecast(of.method, of.depth, of.microbatches, n).activations for n in range(of.stages)]
         for rank, (plain, _) in enumerate(self._memory):
-            flight = min(
-                stage_forecast(of.method, of.depth, of.microbatches, stage).activations
-                for stage in range(of.stages)
-                if self._ranks[stage] == rank
-            )
+            flight = min(held for of_rank, held in zip(self._ranks, stages, strict=True) if of_rank == rank)
             sizes = np.diagonal(plain.sizes.fixed + plain.sizes.kinds[HeldKind.OPTIMIZER], 1)
             fit.append(_most_within(seconds, sizes + flight * self._chain.own_graphs, self._limits[rank]))
         without = np.concatenate(([0.0], np.cumsum(sorted(fit, reverse=True))))
@@ -244,27 +193,29 @@ class FittingCuts:
         least = np.divide(rest, others, out=np.where(rest > 1e-9 * seconds.sum(), np.inf, 0.0), where=others > 0)
         return float(of.microbatches * least.min() / of.speeds.max())
 
-    def _least_batch(self, times: RankWork) -> float:
-        """Return the seconds that a batch takes at least without sums, with whatever cuts of ranks with one stage."""
-        reached = np.where(np.arange(self._blocks + 1) > 0, np.inf, 0.0)
-        for rank in self._of.of_ranks(times, np.arange(self._depth)):
-            reached = np.maximum(reached[:, None], rank).min(axis=0)
-        return float(reached[-1])
 
-    def _evenest(self, times: Floats) -> Cuts | None:
-        """Return the cuts of which the slowest stage is fastest; None if no cuts fit."""
-        reached = np.where(np.arange(self._blocks + 1) > 0, np.inf, 0.0)
-        trail = []
-        for stage in times:
-            through = np.maximum(reached[:, None], stage)
-            trail.append(through.argmin(axis=0))
-            reached = through.min(axis=0)
-        if not math.isfinite(reached[-1]):
-            return None
-        cuts = [self._blocks]
-        for from_ in reversed(trail):
-            cuts.append(int(from_[cuts[-1]]))
-        return tuple(reversed(cuts))
+def _slowest(times: Floats) -> float:
+    """Return the time of the slowest stage, with the cuts with which it is least, from times of stages in bands."""
+    reached = np.where(np.arange(times.shape[1]) > 0, np.inf, 0.0)
+    for stage in times:
+        reached = np.maximum(reached[:, None], stage).min(axis=0)
+    return float(reached[-1])
+
+
+def _evenest(times: Floats) -> Cuts | None:
+    """Return the cuts of which the slowest stage is fastest, from times of stages in bands; None if no cuts fit."""
+    reached = np.where(np.arange(times.shape[1]) > 0, np.inf, 0.0)
+    trail = []
+    for stage in times:
+        through = np.maximum(reached[:, None], stage)
+        trail.append(through.argmin(axis=0))
+        reached = through.min(axis=0)
+    if not math.isfinite(reached[-1]):
+        return None
+    places = [len(reached) - 1]
+    for from_ in reversed(trail):
+        places.append(int(from_[places[-1]]))
+    return tuple(stage + place for stage, place in enumerate(reversed(places)))
 
 
 def _most_within(values: Floats, sizes: Floats, limit: float) -> float:

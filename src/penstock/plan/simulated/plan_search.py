@@ -29,12 +29,13 @@ from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.simulated.block_chain import BlockChain
 from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError, TimedCuts
-from penstock.plan.simulated.device_choice import MOST_CHOICES, MOST_ORDERS, placements
+from penstock.plan.simulated.device_choice import MOST_CHOICES, MOST_ORDERS, Placement, placements
 from penstock.plan.simulated.planned_methods import METHODS, PLANNED, USUAL, PlannedMethod
 from penstock.plan.simulated.rank_order_choice import rank_orders, with_rank_order
 from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, Skipped
+from penstock.schedule.ir.rank_numbers import RankOrder
 
 _NEVER = Skipped(
     "other methods and options",
@@ -123,6 +124,7 @@ class _Search:
         self._best: dict[PlannedMethod, tuple[CandidateTrial, TimedCuts]] = {}
         self._skipped: list[Skipped] = []
         self._refused: list[Skipped] = []
+        self._orders: dict[tuple[int, int, bool, Placement], tuple[RankOrder, ...]] = {}
 
     def refuse(self, skipped: Skipped) -> None:
         """Note a class that cannot be tried."""
@@ -165,11 +167,18 @@ class _Search:
 
     def _waiting(self, candidate: Candidate) -> Iterator[_Waiting]:
         """Yield a candidate with its first bound, in every order of ranks that is worth trying."""
-        first, *others = rank_orders(candidate, self._devices)
+        first, *others = self._orders_of(candidate)
         of, chain = replace(candidate, rank_order=first), self._chains[candidate.sized.samples]
         trial = CandidateTrial(of, chain, self._devices, self._schedules)
         yield self._bounded(trial)
         yield from (self._bounded(trial.twin(rank_order=order)) for order in others)
+
+    def _orders_of(self, candidate: Candidate) -> tuple[RankOrder, ...]:
+        """Return the orders of ranks that are worth trying, which many candidates have in common."""
+        key = candidate.depth, candidate.width, candidate.wraps, candidate.on
+        if key not in self._orders:
+            self._orders[key] = rank_orders(candidate, self._devices)
+        return self._orders[key]
 
     def _bounded(self, trial: CandidateTrial) -> _Waiting:
         """Return a candidate with its first bound."""

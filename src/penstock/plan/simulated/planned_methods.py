@@ -48,6 +48,11 @@ class PlannedMethod(NamedTuple):
         return self.rule == "flush"
 
     @property
+    def drifts(self) -> bool:
+        """Whether ranks may drift apart for many batches, until messages stop them."""
+        return self.row == "2bw-eager"
+
+    @property
     def forwards_first(self) -> bool:
         """Whether all forwards of a batch come before its backwards."""
         return self.row in ("gpipe", "breadth-first", "layered")
@@ -118,7 +123,7 @@ def least_microbatches(method: PlannedMethod, depth: int) -> int:
     """Return the fewest microbatches of a pipeline that the proof of a method accepts."""
     if method.flushes or method.chunks > 1:
         return 1
-    return max(depth, 2 * (depth - 1)) if method.name == "2bw-eager" else max(depth - 1, 1)
+    return max(depth, 2 * (depth - 1)) if method.drifts else max(depth - 1, 1)
 
 
 def stage_forecast(

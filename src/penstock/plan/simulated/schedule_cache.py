@@ -103,7 +103,7 @@ class KnownSchedules:
         """Return what each rank holds at the moments that count; parallel pipelines are taken to be in step.
 
         The optimizer remembers nothing in the first batch, and the last messages of a batch may still be held in the
-        next one; where batches overlap, four show all of it. But ranks of 2bw-eager drift apart for many more, until
+        next one; where batches overlap, four show all of it. But some methods' ranks drift apart for many more, until
         messages stop them: so as many are counted as the window lets be under way.
 
         Raises:
@@ -112,7 +112,7 @@ class KnownSchedules:
         if key not in self._held:
             lowered = self._made(key)[0]
             found = most_held(lowered, 3 if key.method.flushes else 4, blockwise=True)
-            messages = lowered.window if key.method.name == "2bw-eager" else None
+            messages = lowered.window if key.method.drifts else None
             self._held[key] = {
                 again: [
                     _largest([_moment(each, again) for each in found[0, rank]], messages) for rank in range(key.depth)

@@ -5,14 +5,27 @@ In a period every number is relative to batch t, in an epilogue to T, the batch 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from penstock.schedule.ir.schedule import Action, Copy, Kind, Schedule, Unit, WeightRef
+from penstock.schedule.ir.schedule import Action, Copy, Kind, Op, Schedule, Unit, WeightRef
 
 
-def actions_of(schedule: Schedule, rank: int, batches: int, older: int = 0) -> Iterator[Action]:
-    """Yield the actions of a rank in a span of `batches` batches, with absolute numbers (see `shift`)."""
-    period, epilogue = schedule.program(rank)
+def actions_of(
+    schedule: Schedule, rank: int, batches: int, older: int = 0, ops: Collection[Op] | None = None
+) -> Iterator[Action]:
+    """Yield the actions of a rank in a span of `batches` batches, with absolute numbers (see `shift`).
+
+    Args:
+        schedule: whose.
+        rank: which.
+        batches: length of the span.
+        older: number of the oldest base version.
+        ops: of the actions that are wanted, besides fused ones; None for all.
+    """
+    period, epilogue = (
+        part if ops is None else [action for action in part if action.parts or action.op in ops]
+        for part in schedule.program(rank)
+    )
     for t, part in [*((t, period) for t in range(batches)), (batches, epilogue)]:
         for action in part:
             shifted = shift(action, t, schedule.microbatches, older)

@@ -21,6 +21,7 @@ from penstock.schedule.ir.version_rules import RULES, Update
 from penstock.schedule.machine.gradient_room import ADDING
 
 _SETTLED = 4  # batches after which everything has repeated
+_CHANGING = frozenset({*ADDING, Op.REDUCE, Op.STEP, Op.GATHER, Op.RELEASE})  # what is whole
 
 
 class RankShards(NamedTuple):
@@ -118,12 +119,14 @@ def _most_whole(schedule: Schedule, rank: int, batches: int, sizes: Mapping[Stag
     most = [0] * 4
     weights = schedule.sharding.level is Level.FULL
     now = 0
-    for action in actions_of(schedule, rank, batches):
+    for action in actions_of(schedule, rank, batches, ops=_CHANGING):
         for p in passes(action):
             now += _gathered(p, gathered, sizes) if weights else 0
             batch = p.unit.first // schedule.microbatches if p.op in ADDING else p.unit.first
             key = p.stage, batch
             if p.op in ADDING:
+                if key in adding and key in gradients:
+                    continue
                 adding[key] = gradients[key] = sizes[p.stage]
             elif p.op is Op.REDUCE:
                 adding.pop(key, None)

@@ -63,7 +63,7 @@ class MovedActivations:
     """
 
     def __init__(
-        self, lowered: Lowered, blockwise: Blockwise, holdings: Holdings, posted: dict[Message, Completion]
+        self, lowered: Lowered, blockwise: Blockwise, holdings: Holdings, posted: dict[tuple[int, int], Completion]
     ) -> None:
         self._lowered, self._blockwise, self._holdings, self._posted = lowered, blockwise, holdings, posted
         self._lanes: dict[LaneKey, _Lane] = {}
@@ -155,6 +155,8 @@ def _moves_to_peers(schedule: Schedule) -> frozenset[tuple[Stage, Stage]]:
     Raises:
         CapabilityError: two stages keep activations for each other, so their messages cannot be told apart.
     """
+    if Op.OFFLOAD not in schedule.operations:  # which is known, and asked for each rank
+        return frozenset()
     actions = (action for program in schedule.programs for action in program.period)
     found = frozenset((a.stage, a.peer) for a in actions if a.op is Op.OFFLOAD and a.peer is not None)
     if any((peer, stage) in found for stage, peer in found):

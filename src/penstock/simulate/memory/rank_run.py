@@ -13,7 +13,7 @@ from penstock.schedule.ir.schedule import Action, Kind, Op, Payload, Schedule, S
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.machine.deadlock import Blocked, blocked_at, deadlock
-from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Message
+from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Message, Route
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.schedule.stage_state.stage_constants import stage_specs
 from penstock.simulate.memory.fake_transport import Completion, InProcessLane, Rendezvous, wait
@@ -73,6 +73,25 @@ class _HeldMessage(NamedTuple):
     t: int
 
 
+@dataclass(slots=True)
+class _Way:
+    """What a rank knows of a route.
+
+    Attributes:
+        route: which.
+        lane: of its messages.
+        queue: of those that have been sent on this lane.
+        parked: whether they are moved activations.
+        what: each of them, if it is not.
+    """
+
+    route: Route
+    lane: InProcessLane
+    queue: deque[_HeldMessage]
+    parked: bool
+    what: Held
+
+
 class RankRun:
     """One rank during a span."""
 
@@ -81,6 +100,7 @@ class RankRun:
         self.schedule, self.meet = shared.schedule, shared.meet
         self.width, self.blockwise, self.apart = shared.width, shared.blockwise, shared.combine.apart
         self._m, self._program = self.schedule.microbatches, shared.lowered.programs[rank]
+        self._oldest = max((since(each.action.unit, self._m) for part in self._program for each in part), default=0)
         self.holdings = Holdings()
         self._pending = PendingChanges(self.holdings)
         plan, delay = shared.snapshots, RULES[self.schedule.rule].delay
@@ -88,8 +108,8 @@ class RankRun:
         self._shards = self._sharded_stages()
         self._stages = {stage: StageRun(self, stage, self._shards.get(stage)) for stage in self.schedule.on_rank(rank)}
         self._sent: dict[LaneKey, deque[_HeldMessage]] = {}
-        self._posted: dict[Message, Completion] = {}
-        self._lanes: dict[int, InProcessLane] = {}  # by route
+        self._posted: dict[tuple[int, int], Completion] = {}  # by route and microbatch, as `Message`
+        self._ways: dict[int, _Way] = {}  # by route
         self.moved = MovedActivations(shared.lowered, self.blockwise, self.holdings, self._posted)
         self._updated, self._stepped = False, set[Stage]()
         self.meetings = SimulatedMeetings(
@@ -97,7 +117,7 @@ class RankRun:
         )
         self._before, self._whole = 0, False  # batches of the span before, and whether weights are whole after it
         self._at = self._program.period[0], 0  # the instruction at which it stands, and the batch that it counts from
-        self._wanted: Message | None = None  # for which it has waited last
+        self._wanted: tuple[int, int] | None = None  # the message for which it has waited last
 
     @property
     def deciding(self) -> int:
@@ -140,8 +160,8 @@ class RankRun:
         for sent in (sent for queue in self._sent.values() for sent in queue):
             self._at = sent.instruction, sent.t
             yield from wait(sent.received)
-        for lane in self._sent:
-            self._make_room(lane)
+        for queue in self._sent.values():
+            self._make_room(queue)
 
     def _between_runs(self, here: bool) -> None:
         """Hold what is whole of stages between two runs, or no longer."""
@@ -156,24 +176,35 @@ class RankRun:
         return blocked_at(self.shared.lowered, self.rank, instruction, t, lambda message: message != self._wanted)
 
     def _play(self, instructions: Sequence[Instruction], t: int, more: bool) -> Iterator[Completion]:
+        early = t < self._oldest
         for instruction in instructions:
             action, route, needs, ahead, awaits = instruction
             unit = self.meetings.placed(action.unit) if action.op is Op.AVERAGE else action.unit
-            if (t < 0 and not ahead) or (ahead and not more) or t < since(unit, self._m):
+            if (t < 0 and not ahead) or (ahead and not more) or (early and t < since(unit, self._m)):
                 continue
             if action.op is Op.AVERAGE and not self.meetings.exists(unit.first + t):
                 continue
             first = unit.first + (t if unit.kind is Kind.BATCH else t * self._m)
             self._at = instruction, t
             if route >= 0:
-                yield from self._receive(route, first) if action.op is Op.RECV else self._send(instruction, t)
+                way = self._way(route)
+                if action.op is Op.RECV:
+                    if way.parked:
+                        yield from self.moved.make_room(route)
+                    self._receive(way, route, first)
+                    continue
+                self._make_room(way.queue)
+                if len(way.queue) >= self.shared.lowered.window:
+                    yield from wait(way.queue[0].received)
+                    self._make_room(way.queue)
+                self._send(way, instruction, t)
                 continue
             if action.op in ACCEPTING and action.peer is not None:
                 self.moved.accept(action, needs[0].route, first, self._stages[action.stage].move_back)
                 self._between_runs(here=False)
                 continue
             for need in needs:
-                self._wanted = Message(need.route, need.first + t * self._m)
+                self._wanted = need.route, need.first + t * self._m
                 came = self._posted.pop(self._wanted, None)
                 if came is None:  # there is no RECV for it
                     raise deadlock([self.blocked()])
@@ -220,37 +251,33 @@ class RankRun:
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    def _lane(self, route: int) -> InProcessLane:
-        """Return the lane of a route."""
-        found = self._lanes.get(route)
+    def _way(self, number: int) -> _Way:
+        """Return what is known of a route."""
+        found = self._ways.get(number)
         if found is None:
-            found = self._lanes[route] = self.shared.lane(self.pipeline, self.shared.lowered.routes[route].lane)
+            there = self.shared.lowered.routes[number]
+            key, parked = there.lane, there.payload is Payload.PARKED
+            what = message_of(there.payload, there.source, there.target, slice_number(there.slice))
+            queue = self._sent.setdefault(key, deque()) if key.source == self.rank else deque()
+            found = self._ways[number] = _Way(there, self.shared.lane(self.pipeline, key), queue, parked, what)
         return found
 
-    def _receive(self, route: int, first: int) -> Iterator[Completion]:
-        """Post a RECV; of moved activations as soon as there is room."""
-        yield from self.moved.make_room(route)
-        came = self._posted[Message(route, first)] = self._lane(route).receive()
-        self.moved.add(route, came)
+    def _receive(self, way: _Way, number: int, first: int) -> None:
+        """Post a RECV of a route, by its number."""
+        came = self._posted[number, first] = way.lane.receive()
+        if way.parked:
+            self.moved.add(number, came)
 
-    def _send(self, instruction: Instruction, t: int) -> Iterator[Completion]:
-        """Post a SEND, as soon as there is room."""
-        there, lane = self.shared.lowered.routes[instruction.route], self._lane(instruction.route)
-        queue = self._sent.setdefault(there.lane, deque())
-        self._make_room(there.lane)
-        if len(queue) >= self.shared.lowered.window:
-            yield from wait(queue[0].received)
-            self._make_room(there.lane)
-        what, count = message_of(there.payload, there.source, there.target, slice_number(there.slice)), there.count
-        if there.payload is Payload.PARKED:
-            first = instruction.action.unit.first + t * self._m
-            what, count = self.moved.message(there, first)
+    def _send(self, way: _Way, instruction: Instruction, t: int) -> None:
+        """Post a SEND."""
+        what, count = way.what, way.route.count
+        if way.parked:
+            what, count = self.moved.message(way.route, instruction.action.unit.first + t * self._m)
         self.holdings.change(what, count)
-        queue.append(_HeldMessage(lane.send(), what, count, instruction, t))
+        way.queue.append(_HeldMessage(way.lane.send(), what, count, instruction, t))
 
-    def _make_room(self, lane: LaneKey) -> None:
+    def _make_room(self, queue: deque[_HeldMessage]) -> None:
         """Forget SENDs that are complete."""
-        queue = self._sent[lane]
         while queue and queue[0].received.done:
             sent = queue.popleft()
             self.holdings.change(sent.what, -sent.units)

@@ -1,0 +1,122 @@
+"""What the ranks of a candidate hold at most, in bytes: always, and at each moment that counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+
+from penstock.plan.simulated.block_chain import BlockChain, Floats
+from penstock.plan.simulated.candidate import Candidate
+from penstock.plan.simulated.schedule_cache import Moment
+from penstock.simulate.memory.held import HeldKind
+from penstock.simulate.memory.predicted import AlwaysThere
+
+Cuts: TypeAlias = tuple[int, ...]
+"""Where stages begin, and where the last one ends."""
+
+_DIVIDED = (HeldKind.OPTIMIZER, HeldKind.SCRATCH)  # by parallel pipelines that shard
+_PIECES = 3  # of an optimizer's state that is away: in use, on its way, leaving
+_KEPT = 1 << 20  # numbers that each of a chain's caches keeps, in matrices
+
+
+Counts: TypeAlias = tuple[tuple[HeldKind, float], ...]
+"""How many of each kind a rank with one stage holds."""
+
+
+class StageSizes:
+    """What a stage takes between two cuts: always, and of each kind.
+
+    Attributes:
+        fixed: bytes that are always there.
+        kinds: bytes of each kind of what comes and goes.
+
+    Args:
+        chain: of blocks.
+        there: weights and gradients that are always there.
+        of: what is cut.
+    """
+
+    def __init__(self, chain: BlockChain, there: AlwaysThere, of: Candidate) -> None:
+        shards, low, full = of.shards, chain.low_precision, of.sharding == "full"
+        self.fixed: Floats = (
+            chain.frozen + there.versions * chain.buffer + (there.whole + there.rows / shards) * chain.whole
+        )
+        self.kinds = {**chain.sizes, **{kind: chain.sizes[kind] / shards for kind in _DIVIDED}}
+        if of.away:
+            self.kinds[HeldKind.OPTIMIZER] = np.minimum(self.kinds[HeldKind.OPTIMIZER], _PIECES * chain.pieces)
+        self.kinds[HeldKind.WHOLE] = chain.whole + low * chain.buffer if full else there.rows * chain.whole
+        self.kinds |= {HeldKind.GATHERED: chain.buffer, HeldKind.FULL_GRADIENT: chain.whole}
+        self.kinds |= {HeldKind.SUM: low * chain.whole / shards, HeldKind.OLDER: low * chain.buffer / shards}
+        self._most: dict[tuple[Counts, ...], Floats] = {}
+
+    @classmethod
+    def known(cls, chain: BlockChain, there: AlwaysThere, of: Candidate) -> StageSizes:
+        """Return those of a chain, which many candidates have in common; arguments as of the class."""
+        key = there, of.shards, of.sharding == "full", of.away
+        found: StageSizes | None = chain.stage_sizes.get(key)
+        if found is None:
+            if len(chain.stage_sizes) * chain.buffer.size > _KEPT:
+                chain.stage_sizes.clear()
+            found = chain.stage_sizes[key] = cls(chain, there, of)
+        return found
+
+    def most(self, moments: tuple[Counts, ...]) -> Floats:
+        """Return the most bytes of a rank with one stage, between each cut and each later one.
+
+        Args:
+            moments: how many of each kind it holds at each of them.
+        """
+        if moments not in self._most:
+            if len(self._most) * self.fixed.size > _KEPT:
+                self._most.clear()
+            most = np.zeros(self.fixed.shape)
+            for counts in moments:
+                found = np.zeros(most.shape)
+                for kind, count in counts:
+                    found += count * self.kinds[kind]
+                np.maximum(most, found, out=most)
+            self._most[moments] = self.fixed + most
+        return self._most[moments]
+
+
+class RankMemory:
+    """The most bytes of one rank.
+
+    Attributes:
+        sizes: of each of its stages.
+
+    Args:
+        stages: that it has.
+        sizes: of each of them.
+        moments: what it holds at each moment that counts.
+    """
+
+    def __init__(self, stages: Sequence[int], sizes: StageSizes, moments: Sequence[Moment]) -> None:
+        self._stages, self.sizes, self._moments = stages, sizes, moments
+        self._known: dict[tuple[tuple[int, int], ...], float] = {}  # bytes, by where its stages begin and end
+
+    @cached_property
+    def _kinds(self) -> list[tuple[int, HeldKind]]:
+        """Of what is held, of each stage."""
+        return sorted({key for each in self._moments for key in each})
+
+    @cached_property
+    def _counts(self) -> Floats:
+        """How many of each of them, at each moment."""
+        return np.array([[each.get(key, 0.0) for key in self._kinds] for each in self._moments])
+
+    def between_cuts(self) -> Floats:
+        """Return the bytes of a rank with one stage, between each cut and each later one."""
+        return self.sizes.most(tuple(tuple(sorted((k, n) for (_, k), n in each.items())) for each in self._moments))
+
+    def at(self, cuts: Cuts) -> float:
+        """Return the bytes with cuts."""
+        own = tuple([(cuts[stage], cuts[stage + 1]) for stage in self._stages])
+        if own not in self._known:  # most cuts that are tried differ from others in few ranks
+            sizes = np.array([self.sizes.kinds[kind][cuts[stage], cuts[stage + 1]] for stage, kind in self._kinds])
+            fixed = sum(self.sizes.fixed[each] for each in own)
+            self._known[own] = float(fixed + (self._counts @ sizes).max(initial=0.0))
+        return self._known[own]
