@@ -74,3 +74,21 @@ def test_what_analytic_profiles_lack(command):
     assert "needs --hidden, --sequence, --vocabulary, too" in " ".join(run.stderr.split())
     run = command("profile", "--layers", "3", "--hidden", "16", "--sequence", "8", "--vocabulary", "9")
     assert "needs --cluster, too" in " ".join(run.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--microbatch-sizes", "0,2"], "--microbatch-sizes must be a whole number of at least 1, got 0"),
+        (["--data", "my.txt"], "--data is of measuring; leave it out, or --cluster"),
+        (["--seconds", "1"], "--seconds is of measuring"),
+        (["--set", "precision=bf16"], "--set is of measuring"),
+        (["some.yaml"], "FILE is of a profile that is read; leave it out, or --cluster"),
+        (["--from", "piper"], "--from is of a profile that is read"),
+    ],
+)
+def test_what_formulas_have_no_use_for(command, more, said):
+    shape = ["--layers", "2", "--hidden", "16", "--sequence", "8", "--vocabulary", "9"]
+    run = command("profile", "--cluster", "a100", *shape, *more)
+    assert run.returncode == 2
+    assert said in " ".join(run.stderr.split())

@@ -178,6 +178,8 @@ def test_what_would_help_is_planned_anew():
         (["--epochs", "8-10", "--epoch-samples", "5", "--objective", "time-to-target"], "as in 256:10"),
         (["--epochs", "8:0", "--epoch-samples", "5", "--objective", "time-to-target"], "epochs must be above 0"),
         (["--objective", "cost", "--price", "0"], "price of a device"),
+        (["--price", "3"], "objective cost, and no other, takes --price"),
+        (["--straight"], "--straight is a choice of cost 'pipedream', not of '2bw-paper'"),
         (["--worlds", "1"], "give --out, too"),
     ],
 )

@@ -80,14 +80,14 @@ class Chosen:
     trials: tuple[PlannedTrial, ...]
 
 
-def choose(request: PlanRequest, objective: str, target: Target | None = None, price: float = 1.0) -> Chosen:
+def choose(request: PlanRequest, objective: str, target: Target | None = None, price: float | None = None) -> Chosen:
     """Plan for an objective.
 
     Args:
         request: with all devices there are.
         objective: one of `OBJECTIVES`.
         target: of "time-to-target".
-        price: of a device for an hour, for "cost".
+        price: of a device for an hour, for "cost"; 1 if None.
 
     Raises:
         ConfigError: there is no such objective, it lacks something, or as `make_plan`.
@@ -96,6 +96,9 @@ def choose(request: PlanRequest, objective: str, target: Target | None = None, p
         raise ConfigError(f"objective must be {in_words(OBJECTIVES)}, got {objective!r:.80}")
     if (target is None) == (objective == "time-to-target"):
         raise ConfigError("objective time-to-target, and no other, takes --epochs and --epoch-samples")
+    if price is not None and objective != "cost":
+        raise ConfigError("objective cost, and no other, takes --price")
+    price = 1.0 if price is None else price
     if not 0 < price < 1e12:
         raise ConfigError(f"the price of a device must be above 0, got {price:g}")
     if objective != "throughput" and request.devices.kinds:

@@ -174,6 +174,8 @@ def with_cost(request: PlanRequest) -> PlanRequest:
             raise ConfigError(
                 f"methods that plans know are {in_words(METHODS)}, got {unknown!r:.80}.{did_you_mean(unknown, METHODS)}"
             )
+    if request.choices.straight and cost != "pipedream":
+        raise ConfigError(f"--straight is a choice of cost 'pipedream', not of {cost!r}; leave it out")
     if request.devices.kinds and cost != SIMULATED:
         raise ConfigError(
             f"the devices differ, which cost 'simulated' of planner 'default' knows, not {cost!r}; give --cost "

@@ -62,7 +62,7 @@ def plan(
     objective: Objective = "throughput",
     epochs: EpochsByBatch = None,
     epoch_samples: EpochSamples = None,
-    price: DevicePrice = 1.0,
+    price: DevicePrice = None,
     worlds: SmallerWorlds = None,
     timeline: TimelineFile = None,
     what_if: WhatIfFlag = False,

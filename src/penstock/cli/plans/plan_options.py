@@ -130,7 +130,9 @@ EpochsByBatch = Annotated[
 EpochSamples = Annotated[
     float | None, typer.Option("--epoch-samples", metavar="N", help="With time-to-target: samples of an epoch.")
 ]
-DevicePrice = Annotated[float, typer.Option("--price", metavar="P", help="With cost: of a device for an hour.")]
+DevicePrice = Annotated[
+    float | None, typer.Option("--price", metavar="P", help="With cost: of a device for an hour; 1 if not given.")
+]
 SmallerWorlds = Annotated[
     str | None,
     typer.Option("--worlds", metavar="N,N..", help="With --out: plans for fewer devices, too, at the same batch."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from penstock.checks import check_whole
 from penstock.cli.options import FLAG, AsJson, ConfigFile, DataPath, TrainChanges
 from penstock.cli.output import print_json, say_written
 from penstock.cli.plans.number_lists import whole_numbers
@@ -27,8 +29,10 @@ MicrobatchSizes = Annotated[
     ),
 ]
 MeasuredSeconds = Annotated[
-    float,
-    typer.Option("--seconds", metavar="S", help="For each block, size and kind of pass.", min=0.0, max=3600.0),
+    float | None,
+    typer.Option(
+        "--seconds", metavar="S", help="For each block, size and kind of pass; 0.3 if not given.", min=0.0, max=3600.0
+    ),
 ]
 ProfileOut = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Write the profile there, as penstock plan reads it.")
@@ -63,7 +67,7 @@ def profile(
         str | None, typer.Option(metavar="NAME", help="Of the model; that of the file if not given.")
     ] = None,
     microbatch_sizes: MicrobatchSizes = None,
-    seconds: MeasuredSeconds = 0.3,
+    seconds: MeasuredSeconds = None,
     cluster: ProfiledCluster = None,
     layers: ModelLayers = None,
     hidden: ModelHidden = None,
@@ -86,21 +90,37 @@ def profile(
     share it. For example: penstock profile --set model.preset=small --microbatch-sizes 1,2,4 --out small.yaml
     """
     numbers = (layers, hidden, sequence, heads, vocabulary)
+    measuring: dict[str, object] = {"--seconds": seconds, "--data": data, "--set": changes, "--config": config}
     if cluster is not None or any(number is not None for number in numbers):
+        _check_unused({"FILE": file, "--from": source, **measuring}, "--cluster, for which formulas take its place")
         found = _analytic(cluster, numbers, microbatch_sizes, name)
         _write_profile(found, out, as_json, f" --cluster {quote(str(cluster))} --devices N --cost simulated")
         return
     if file is None:
         if source is not None:
             raise ConfigError("--from converts the profile of another program; give its FILE")
-        found = _measured(changes_of(None, None, changes, data=data), config, microbatch_sizes, seconds, links, name)
+        wanted = 0.3 if seconds is None else seconds
+        found = _measured(changes_of(None, None, changes, data=data), config, microbatch_sizes, wanted, links, name)
     else:
-        given = {"--microbatch-sizes": microbatch_sizes, "--data": data, "--set": changes, "--config": config}
-        unused = next((option for option, value in given.items() if value is not None), None)
-        if unused is not None:
-            raise ConfigError(f"{unused} is of measuring; leave it out, or FILE")
+        _check_unused({"--microbatch-sizes": microbatch_sizes, **measuring}, "FILE")
         found = _read(file, source, name)
     _write_profile(found, out, as_json)
+
+
+def _check_unused(given: Mapping[str, object], other: str) -> None:
+    """Refuse options that say how blocks are measured, or what is read, where neither is done.
+
+    Args:
+        given: values by option; None where it is not given.
+        other: what does not go with them.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    unused = next((option for option, value in given.items() if value is not None), None)
+    if unused is not None:
+        what = "of a profile that is read" if unused in ("FILE", "--from") else "of measuring"
+        raise ConfigError(f"{unused} is {what}; leave it out, or {other}")
 
 
 def _analytic(cluster: str | None, numbers: tuple[int | None, ...], sizes: str | None, name: str | None) -> Any:
@@ -120,7 +140,8 @@ def _analytic(cluster: str | None, numbers: tuple[int | None, ...], sizes: str |
         raise ConfigError(f"a profile by formulas needs {', '.join(missing)}, too")
     heads = max(1, hidden // 128) if heads is None else heads
     shape = ModelShape(name or f"{layers} x {hidden}", layers, hidden, sequence, heads, vocabulary=vocabulary)
-    wanted = sorted(set(whole_numbers("--microbatch-sizes", sizes))) if sizes else [1]
+    wanted = [1] if sizes is None else sorted(set(whole_numbers("--microbatch-sizes", sizes)))
+    check_whole("--microbatch-sizes", wanted[0])
     return analytic_profile(shape, cluster_named(cluster), wanted)
 
 
