@@ -266,6 +266,18 @@ def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
         (["show", "1f1b", "--order", "gpip"], "unknown order 'gpip'"),
         (["show", "2bw", "--set", "options.chunks=4"], "method 2bw has no option 'chunks'; it has in_flight"),
         (
+            ["simulate", "2bw:in_flight=5", "--in-flight", "4"],
+            "in_flight is given twice, in 2bw:in_flight=5 and by itself, as 4; leave one of them out",
+        ),
+        (
+            ["train", "2bw:in_flight=5", "--in-flight", "4"],
+            "in_flight is given twice, in 2bw:in_flight=5 and by itself",
+        ),
+        (
+            ["train", "2bw-ahead:motion=1", "--set", "correction.motion=0"],
+            "motion is given twice, in 2bw-ahead:motion=1",
+        ),
+        (
             ["show", "2bw", "--order", "1f1b", "--set", "options.chunks=4"],
             "order 1f1b has no option 'chunks'; it has in_flight",
         ),

@@ -44,7 +44,7 @@ def prove_asked(
     from penstock.schedule.ir.in_flight_option import read_in_flight
     from penstock.schedule.methods.compatibility import sharding_of
     from penstock.schedule.methods.find_method import find_method
-    from penstock.schedule.methods.method_parsing import written_method
+    from penstock.schedule.methods.method_parsing import check_given_once, written_method
     from penstock.simulate.auto_in_flight import choose_in_flight
     from penstock.simulate.costs import of_every_rank
     from penstock.simulate.order_options_from_costs import with_search_options
@@ -62,6 +62,7 @@ def prove_asked(
         whole, added = segments is None and sharding is None, sharding or "none"
     else:
         chosen = written_method(method or "")
+        check_given_once(chosen.name, chosen.options, options)
         row = find_method(chosen.name)
         for what, value, its in (("rule", rule, row.rule), ("correction", correction, row.correction)):
             if value is not None:
@@ -110,10 +111,11 @@ def _prove_own(
     from penstock.schedule.ir.version_rules import RULES
     from penstock.schedule.load import holds_function, prove_file
     from penstock.schedule.methods.corrections import correction_fault
-    from penstock.schedule.methods.method_parsing import written_order
+    from penstock.schedule.methods.method_parsing import check_given_once, written_order
 
     own = written_order(str(file), rule, correction)
     path = Path(own.file)
+    check_given_once(own.file, own.options, options)
     if holds_function(path):
         stages, microbatches = stages or 4, microbatches or 8
     proof = prove_file(path, stages, microbatches, {**options, **own.options}, own.rule)

@@ -70,6 +70,25 @@ def written_method(text: str) -> MethodChoice:
     return method(name, **options)
 
 
+def check_given_once(name: str, options: Mapping[str, Any], alone: object) -> None:
+    """Refuse an option that is written behind a name, and given by itself as well.
+
+    Args:
+        name: of the method, or the file.
+        options: behind it.
+        alone: what is given by itself, if that is a mapping.
+
+    Raises:
+        ConfigError: which one.
+    """
+    twice = next((key for key in options if key in alone), None) if isinstance(alone, Mapping) else None
+    if twice is not None and isinstance(alone, Mapping):
+        raise ConfigError(
+            f"{twice} is given twice, in {name}:{twice}={options[twice]} and by itself, as {alone[twice]}; leave one "
+            "of them out"
+        )
+
+
 def written_correction(text: str) -> tuple[str, dict[str, float | None]]:
     """Read a correction with the options that are given, such as `pipemare:reschedule=100`.
 

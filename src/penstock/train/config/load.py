@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from penstock.checks import check_text, in_short, in_words
 from penstock.errors import ConfigError
 from penstock.schedule.methods.find_method import find_method
-from penstock.schedule.methods.method_parsing import written_correction, written_method, written_order
+from penstock.schedule.methods.method_parsing import check_given_once, written_correction, written_method, written_order
 from penstock.train.config.key_reference import correction_keys, known_keys, order_keys, suggested_keys
 from penstock.train.config.own_schedule import is_file, read_own_schedule, schedule_in, size_fault
 from penstock.train.config.schema import TrainConfig
@@ -27,8 +27,9 @@ Section = TypeVar("Section", bound=BaseModel)
 def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = True) -> TrainConfig:
     """Read a YAML file and apply `key=value` changes.
 
-    A method may have its options with it (`method=interleaved:chunks=4`). A file in `schedule` is read here, once: the
-    configuration holds the schedule itself, as text. Of `method` and `schedule` the one that a change gives counts.
+    A method may have its options with it (`method=interleaved:chunks=4`), which take the place of those of the file. A
+    file in `schedule` is read here, once: the configuration holds the schedule itself, as text. Of `method` and
+    `schedule` the one that a change gives counts.
 
     Args:
         path: a YAML file with keys of `TrainConfig`; None for the defaults.
@@ -48,6 +49,7 @@ def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = Tru
     for one, other in (("method", "schedule"), ("schedule", "method")):
         if given.get(one) is not None and given.get(other) is None:
             values |= {other: None, "rule": given.get("rule"), "corrected_by": given.get("corrected_by")}
+    _check_given_once(given)
     try:
         values = with_method_options(values)
         config = validate_config(with_settings(values))
@@ -56,6 +58,18 @@ def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = Tru
             _check_file(path)
         raise
     return _with_own_schedule(config, values, proves)
+
+
+def _check_given_once(given: Mapping[str, Any]) -> None:
+    """Refuse changes that give an option of a method with it, and by itself as well.
+
+    Raises:
+        ConfigError: they do; or there is no such method or option.
+    """
+    if isinstance(name := given.get("method"), str):
+        chosen = written_method(name)
+        check_given_once(chosen.name, chosen.options, given.get("options"))
+        check_given_once(chosen.name, chosen.correction, given.get("correction"))
 
 
 def _check_file(path: Path) -> None:
