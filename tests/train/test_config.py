@@ -64,7 +64,10 @@ def test_changes_are_read_as_the_field_means_them():
             ["combine.kind=average", "width=2", "combine.every=4", "evaluate.every=6"],
             "evaluate.every is 6, but with combine.kind=average pipelines meet every 4 batches",
         ),
-        (["combine.kind=average", "width=2", "evaluate.patience=2"], "evaluate.patience needs to hear of evaluations"),
+        (
+            ["combine.kind=average", "width=2", "evaluate.every=4", "evaluate.patience=2"],
+            "evaluate.patience needs to hear of evaluations",
+        ),
         (["combine.kind=average", "width=2", "ema_decay=0.9"], "ema_decay=0.9 and combine=average do not go together"),
         (["combine.kind=average", "width=2", "reduce=fast"], "reduce=fast cannot be used with combine=average"),
         (["combine.kind=average", "width=2", "delays=2", "method=1f1b"], "delays cannot be used with combine=average"),

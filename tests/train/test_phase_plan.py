@@ -119,10 +119,31 @@ def test_what_cannot_be_is_refused_before_anything_starts(changes: list[str], sa
 
 
 def test_methods_that_are_not_asked_for_are_not_checked(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
+    text, file = tmp_path / "text.txt", tmp_path / "mine.yaml"
     text.write_text("a quick brown fox " * 300)
-    changes = [*TINY, f"data={text}", "sync.method=zb-v", "fallback.method=stash"]
-    assert not prepare(load_config(None, changes)).others
+    file.write_text("sync: {method: zb-v}\nfallback: {method: stash}")
+    assert not prepare(load_config(file, [*TINY, f"data={text}"])).others
+
+
+@pytest.mark.parametrize(
+    ("change", "switch"),
+    [
+        ("sync.method=gpipe", "sync.batches"),
+        ("fallback.batches=3", "fallback.at or fallback.when"),
+        ("fallback.restore=always", "fallback.at or fallback.when"),
+        ("evaluate.patience=2", "evaluate.every"),
+    ],
+)
+def test_changes_of_what_is_switched_off_are_refused(tmp_path: Path, change: str, switch: str) -> None:
+    """A file may have them, and a change may switch off what it has."""
+    key, file = change.partition("=")[0], tmp_path / "mine.yaml"
+    with pytest.raises(ConfigError, match=f"{key} has no effect without {switch}"):
+        load_config(None, [change])
+    file.write_text(
+        "sync: {batches: 3, method: gpipe}\nevaluate: {every: 2, samples: 4}\nfallback: {at: 0, batches: 2}"
+    )
+    load_config(file, [change])
+    load_config(file, ["sync.batches=0", "evaluate.every=null", "fallback.at=null"])
 
 
 def test_a_verification_is_of_one_method() -> None:

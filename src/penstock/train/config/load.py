@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
@@ -22,6 +22,9 @@ from penstock.train.config.schema import TrainConfig
 from penstock.yaml_file import read_yaml, yaml_value
 
 Section = TypeVar("Section", bound=BaseModel)
+
+_SWITCHES = MappingProxyType({"evaluate": ("every",), "sync": ("batches",), "fallback": ("at", "when")})
+"""Keys of sections without which all others of the section have no effect."""
 
 
 def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = True) -> TrainConfig:
@@ -57,6 +60,7 @@ def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = Tru
         if path is not None:
             _check_file(path)
         raise
+    _check_switched_on(config, given)
     return _with_own_schedule(config, values, proves)
 
 
@@ -70,6 +74,20 @@ def _check_given_once(given: Mapping[str, Any]) -> None:
         chosen = written_method(name)
         check_given_once(chosen.name, chosen.options, given.get("options"))
         check_given_once(chosen.name, chosen.correction, given.get("correction"))
+
+
+def _check_switched_on(config: TrainConfig, given: Mapping[str, Any]) -> None:
+    """Refuse changes of a section that is switched off; in a file they may wait for it to be switched on.
+
+    Raises:
+        ConfigError: they would have no effect.
+    """
+    for name, switches in _SWITCHES.items():
+        section = getattr(config, name)
+        idle = next((key for key in given.get(name) or () if key not in switches), None)
+        if idle is not None and all(getattr(section, key) == getattr(type(section)(), key) for key in switches):
+            wanted = " or ".join(f"{name}.{key}" for key in switches)
+            raise ConfigError(f"{name}.{idle} has no effect without {wanted}; set {wanted}, too, or leave it out")
 
 
 def _check_file(path: Path) -> None:
