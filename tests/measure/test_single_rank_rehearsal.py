@@ -67,6 +67,11 @@ def test_a_rank_alone_holds_what_it_holds_among_others(text, changes, ranks):
 def test_what_is_not_rehearsed_is_said(text):
     found = rehearse(config_for(text, "method=1f1b", "stages=2", "width=2", "model.tied=true"), 0, batches=1)
     assert [said.split()[0] for said in found.left_out] == ["sums", "the"]
+    found = rehearse(config_for(text, "stages=2", "options.in_flight=auto", "fallback.at=2"), 0, batches=1)
+    assert found.left_out == (
+        "the microbatches in flight that links ask for (options.in_flight=auto), which take memory",
+        "the methods that take turns with 2bw (sync, fallback)",
+    )
 
 
 def test_the_command_says_whether_a_rank_fits(command, text, tmp_path):

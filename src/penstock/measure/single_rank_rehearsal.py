@@ -196,6 +196,11 @@ def _left_out(config: TrainConfig) -> tuple[str, ...]:
         lost.append(f"what the {config.tensor_parallel} processes that share each stage decide together")
     if config.model.tied:
         lost.append("the sum of the gradient that first and last stage share")
+    in_flight: Any = config.options.get("in_flight")
+    if isinstance(in_flight, str):
+        lost.append(f"the microbatches in flight that links ask for (options.in_flight={in_flight}), which take memory")
+    if config.phased:
+        lost.append(f"the methods that take turns with {config.row.name} (sync, fallback)")
     return tuple(lost)
 
 
