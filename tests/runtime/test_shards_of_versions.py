@@ -13,6 +13,8 @@ from torch import nn
 from penstock.options.parallelism import DataParallel
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.autograd.recompute import RecomputeMode
+from penstock.stage.checks import changes_between_reports
+from penstock.stage.checks.released_weight_placeholders import AbsentWeight
 from penstock.verify.reference import Scaling
 from support.cases import Case, Outcome, assert_equal_tensors
 from support.layered_cases import THREE, TWO, layered, plain, said
@@ -63,6 +65,25 @@ def test_more_places_than_it_takes(weights: int) -> None:
     case = layered(4, 2, spans=(9,))
     outcome, parts, _ = run_sharded(case, level=f"full:weights={weights}")
     assert_as_whole(outcome, [parts], said(case))
+
+
+def test_modules_let_go_of_a_version_whose_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank the last pass before an update has read the version that it frees; a look at that would crash."""
+    monkeypatch.setattr(changes_between_reports, "_LOOKS", 0)
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+    pipeline = Pipeline(
+        model,
+        "2bw-layered",
+        stages=1,
+        microbatches=2,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.01),
+        precision="bf16",
+        data_parallel=DataParallel(2, sharding="gradients"),
+    )
+    for _ in pipeline.run([(torch.randn(4, 4), torch.randn(4, 4)) for _ in range(4)]):
+        there = [isinstance(w, AbsentWeight) or w.untyped_storage().nbytes() > 0 for w in (m.weight for m in model)]
+        assert all(there)
 
 
 def on_rank(group: dist.ProcessGroup, case: Case) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -26,10 +26,12 @@ from penstock.stage.in_flight_microbatch import InFlightMicrobatch, Microbatch
 from penstock.stage.loss import UnreadLoss
 from penstock.stage.module import StageModule
 from penstock.stage.precision_casts import cast
+from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.stage.untrained_stage_weights import StageWeights
 from penstock.stage.weight_reads import WeightReads
 from penstock.weights.decision import Decision
 from penstock.weights.memory.buffers import Handle
+from penstock.weights.sharded_store import allocated
 
 NO_LEAVES: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -264,6 +266,15 @@ class StageRuntime:
         self.module.hide()
         self.module.bind(self.absent)
         self.weights.begin_run()
+
+    def retain(self, alive: Iterable[int]) -> None:
+        """Free all versions of trained weights but some; modules let go of one whose memory is given back."""
+        assert isinstance(self.weights, TrainedWeights)
+        store = self.weights.store
+        bound = next((each for each in store.versions.values() if each.leaves is self.module.bound), None)
+        store.retain(alive)
+        if self.absent is not None and bound is not None and not allocated(bound):
+            self.module.bind(self.absent)
 
     def release(self, version: int) -> None:
         """Give the memory of a gathered version back, where weights are shards."""

@@ -165,7 +165,7 @@ class BoundAction(Bound):
             raise
         if store is not None:
             if self._bears or len(store.versions) != len(effect.versions):
-                store.retain([v + self._span.start + turn.t for v in effect.versions])
+                self._runtime.retain([v + self._span.start + turn.t for v in effect.versions])
             if self._copies:
                 k = turn.t * self._m
                 store.derived.retain([copy._replace(first=copy.first + k) for copy in effect.copies])
