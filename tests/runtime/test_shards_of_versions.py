@@ -86,6 +86,27 @@ def test_modules_let_go_of_a_version_whose_memory_is_given_back(monkeypatch: pyt
         assert all(there)
 
 
+def test_a_stage_that_trains_nothing_is_gathered_by_nobody() -> None:
+    """A version may be named by two GATHERs, of which the second finds it whole."""
+    found = []
+    for sharding in ("none", "full"):
+        torch.manual_seed(1)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        model[0].requires_grad_(False)
+        pipeline = Pipeline(
+            model,
+            "2bw-layered",
+            stages=2,
+            microbatches=3,
+            loss=nn.functional.mse_loss,
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+            data_parallel=DataParallel(2, sharding=sharding),
+        )
+        list(pipeline.run([(torch.randn(6, 4), torch.randn(6, 4)) for _ in range(4)]))
+        found.append(pipeline.full_state_dict())
+    assert_equal_tensors(found[1], found[0], "weights")
+
+
 def on_rank(group: dist.ProcessGroup, case: Case) -> Any:
     return run_sharded(case, group)
 
