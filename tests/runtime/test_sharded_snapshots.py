@@ -71,6 +71,14 @@ def test_a_run_goes_on_under_another_sharding(method: str, optimizer: str, befor
     assert_equal_tensors({n: outcome.weights[n] for n in wanted.weights}, wanted.weights, "weights")
 
 
+def test_passes_that_wait_for_gathers_take_no_snapshot_away() -> None:
+    """As with fewer places for full-size gradients than gradients."""
+    case = Case("breadth-first", 1, 2, width=2, spans=(3,), options=(("chunks", 2),))
+    limited, free = (saved_by(case, level, 2).tensors for level in ("gradients:gradients=1", "gradients"))
+    assert any(name.startswith("weights/") for name in free)
+    assert_equal_tensors(limited, free, "state")
+
+
 SHAPES = [(2, 2, "gradients"), (1, 1, "none"), (3, 1, "none"), (2, 4, "gradients"), (1, 3, "optimizer"), (2, 2, "none")]
 FULL = [(2, 2, "full"), (1, 1, "none"), (3, 1, "none"), (2, 4, "full"), (1, 2, "optimizer"), (1, 3, "full")]
 

@@ -29,7 +29,9 @@ class _Held(Consumer):
         return self._run_held(t)
 
     def _run_held(self, t: int) -> Iterator[Wait]:
-        yield from self._gathers.before_pass(self.action.stage, self._version(t), self._batch(t), self.turn(t))
+        turn, version = self.turn(t), self._version(t)
+        yield from self._span.complete(self.stage, str(turn), version)
+        yield from self._gathers.before_pass(self.action.stage, version, self._batch(t), turn)
         yield from super().run(t) or ()
 
     def _version(self, t: int) -> int:

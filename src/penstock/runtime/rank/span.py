@@ -164,17 +164,18 @@ class RankSpan:
         if first and self.at_border is not None:
             yield from self.at_border(batch)
 
-    def complete(self, stage: StageSpan, what: str) -> Iterator[Wait]:
-        """Wait until the newest version of a stage is whole, where updates are sharded; a snapshot of it may be due.
+    def complete(self, stage: StageSpan, what: str, version: int | None = None) -> Iterator[Wait]:
+        """Wait until a version of a stage is whole, where updates are sharded; a snapshot of it may be due.
 
         Args:
             stage: which.
             what: comes next, for messages.
+            version: which one; None for the newest.
         """
         if self.updates.gathers is not None and not self.updates.gathers.full:
-            version = yield from self.updates.gathers.wait(stage.runtime.key, what)
-            if version is not None:
-                self.capture.after_step(stage.runtime, version)
+            made = yield from self.updates.gathers.wait(stage.runtime.key, what, version)
+            if made is not None:
+                self.capture.after_step(stage.runtime, made)
 
     @property
     def _trained(self) -> list[StageRuntime]:
