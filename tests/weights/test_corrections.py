@@ -179,7 +179,7 @@ def test_the_table_says_what_a_correction_keeps(name: str) -> None:
         ("spectrain", {"correction": None}, r"pass staleness=correction_of\('spectrain'\)"),
         ("spike", {"optimizer": "sgd"}, "without nesterov"),
         ("nag-pp", {"optimizer": "adamw"}, "needs NAdam, not AdamW"),
-        ("2bw-ahead", {"optimizer": "adafactor"}, "not of Adafactor; use 2bw-ahead:motion=1"),
+        ("2bw-ahead", {"optimizer": "adafactor"}, "not of Adafactor; use their option motion=1"),
         ("gap-aware", {"optimizer": "adamw"}, "need SGD with momentum, not AdamW"),
         ("newest", {"correction": correction_of("spike-lwp")}, "goes with version rule predicted-forward"),
     ],
