@@ -30,7 +30,7 @@ def test_offload_does_not_change_a_bit(method):
     assert same == losses
     assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
     assert after[0]["activations"] < before[0]["activations"]
-    assert after[0]["parked activations"] > 0
+    assert after[0]["offloaded activations"] > 0
     message = 4 * SAMPLES * WIDTH  # which may be taken a little later
     assert abs(after[0]["total"] - before[0]["total"]) <= message  # the host is where all of it is
     assert any(i.what == "OFFLOAD" for i in pipeline.timeline().intervals)
@@ -50,8 +50,44 @@ def test_the_memory_of_all_kinds_is_predicted(method):
     assert predicted == found
 
 
+MIXED = ("none", "block", "none", "stage")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        *(Run(method, 3, 5, offload="activations") for method in ("1f1b", "gpipe", "2bw", "2bw-eager")),
+        Run("eager", 4, 6, offload="activations", precision="bf16"),
+        Run("zb-h1", 4, 6, offload="activations"),
+        Run("interleaved", 2, 6, offload="activations"),
+        Run("1f1b", 4, 6, MIXED, offload="activations"),
+        Run("2bw", 4, 6, MIXED, offload="activations", width=2, sharding="gradients"),
+        Run("gpipe", 4, 4, offload=("activations", "none", "none", "activations")),
+        Run("seq1f1b", 3, 3, offload="activations"),
+    ],
+    ids=str,
+)
+def test_the_memory_of_devices_alone_is_predicted(run):
+    predicted, found = peaks_of_a_run(run, on_device=True)
+    assert predicted == found
+    in_all, _ = peaks_of_a_run(run)
+    assert sum(predicted.values()) < sum(in_all.values())
+
+
+def test_some_stages_offload_and_others_do_not():
+    away = Recompute(["none", "block", "none", "none"], offload=["activations", "none", "none", "none"])
+    (losses, weights, _, _), (same, again, peaks, _) = trained("gpipe", "none"), trained("gpipe", away)
+    assert same == losses
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+    assert [rank for rank, kinds in peaks.items() if "offloaded activations" in kinds] == [0]
+
+
 def test_wrong_options_are_refused():
-    with pytest.raises(ConfigError, match="offload must be one of none, activations; got 'all'"):
+    with pytest.raises(ConfigError, match=r"offload must be one of none, activations, or a list .*; got 'all'"):
         Recompute(offload="all")
-    with pytest.raises(ConfigError, match="recompute has 'block'"):
-        Recompute(["none", "block"], offload="activations")
+    with pytest.raises(ConfigError, match="recompute is 'block'; leave one of them out"):
+        Recompute("block", offload="activations")
+    with pytest.raises(ConfigError, match="of stage 1, but recompute is 'stage' there"):
+        Recompute(["none", "stage"], offload=["none", "activations"])
+    with pytest.raises(ConfigError, match="offload has 2 entries, but there are 4 stages"):
+        trained("gpipe", Recompute(offload=["none", "activations"]))

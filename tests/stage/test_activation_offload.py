@@ -156,9 +156,9 @@ def test_the_hosts_memory_has_an_account_of_its_own() -> None:
     for _ in pipeline.run(make_batches(case)):
         pass
     peaks, live = pipeline.peak_bytes(), pipeline.live_bytes()
-    assert peaks[0]["parked activations"] > 0
-    assert "parked activations" not in peaks[1]
-    assert live[0]["parked activations"] == live[0]["activations"] == 0
+    assert peaks[0]["offloaded activations"] > 0
+    assert "offloaded activations" not in peaks[1]
+    assert live[0]["offloaded activations"] == live[0]["activations"] == 0
 
 
 @pytest.mark.parametrize(("p", "pairs"), [(4, [(0, 3)]), (8, [(0, 7), (1, 6), (2, 5)])])

@@ -69,7 +69,7 @@ def test_the_account_of_activations_is_what_lives(
 
             def act(self: BoundAction, *arguments: Any) -> None:
                 real(self, *arguments)
-                kinds = ("activations", "messages", "parked activations")
+                kinds = ("activations", "messages", "parked activations", "offloaded activations")
                 said = sum(live.get(kind, 0) for live in pipeline.live_bytes().values() for kind in kinds)
                 gaps.append(tracker.live - said)
 

@@ -17,6 +17,7 @@ from penstock.models.gpt_shape import GPTConfig
 from penstock.models.vocabulary_parallel_gpt import summed_cross_entropy, vocabulary_parallel_gpt, with_targets
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.pipeline_stats import TOTAL_ON_DEVICE
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.ir.schedule import Action, Op, Program, Schedule
 from penstock.schedule.methods.choice import method as method_choice
@@ -59,7 +60,7 @@ class Run:
     width: int = 1
     sharding: str | None = None
     clip: float | None = None
-    offload: str = "none"
+    offload: str | tuple[str, ...] = "none"
     motion: bool = False  # of 2bw-ahead
     muon: bool = False
     chunks: int | None = None  # of the order, if it has another number by itself
@@ -208,8 +209,8 @@ def saving(snapshots: Snapshots) -> Saving:
     return Saving(snapshots.every, kept.append if snapshots.kept else lambda _: None, make_room, shares=True)
 
 
-def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
-    """The predicted peaks of all ranks, and those that the ledger has recorded."""
+def peaks_of_a_run(run: Run, on_device: bool = False) -> tuple[dict[int, int], dict[int, int]]:
+    """The predicted peaks of all ranks, and those that the ledger has recorded; of their devices if asked for."""
     row = find_method(run.method)
     m = int(row.settings.get("microbatches", run.m))
     options = {"precision": run.precision, "recompute": run.recompute, "width": run.width, "offload": run.offload}
@@ -236,11 +237,12 @@ def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
     pipeline = Pipeline(**grouped(arguments | options))
     data = [[model.microbatch() for _ in range(m * run.width)] for _ in range(BATCHES)]
     list(pipeline.run(data, save=None if run.snapshots is None else saving(run.snapshots)))
-    found = {rank: kinds["total"] for rank, kinds in pipeline.peak_bytes().items()}
+    total = TOTAL_ON_DEVICE if on_device else "total"
+    found = {rank: kinds.get(total, kinds["total"]) for rank, kinds in pipeline.peak_bytes().items()}
     options |= {"sharding": str(pipeline.schedule.sharding.level)}
     training = Training(model.loss, optimizer, PipelineOptions().changed(**options), correction)
     again = run.recompute != "none"
-    sizes = measure_stages(model.blocks(), pipeline.parts, data[0][0], training, again, schedule)
+    sizes = measure_stages(model.blocks(), pipeline.parts, data[0][0], training, again, pipeline.schedule)
     each = run.recompute if isinstance(run.recompute, tuple) else (run.recompute,) * schedule.num_stages
     blockwise = frozenset(index for index, mode in enumerate(each) if mode == "block")
     asked = MemoryOptions(
@@ -252,6 +254,7 @@ def peaks_of_a_run(run: Run) -> tuple[dict[int, int], dict[int, int]]:
         run.snapshots,
         run.combine,
         run.ema is not None,
+        on_device,
     )
     predicted = peak_bytes(pipeline.proof, sizes, asked)
     depth = schedule.ranks

@@ -33,6 +33,7 @@ from penstock.models.gpt_variant import LanguageModel
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.from_checked_plan import pipeline_of
 from penstock.runtime.malloc import keep_freed_memory
+from penstock.runtime.pipeline_stats import TOTAL_ON_DEVICE
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.schedule.ir.schedule import Schedule
 from penstock.train.config.schema import TrainConfig
@@ -81,6 +82,11 @@ class Rehearsal:
     peak: Mapping[str, int]
     left_out: tuple[str, ...]
     processes: int = 1
+
+    @property
+    def on_device(self) -> int:
+        """The most bytes that it held together, but for what is moved to the host's memory."""
+        return self.peak.get(TOTAL_ON_DEVICE, self.peak["total"])
 
 
 class StandIn(nn.Module):
@@ -257,7 +263,7 @@ class _Rehearsed:
         schedule, parts = self._plan.schedule, self._plan.parts
         inputs, found = StageInputs(self._sample[0], len(parts), schedule), dict[int, Any]()
         needed = _leading_to(schedule, self.own)
-        alone = training._replace(options=training.options.changed(recompute="none", balance=None))
+        alone = training._replace(options=training.options.changed(recompute="none", offload="none", balance=None))
         for index in (each for each in inputs.order if each in needed):
             given, first = inputs.of(index), inputs.place(index).first
             for name in parts[index]:

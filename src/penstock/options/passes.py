@@ -109,28 +109,51 @@ class Recompute(ShortRepr):
             of the number of stages, rounded.
         offload: "activations" moves what stages that recompute nothing keep for their backwards to the memory of the
             host, and back some passes before the backward; an accelerator copies beside its passes. Where the host
-            computes nothing is moved: it takes its own memory.
+            computes nothing is moved: it takes its own memory. A list has one of the two for each stage.
 
     Raises:
-        ConfigError: an unknown value, segments without recompute="stage", or "block" with `offload`.
+        ConfigError: an unknown value, segments without recompute="stage", or `offload` of stages that recompute.
     """
 
     recompute: RecomputeMode | Sequence[RecomputeMode] = "none"
     segments: Segments = 1
-    offload: OffloadMode = "none"
+    offload: OffloadMode | Sequence[OffloadMode] = "none"
 
     def __post_init__(self) -> None:
         """Check all together."""
         if isinstance(self.recompute, list):  # frozen: what users pass may change later
             object.__setattr__(self, "recompute", tuple(self.recompute))
         check_recompute(self.recompute, self.segments)
-        if self.offload not in get_args(OffloadMode):
-            raise ConfigError(f"offload must be one of {', '.join(get_args(OffloadMode))}; got {self.offload!r:.80}")
-        if self.offload != "none" and "block" in self.modes:
+        if isinstance(self.offload, list):
+            object.__setattr__(self, "offload", tuple(self.offload))
+        each, known = self.offload if isinstance(self.offload, tuple) else (self.offload,), get_args(OffloadMode)
+        if not each or not all(isinstance(word, str) and word in known for word in each):
             raise ConfigError(
-                "offload moves the activations of stages that recompute nothing, but recompute has 'block'; take "
-                "'none' or 'stage' for these stages"
+                f"offload must be one of {', '.join(known)}, or a list with one of these for each stage; got "
+                f"{self.offload!r:.80}"
             )
+        if self.offload == "activations" and self.recompute == "block":
+            raise ConfigError(
+                "offload moves the activations of stages that recompute nothing, but recompute is 'block'; leave one "
+                "of them out, or list what each stage recomputes"
+            )
+        if isinstance(self.offload, tuple):
+            said = len(self.recompute) if isinstance(self.recompute, tuple) else len(each)
+            both = [i for i, word in enumerate(each[:said]) if word != "none" and self.of(i) != "none"]
+            if both:
+                raise ConfigError(
+                    f"offload moves the activations of stage {both[0]}, but recompute is {self.of(both[0])!r} there, "
+                    "so it keeps none; set one of them to none"
+                )
+
+    @property
+    def offloaded(self) -> bool | tuple[int, ...]:
+        """Whether activations are moved: of no stage, of all that recompute nothing, or of some by index."""
+        if isinstance(self.offload, tuple):
+            return tuple(index for index, word in enumerate(self.offload) if word == "activations")
+        if self.offload == "activations" and isinstance(self.recompute, tuple):
+            return tuple(index for index, mode in enumerate(self.recompute) if mode == "none")
+        return self.offload == "activations"
 
     @property
     def modes(self) -> tuple[RecomputeMode, ...]:
@@ -152,16 +175,17 @@ class Recompute(ShortRepr):
         return each == "stage"
 
     def check_stages(self, num_stages: int) -> None:
-        """Make sure that a list has as many entries as there are stages.
+        """Make sure that lists have as many entries as there are stages.
 
         Raises:
-            ConfigError: it has not.
+            ConfigError: one has not.
         """
-        if isinstance(self.recompute, tuple) and len(self.recompute) != num_stages:
-            raise ConfigError(
-                f"recompute has {len(self.recompute)} entries, but there are {num_stages} stages; give one for each, "
-                "or one word for all"
-            )
+        for name, given in (("recompute", self.recompute), ("offload", self.offload)):
+            if isinstance(given, tuple) and len(given) != num_stages:
+                raise ConfigError(
+                    f"{name} has {len(given)} entries, but there are {num_stages} stages; give one for each, or one "
+                    "word for all"
+                )
 
 
 @dataclass(frozen=True, repr=False)

@@ -8,7 +8,7 @@ import torch
 
 from penstock.comm.collective.all_gather_json import gather_json
 from penstock.comm.core.devices import allocator_peaks
-from penstock.comm.core.trace_recorder import merge_recordings
+from penstock.comm.core.trace_recorder import ON_THE_HOST, merge_recordings
 from penstock.runtime.model_weights import ModelWeights
 from penstock.runtime.rank.timeline_files import write_recording
 from penstock.runtime.update.divergence import Trouble
@@ -18,6 +18,8 @@ from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.timeline import Timeline
 from penstock.weights.decision import Decision
 from penstock.weights.wave_synchronous_updates import WaveWeights
+
+TOTAL_ON_DEVICE = "total on the device"
 
 
 class Inspection(ModelWeights):
@@ -99,12 +101,16 @@ class Inspection(ModelWeights):
     def peak_bytes(self) -> dict[int, dict[str, int]]:
         """Return peak bytes by purpose, and of all together ("total"), per rank of this process.
 
+        Where activations or optimizer states are moved to the memory of the host, "total on the device" is that of all
+        others together.
         Where a rank computes on an accelerator, "device: allocated" and "device: reserved" are what torch's allocator
         says of the whole process there, workspaces of libraries and caches included.
         """
         found = {}
         for state in self._ranks:
             peaks = {**state.recorder.peak, "total": state.recorder.peak_total}
+            if not ON_THE_HOST.isdisjoint(peaks):
+                peaks[TOTAL_ON_DEVICE] = state.recorder.peak_on_device
             for device in {stage.module.device for stage in state.stages.values()}:
                 peaks |= allocator_peaks(device)
             found[state.recorder.rank] = peaks

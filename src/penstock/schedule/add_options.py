@@ -33,7 +33,7 @@ def extended(
     reduces: bool = False,
     recomputes: bool | Collection[int] = False,
     segments: Segments = 1,
-    offloads: bool = False,
+    offloads: bool | Collection[int] = False,
     swaps: bool = False,
     tied: Collection[int] = (),
     averages: int | None = None,
@@ -48,7 +48,8 @@ def extended(
         reduces: parallel pipelines add their gradients.
         recomputes: forwards are run again, in actions of their own; of all stages, or of some, by index.
         segments: how many stages do so together, where the schedule does not say (see `with_recompute`).
-        offloads: activations of stages that recompute nothing are moved to the host's memory, and back.
+        offloads: activations are moved to the host's memory, and back: of all stages that recompute nothing, or of
+            some, by index.
         swaps: optimizer states are in the host's memory between updates.
         tied: stages that share parameters.
         averages: parallel pipelines average their weights, or the like, after every so many batches.
@@ -67,7 +68,7 @@ def extended(
         raise ConfigError(f"{schedule.name}: the schedule has sharding {level}; {what}")
     whole = _recomputed(schedule, recomputes, segments)
     if offloads and Op.OFFLOAD not in operations:
-        whole = with_offload(whole)
+        whole = with_offload(whole, None if offloads is True else offloads)
     if reduces and Op.REDUCE not in operations:
         whole = with_reductions(whole, everywhere=True)
     whole = with_sharding(whole, read_sharding(sharding))
@@ -127,7 +128,7 @@ def extend(
     reduces: bool = False,
     recomputes: bool | Collection[int] = False,
     segments: Segments = 1,
-    offloads: bool = False,
+    offloads: bool | Collection[int] = False,
     swaps: bool = False,
     tied: Collection[int] = (),
     averages: int | None = None,

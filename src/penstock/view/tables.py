@@ -317,7 +317,9 @@ def bytes_table(by_rank: dict[int, dict[str, int]], title: str = "live bytes", w
             them and the sum of all. None for all ranks.
     """
     kinds = sorted({kind for kinds in by_rank.values() for kind, number in kinds.items() if number})
-    kinds.sort(key=lambda kind: (kind.startswith("device: "), kind == "total"))  # the device's are no part of it
+    kinds.sort(
+        key=lambda kind: (kind.startswith("device: "), kind.startswith("total"))
+    )  # the device's are no part of it
     ranks = sorted(by_rank)
     columns = {f"rank {rank}": [human_bytes(by_rank[rank].get(kind, 0)) for kind in kinds] for rank in ranks}
     table = _bytes(title, kinds, columns)

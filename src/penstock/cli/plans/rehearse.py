@@ -49,7 +49,7 @@ def rehearse(
 
     with Console(stderr=True).status(f"rehearsing rank {rank}"):
         found = run(settings, rank, batches)
-    total = found.peak["total"]
+    total = found.on_device
     if as_json:
         print_json(asdict(found) | {"fits": None if limit is None else total <= limit})
     else:
@@ -86,8 +86,11 @@ def _print(found: Rehearsal) -> None:
             f"{in_all}."
         )
     )
-    kinds = ", ".join(f"{kind} {human_bytes(count)}" for kind, count in found.peak.items() if kind != "total" and count)
+    kinds = ", ".join(
+        f"{kind} {human_bytes(count)}" for kind, count in found.peak.items() if count and "total" not in kind
+    )
+    apart = " on the device" if found.on_device < found.peak["total"] else ""
     each = "Each of them held" if shared else "Held"
-    console.print(Text(f"{each} {human_bytes(found.peak['total'])} at most (each kind at its own most: {kinds})."))
+    console.print(Text(f"{each} {human_bytes(found.on_device)} at most{apart} (each kind at its own most: {kinds})."))
     if found.left_out:
         console.print(Text(f"Not rehearsed: {'; '.join(found.left_out)}."))

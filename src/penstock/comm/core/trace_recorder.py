@@ -22,6 +22,8 @@ from penstock.schedule.ir.op_table import Lane
 from penstock.timeline import Interval, Timeline, Total, Waiting
 
 KEEP = 50_000
+ON_THE_HOST = frozenset({"offloaded activations", "offloaded optimizer"})
+"""Kinds of memory that are not on the device, where there is one."""
 _COMPUTE = Lane.COMPUTE.value
 _START, _END = Interval._fields.index("start"), Interval._fields.index("end")
 _CHANGE = 3  # fields of a change of memory: when, kind, bytes; an interval has more
@@ -48,6 +50,7 @@ class Recorder:
         now: the time on the clock of the process, in which intervals are recorded.
         begin: the same, and it is the start of the work that `add_work` records next.
         span: the number of the current run or evaluation, from 0.
+        peak_on_device: the most bytes of all kinds together but those of `ON_THE_HOST`.
         doing: what the rank is doing, for error messages; to be formatted when somebody asks.
     """
 
@@ -63,6 +66,7 @@ class Recorder:
         self.live: dict[str, int] = {}
         self.peak: dict[str, int] = {}
         self._total = self.peak_total = 0
+        self._on_device = self.peak_on_device = 0
         self.busy = 0.0
         self.span = self._spans = -1
         self.doing: object = ""
@@ -204,9 +208,12 @@ class Recorder:
             before, self.peak[kind] = 0, 0
         self.live[kind] = nbytes
         self._total += nbytes - before
+        if kind not in ON_THE_HOST:
+            self._on_device += nbytes - before
         if nbytes > before:
             self.peak[kind] = max(self.peak[kind], nbytes)
             self.peak_total = max(self.peak_total, self._total)
+            self.peak_on_device = max(self.peak_on_device, self._on_device)
         self._entries.append((self.now(), kind, nbytes - before))
 
     def change(self, kind: str, nbytes: int) -> None:
@@ -219,11 +226,15 @@ class Recorder:
             return
         self.live[kind] = live = live + nbytes
         self._total += nbytes
+        if kind not in ON_THE_HOST:
+            self._on_device += nbytes
         if nbytes > 0:
             if live > self.peak[kind]:
                 self.peak[kind] = live
             if self._total > self.peak_total:
                 self.peak_total = self._total
+            if self._on_device > self.peak_on_device:
+                self.peak_on_device = self._on_device
         self._entries.append((self.now(), kind, nbytes))
 
     def recording(self) -> dict[str, Any]:

@@ -76,13 +76,13 @@ def measure_stages(
         training: how it is trained; width and sharding count for what the optimizer remembers. With tensor parallelism
             the processes that share stages call this together; what is returned is what each of them takes.
         recompute: also what stages take whose blocks, or that as a whole, are recomputed.
-        schedule: that it is for; needed where its stages are no chain, or it takes slices of sequences, has ranks keep
-            activations of others, or several copies of a stage that divide its state.
+        schedule: that it is for; needed where its stages are no chain, or it takes slices of sequences, moves
+            activations away, or has several copies of a stage that divide its state.
 
     Returns:
         By the index of the stage.
     """
-    moved = schedule is not None and Op.HOLD in schedule.operations
+    moved = schedule is not None and Op.OFFLOAD in schedule.operations
     count, copies = (1, 1) if schedule is None else (schedule.slices, schedule.directions)
     training = _with_holders(training, copies)
     named, found = named_blocks(blocks), dict[int, StageBytes]()
@@ -125,7 +125,9 @@ def _measure_stage(
     blocks: Mapping[str, Any], place: BlockPlace, given: BlockInput, training: Training, recompute: bool, moved: bool
 ) -> tuple[StageBytes, tuple[int, ...], BlockInput]:
     """Measure one stage; returns the bytes of the gradient of each leaf of its input, and what it hands on, too."""
-    alone = training._replace(options=training.options.changed(width=1, sharding=None, recompute="none"))
+    alone = training._replace(
+        options=training.options.changed(width=1, sharding=None, recompute="none", offload="none")
+    )
     with closing(StageTrial(blocks, place, alone, moved=moved)) as trial:
         passes, stage = trial.run(given), _weights(trial)
         behind = given if place.last else trial.output_of(given)
@@ -186,7 +188,9 @@ def _measure_slices(
     moved: bool,
 ) -> list[tuple[dict[HeldKind, int], SliceTrial]]:
     """Measure the slices of a microbatch; returns for each what its passes take, by kind, and what was run."""
-    alone = training._replace(options=training.options.changed(width=1, sharding=None, recompute="none"))
+    alone = training._replace(
+        options=training.options.changed(width=1, sharding=None, recompute="none", offload="none")
+    )
     slices = len(given)
     with closing(StageTrial(blocks, place, alone, moved=moved, slices=slices)) as trial:
         whole = trial.run_slices(given)
@@ -229,7 +233,7 @@ def _of_pipelines(
     blocks: Mapping[str, Any], place: BlockPlace, given: BlockInput, training: Training
 ) -> list[_OfPipeline]:
     """Return, by pipeline, what the optimizer remembers after an update, the scratch that it may take, and its rows."""
-    training = training._replace(options=training.options.changed(recompute="none"))
+    training = training._replace(options=training.options.changed(recompute="none", offload="none"))
     parallel = training.options.data_parallel
     if parallel.sharding in (None, "none"):
         training = training._replace(options=training.options.changed(width=1))

@@ -19,7 +19,8 @@ from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.machine.instructions import Instruction
 from penstock.schedule.stage_state.microbatch_state import Piece
 
-_ROLE = "parked activations"
+_ROLE = "parked activations"  # of another rank
+_OFFLOADED = "offloaded activations"
 
 
 class HostMove(Consumer):
@@ -29,10 +30,10 @@ class HostMove(Consumer):
         """Move them."""
         away, flight = self.op is Op.OFFLOAD, self._runtime.flights[turn.first, self._keys[0][1]]
         if not away:  # what comes back must not count twice meanwhile
-            self._recorder.change(_ROLE, -self._runtime.graphs.movable_bytes(flight.work))
+            self._recorder.change(_OFFLOADED, -self._runtime.graphs.movable_bytes(flight.work))
         nbytes = self._runtime.graphs.offload(flight.work, away=away)
         if away:
-            self._recorder.change(_ROLE, nbytes)
+            self._recorder.change(_OFFLOADED, nbytes)
 
 
 class MoveToPeer(Consumer):

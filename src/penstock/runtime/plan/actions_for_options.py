@@ -102,7 +102,7 @@ def additions(plain: Schedule, options: PipelineOptions, tied: Collection[int]) 
         "reduces": parallel.width != 1 and not combine.apart,
         "recomputes": recompute.in_schedule,
         "segments": recompute.segments,
-        "offloads": recompute.offload == "activations",
+        "offloads": recompute.offloaded,
         "swaps": options.run.offload_optimizer != "none",
         "tied": tied,
         "averages": combine.every if combine.apart else None,

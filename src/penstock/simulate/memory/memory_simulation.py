@@ -2,8 +2,8 @@
 
 It follows the runtime action by action: who goes on when (`runtime.execute.drive_ranks`), when a SEND counts as
 taken, and what passes and updates begin and cease to hold (`stage_run`, `sharded_stage`). Activations that are moved
-to the host's memory count like others, as all kinds are counted together. What takes the same room from beginning to
-end is not counted here (`penstock.simulate.memory.predicted`).
+to the host's memory count like others, unless it is asked for what the device holds. What takes the same room from
+beginning to end is not counted here (`penstock.simulate.memory.predicted`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def most_held(
     low_precision: bool = False,
     snapshots: Snapshots | None = None,
     combine: Combine = REDUCE,
+    on_device: bool = False,
 ) -> dict[Part, tuple[Combination, ...]]:
     """Return what every rank holds in a run, at the moments at which it may be the most.
 
@@ -40,6 +41,7 @@ def most_held(
         low_precision: passes compute in 16 bits.
         snapshots: that are taken on the way; None for none.
         combine: how pipelines agree.
+        on_device: activations that are moved to the host's memory are not counted there.
 
     Raises:
         CapabilityError: the schedule does something that is not predicted.
@@ -68,6 +70,7 @@ def most_held(
         KeptSnapshots(),
         combine,
         FakeWaveExchange(width),
+        on_device,
     )
     parts = [(pipeline, rank) for pipeline in range(width) for rank in range(schedule.ranks)]
     ranks = {part: RankRun(shared, *part) for part in parts}

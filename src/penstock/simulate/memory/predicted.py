@@ -40,6 +40,7 @@ class MemoryOptions:
         snapshots: that are taken on the way; None for none.
         combine: how pipelines agree.
         averages: an exponential moving average of the weights is kept.
+        on_device: activations that are moved to the host's memory do not count.
     """
 
     width: int = 1
@@ -50,6 +51,7 @@ class MemoryOptions:
     snapshots: Snapshots | None = None
     combine: Combine = REDUCE
     averages: bool = False
+    on_device: bool = False
 
 
 class AlwaysThere(NamedTuple):
@@ -67,7 +69,7 @@ class AlwaysThere(NamedTuple):
 
 
 def peak_bytes(proof: Proof, sizes: Mapping[int, StageBytes], options: MemoryOptions) -> dict[Part, int]:
-    """Return the most bytes that every rank holds, of all kinds together.
+    """Return the most bytes that every rank holds, of all kinds together, or of those on its device.
 
     Args:
         proof: of the schedule with all actions that its run has.
@@ -86,6 +88,7 @@ def peak_bytes(proof: Proof, sizes: Mapping[int, StageBytes], options: MemoryOpt
         options.low_precision,
         saving,
         options.combine,
+        options.on_device,
     )
     return {part: peak_of(proof, part, held[part], sizes, options) for part in held}
 

@@ -40,6 +40,7 @@ class SharedRun:
         kept: snapshots of all ranks.
         combine: how pipelines agree.
         exchange: of what they have changed, where they do so in waves.
+        on_device: activations that are moved to the host's memory are not counted.
     """
 
     lowered: Lowered
@@ -52,6 +53,7 @@ class SharedRun:
     kept: KeptSnapshots
     combine: Combine
     exchange: FakeWaveExchange
+    on_device: bool = False
 
     @property
     def schedule(self) -> Schedule:
@@ -115,6 +117,7 @@ class RankRun:
         self.meetings = SimulatedMeetings(
             shared.combine, self.width, pipeline, self.meet, shared.exchange, self.holdings, self.width * self.deciding
         )
+        self.on_device = shared.on_device
         self._before, self._whole = 0, False  # batches of the span before, and whether weights are whole after it
         self._at = self._program.period[0], 0  # the instruction at which it stands, and the batch that it counts from
         self._wanted: tuple[int, int] | None = None  # the message for which it has waited last

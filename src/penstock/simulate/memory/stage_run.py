@@ -31,6 +31,7 @@ class RankOfStage(Protocol):
         meetings: with other pipelines.
         deciding: how many stages of a pipeline decide about its updates.
         apart: pipelines have weights of their own.
+        on_device: activations that are moved to the host's memory are not counted.
     """
 
     holdings: Holdings
@@ -43,6 +44,7 @@ class RankOfStage(Protocol):
     moved: MovedActivations
     meetings: SimulatedMeetings
     apart: bool
+    on_device: bool
 
     @property
     def deciding(self) -> int:
@@ -139,8 +141,9 @@ class StageRun:
                 self._recompute(k)
         elif op in (Op.REDUCE, Op.TIE, Op.DECIDE) or (op is Op.GATHER and not self._gathers):
             self._join(op, first)
-        elif op is Op.OFFLOAD and action.peer is not None:
-            self._move((first, piece), away=True)
+        elif op in (Op.OFFLOAD, Op.FETCH) and (action.peer is not None or self._rank.on_device):
+            for k in numbers:
+                self._move(k, away=op is Op.OFFLOAD)
         elif op is Op.RETURN and action.peer is not None:
             self._rank.moved.give_back(action.peer, (first, piece))
         elif op is Op.STEP:
@@ -231,7 +234,7 @@ class StageRun:
         self._move(k, away=False)
 
     def _move(self, k: Piece, away: bool) -> None:
-        """Hold a graph without what another rank keeps of it, or with it; of what is recomputed nothing is kept."""
+        """Hold a graph without what is kept elsewhere of it, or with it; of what is recomputed nothing is."""
         if self._again or self._blockwise:
             return
         left = HeldKind.LEFT_HALVED if self._is_halved(k) else HeldKind.LEFT

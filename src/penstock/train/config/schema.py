@@ -31,6 +31,7 @@ from penstock.train.config.values import (
     ByteSize,
     DeviceName,
     Number,
+    OffloadModes,
     OrderOptions,
     RecomputeModes,
     Strict,
@@ -127,9 +128,10 @@ class TrainConfig(Strict):
     segments: int | Literal["auto"] = Field(
         default=1, description="with recompute=stage, stages that do so together; auto: sqrt(stages), rounded"
     )
-    offload: Literal["none", "activations"] = Field(
+    offload: OffloadModes = Field(
         default="none",
-        description="what is moved to the host's memory between forward and backward, of stages that recompute nothing",
+        description="what is moved to the host's memory between forward and backward: activations, of stages that "
+        "recompute nothing, or a list with none or activations for each stage",
     )
     offload_optimizer: Literal["none", "stages", "pieces"] = Field(
         default="none",

@@ -65,6 +65,13 @@ def _as_recompute(value: Any) -> Any:
     )
 
 
+def _as_offload(value: Any) -> Any:
+    """One word for all stages that recompute nothing, or a list with one for each stage."""
+    if all(each in ("none", "activations") for each in (value if isinstance(value, list) else [value])):
+        return value
+    raise PydanticCustomError("offload", "Input should be none or activations, or a list of these, one for each stage")
+
+
 def _as_device(value: Any) -> Any:
     """Whether there is such a GPU is known where the ranks are."""
     if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", value, re.ASCII):
@@ -97,6 +104,7 @@ ByteSize = Annotated[float, BeforeValidator(_as_bytes), AllowInfNan(False)]
 BlockDelays = Annotated[int | str | list[int] | dict[str, int] | None, PlainValidator(_as_delays)]
 DeviceName = Annotated[str, PlainValidator(_as_device)]
 RecomputeModes = Annotated[str | list[str], PlainValidator(_as_recompute)]
+OffloadModes = Annotated[str | list[str], PlainValidator(_as_offload)]
 OrderOptions = Annotated[dict[str, int], WrapValidator(_as_options), PlainSerializer(_as_plain)]
 
 
