@@ -50,6 +50,8 @@ def random_schedule(random):
         recomputes=random.random() < 0.2,
         averages=random.randint(1, 3) if random.random() < 0.1 else None,
         sharding=random_sharding(random) if random.random() < 0.3 else "none",
+        offloads=random.random() < 0.3,
+        swaps=random.random() < 0.2,
     )
 
 
@@ -77,10 +79,12 @@ def random_costs(random, stages, schedule=None):
         return random.choice([0.0, 1.0, 1 / 3, random.uniform(0.01, 10.0)])
 
     return Costs(
-        tuple(StageCost(time(), time(), time(), time()) for _ in range(stages)),
+        tuple(StageCost(time(), time(), time(), time(), random.choice([None, time()])) for _ in range(stages)),
         latency=random.choice([0.0, 0.1, time()]),
         transfer=random.choice([0.0, 0.0, time()]),
         collective=time(),
+        copy=time(),
+        swap=time(),
         fused=random.choice([1.0, 0.7]),
         network=None if schedule is None or random.random() < 0.3 else Network(schedule, 3, random.uniform(0.1, 10.0)),
     )

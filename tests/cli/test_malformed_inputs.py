@@ -107,7 +107,10 @@ def test_a_cost_that_is_too_large_is_told_with_its_limit(refused) -> None:
         assert f"invalid value for '--{option}': input should be less than or equal to" in said, said
     Path("costs.json").write_text('[{"forward": 1e308, "backward_input": 1, "backward_weight": 1}]')
     said = " ".join(refused("simulate", "1f1b", "--per-stage", "costs.json", "--stages", "1").split())
-    assert "stage 0: expected forward, backward_input, backward_weight and optionally step, all from 0 to 1e+15" in said
+    assert (
+        "stage 0: expected forward, backward_input, backward_weight and optionally step and copy, all from 0 to 1e+15"
+        in said
+    )
 
 
 def test_a_number_that_is_too_large_is_told_with_its_limit(refused) -> None:

@@ -27,7 +27,7 @@ from penstock.simulate.sharding_traffic import Network
 from penstock.simulate.simulate import play, predict
 from support.schedules import make_schedule
 
-GOLDEN = sorted(p for p in (Path(__file__).parents[1] / "golden").glob("*.txt") if p.stem not in ("offload", "swapped"))
+GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
 
 
 def test_random_spans_are_equal_to_the_last_bit():
@@ -36,7 +36,8 @@ def test_random_spans_are_equal_to_the_last_bit():
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_every_golden_file(path):
-    """Collectives, fused pairs, slices, parked activations, recomputes, validations: none is left to the machine."""
+    """Collectives, fused pairs, slices, activations moved to a peer or the host, swapped optimizer states, recomputes,
+    validations: none is left to the machine."""
     schedule, random = parse_schedule(path.read_text()), Random(path.stem)
     lowered = lower(schedule)
     costs = [random_costs(random, schedule.num_stages) for _ in range(3)]
@@ -45,12 +46,20 @@ def test_every_golden_file(path):
     assert [vars(bubble) for bubble in bubbles] == [vars(bubble) for bubble in played]
 
 
-def test_copies_to_the_host_are_left_to_the_machine():
-    lowered = lower(parse_schedule((GOLDEN[0].parent / "offload.txt").read_text()))
-    costs = Costs((StageCost(1.0, 1.0, 1.0),) * 2, copy=3.0)
-    with pytest.raises(NotCompiledError, match="lane of their own"):
-        CompiledSpan(lowered, 2)
-    assert vars(predict(lowered, [costs], 2)[0]) == vars(play(lowered, costs, 2)[0].bubble())
+@pytest.mark.parametrize("method", ["1f1b", "gpipe", "2bw", "2bw-eager"])
+def test_copies_to_the_host_are_compiled(method):
+    """Of some stages or of all; those of a stage may take longer than those of others."""
+    for stages in (True, (0, 2)):
+        schedule = prove(method, 3, 6).schedule
+        lowered = lower(extended(schedule, offloads=stages, decides=True, swaps=stages is True))
+        own = (StageCost(1.0, 1.0, 1.0, 0.5, 5.0), StageCost(1.2, 1.0, 1.0, 0.5, 0.3), StageCost(1.0, 1.0, 1.0))
+        costs = [
+            Costs(alike, copy=3.0, swap=2.0, latency=0.1)
+            for alike in (own, tuple(replace(each, copy=0.0) for each in own))
+        ]
+        bubbles = CompiledSpan(lowered, 4, transfers=True).bubbles(costs)
+        assert [vars(b) for b in bubbles] == [vars(play(lowered, each, 4)[0].bubble()) for each in costs]
+        assert bubbles[0].makespan > bubbles[1].makespan
 
 
 @pytest.mark.parametrize("sharding", ["optimizer", "gradients:gradients=1", "full:weights=1:gradients=1", "full"])

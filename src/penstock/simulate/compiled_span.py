@@ -88,6 +88,17 @@ class CompiledSpan:
             ]
         return found
 
+    def not_gone(self, costs: Costs) -> dict[int, int]:
+        """Return by rank how many more activations are on its device than if copies to the host took no time.
+
+        Raises:
+            NotCompiledError: the schedule is arrays, which copy nothing.
+        """
+        if self._lowered is not None:
+            raise NotCompiledError("arrays copy nothing to the host")
+        found = EventTimes(self._graph, *self._taken([costs]), np.array([costs.transfer])).not_gone()
+        return {rank: int(more[0]) for rank, more in found.items()}
+
     def time_split(self, costs: Costs) -> TimeSplit:
         """Return where the time of all ranks goes.
 

@@ -31,12 +31,14 @@ class StageCost(ShortRepr):
         backward_input: the half of a backward that computes the gradient of the input (I).
         backward_weight: the half that computes those of the weights (W); a whole backward (B) takes the sum of both.
         step: an optimizer update.
+        copy: to move its activations to the host's memory or back; None for that of `Costs`.
     """
 
     forward: float
     backward_input: float
     backward_weight: float
     step: float = 0.0
+    copy: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is no time."""
@@ -55,7 +57,8 @@ class Costs:
         network: what gathers and sums of a sharded schedule cost; None for `collective`.
         collective: time of a sum, average or gather over several ranks (REDUCE, TIE, AVERAGE, GATHER).
         copy: time to move the activations of a microbatch on one stage to the host's memory or back (OFFLOAD,
-            FETCH), their bytes over the bandwidth. It occupies a lane of its own, not the rank.
+            FETCH), their bytes over the bandwidth, where `stages` do not say. It occupies a lane of its own, not the
+            rank.
         swap: time to move the optimizer state of a stage to the host's memory or back (SWAPIN, SWAPOUT), on that lane.
         fused: time of a fused action as a fraction of the sum of its parts.
         left: the fraction of a microbatch's activations that is kept between the two halves of its backward (I and W);
@@ -168,7 +171,7 @@ class Costs:
             case Op.REDUCE | Op.TIE | Op.AVERAGE | Op.GATHER:
                 return self.collective
             case Op.OFFLOAD | Op.FETCH if action.peer is None:
-                return self.copy * amount
+                return (self.copy if cost.copy is None else cost.copy) * amount
             case Op.SWAPIN | Op.SWAPOUT:
                 return self.swap
             case Op.SEND:
@@ -200,6 +203,8 @@ def _check_times(costs: StageCost | Costs) -> None:
     for name, value in vars(costs).items():
         if name in ("stages", "network", "cores", "links", "slices"):
             continue
+        if name == "copy" and value is None and isinstance(costs, StageCost):
+            continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_COST:
             raise ConfigError(f"{name} must be a number from 0 to {MOST_COST:g}; got {in_short(value)}")
 
@@ -227,7 +232,7 @@ def of_every_rank(costs: Costs, ranks: int) -> Costs:
 
 
 def read_stage_costs(path: Path, num_stages: int | None, latency: float = 0.0, transfer: float = 0.0) -> Costs:
-    """Read per-stage costs from JSON: a list with, for each stage, forward, backward_input, backward_weight[, step].
+    """Read costs from JSON: a list with, for each stage, forward, backward_input, backward_weight[, step[, copy]].
 
     Args:
         path: the file.
@@ -253,7 +258,7 @@ def read_stage_costs(path: Path, num_stages: int | None, latency: float = 0.0, t
             stages.append(StageCost(**row))
         except (TypeError, ConfigError):
             raise ConfigError(
-                f"{path}, stage {number}: expected forward, backward_input, backward_weight and optionally step, all "
-                f"from 0 to {MOST_COST:g}; got {in_short(row)}"
+                f"{path}, stage {number}: expected forward, backward_input, backward_weight and optionally step and "
+                f"copy, all from 0 to {MOST_COST:g}; got {in_short(row)}"
             ) from None
     return Costs(tuple(stages), latency, transfer)

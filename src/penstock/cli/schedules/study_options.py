@@ -66,8 +66,8 @@ PerStage = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="JSON list with forward, backward_input, backward_weight[, step] of each stage, in place of times given "
-        "as options.",
+        help="JSON list with forward, backward_input, backward_weight[, step[, copy]] of each stage, in place of times "
+        "given as options.",
     ),
 ]
 WindowSize = Annotated[

@@ -92,6 +92,23 @@ class EventTimes:
         """Return when events begin."""
         return np.maximum(self.of(events - 1), self.arrivals(self.graph.message[events]))
 
+    def not_gone(self) -> dict[int, NDArray[np.int64]]:
+        """Return, by rank and cost, how many more activations are on its device than if copies took no time.
+
+        What is moved to the host is there until its copy ends. The most are compared, so that nothing counts which is
+        late while there is room.
+        """
+        found = {}
+        for rank, first, away, graphs in self.graph.copies:
+            events, sent = first + np.arange(len(away)), np.concatenate([[0], np.cumsum(away)])
+            ends, issued = self.of(events), self.of(self.graph.posted[self.graph.message[events]])
+            more = []
+            for end, when in zip(ends.T, issued.T, strict=True):
+                made = np.minimum(np.searchsorted(end, when, side="right"), np.arange(len(away)))
+                more.append(int((graphs + sent[:-1] - sent[made]).max() - graphs.max()))
+            found[rank] = np.array(more)
+        return found
+
     def ends(self) -> RankEnds:
         """Return when the ranks are done, and whether anything has waited for room, or for a RECV."""
         graph = self.graph

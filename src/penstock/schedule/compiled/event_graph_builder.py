@@ -11,11 +11,12 @@ What an event waits for depends on no time, so it can be found before any cost i
                  their order, it is the first buffer to be free, too.
     fused pairs  are one action; which of the two runs first is the schedule's choice, not the machine's.
     collectives  A lane of collectives keeps the order in which its ranks issue them, which must be one.
+    host copies  The lane of a rank keeps their order, too; none holds up the rank, and one action waits for each that
+                 brings something back.
 
 What is not covered raises `NotCompiledError`, and the object machine has to play it: collectives whose order differs
 between ranks, or whose results a rank may use at times that depend on the order of play (a DECIDE that waits for a
-REDUCE and is awaited by a VALIDATE), copies of activations to the host's memory, and spans that do not end, of which
-the object machine says why.
+REDUCE and is awaited by a VALIDATE), and spans that do not end, of which the object machine says why.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.schedule.compiled.collective_events import Joins, JointEvents, NotCompiledError
+from penstock.schedule.compiled.copy_lanes import CopyLanes
 from penstock.schedule.compiled.graph import NEVER, OWN, ROOM, START, TRANSFER, WAIT, EventGraph
 from penstock.schedule.compiled.instruction_arrays import (
     ACT,
@@ -40,7 +42,6 @@ from penstock.schedule.compiled.instruction_arrays import (
 )
 from penstock.schedule.ir.absolute_actions import existing
 from penstock.schedule.ir.schedule import Payload
-from penstock.schedule.machine.lane_state import is_host_copy
 
 _UNITS = 1 << 40  # more than there are microbatches: a message is numbered route * _UNITS + microbatch
 
@@ -118,24 +119,26 @@ def graph_of(
     Raises:
         NotCompiledError: the object machine has to play it.
     """
-    if any(map(is_host_copy, code.classes.examples)):
-        raise NotCompiledError("copies to the host's memory have a lane of their own")
     ranks = [unrolled(code, rank, batches, rejected, drained) for rank in range(code.schedule.ranks)]
     lanes = _Lanes(code, ranks)
     joins = Joins(code, ranks, lanes.messages)
-    chains = [_Chain(code, span, rank, lanes, joins) for rank, span in enumerate(ranks)]
+    copies = CopyLanes(code, ranks, joins.first_free)
+    waits = [np.concatenate(both) for both in zip(joins.waits, copies.waits, strict=True)]
+    chains = [_Chain(code, *each, lanes) for each in zip(ranks, waits, strict=True)]
     if (lanes.identities[0] != lanes.identities[1])[lanes.identities.min(axis=0) >= 0].any():
         raise NotCompiledError("the two ends of a lane use different orders")
     firsts = np.cumsum([2, *(chain.length for chain in chains)])
-    posted, ready = (np.full(joins.first_free, NEVER, dtype=np.int64) for _ in "ab")
+    posted, ready = (np.full(copies.first_free, NEVER, dtype=np.int64) for _ in "ab")
     posted[START] = ready[START] = START
     for chain, first in zip(chains, firsts, strict=False):
         chain.place_messages(first, posted, ready)
     joint = JointEvents(joins, chains, firsts, posted, ready)
-    cls = [np.array([WAIT, WAIT]), *(chain.cls for chain in chains), *joint.cls]
+    copied = copies.events(chains, firsts, int(firsts[-1]) + sum(map(len, joint.cls)), posted, ready)
+    cls = [np.array([WAIT, WAIT]), *(chain.cls for chain in chains), *joint.cls, *(each[0] for each in copied)]
     message = [np.array([START, NEVER]), *(chain.message for chain in chains), *joint.message]
+    message += [each[1] for each in copied]
     stops = np.cumsum([2, *map(len, cls[1:])])
-    travels = np.zeros(joins.first_free, dtype=bool)
+    travels = np.zeros(copies.first_free, dtype=bool)
     travels[2 : lanes.messages] = True
     met = travels & (posted != NEVER) & (ready != NEVER)
     graph = EventGraph(
@@ -148,6 +151,7 @@ def graph_of(
         stops,
         len(ranks),
         met,
+        copies.used,
     )
     return _with_transfers(graph, lanes.bases) if transfers else graph
 
@@ -189,12 +193,18 @@ class _Lanes:
 class _Chain:
     """The events of one rank.
 
+    Args:
+        code: the schedule.
+        span: what the rank does.
+        beside: rows of (entry, message) of what it waits for beside messages of lanes.
+        lanes: of messages.
+
     Attributes:
         cls, message: of its events, the start of the chain among them.
         after: per entry, the last event of the chain when the rank has gone past it.
     """
 
-    def __init__(self, code: CodedSchedule, span: Unrolled, rank: int, lanes: _Lanes, joins: Joins) -> None:
+    def __init__(self, code: CodedSchedule, span: Unrolled, beside: Numbers, lanes: _Lanes) -> None:
         window, bases = code.window, lanes.bases
         sends, send_lanes, sent = lanes.numbered(span, SEND)
         receives, receive_lanes, received = lanes.numbered(span, RECEIVE)
@@ -207,7 +217,7 @@ class _Chain:
         if parked.any():
             held = self._buffers(receives[parked], receive_lanes[parked], received[parked], accepts, bases, window)
             rooms = np.concatenate([rooms, held])
-        waits = np.concatenate([needs, joins.waits[rank], rooms])
+        waits = np.concatenate([needs, beside, rooms])
         waits = waits[np.argsort(waits[:, 0], kind="stable")]
         entries = waits[:, 0]
         each = np.bincount(entries, minlength=len(span.kind))
@@ -294,4 +304,5 @@ def _with_transfers(graph: EventGraph, bases: Numbers) -> EventGraph:
         np.concatenate(stops),
         graph.ranks,
         np.concatenate([met, graph.met[raw]]),
+        graph.copies,
     )

@@ -12,8 +12,10 @@ for several messages stands behind others that take no time and wait for one eac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,22 @@ START, NEVER = 0, 1
 """Events that precede all others and that do not happen. The message of the same number joins them to themselves."""
 WAIT, ROOM, TRANSFER, OWN = range(4)
 """Classes of events that take no time, those that wait for room on a lane, those that occupy a lane; actions follow."""
+
+
+class CopyLane(NamedTuple):
+    """The copies of one rank, in their order.
+
+    Attributes:
+        rank: whose.
+        first: the event of the first one; the others follow.
+        away: which move activations to the host.
+        graphs: of the rank on its device directly before these, and directly behind others, if copies took no time.
+    """
+
+    rank: int
+    first: int
+    away: Flags
+    graphs: Numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +58,7 @@ class EventGraph:
             the last; ranks come first.
         ranks: how many of the chains are ranks.
         met: per message, whether it has a SEND and a RECV that meet on a lane.
+        copies: the lanes of copies to the host's memory and back.
     """
 
     classes: CostClasses
@@ -51,6 +70,7 @@ class EventGraph:
     chains: Numbers
     ranks: int
     met: Flags
+    copies: Sequence[CopyLane] = ()
 
     @cached_property
     def steps(self) -> Steps:

@@ -20,12 +20,13 @@ from penstock.schedule.ir.sharding import REPLICATED
 from penstock.schedule.machine.collective_state import is_collective
 from penstock.schedule.machine.gradient_room import ADDING
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, Route
+from penstock.schedule.machine.lane_state import is_host_copy
 
 Numbers = NDArray[np.signedinteger[Any]]
 Flags = NDArray[np.bool_]
 
-ACT, SEND, RECEIVE, JOIN = range(4)
-"""Kinds of instructions: on the rank itself; both ends of messages; joining a collective."""
+ACT, SEND, RECEIVE, JOIN, COPY = range(5)
+"""Kinds of instructions: on the rank itself; both ends of messages; joining a collective; host copies."""
 VERSION, GRADIENT = range(2)
 """Kinds of what an action uses."""
 
@@ -65,7 +66,7 @@ class Code:
     """A part of one rank's program, an entry for each instruction, in its order. Numbers are relative, as in schedules.
 
     Attributes:
-        kind: `ACT`, `SEND`, `RECEIVE` or `JOIN`.
+        kind: `ACT`, `SEND`, `RECEIVE`, `JOIN` or `COPY`.
         what: the class of an action; the route of a message.
         first: the first microbatch; of actions on batches, the batch.
         on_batch: whether `first` is a batch.
@@ -153,7 +154,7 @@ def _code(instructions: Sequence[Instruction], classes: CostClasses, schedule: S
             kind.append(RECEIVE if action.op is Op.RECV else SEND)
             what.append(route)
         else:
-            kind.append(JOIN if is_collective(action) else ACT)
+            kind.append(JOIN if is_collective(action) else COPY if is_host_copy(action) else ACT)
             what.append(classes.of(action))
             wanted = accepts if action.op in ACCEPTING else needs
             wanted += [(entry, *message) for message in needed]

@@ -118,7 +118,8 @@ class LaneState:
 
 _Key = tuple[Stage, int, int]
 """Stage, microbatch of the span, and slice; of an optimizer state the batch, and -1."""
-_TAKEN = frozenset({Op.FETCH, Op.SWAPIN})
+TAKEN = frozenset({Op.FETCH, Op.SWAPIN})
+"""Copies that bring something back."""
 
 
 class HostCopies:
@@ -147,7 +148,7 @@ class HostCopies:
         """
         start = max(now, self._free[rank])
         end = self._free[rank] = start + duration
-        if action.op in _TAKEN:
+        if action.op in TAKEN:
             self._back.update(dict.fromkeys(_keys(action, t, microbatches), end))
         return start, end
 
