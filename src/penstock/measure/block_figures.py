@@ -27,6 +27,7 @@ class PassFigures:
         halves: seconds of the backward for the inputs and of that for the weights; None where it cannot be halved.
         late: bytes that are kept between them; None as `halves`.
         data: bytes of the model's own input that the first block reads, as its passes compute with them.
+        movable: bytes of `stored` that can be moved to the host's memory; None where nothing can be.
     """
 
     forward: float
@@ -36,6 +37,7 @@ class PassFigures:
     halves: tuple[float, float] | None = None
     late: int | None = None
     data: int = 0
+    movable: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,9 @@ def measure_block(
     if place.first:
         kept = _measure_kept_inputs(name, block, place, inputs, training)
         passes = {size: replace(each, data=kept[size]) for size, each in passes.items()}
+    movable = movable_bytes({name: block}, place, inputs, training)
+    if movable is not None:
+        passes = {size: replace(each, movable=movable[size]) for size, each in passes.items()}
     try:
         with closing(StageTrial({name: block}, place, training, halved=True)) as trial:
             halved = {size: _measure(trial, given, seconds, tensor) for size, given in inputs.items()}
@@ -90,6 +95,20 @@ def measure_block(
         return passes, weights, behind
     passes = {size: replace(each, halves=halved[size].halves, late=halved[size].late) for size, each in passes.items()}
     return passes, weights, behind
+
+
+def movable_bytes(
+    blocks: Mapping[str, Any], place: BlockPlace, inputs: Mapping[int, BlockInput], training: Training
+) -> dict[int, int] | None:
+    """Return the bytes that can be moved to the host's memory of blocks in a stage, by microbatch size.
+
+    None where activations of such blocks cannot be moved.
+    """
+    try:
+        with closing(StageTrial(blocks, place, training, moved=True)) as trial:
+            return {size: trial.run(given).movable for size, given in inputs.items()}
+    except CapabilityError:
+        return None
 
 
 def _measure_kept_inputs(

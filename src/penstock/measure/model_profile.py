@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from penstock.comm.core.tensor_group import TensorGroup
 from penstock.errors import ConfigError
-from penstock.measure.block_figures import BlockFigures, PassFigures, measure_block
+from penstock.measure.block_figures import BlockFigures, PassFigures, measure_block, movable_bytes
 from penstock.measure.distinct_blocks import kind_of, title_of
 from penstock.measure.stages.stage_trial import BlockInput, BlockPlace, StageTrial, Training
 from penstock.options.all_options import PipelineOptions
@@ -27,6 +27,7 @@ class MeasuredBlock(NamedTuple):
         passes: by microbatch size.
         weights: what its weights take.
         shared: by microbatch size, bytes that it and the block before both keep, if they are in one stage.
+        movable_with: the same of what can be moved to the host's memory of both together, beside that of each.
     """
 
     name: str
@@ -34,6 +35,7 @@ class MeasuredBlock(NamedTuple):
     passes: Mapping[int, PassFigures]
     weights: BlockFigures
     shared: Mapping[int, int]
+    movable_with: Mapping[int, int]
 
 
 def measure_blocks(
@@ -101,7 +103,7 @@ class _Walk:
         self._count, self._samples, self._training = count, samples, training
         self._seconds, self._told = seconds, told
         self._known: dict[Hashable, _Known] = {}
-        self._pairs: dict[tuple[Hashable, Hashable], dict[int, int]] = {}
+        self._pairs: dict[tuple[Hashable, Hashable], tuple[dict[int, int], dict[int, int]]] = {}
         self._titles: dict[str, int] = {}
         self._inputs = {size: BlockInput(value) for size, (value, _) in sorted(samples.items())}
         self._before: _Place | None = None
@@ -116,14 +118,14 @@ class _Walk:
             self._told(name)
             self._known[here.kind] = self._measure(here)
         label, passes, weights, behind = self._known[here.kind]
-        shared, before = dict.fromkeys(self._inputs, 0), self._before
+        both, before = (dict.fromkeys(self._inputs, 0),) * 2, self._before
         if before is not None:
             pair = before.kind, here.kind
             if pair not in self._pairs:
-                self._pairs[pair] = self._shared(before, here)
-            shared = self._pairs[pair]
+                self._pairs[pair] = self._together(before, here)
+            both = self._pairs[pair]
         self._before, self._inputs = here, behind
-        return MeasuredBlock(name, label, passes, weights, shared)
+        return MeasuredBlock(name, label, passes, weights, *both)
 
     def _with_targets(self, inputs: dict[int, BlockInput], place: BlockPlace) -> dict[int, BlockInput]:
         """Return inputs with what the loss takes, if they are those of a last block."""
@@ -137,15 +139,16 @@ class _Walk:
         measured = measure_block(here.name, here.block, here.place, here.inputs, self._training, self._seconds)
         return _Known(title if count == 1 else f"{title} {count}", *measured)
 
-    def _shared(self, before: _Place, here: _Place) -> dict[int, int]:
-        """Return the bytes that two blocks both keep, by microbatch size: by how much less one stage of both keeps."""
+    def _together(self, before: _Place, here: _Place) -> tuple[dict[int, int], dict[int, int]]:
+        """Return by how many bytes less a stage of two blocks keeps, and by how many more can be moved, by size."""
         place = BlockPlace(before.place.first, here.place.last)
-        blocks, found = {before.name: before.block, here.name: here.block}, {}
+        blocks, inputs = {before.name: before.block, here.name: here.block}, self._with_targets(before.inputs, place)
+        alone = {size: [self._known[each.kind].passes[size] for each in (before, here)] for size in inputs}
         with closing(StageTrial(blocks, place, self._training)) as both:
-            for size, given in self._with_targets(before.inputs, place).items():
-                alone = (self._known[each.kind].passes[size].stored for each in (before, here))
-                found[size] = sum(alone) - both.run(given).stored
-        return found
+            shared = {n: sum(each.stored for each in alone[n]) - both.run(given).stored for n, given in inputs.items()}
+        movable = movable_bytes(blocks, place, inputs, self._training) or dict.fromkeys(inputs, 0)
+        more = {n: max(most - sum(each.movable or 0 for each in alone[n]), 0) for n, most in movable.items()}
+        return shared, more
 
 
 def profile_of(
@@ -179,6 +182,9 @@ def _layer(block: MeasuredBlock) -> ProfiledLayer:
     def each(value: Callable[[PassFigures], float]) -> Numbers:
         return _numbers([value(figures) for figures in block.passes.values()])
 
+    def joined(values: Mapping[int, int]) -> Numbers:
+        return _numbers(list(values.values()))
+
     weights, halves, sizes = block.weights, dict[str, Any](), dict[str, Any]()
     if weights.whole is not None:
         sizes["whole"] = float(weights.whole)
@@ -192,6 +198,8 @@ def _layer(block: MeasuredBlock) -> ProfiledLayer:
         }
     if any(figures.data for figures in block.passes.values()):
         sizes["data"] = each(lambda p: p.data)
+    if all(figures.movable is not None for figures in block.passes.values()):
+        sizes |= {"movable": each(lambda p: p.movable or 0), "movable_with": joined(block.movable_with)}
     return ProfiledLayer(
         name=block.name,
         kind=block.kind,
@@ -199,7 +207,7 @@ def _layer(block: MeasuredBlock) -> ProfiledLayer:
         backward=each(lambda p: _rounded(p.backward)),
         output=each(lambda p: p.output),
         stored=each(lambda p: p.stored),
-        shared=_numbers(list(block.shared.values())),
+        shared=joined(block.shared),
         parameters=float(weights.parameters),
         buffer=float(weights.buffer),
         optimizer=float(weights.optimizer),

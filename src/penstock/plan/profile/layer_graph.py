@@ -47,6 +47,8 @@ class GraphLayer:
         data: bytes of the model's own input that it reads.
         largest: bytes of its largest parameter, as of `whole`; None if the profile does not say.
         halves: seconds of the two halves of a backward, and bytes kept between them; None if the profile does not say.
+        movable: bytes of `stored` that can be moved to the host's memory, in a stage of its own, and in addition if the
+            layer before is in the same stage; None if the profile does not say.
     """
 
     name: str
@@ -66,6 +68,7 @@ class GraphLayer:
     data: float = 0.0
     halves: tuple[float, float, float] | None = None
     largest: float | None = None
+    movable: tuple[float, float] | None = None
 
     @property
     def tensor_degrees(self) -> frozenset[int]:
@@ -258,13 +261,14 @@ class _GraphReader:
         if first is not None and second is not None:
             factor = self._times.backward
             halves = first * factor, second * factor, stored if late is None else late
-        shared, data = (
+        shared, data, behind = (
             0.0 if given is None else self._value(given, f"{where}, {key}")
-            for given, key in ((layer.shared, "shared"), (layer.data, "data"))
+            for given, key in ((layer.shared, "shared"), (layer.data, "data"), (layer.movable_with, "movable_with"))
         )
+        movable = None if layer.movable is None else (self._value(layer.movable, f"{where}, movable"), behind)
         buffer = layer.parameters if layer.buffer is None else layer.buffer
         costs = layer.parameters, ways, forward, stored, layer.optimizer, layer.step * self._times.step, shared
-        more = buffer, layer.whole, layer.frozen, data, halves, layer.largest
+        more = buffer, layer.whole, layer.frozen, data, halves, layer.largest, movable
         return GraphLayer(layer.name, layer.kind, seconds, output, *costs, *more)
 
     def _way(self, number: int, option: LayerOption, where: str) -> Way:

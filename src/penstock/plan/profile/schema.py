@@ -76,6 +76,9 @@ class ProfiledLayer(_Strict):
         output: bytes of its output.
         stored: bytes that are kept from forward to backward; `output` if not given.
         shared: bytes of `stored` that the layer before keeps as well, if both are in one stage.
+        movable: bytes of `stored` that can be moved to the host's memory and back, in a stage of its own; not given
+            where that is not known.
+        movable_with: the same in addition, if the layer before is in the same stage, as its output can be moved then.
         late: bytes that are kept between the halves of a backward.
         data: bytes of the model's own input that it reads, as passes compute with them.
         parameters: bytes.
@@ -99,6 +102,8 @@ class ProfiledLayer(_Strict):
     output: Numbers = 0.0
     stored: Numbers | None = None
     shared: Numbers | None = None
+    movable: Numbers | None = None
+    movable_with: Numbers | None = None
     late: Numbers | None = None
     data: Numbers | None = None
     parameters: Number = 0.0

@@ -37,15 +37,17 @@ def analytic_profile(shape: ModelShape, cluster: Cluster, sizes: Sequence[int]) 
     kept = _PER_VALUE * s * h + _PER_SCORE * shape.heads * s * s
     work = [size * s * (2 * matrices + 4 * s * h) for size in sizes]
     layer = _layer("layer", matrices, work, [size * kept for size in sizes], out, cluster)
-    layer = layer.model_copy(update={"largest": _SINGLE * max(shape.expansion, 1) * h**2})
+    movable = [size * kept - each for size, each in zip(sizes, out, strict=True)]  # all but its input
+    more = {"largest": _SINGLE * max(shape.expansion, 1) * h**2, "movable": movable, "movable_with": list(out)}
+    layer = layer.model_copy(update=more)
     embedding = _layer("embedding", float(vocabulary * h), [0.0] * len(sizes), list(out), out, cluster)
     logits = [2.0 * size * s * h * vocabulary for size in sizes]
     losses = [(_HALF + _SINGLE) * size * s * vocabulary for size in sizes]
     head = _layer("head", float(vocabulary * h), logits, losses, [_SINGLE] * len(sizes), cluster)
     tokens = [_TOKEN * size * s for size in sizes]
-    layers = [embedding.model_copy(update={"name": "embedding", "data": tokens})]
+    layers = [embedding.model_copy(update={"name": "embedding", "data": tokens, "movable": 0.0})]
     layers += [layer.model_copy(update={"name": f"layers.{n}"}) for n in range(shape.layers)]
-    layers.append(head.model_copy(update={"name": "head"}))
+    layers.append(head.model_copy(update={"name": "head", "movable": losses}))
     speeds = (cluster.inside.value / 2, cluster.between.value / 2)  # of one direction
     return Profile(
         format="penstock profile 1",
