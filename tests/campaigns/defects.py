@@ -81,8 +81,8 @@ DEFECTS = (
     Defect(
         "the bytes that two blocks both keep count once too often",
         "measure",
-        "sum(alone) - both.run(given).stored",
-        "both.run(given).stored - sum(alone)",
+        "sum(each.stored for each in alone[n]) - both.run(given).stored",
+        "both.run(given).stored - sum(each.stored for each in alone[n])",
         ("tests/measure/test_model_profile.py",),
     ),
     Defect(

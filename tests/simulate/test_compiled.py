@@ -57,9 +57,13 @@ def test_copies_to_the_host_are_compiled(method):
             Costs(alike, copy=3.0, swap=2.0, latency=0.1)
             for alike in (own, tuple(replace(each, copy=0.0) for each in own))
         ]
-        bubbles = CompiledSpan(lowered, 4, transfers=True).bubbles(costs)
+        span = CompiledSpan(lowered, 4, transfers=True)
+        bubbles = span.bubbles(costs)
         assert [vars(b) for b in bubbles] == [vars(play(lowered, each, 4)[0].bubble()) for each in costs]
         assert bubbles[0].makespan > bubbles[1].makespan
+        slow, fast = (span.not_gone(each) for each in costs)
+        assert all(slow[rank] >= fast[rank] for rank in slow)
+        assert method != "gpipe" or slow[0] > fast[0]
 
 
 @pytest.mark.parametrize("sharding", ["optimizer", "gradients:gradients=1", "full:weights=1:gradients=1", "full"])

@@ -273,7 +273,6 @@ def test_every_choice_is_named_with_its_key():
     meanings = {key: meaning for key, _, meaning in described_keys()}
     for key, wrong in (
         ("precision", "x"),
-        ("offload", "x"),
         ("reduce", "x"),
         ("undo", "x"),
         ("lr_schedule.decay", "x"),
@@ -283,6 +282,9 @@ def test_every_choice_is_named_with_its_key():
         choices = re.findall(r"'(\S+?)'", str(refused.value).rpartition(", got")[0])
         assert choices
         assert meanings[key].startswith(f"{', '.join(choices[:-1])} or {choices[-1]}: ")
+    with pytest.raises(ConfigError, match="none or activations, or a list of these"):
+        load_config(None, ["offload=x"])
+    assert load_config(None, ["offload=[none, activations]"]).offload == ["none", "activations"]
     assert meanings["optimizer.name"].count("sgd") == 1  # where a description names them, they are not named again
 
 

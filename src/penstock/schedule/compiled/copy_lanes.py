@@ -17,7 +17,6 @@ from penstock.schedule.compiled.instruction_arrays import ACT, COPY, CodedSchedu
 from penstock.schedule.ir.schedule import Action, Kind, Op
 from penstock.schedule.machine.lane_state import TAKEN
 
-
 _GRAPHS = {Op.F: 1, Op.B: -1, Op.I: -1, Op.OFFLOAD: -1, Op.FETCH: 1}
 
 
