@@ -50,11 +50,14 @@ def check_repeatable(optimizer: Optimizer) -> None:
     name = name_of(optimizer)
     if not is_elementwise(optimizer) and type(optimizer) is not Muon:
         raise CapabilityError(
-            f"2bw-ahead and 3bw-ahead repeat the last gradient of SGD, Adam, AdamW, NAdam, Adan and what goes with Muon, "
-            f"not of {name}; use their option motion=1, which repeats the last motion of the weights under any optimizer"
+            "2bw-ahead and 3bw-ahead repeat the last gradient of SGD, Adam, AdamW, NAdam, Adan and what goes with "
+            f"Muon, not of {name}; use their option motion=1, which repeats the last motion of the weights under any "
+            "optimizer"
         )
     if any(group.get("maximize") or group.get("amsgrad") for group in optimizer.param_groups):
-        raise CapabilityError("2bw-ahead and 3bw-ahead do not repeat gradients under maximize or amsgrad; turn them off")
+        raise CapabilityError(
+            "2bw-ahead and 3bw-ahead do not repeat gradients under maximize or amsgrad; turn them off"
+        )
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
