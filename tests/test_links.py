@@ -89,11 +89,13 @@ def test_turns_of_all_cases():
 
 
 def test_the_time_of_a_message():
-    assert LINKS["100 Mbit/s"].seconds(125_000) == pytest.approx(0.01)
-    assert LINKS["1 Gbit/s, 5 ms"].seconds(125_000) == pytest.approx(0.006)
-    assert LINKS["1 Gbit/s, 5 ms"].occupied(125_000) == pytest.approx(0.001)
-    assert LINKS["loopback"].seconds(125_000) == 0
-    assert message_costs(LINKS["1 Gbit/s, 5 ms"], 125_000) == pytest.approx({"latency": 0.005, "transfer": 0.001})
+    """Frames of Ethernet with 1,448 bytes of a message have 66 more."""
+    nbytes = 125_000 * 1448 / 1514
+    assert LINKS["100 Mbit/s"].seconds(nbytes) == pytest.approx(0.01)
+    assert LINKS["1 Gbit/s, 5 ms"].seconds(nbytes) == pytest.approx(0.006)
+    assert LINKS["1 Gbit/s, 5 ms"].occupied(nbytes) == pytest.approx(0.001)
+    assert LINKS["loopback"].seconds(nbytes) == 0
+    assert message_costs(LINKS["1 Gbit/s, 5 ms"], nbytes) == pytest.approx({"latency": 0.005, "transfer": 0.001})
 
 
 def test_aims_of_a_run():

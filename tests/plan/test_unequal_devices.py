@@ -88,7 +88,7 @@ def best_times(trial, of, chain, all_places):
                 continue
             usual = trial.costs(np.array(cuts), again)
             stages = tuple(
-                type(each)(*(seconds / place[rank][0] for seconds in vars(each).values()))
+                type(each)(*(None if s is None else s / place[rank][0] for s in vars(each).values()))
                 for rank, each in zip(of.method.ranks(of.depth), usual.stages, strict=True)
             )
             costs.append(replace(usual, stages=stages))

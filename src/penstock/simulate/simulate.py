@@ -145,6 +145,7 @@ def simulate_schedule(
     lowered = _lower(proof, costs, batches, asked) if span is None else proof.lowered
     activations = _activations_of(proof, costs.left)
     played = rejected or costs.network is not None or costs.slow_down(proof.schedule.ranks)
+    played = played or _copies_activations(proof.schedule)  # which are held until their copies end
     bubble = None if played else _compiled(span, lowered, costs, batches)
     timeline: Timeline | None = None
     if bubble is None:
@@ -249,6 +250,13 @@ def _activations_of(proof: Proof, left: float) -> tuple[Fraction, ...]:
     if isinstance(proof.schedule, ArraySchedule):
         return tuple(most_held_in_arrays(proof.schedule, proof.steady_from + 2, _as_fraction(left)))
     return most_activations(proof.schedule, proof.steady_from + 1, _as_fraction(left))
+
+
+def _copies_activations(schedule: Schedule) -> bool:
+    """Whether activations are copied to the host."""
+    if isinstance(schedule, ArraySchedule):  # arrays copy nothing
+        return False
+    return any(action.op is Op.OFFLOAD for program in schedule.programs for action in program.period)
 
 
 def _as_fraction(left: float) -> Fraction:
