@@ -91,8 +91,8 @@ class Gathers:
     def begin(self, stage: StageRuntime, version: int) -> None:
         """Begin to complete a version of which the own shard is there, unless it is whole already."""
         shards = stage.weights.version_shards(version)
-        if shards is None or (self.full and not shards):  # nor is there anything of a stage that trains nothing
-            return
+        if shards is None or (not shards and (stage.key, version) in self._begun):
+            return  # a stage that trains nothing does not know that another GATHER has named the version
         self._join(stage, version, shards)
 
     def _join(self, stage: StageRuntime, version: int, shards: list[list[Tensor]]) -> None:
