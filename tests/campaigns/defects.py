@@ -762,7 +762,7 @@ DEFECTS = (
     Defect(
         "every pipeline hands in the norm of the gradient that all have",
         "runtime",
-        "squares = stage.weights.gradient_squares(batch) if counts else (0.0, 0.0)",
+        "squares = stage.weights.gradient_squares(batch) if counts else Squares()",
         "squares = stage.weights.gradient_squares(batch)",
         ("tests/comm/test_width.py",),
     ),
@@ -903,8 +903,8 @@ DEFECTS = (
     Defect(
         "with sharded sums only the first pipeline counts in the norm",
         "runtime/update",
-        "counts |= self.gathers is not None and self.gathers.splits_gradients",
-        "counts |= False",
+        "counts = first or (self.gathers is not None and self.gathers.splits_gradients)",
+        "counts = first",
         ("tests/runtime/test_sharded_state.py",),
     ),
     Defect(

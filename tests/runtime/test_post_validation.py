@@ -16,6 +16,7 @@ from penstock.runtime.rank.snapshot import Saving
 from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.verify.reference import Scaling
+from penstock.weights.memory.squared_norm import Squares
 from penstock.weights.optim.undo import undo_step
 from support.cases import (
     OPTIMIZERS,
@@ -282,7 +283,7 @@ def train_slowly(group: dist.ProcessGroup | None, case: Case) -> list[tuple[int,
     """The norms of a run in which it takes long to take them."""
     whole = TrainedWeights.gradient_squares
 
-    def squares(self: TrainedWeights, batch: int) -> tuple[float, float]:
+    def squares(self: TrainedWeights, batch: int) -> Squares:
         time.sleep(0.02)
         return whole(self, batch)
 

@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 from penstock.checkpoint.manager import Checkpoints
 from penstock.errors import CheckpointError
+from penstock.runtime.execute import build_rank_span
 from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
+from penstock.runtime.update.unsharded_gradient_limit import GradientPlaces
 from support.cases import (
     Case,
     Outcome,
@@ -77,6 +79,23 @@ def test_passes_that_wait_for_gathers_take_no_snapshot_away() -> None:
     limited, free = (saved_by(case, level, 2).tensors for level in ("gradients:gradients=1", "gradients"))
     assert any(name.startswith("weights/") for name in free)
     assert_equal_tensors(limited, free, "state")
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_ranks_have_as_many_places_for_full_size_gradients_as_were_proven(
+    monkeypatch: pytest.MonkeyPatch, places: int
+) -> None:
+    given: list[int] = []
+
+    class Recorded(GradientPlaces):
+        def __init__(self, places: int) -> None:
+            given.append(places)
+            super().__init__(places)
+
+    monkeypatch.setattr(build_rank_span, "GradientPlaces", Recorded)
+    case = Case("breadth-first", 1, 2, width=2, spans=(1,), options=(("chunks", 3),))
+    saved_by(case, f"gradients:gradients={places}", 1)
+    assert set(given) == {places}
 
 
 SHAPES = [(2, 2, "gradients"), (1, 1, "none"), (3, 1, "none"), (2, 4, "gradients"), (1, 3, "optimizer"), (2, 2, "none")]

@@ -17,7 +17,7 @@ from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.train.setup import build_pipeline, prepare_run
 from penstock.weights.memory.buffers import Buffer, Handle
-from penstock.weights.memory.squared_norm import squared_norm
+from penstock.weights.memory.squared_norm import Squares, squared_norm
 from penstock.weights.mixed_store import MixedStore
 from penstock.weights.store import VersionStore
 from penstock.weights.updates.rates import Rates
@@ -101,18 +101,21 @@ def doubled_norm_share(patch: Patch) -> None:
     """The squares of stage 1 count twice."""
     real = TrainedWeights.gradient_squares
 
-    def squares(self: TrainedWeights, batch: int) -> tuple[float, float]:
-        total, rest = real(self, batch)
-        return (2 * total, 2 * rest) if self.store.where.startswith("stage 1 ") else (total, rest)
+    def squares(self: TrainedWeights, batch: int) -> Squares:
+        found = real(self, batch)
+        twice = found._replace(total=2 * found.total, rest=2 * found.rest)
+        return twice if self.store.where.startswith("stage 1 ") else found
 
     patch.setattr(TrainedWeights, "gradient_squares", squares)
 
 
 def ties_count_twice(patch: Patch) -> None:
-    """A shared parameter counts in the norm with every stage that holds it."""
-    patch.setattr(
-        TrainedWeights, "gradient_squares", lambda self, batch: squared_norm(self.store.gradient(batch).views.values())
-    )
+    """The squares of a shared parameter count in the norm with every stage that holds it."""
+
+    def squares(self: TrainedWeights, batch: int) -> Squares:
+        return squared_norm(self.store.gradient(batch).views.values())._replace(elements=self.counted)
+
+    patch.setattr(TrainedWeights, "gradient_squares", squares)
 
 
 def no_ties(patch: Patch) -> None:

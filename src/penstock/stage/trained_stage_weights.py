@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from penstock.weights.decision import Decision
 from penstock.weights.memory.buffers import Buffer, Handle
 from penstock.weights.memory.emulated_delay_buffers import OlderVersions
 from penstock.weights.memory.sharded_buffer import DividedRows
-from penstock.weights.memory.squared_norm import squared_norm
+from penstock.weights.memory.squared_norm import Squares, squared_norm
 from penstock.weights.memory.user_parameter_hooks import ParameterHooks
 from penstock.weights.optim.step_hooks import HOOKS_ON_ROWS, hooks_take_rows
 from penstock.weights.provisional_update import Provisional
@@ -125,10 +126,16 @@ class TrainedWeights(StageWeights):
         views = self.store.summed(batch)
         return [views[name] for name in names if name in views]
 
-    def gradient_squares(self, batch: int) -> tuple[float, float]:
-        """Return the squared norm of the gradient that is here, and its rounding error."""
+    def gradient_squares(self, batch: int) -> Squares:
+        """Return the squared norm of the gradient that is here."""
         found = self.store.summed(batch)
         return squared_norm(view for name, view in found.items() if name not in self.counted_elsewhere)
+
+    @property
+    def counted(self) -> int:
+        """The numbers whose gradients count in the norm with this stage."""
+        slots = self.store.layout.slots.items()
+        return sum(math.prod(slot.shape) for name, slot in slots if name not in self.counted_elsewhere)
 
     def all_squares(self, batch: int) -> float:
         """Return the squared norm of the whole gradient."""

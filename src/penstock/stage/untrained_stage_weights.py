@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from penstock.schedule.ir.schedule import Copy
 from penstock.weights.decision import Decision
 from penstock.weights.memory.buffers import Buffer, Handle
+from penstock.weights.memory.squared_norm import Squares
 from penstock.weights.replica_averaging import Agreement
 from penstock.weights.wave_synchronous_updates import WaveWeights
 
@@ -69,12 +70,14 @@ class StageWeights:
         """Return the gradients of some parameters, as far as their sums over pipelines are here."""
         return []
 
-    def gradient_squares(self, batch: int) -> tuple[float, float]:
-        """Return the squared norm of the gradient that is here, and its rounding error.
+    def gradient_squares(self, batch: int) -> Squares:
+        """Return the squared norm of the gradient that is here, without parameters that count with another stage."""
+        return Squares()
 
-        Without parameters that count with another stage.
-        """
-        return 0.0, 0.0
+    @property
+    def counted(self) -> int:
+        """The numbers whose gradients count in the norm with this stage."""
+        return 0
 
     def all_squares(self, batch: int) -> float:
         """Return the squared norm of the whole gradient."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from penstock.checks import check_whole, is_number
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, VersionError
 from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.ir.version_rules import RULES
 
@@ -31,6 +31,8 @@ class Share(NamedTuple):
         scale: S, from the last stage.
         stop: 1 where a stop of the run was requested.
         evaluated, evaluated_weight: loss sum and weight of an evaluation, from the last stages.
+        missing: of how many numbers `squares` is, taken from those that a stage trains, which its first holder adds; so
+            zero over all stages, and a gradient that is left out of the norm is noticed.
     """
 
     squares: float = 0.0
@@ -41,6 +43,7 @@ class Share(NamedTuple):
     stop: float = 0.0
     evaluated: float = 0.0
     evaluated_weight: float = 0.0
+    missing: float = 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -147,6 +150,7 @@ def add_shares(shares: Sequence[Share]) -> Share:
         max(share.stop for share in shares),
         math.fsum(share.evaluated for share in shares),
         math.fsum(share.evaluated_weight for share in shares),
+        math.fsum(share.missing for share in shares),
     )
 
 
@@ -158,8 +162,17 @@ def decide(batch: int, total: Share, divisor: float, clip: float | None) -> Deci
         total: the sum of all shares.
         divisor: c.
         clip: the largest norm, if any.
+
+    Raises:
+        VersionError: the norm is not that of the whole gradient.
     """
     squares, _, loss, weight, scale, stop, *_ = total
+    if total.missing:
+        fault = f"without {total.missing:,.0f} of its" if total.missing > 0 else f"with {-total.missing:,.0f} more"
+        raise VersionError(
+            f"batch {batch}: the norm of the gradient is {fault} numbers, as a holder of sharded weights, or of shared "
+            "parameters, has handed in others than its own; please report this"
+        )
     finite = math.isfinite(squares)
     if not weight:
         return Decision(batch, math.nan, weight, math.nan, scale, finite, 0.0, bool(stop))

@@ -18,6 +18,7 @@ from penstock.stage.loss import Loss
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.timeline import Waiting
 from penstock.weights.decision import Decision
+from penstock.weights.memory.squared_norm import Squares
 
 _OTHERS = {
     Op.REDUCE: "the other pipelines: to reduce",
@@ -91,8 +92,8 @@ class Updates:
             loss: of the batch on the last stage; None elsewhere.
         """
         me = Holder(self._pipeline, stage.key)
-        counts = me == self._holders[stage.key.index][0]  # the others hold the same gradient, or another shard of it
-        counts |= self.gathers is not None and self.gathers.splits_gradients
+        first = me == self._holders[stage.key.index][0]  # the others hold the same gradient, or another shard of it
+        counts = first or (self.gathers is not None and self.gathers.splits_gradients)
         before = [ticket for _, ticket in self._sums.get((stage.key, batch), ())]
         share = self._decisions.share(batch, loss)  # now: what is asked for meanwhile is for the next batch
         vote = self._votes[stage.key, batch] = Ticket(f"{CONTROL_LANE} of all stages (batch {batch})")
@@ -108,10 +109,12 @@ class Updates:
                     taken.complete(error=failure)
                 return
             try:
-                squares = stage.weights.gradient_squares(batch) if counts else (0.0, 0.0)
+                squares = stage.weights.gradient_squares(batch) if counts else Squares()
+                missing = first * stage.weights.counted - squares.elements
                 if taken is not None:
                     taken.complete(stage.weights.all_squares(batch))
-                self._control.contribute(me, batch, share._replace(squares=squares[0], rest=squares[1]), vote)
+                norm = {"squares": squares.total, "rest": squares.rest, "missing": missing}
+                self._control.contribute(me, batch, share._replace(**norm), vote)
             except Exception as error:  # this may be the reducer's thread; the executor raises it where it waits
                 vote.complete(error=error)
                 if taken is not None and not taken.done:

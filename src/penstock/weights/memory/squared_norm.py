@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,27 +14,42 @@ _LOWEST, _EXPONENTS = -1073, 1024 + 1073 + 1  # of float64, as frexp counts
 _COLUMNS = 1 << 14  # elements of a row whose norm is taken at once: torch divides longer ones among threads
 
 
+class Squares(NamedTuple):
+    """A sum of squares.
+
+    Attributes:
+        total: the sum; not finite if an element is not, or if their squares overflow.
+        rest: its rounding error.
+        elements: how many.
+    """
+
+    total: float = 0.0
+    rest: float = 0.0
+    elements: int = 0
+
+
 @torch.no_grad()
-def squared_norm(tensors: Iterable[Tensor]) -> tuple[float, float]:
-    """Return the sum of the squares of all elements; not finite if one is not, or if their squares overflow.
+def squared_norm(tensors: Iterable[Tensor]) -> Squares:
+    """Return the sum of the squares of all elements.
 
     The norm of each row is computed in the precision of the tensor, row by row, so that it is the same wherever the
-    other rows are. Their squares are added exactly and returned as (sum, rounding error), so that neither the division
-    of a model into stages nor that of parameters into rows changes a sum.
+    other rows are. Their squares are added exactly, so that neither the division of a model into stages nor that of
+    parameters into rows changes a sum.
 
     Args:
         tensors: of any shapes.
     """
-    found = [part for tensor in tensors if tensor.numel() for part in _squares(tensor)]
-    if not found:
-        return 0.0, 0.0
-    squares = torch.cat(found)
+    given = [tensor for tensor in tensors if tensor.numel()]
+    if not given:
+        return Squares()
+    elements = sum(tensor.numel() for tensor in given)
+    squares = torch.cat([part for tensor in given for part in _squares(tensor)])
     numbers = squares.tolist() if squares.numel() <= _FEW else _fewer(squares)
     about = sum(numbers)
     if not math.isfinite(about):
-        return about, 0.0
+        return Squares(about, 0.0, elements)
     total = math.fsum(numbers)
-    return total, math.fsum([*numbers, -total])
+    return Squares(total, math.fsum([*numbers, -total]), elements)
 
 
 def _fewer(values: Tensor) -> list[float]:
