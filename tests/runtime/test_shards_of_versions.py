@@ -86,8 +86,8 @@ def test_modules_let_go_of_a_version_whose_memory_is_given_back(monkeypatch: pyt
         assert all(there)
 
 
-def test_a_stage_that_trains_nothing_is_gathered_by_nobody() -> None:
-    """A version may be named by two GATHERs, of which the second finds it whole."""
+def test_a_version_of_a_stage_that_trains_nothing_may_be_named_by_two_gathers() -> None:
+    """Of a stage that trains the second one finds it whole."""
     found = []
     for sharding in ("none", "full"):
         torch.manual_seed(1)

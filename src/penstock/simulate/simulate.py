@@ -256,7 +256,8 @@ def _copies_activations(schedule: Schedule) -> bool:
     """Whether activations are copied to the host."""
     if isinstance(schedule, ArraySchedule):  # arrays copy nothing
         return False
-    return any(action.op is Op.OFFLOAD for program in schedule.programs for action in program.period)
+    actions = (action for program in schedule.programs for action in program.period)
+    return any(action.op is Op.OFFLOAD and action.peer is None for action in actions)
 
 
 def _as_fraction(left: float) -> Fraction:
