@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,19 +18,24 @@ class Network:
         self.messages: Counter[int] = Counter()
         self.bytes: Counter[int] = Counter()
         self._lanes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
+        self._lock = threading.Lock()  # the threads of two ranks may both be first on their lane, or count at once
 
     def end(self, rank: int) -> Callable[..., End]:
         """What takes the place of `TaggedGroup` on a rank."""
         return lambda *_: End(self, rank)
 
     def carry(self, tensor: Tensor, source: int, target: int) -> None:
-        for rank in (source, target):
-            self.messages[rank] += 1
-            self.bytes[rank] += tensor.nbytes
-        self._lanes[source, target].put(tensor.clone())
+        with self._lock:
+            for rank in (source, target):
+                self.messages[rank] += 1
+                self.bytes[rank] += tensor.nbytes
+            lane = self._lanes[source, target]
+        lane.put(tensor.clone())
 
     def take(self, source: int, target: int) -> Tensor:
-        return self._lanes[source, target].get(timeout=60)
+        with self._lock:
+            lane = self._lanes[source, target]
+        return lane.get(timeout=60)
 
 
 class End:
