@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from penstock import ConfigError
 from penstock.comm.collective import polling_choice
-from penstock.comm.collective.polling_choice import Waits, choose_polling
+from penstock.comm.collective.polling_choice import Waits, choose_polling, cores_of_this_rank
 from penstock.comm.core.ticket import LATENCY, SHARED, Polling, Ticket
 from penstock.job.cpus import Cpus
 from penstock.options.run import RunOptions
@@ -35,14 +35,14 @@ def test_who_outnumbers_whom(
 ) -> None:
     monkeypatch.setattr(polling_choice.dist, "get_rank", lambda _: 0)
     monkeypatch.setattr(polling_choice, "gather_json", lambda *_: [cpus.as_json() for cpus in processes])
-    assert choose_polling(waits, object()) is found  # type: ignore[arg-type]
-    assert choose_polling(waits, None) is LATENCY
+    assert choose_polling(waits, cores_of_this_rank(object())) is found  # type: ignore[arg-type]
+    assert choose_polling(waits, cores_of_this_rank(None)) is LATENCY
 
 
 def choose_here(group: dist.ProcessGroup, cpus: int) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Cpus, "of_this_process", lambda: process("here", cpus))
-        return choose_polling("auto", group) is SHARED
+        return choose_polling("auto", cores_of_this_rank(group)) is SHARED
 
 
 @pytest.mark.processes

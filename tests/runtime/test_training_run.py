@@ -241,3 +241,18 @@ def test_a_run_left_open_at_exit_is_abandoned() -> None:
     done = subprocess.run([sys.executable, "-c", UNFINISHED], capture_output=True, text=True, timeout=120, check=True)
     assert done.stderr == ""
     assert done.stdout.splitlines()[-1] == "the end"
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw"])
+def test_a_report_does_not_keep_a_gradient_waiting(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last stage reports a batch when it has run its last backward; the stages before wait for that."""
+    backwards = []
+
+    def forward(_: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone()
+        x.register_hook(lambda gradient: backwards.append(gradient.shape))
+        return x
+
+    monkeypatch.setattr(Interrupts, "forward", forward)
+    for report in make_pipeline(method).run(batches()[:2]):
+        assert len(backwards) >= 2 * (report.batch + 1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.comm.collective.polling_choice import choose_polling
+from penstock.comm.collective.polling_choice import choose_polling, cores_of_this_rank
 from penstock.comm.communicators import holders_of
+from penstock.comm.core.gloo_threads import GlooThreads
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.device_mesh import groups_of_holders
 from penstock.comm.p2p.transport import Channel
@@ -72,6 +73,7 @@ class BuiltPipeline:
         self._transports = self._choose_transports()
         self._transports.prepare(Channel.TRAINING, self.proof.lowered)
         self._transports.prepare(Channel.EVALUATION, evaluation.lowered)
+        cores = cores_of_this_rank(self.grid.control)
         setup = SpanSetup(
             self.grid,
             self._ranks,
@@ -81,8 +83,9 @@ class BuiltPipeline:
             alike,
             timeout,
             plan.options.precision.kernels,
+            GlooThreads(cores),
             parallel.combine,
-            choose_polling(plan.options.run.waits, self.grid.control),
+            choose_polling(plan.options.run.waits, cores),
             plan.options.staleness.correction,
         )
         self._spans = Spans(setup, self._held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from penstock.comm.communicators import connect, holders_of
+from penstock.comm.core.gloo_threads import GlooThreads
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.ticket import LATENCY, Polling
 from penstock.comm.device_mesh import Groups
@@ -39,6 +40,7 @@ class SpanSetup:
         holder_groups: of those that hold the same weights; empty where gradients are added in order.
         timeout: seconds after which a missing message is an error.
         kernels: settings of torch that are made while passes run.
+        gloo: gloo's threads of this process.
         combine: how parallel pipelines agree.
         polling: how this process waits, where it has one rank.
         correction: of the method.
@@ -60,6 +62,7 @@ class SpanSetup:
         holder_groups: Groups,
         timeout: float,
         kernels: Kernels,
+        gloo: GlooThreads,
         combine: Combine = REDUCE,
         polling: Polling = LATENCY,
         correction: Correction | None = None,
@@ -68,7 +71,7 @@ class SpanSetup:
         self._forward_only = forward_only
         self.grid, self.ranks, self.combine = grid, ranks, combine
         self._transports, self._holder_groups = transports, holder_groups
-        self._timeout, self._kernels, self._polling = timeout, kernels, polling
+        self._timeout, self._kernels, self._polling, self._gloo = timeout, kernels, polling, gloo
         self.last = self.schedule.stage_at[self.schedule.num_stages - 1, 0].rank
 
     def switch(self, proof: Proof, correction: Correction | None) -> None:
@@ -144,6 +147,7 @@ class SpanSetup:
     def drive(self, runs: list[Run], pipelines: int) -> Iterator[Report]:
         """Run the ranks; yield the reports of the last stage, where it is in this process, of so many pipelines."""
         if self.grid.group is not None:
-            return self._kernels.during(drive_one(runs[0], self._timeout, self._polling))
+            reports = self._kernels.during(drive_one(runs[0], self._timeout, self._polling))
+            return self._gloo.during(reports)
         last = [pipeline * self.grid.depth + self.last for pipeline in range(pipelines)]
         return self._kernels.during(drive_all(runs, last))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType
 
 from penstock.runtime.ops.batch_ops import (
@@ -17,7 +18,7 @@ from penstock.runtime.ops.batch_ops import (
 from penstock.runtime.ops.bound import Bound
 from penstock.runtime.ops.messages import Receive, Send
 from penstock.runtime.ops.moves import SwapAction, bind_move
-from penstock.runtime.ops.passes import Backward, Predict, RecomputeForward, WeightBackward, bind_forward
+from penstock.runtime.ops.passes import Backward, Forward, Predict, RecomputeForward, WeightBackward, bind_forward
 from penstock.runtime.ops.post_validation import Redo, Validate
 from penstock.runtime.ops.sharded_passes import HeldBackward, HeldForward, HeldRecomputeForward, HeldWeightBackward
 from penstock.runtime.rank.span import RankSpan
@@ -67,7 +68,11 @@ _HELD: Mapping[Op, Callable[[Instruction, RankSpan], Bound]] = MappingProxyType(
 
 def bind(instructions: Sequence[Instruction], span: RankSpan) -> list[Bound]:
     """Bind the instructions of a rank, in their order."""
-    return [_handler(instruction, span)(instruction, span) for instruction in instructions]
+    found = [_handler(instruction, span)(instruction, span) for instruction in instructions]
+    for before, after in pairwise(bound for bound in found if bound.op not in (Op.SEND, Op.RECV)):
+        if isinstance(before, Forward) and isinstance(after, Backward):
+            after.reports_first = False  # the stages before wait for its gradient
+    return found
 
 
 def _handler(instruction: Instruction, span: RankSpan) -> Callable[[Instruction, RankSpan], Bound]:

@@ -29,6 +29,8 @@ class Send(Bound):
 class Receive(Bound):
     """Posts a RECV; waits first while parked activations that have not come take all buffers of its lane."""
 
+    reports_first = False  # it takes no time, and what follows may be waited for
+
     def __init__(self, instruction: Instruction, span: RankSpan) -> None:
         super().__init__(instruction, span)
         self._inbox = span.mailbox.inbox(instruction.route)

@@ -1,0 +1,122 @@
+"""Gloo's threads give way to the rank while it works, and are as before while its caller does."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock import Pipeline
+from penstock.comm.core import gloo_threads
+from penstock.comm.core.gloo_threads import GlooThreads
+from support.pool import Pool
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has these policies")
+
+
+def state(thread: int) -> tuple[int, set[int]]:
+    return os.sched_getscheduler(thread), os.sched_getaffinity(thread)
+
+
+@pytest.fixture
+def thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A thread in the place of gloo's."""
+    end = threading.Event()
+    other = threading.Thread(target=end.wait)
+    other.start()
+    number = other.native_id
+    assert number is not None
+    policy, cpus = state(number)
+    found = [gloo_threads._Thread(number, policy, frozenset(cpus))]
+    monkeypatch.setattr(gloo_threads, "_find_threads", lambda: found)
+    yield number
+    end.set()
+    other.join()
+
+
+def test_threads_give_way_between_reports(thread: int) -> None:
+    before, seen = state(thread), []
+
+    def steps() -> Iterator[int]:
+        for step in range(2):
+            seen.append(state(thread))
+            yield step
+
+    for _ in GlooThreads(1.0).during(steps()):
+        assert state(thread) == before
+    assert [(policy, len(cpus)) for policy, cpus in seen] == [(os.SCHED_BATCH, 1)] * 2
+    assert state(thread) == before
+
+
+def test_threads_are_as_before_after_a_failure(thread: int) -> None:
+    before = state(thread)
+
+    def steps() -> Iterator[int]:
+        assert state(thread) == before  # which is not so: this fails
+        yield 0
+
+    with pytest.raises(AssertionError):
+        next(GlooThreads(1.0).during(steps()))
+    assert state(thread) == before
+
+
+@pytest.mark.parametrize("cores", [None, 2.0, 16.0])
+def test_threads_with_cores_of_their_own_are_left_alone(thread: int, cores: float | None) -> None:
+    steps = iter(range(2))
+    assert GlooThreads(cores).during(steps) is steps
+    assert state(thread)[0] == os.SCHED_OTHER
+
+
+def test_a_thread_that_has_ended_is_passed_over(thread: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Thread(target=int)
+    ended.start()
+    ended.join()
+    assert ended.native_id is not None
+    both = [gloo_threads._Thread(ended.native_id, 0, frozenset({0})), *gloo_threads._find_threads()]
+    monkeypatch.setattr(gloo_threads, "_find_threads", lambda: both)
+    seen = [state(thread)[0] for _ in map(str, GlooThreads(1.0).during(iter([0])))]
+    assert seen == [os.SCHED_OTHER]
+
+
+class Probe(nn.Module):
+    """Notes how gloo's threads are scheduled while it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(4, 4), set[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen |= policies()
+        return self.linear(x)
+
+
+def policies() -> set[int]:
+    return {os.sched_getscheduler(thread.number) for thread in gloo_threads._find_threads()}
+
+
+def run_here(group: dist.ProcessGroup) -> tuple[set[int], set[int], set[int]]:
+    probes = [Probe(), Probe()]
+    pipeline = Pipeline(
+        {"a": probes[0], "b": probes[1]},
+        "1f1b",
+        loss=F.mse_loss,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        microbatches=2,
+        group=group,
+    )
+    data = [[(torch.ones(1, 4), torch.ones(1, 4))] * 2] * 2
+    between = set().union(*(policies() for _ in pipeline.run(data)))
+    return probes[0].seen | probes[1].seen, between, policies()
+
+
+@pytest.mark.processes
+def test_policy_of_two_processes(pool: Pool) -> None:
+    few = len(os.sched_getaffinity(0)) / 2 < gloo_threads._ENOUGH
+    within = {os.SCHED_BATCH if few else os.SCHED_OTHER}
+    assert pool.submit(run_here, ranks=2) == [(within, {os.SCHED_OTHER}, {os.SCHED_OTHER})] * 2
