@@ -14,7 +14,11 @@ from torch.nn import functional as F
 
 from penstock import Pipeline
 from penstock.comm.core import gloo_threads
+from penstock.comm.core.coroutine_wait import Wait
 from penstock.comm.core.gloo_threads import GlooThreads
+from penstock.comm.core.ticket import LATENCY, Ticket
+from penstock.runtime.execute.drive_ranks import drive_one
+from penstock.runtime.rank.batch_reports import Report
 from support.pool import Pool
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has these policies")
@@ -40,15 +44,15 @@ def thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     other.join()
 
 
-def test_threads_give_way_between_reports(thread: int) -> None:
+def test_threads_give_way_while_the_rank_works(thread: int) -> None:
     before, seen = state(thread), []
 
-    def steps() -> Iterator[int]:
-        for step in range(2):
+    def run() -> Iterator[Report]:
+        for batch in range(2):
             seen.append(state(thread))
-            yield step
+            yield Report(batch, None, None, 0.0)
 
-    for _ in GlooThreads(1.0).during(steps()):
+    for _ in drive_one(run(), 1.0, LATENCY, GlooThreads(1.0)):
         assert state(thread) == before
     assert [(policy, len(cpus)) for policy, cpus in seen] == [(os.SCHED_BATCH, 1)] * 2
     assert state(thread) == before
@@ -57,20 +61,38 @@ def test_threads_give_way_between_reports(thread: int) -> None:
 def test_threads_are_as_before_after_a_failure(thread: int) -> None:
     before = state(thread)
 
-    def steps() -> Iterator[int]:
+    def run() -> Iterator[Report]:
         assert state(thread) == before  # which is not so: this fails
-        yield 0
+        yield Report(0, None, None, 0.0)
 
     with pytest.raises(AssertionError):
-        next(GlooThreads(1.0).during(steps()))
+        next(drive_one(run(), 1.0, LATENCY, GlooThreads(1.0)))
     assert state(thread) == before
+
+
+def test_threads_follow_a_rank_that_waits(thread: int) -> None:
+    """To the CPU to which the system has moved it."""
+    ticket, here, seen = Ticket("here"), os.sched_getaffinity(0), []
+    ticket.complete()
+
+    def run() -> Iterator[Wait]:
+        for cpu in sorted(here):
+            os.sched_setaffinity(0, {cpu})
+            yield Wait(ticket, "waiting")
+            seen.append(state(thread)[1])
+
+    try:
+        assert list(drive_one(run(), 1.0, LATENCY, GlooThreads(1.0))) == []
+    finally:
+        os.sched_setaffinity(0, here)
+    assert seen == [{cpu} for cpu in sorted(here)]
 
 
 @pytest.mark.parametrize("cores", [None, 2.0, 16.0])
 def test_threads_with_cores_of_their_own_are_left_alone(thread: int, cores: float | None) -> None:
-    steps = iter(range(2))
-    assert GlooThreads(cores).during(steps) is steps
-    assert state(thread)[0] == os.SCHED_OTHER
+    before, threads = state(thread), GlooThreads(cores)
+    threads.give_way()
+    assert state(thread) == before
 
 
 def test_a_thread_that_has_ended_is_passed_over(thread: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +102,11 @@ def test_a_thread_that_has_ended_is_passed_over(thread: int, monkeypatch: pytest
     assert ended.native_id is not None
     both = [gloo_threads._Thread(ended.native_id, 0, frozenset({0})), *gloo_threads._find_threads()]
     monkeypatch.setattr(gloo_threads, "_find_threads", lambda: both)
-    seen = [state(thread)[0] for _ in map(str, GlooThreads(1.0).during(iter([0])))]
-    assert seen == [os.SCHED_OTHER]
+    threads = GlooThreads(1.0)
+    threads.give_way()
+    assert state(thread)[0] == os.SCHED_BATCH
+    threads.restore()
+    assert state(thread)[0] == os.SCHED_OTHER
 
 
 class Probe(nn.Module):

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-_Step = TypeVar("_Step")
 _NAME = "gloo_tcp"  # the beginning of the name that gloo gives its threads
 _ENOUGH = 2.0  # cores of a rank, of which gloo finds one that the rank does not use
 
@@ -40,31 +38,31 @@ class GlooThreads:
     def __init__(self, cores: float | None = None) -> None:
         self._threads = _find_threads() if cores is not None and cores < _ENOUGH else []
         self._current_cpu = getattr(ctypes.CDLL(None), "sched_getcpu", None) if self._threads else None
+        self._cpu: int | None = None  # on which they are now
 
-    def during(self, steps: Iterator[_Step]) -> Iterator[_Step]:
-        """Return an iterator that has them give way while it works, not while its caller does."""
-        return steps if self._current_cpu is None else self._each(steps)
+    def give_way(self) -> None:
+        """Have them take no core away, and run where this thread does."""
+        if self._current_cpu is not None:
+            for thread in self._threads:
+                with suppress(OSError):  # it has ended, or the system does not allow it
+                    os.sched_setscheduler(thread.number, os.SCHED_BATCH, os.sched_param(0))
+            self.follow()
 
-    def _each(self, steps: Iterator[_Step]) -> Iterator[_Step]:
-        while True:
-            self._give_way()
-            try:
-                step = next(steps)
-            except StopIteration:
-                return
-            finally:
-                self._restore()
-            yield step
+    def follow(self) -> None:
+        """Have them run where this thread does, which the system may have moved."""
+        if self._current_cpu is not None and (cpu := self._current_cpu()) != self._cpu:
+            self._cpu = cpu
+            for thread in self._threads:
+                with suppress(OSError):
+                    os.sched_setaffinity(thread.number, {cpu})
 
-    def _give_way(self) -> None:
-        assert self._current_cpu is not None
-        here = {self._current_cpu()}
+    def restore(self) -> None:
+        """Have the system schedule them as before."""
+        self._cpu = None
         for thread in self._threads:
-            _schedule(thread.number, os.SCHED_BATCH, here)
-
-    def _restore(self) -> None:
-        for thread in self._threads:
-            _schedule(thread.number, thread.policy, thread.cpus)
+            with suppress(OSError):
+                os.sched_setscheduler(thread.number, thread.policy, os.sched_param(0))
+                os.sched_setaffinity(thread.number, thread.cpus)
 
 
 def _find_threads() -> list[_Thread]:
@@ -75,9 +73,3 @@ def _find_threads() -> list[_Thread]:
                 number = int(folder.name)
                 found.append(_Thread(number, os.sched_getscheduler(number), frozenset(os.sched_getaffinity(number))))
     return found
-
-
-def _schedule(thread: int, policy: int, cpus: set[int] | frozenset[int]) -> None:
-    with suppress(OSError):  # the thread has ended, or the system does not allow it
-        os.sched_setscheduler(thread, policy, os.sched_param(0))
-        os.sched_setaffinity(thread, cpus)

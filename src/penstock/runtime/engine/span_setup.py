@@ -147,7 +147,6 @@ class SpanSetup:
     def drive(self, runs: list[Run], pipelines: int) -> Iterator[Report]:
         """Run the ranks; yield the reports of the last stage, where it is in this process, of so many pipelines."""
         if self.grid.group is not None:
-            reports = self._kernels.during(drive_one(runs[0], self._timeout, self._polling))
-            return self._gloo.during(reports)
+            return self._kernels.during(drive_one(runs[0], self._timeout, self._polling, self._gloo))
         last = [pipeline * self.grid.depth + self.last for pipeline in range(pipelines)]
         return self._kernels.during(drive_all(runs, last))

@@ -9,29 +9,38 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from penstock.comm.core.coroutine_wait import Wait
-from penstock.comm.core.ticket import LATENCY, Polling
+from penstock.comm.core.gloo_threads import GlooThreads
+from penstock.comm.core.ticket import Polling
 from penstock.errors import TransportError
 from penstock.runtime.rank.batch_reports import Report
 
 Run = Iterator[Wait | Report]
 
 
-def drive_one(run: Run, timeout: float, polling: Polling = LATENCY) -> Iterator[Report]:
+def drive_one(run: Run, timeout: float, polling: Polling, gloo: GlooThreads) -> Iterator[Report]:
     """Run the only rank of this process.
 
     Args:
         run: its executor at work.
         timeout: seconds after which a missing message is an error.
         polling: for how long it looks before it sleeps.
+        gloo: gloo's threads of this process.
 
     Raises:
         TransportError: a message did not come.
     """
-    for event in run:
-        if isinstance(event, Wait):
-            event.ticket.wait(timeout, event.what, polling)
-        else:
-            yield event
+    gloo.give_way()
+    try:
+        for event in run:
+            if isinstance(event, Wait):
+                gloo.follow()
+                event.ticket.wait(timeout, event.what, polling)
+            else:
+                gloo.restore()  # while the caller works
+                yield event
+                gloo.give_way()
+    finally:
+        gloo.restore()
 
 
 def drive_all(runs: Sequence[Run], reporting: Collection[int]) -> Iterator[Report]:
