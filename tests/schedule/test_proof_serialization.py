@@ -42,8 +42,8 @@ def assert_same(proof: Proof) -> None:
         assert found.stages == proof.stages
         assert found.activations == proof.activations
         assert found.steady_from == proof.steady_from
-        assert found.border_fault() == proof.border_fault()
-        assert found.reading() == proof.reading()
+        assert found.border_fault == proof.border_fault
+        assert found.reading == proof.reading
         assert not any(any(program) for other, program in enumerate(found.lowered.programs) if other != rank)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 
 from penstock.schedule.ir.schedule import Op, Payload, Program, Schedule, format_action
 from penstock.schedule.machine.instructions import Instruction, Lowered, LoweredProgram, Message, Route
@@ -34,12 +35,14 @@ class RankProof(Proof):
     border: str | None = None
     read: Reading = field(default_factory=Reading)
 
+    @cached_property
     def border_fault(self) -> str | None:
-        """Say why nothing may be run at the borders of batches; None if it may."""
+        """Why nothing may be run at the borders of batches; None if it may."""
         return self.border
 
+    @cached_property
     def reading(self) -> Reading:
-        """Return how far ranks read ahead."""
+        """How far ranks read ahead."""
         return self.read
 
 
@@ -48,8 +51,8 @@ def common_part(proof: Proof) -> Json:
     return {
         "window": proof.lowered.window,
         "steady": proof.steady_from,
-        "border": proof.border_fault(),
-        "reading": list(proof.reading()),
+        "border": proof.border_fault,
+        "reading": list(proof.reading),
         "activations": [[each.numerator, each.denominator] for each in proof.activations],
         "facts": [_facts(proof.stages[stage]) for stage in proof.schedule.stages],
         "routes": [

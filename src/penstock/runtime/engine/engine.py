@@ -108,7 +108,7 @@ class Engine:
         self, batches: Batches, save: Saving | None, evaluate: Evaluating | None
     ) -> Generator[Report, None, bool]:
         """Train in as many spans as snapshots and evaluations ask for; returns whether a rank has left."""
-        stays_full = self._setup.proof.border_fault() is None and not self._setup.combine.spec.drains
+        stays_full = self._setup.proof.border_fault is None and not self._setup.combine.spec.drains
         if (save is None and evaluate is None) or stays_full:
             return (yield from self._spans.train(batches, save, evaluate))
         rest = iter(batches)
@@ -145,8 +145,8 @@ class Engine:
         """
         newest, kept = self._spans.batches, min(self._spans.older, RULES[proof.schedule.rule].delay)
         if evaluate is not None:
-            since = newest - self._setup.delay if self._setup.proof.border_fault() is None else newest + 1
-            until = newest - kept if proof.border_fault() is None else newest + 1
+            since = newest - self._setup.delay if self._setup.proof.border_fault is None else newest + 1
+            until = newest - kept if proof.border_fault is None else newest + 1
             for version in range(max(since, newest - self._spans.readable_older), until):
                 if evaluate.wants(version):
                     self._evaluate_now(evaluate, version)

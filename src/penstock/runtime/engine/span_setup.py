@@ -96,7 +96,7 @@ class SpanSetup:
         return BatchSource(
             batches, schedule.microbatches, self.grid.width, reads, len(self.grid.pipelines), stop,
             shared=shared, first=first, ahead=0 if shared or not any(reads) else self._ahead(stop.alone),
-            overlap=self.proof.reading().overlap,
+            overlap=self.proof.reading.overlap,
         )  # fmt: skip
 
     def evaluation_data(self, batches: Batches) -> BatchSource:
@@ -115,7 +115,7 @@ class SpanSetup:
         entrance = self.schedule.stage_at[0, 0].rank in {key.rank for key in self.grid.local}
         if self.combine.apart or (entrance and announces_alone):
             return 0
-        found = self.proof.reading()
+        found = self.proof.reading
         return found.alone if self.grid.width * self.grid.tensor.size == 1 else found.together
 
     def trainers(self) -> list[Executor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
 from penstock.schedule.ir.schedule import Schedule, Stage
 from penstock.schedule.machine.evaluation_without_draining_check import border_fault
@@ -67,12 +68,14 @@ class Proof:
         """The schedule that was checked."""
         return self.lowered.schedule
 
+    @cached_property
     def border_fault(self) -> str | None:
-        """Say why nothing may be run at the borders of batches; None if it may."""
+        """Why nothing may be run at the borders of batches; None if it may."""
         return border_fault(self.lowered)
 
+    @cached_property
     def reading(self) -> Reading:
-        """Return how far ranks read ahead."""
+        """How far ranks read ahead."""
         return reading_of(self.schedule)
 
     def versions_on(self, rank: int) -> int:

@@ -79,7 +79,7 @@ def peak_bytes(proof: Proof, sizes: Mapping[int, StageBytes], options: MemoryOpt
     Raises:
         CapabilityError: the schedule does something that is not predicted.
     """
-    saving = options.snapshots and options.snapshots._replace(drains=proof.border_fault() is not None)
+    saving = options.snapshots and options.snapshots._replace(drains=proof.border_fault is not None)
     held = most_held(
         proof.lowered,
         options.batches,
