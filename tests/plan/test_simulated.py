@@ -229,7 +229,7 @@ def test_the_forecast_of_other_methods_is_what_is_held_at_least(name):
             trial = CandidateTrial(of, blocks, limited(1e9), KnownSchedules())
             for again in (False, True) if not method.halved else ():
                 moments = KnownSchedules().moments(key, again)[rank]
-                for least in trial._foreseen(rank, again):
+                for least in trial.memory.foreseen(rank, again):
                     assert any(all(each.get(what, 0) >= n for what, n in least.items()) for each in moments)
 
 

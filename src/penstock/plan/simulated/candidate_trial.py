@@ -17,18 +17,15 @@ from penstock.errors import CapabilityError, ScheduleError
 from penstock.plan.planners.two_bw import single_device_ways
 from penstock.plan.simulated.block_chain import BlockChain, Floats, PassSums
 from penstock.plan.simulated.candidate import Candidate, RankWork
+from penstock.plan.simulated.candidate_memory import CandidateMemory
 from penstock.plan.simulated.fitting_cuts import FittingCuts
-from penstock.plan.simulated.planned_methods import StageForecast, least_microbatches, of_full_sharding, stage_forecast
-from penstock.plan.simulated.rank_memory import Cuts, RankMemory, StageSizes
-from penstock.plan.simulated.schedule_cache import KnownSchedules, Moment
+from penstock.plan.simulated.planned_methods import least_microbatches
+from penstock.plan.simulated.rank_memory import Cuts
+from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Skipped, StageRating
 from penstock.schedule.machine.shared_cores import SharedCores
-from penstock.schedule.methods.corrections import CORRECTIONS
-from penstock.schedule.proof.proof import StageFacts
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.memory.held import HeldKind
-from penstock.simulate.memory.predicted import MemoryOptions, always_there, rotates
 from penstock.simulate.sharding_traffic import Network
 
 NAME = "simulated"
@@ -91,8 +88,6 @@ class CandidateTrial:
         twin: CandidateTrial | None = None,
     ) -> None:
         self.of, self._chain, self._devices, self._known = candidate, chain, devices, known
-        self._forecasts: dict[int, StageForecast] = {}
-        self._there: dict[tuple[str, StageFacts, bool], tuple[StageSizes, bool]] = {}
         self._fits: dict[tuple[bool, bool], FittingCuts] = {} if twin is None else twin._fits
         self._fitting: FittingCuts  # by what is known so far
 
@@ -117,14 +112,9 @@ class CandidateTrial:
         return [s for s in range(1, self.of.stages) if self._ranks[s - 1] != self._ranks[s]]
 
     @cached_property
-    def _on(self) -> list[list[int]]:
-        """The stages of each rank."""
-        return [[s for s, r in enumerate(self._ranks) if r == rank] for rank in range(self.of.depth)]
-
-    @cached_property
-    def _limits(self) -> list[float]:
-        """The bytes that each rank may hold."""
-        return self.of.limits(self._devices)
+    def memory(self) -> CandidateMemory:
+        """What its ranks hold."""
+        return CandidateMemory(self.of, self._chain, self._devices, self._known)
 
     @cached_property
     def _slow(self) -> Floats:
@@ -203,31 +193,6 @@ class CandidateTrial:
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    def _forecast(self, stage: int) -> StageForecast:
-        if stage not in self._forecasts:
-            of = self.of
-            self._forecasts[stage] = stage_forecast(of.method, of.depth, of.microbatches, stage, of.shards > 1)
-        return self._forecasts[stage]
-
-    def _foreseen(self, rank: int, again: bool) -> list[Moment]:
-        """Return what a rank holds at least at one moment, or at several.
-
-        With one stage, in a backward with all that is in flight. With several, before the first backward, which is that
-        of the last of them; and of a run on divided weights at the end, where weights are whole again.
-        """
-        stages, found = self._on[rank], dict[tuple[int, HeldKind], float]()
-        for stage in stages:
-            flight = self._forecast(stage).activations
-            found |= {(stage, HeldKind.OPTIMIZER): 1.0, (stage, HeldKind.SCRATCH): 1.0}
-            found[stage, HeldKind.SAVED if again else HeldKind.GRAPH] = flight
-        last = (stages[-1], HeldKind.SAVED)
-        if again and (len(stages) == 1 or not self.of.method.halved):
-            found |= {last: found[last] - 1, (stages[-1], HeldKind.BACKWARD): 1.0}
-        if not self.of.method.full:
-            return [found]
-        kinds = (HeldKind.OPTIMIZER, HeldKind.WHOLE)
-        return [found, {(stage, kind): 1.0 for stage in stages for kind in kinds}]
-
     def fit_of_span(self) -> FittingCuts:
         """Return which cuts fit, by what ranks hold in a span.
 
@@ -235,46 +200,14 @@ class CandidateTrial:
             ScheduleError: there is no schedule.
             CapabilityError: what it holds is not predicted.
         """
-        return self._fit(lambda rank, again: self._known.moments(self.of.schedule, again)[rank])
+        return self.memory.of_span()
 
     def _fit_once(self, scheduled: bool) -> FittingCuts:
         """Return which cuts fit, by what ranks hold in a span or by forecast."""
         key = self.of.away, scheduled
         if key not in self._fits:
-            self._fits[key] = self.fit_of_span() if scheduled else self._fit(self._foreseen)
+            self._fits[key] = self.memory.of_span() if scheduled else self.memory.of_forecast()
         return self._fits[key]
-
-    def _fit(self, moments: Callable[[int, bool], Sequence[Moment]]) -> FittingCuts:
-        """Return which cuts fit, given what ranks hold, without recompute and with it."""
-        memory = []
-        for rank, stages in enumerate(self._on):
-            plain = again = self._rank_memory(stages, moments(rank, False), again=False)
-            if self._devices.memory is not None:
-                again = self._rank_memory(stages, moments(rank, True), again=True)
-            memory.append((plain, again))
-        hop = self.of.least_hop(self._chain, self._devices)
-        return FittingCuts(self.of, self._chain, self._steps, hop, self._limits, memory)
-
-    def _rank_memory(self, stages: Sequence[int], moments: Sequence[Moment], again: bool) -> RankMemory:
-        forecast = self._forecast(stages[0])
-        key = forecast.rule, forecast.facts, again
-        if key not in self._there:
-            self._there[key] = self._sizes_and_scratch(forecast, again)
-        sizes, scratch = self._there[key]
-        if not scratch:
-            moments = [{key: n for key, n in each.items() if key[1] is not HeldKind.SCRATCH} for each in moments]
-        return RankMemory(stages, sizes, moments)
-
-    def _sizes_and_scratch(self, forecast: StageForecast, again: bool) -> tuple[StageSizes, bool]:
-        """Return what a stage takes, and whether its updates take scratch."""
-        of, low, correction = self.of, self._chain.low_precision, self.of.method.correction
-        options = MemoryOptions(low_precision=low, blockwise=again, correction=correction)
-        there = always_there(forecast.rule, forecast.facts, options, again, of.shards > 1)
-        if of.sharding == "full":
-            there = of_full_sharding(of.method, low, forecast.facts.buffers)
-        ahead = CORRECTIONS[correction].reads_ahead  # by the last gradient, which takes no room
-        scratch = not ahead and rotates(forecast.rule, forecast.facts, options)
-        return StageSizes.known(self._chain, there, of), scratch
 
     def _least(self) -> float:
         """Return the seconds per sample that it takes at least, cut where it fits by what is known so far.
@@ -285,7 +218,7 @@ class CandidateTrial:
         of, batch = self.of, self._fitting.least_batch
         if batch is not None:
             return (batch + of.least_after(self._chain, self._devices) * of.method.flushes) / of.samples
-        average, room = self._fitting.least(), sum(self._limits) / of.depth
+        average, room = self._fitting.least(), sum(of.limits(self._devices)) / of.depth
         least, limit = human_bytes(average, 2), human_bytes(room, 2)
         if average > room:
             raise self._none(f"does not fit: at least {least} per device on average, but it has {limit}")
@@ -399,7 +332,7 @@ class CandidateTrial:
         updates = np.diff(self._steps[list(cuts)]) * self._slow / of.sized.microbatches
         stages, ratings = [], []
         for stage, (rank, (first, last)) in enumerate(zip(self._ranks, pairwise(cuts), strict=True)):
-            again, own = found.again[rank], self._on[rank]
+            again, own = found.again[rank], self.memory.on[rank]
             ways, layers = single_device_ways(graph, again), tuple(range(first, last))
             named = tuple(ways[n].name for n in layers) if ways else ()
             on = of.on[rank] if of.on else None
