@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -26,11 +27,10 @@ from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.profile.schema import Profile, ProfiledLink
 from penstock.plan.simulated.block_chain import BlockChain
 from penstock.plan.simulated.candidate import Candidate
-from penstock.plan.simulated.candidate_trial import CandidateTrial
-from penstock.plan.simulated.planned_methods import PLANNED
+from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError
+from penstock.plan.simulated.planned_methods import PLANNED, ActivationMemory
 from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
-from penstock.plan.stages.planned import Plan
 from penstock.timeline import Interval, Timeline
 
 _TURNS = 5
@@ -161,10 +161,12 @@ def planned(
         devices = Devices((level,), None, link.latency, profile.cores, **given)
         candidate = Candidate(Sized(graph, of.samples, of.m * of.width), PLANNED[of.method], of.depth, of.width)
         trial = CandidateTrial(candidate, BlockChain(graph, optimizer_copies=2.0), devices, known)
-        plan = trial.plan(math.inf)
-        if not isinstance(plan, Plan):
-            raise RuntimeError(f"the planner refuses {of}: {plan}")
-        balance = tuple(plan.settings["balance"])
-        (seconds,) = trial.batch_times([(tuple(accumulate(balance, initial=0)), [of.recompute] * of.depth)])
-        found.append((of._replace(balance=balance), seconds))
+        try:
+            deque(trial.bounds(), maxlen=0)  # which are known before cuts are
+            cuts = trial.fastest(math.inf).cuts
+        except NoPlanError as error:
+            raise RuntimeError(f"the planner refuses {of}: {error.skipped}") from None
+        does = ActivationMemory.RECOMPUTED if of.recompute else ActivationMemory.KEPT
+        (seconds,) = trial.batch_times([(cuts, [does] * of.depth)])
+        found.append((of._replace(balance=tuple(b - a for a, b in pairwise(cuts))), seconds))
     return found

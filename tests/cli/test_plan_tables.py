@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from penstock.cli.plans.plan_devices import devices_of
+from penstock.cli.plans.plan_devices import devices_of, with_host
 from penstock.cli.plans.plan_tables import planning_tables
 from penstock.errors import ConfigError
 from penstock.plan.planners.pipedream import Choices
@@ -139,3 +139,12 @@ def test_one_device_needs_no_link():
     assert devices_of(None, "1", None, "16GiB", known).memory == 16 * 2**30
     with pytest.raises(ConfigError, match="give --cluster, --bandwidth, or levels"):
         devices_of(None, "2", None, None, known)
+
+
+def test_a_limit_of_what_is_on_the_host_needs_a_bandwidth():
+    one = Devices((DeviceLevel(1, 1.0),))
+    found = with_host(one, "10GB", "2GiB")
+    assert (found.host, found.host_memory) == (1e10, 2 * 2.0**30)
+    assert with_host(one, None, None) == one
+    with pytest.raises(ConfigError, match="how fast that is; give --host-bandwidth, or --cluster"):
+        with_host(one, None, "2GiB")

@@ -1,12 +1,14 @@
 """Plans of each kind, as files, are what `penstock train` takes: built and run in this process."""
 
 import math
+import re
+from dataclasses import replace
 
 import pytest
 import torch
 import yaml
 
-from penstock.plan.plan_export import plan_file
+from penstock.plan.plan_export import plan_file, planning_json
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
@@ -64,6 +66,31 @@ def test_a_plan_that_recomputes_on_some_ranks_is_trained(tmp_path, method, limit
     plan = plan_file(found)
     assert set(yaml.safe_load(plan)["recompute"]) == {"none", "block"}
     run_of(plan, tmp_path)
+
+
+def test_a_plan_that_offloads_activations_is_trained(tmp_path):
+    """Of the first rank, which has the most microbatches in flight; its copies take no longer than forwards."""
+    profile = profile_of()
+    layers = [layer.model_copy(update={"movable": 900.0}) for layer in profile.layers]
+    profile = profile.model_copy(update={"layers": layers})
+
+    def planned(**changes):
+        devices = replace(Devices((DeviceLevel(4, 1.0),), 7_500.0, host=1800.0), **changes)
+        return make_plan(PlanRequest(profile, devices, cost="simulated", microbatches=8, methods=("1f1b",)))
+
+    found = planned()
+    plan, stage = plan_file(found), found.plans[0].rating.stages[0]
+    assert yaml.safe_load(plan)["offload"] == ["activations", "none", "none", "none"]
+    run_of(plan, tmp_path)
+    assert stage.memory <= 7_500
+    assert stage.on_host == 3 * 1800  # of what is in flight all but that of a forward or backward
+    said = "# activations in the memory of the host, at most for each device: 5.3 KiB of stage 0; copies .* 1.8 KiB/s"
+    assert re.search(said, plan)
+    assert {"offloaded": True, "on_host": 5400}.items() <= planning_json(found)["plans"][0]["stages"][0].items()
+    assert planned(host_memory=5400.0).plans == found.plans
+    (limited,), (alone,) = planned(host_memory=5399.0).plans, planned(host=None).plans
+    assert found.plans[0].seconds_per_sample < limited.seconds_per_sample <= alone.seconds_per_sample
+    assert all(each.on_host < 5400 for each in limited.rating.stages)
 
 
 @pytest.mark.parametrize(("method", "level"), [("1f1b", "gradients"), ("2bw", "gradients"), ("zb-v", "optimizer")])

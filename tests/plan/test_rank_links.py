@@ -20,9 +20,9 @@ from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.layer_graph import LayerGraph, layer_graph
 from penstock.plan.profile.schema import Profile, ProfiledLayer
 from penstock.plan.simulated.candidate import Candidate
+from penstock.plan.simulated.chosen_plan import rank_orders
 from penstock.plan.simulated.plan_search import simulated_plans
 from penstock.plan.simulated.planned_methods import PLANNED
-from penstock.plan.simulated.rank_order_choice import rank_orders
 from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import DeviceKind, DeviceLevel, Devices
 from penstock.schedule.ir.rank_numbers import RANK_ORDERS, RankNumbers

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import Phase, given, seed, settings, strategies as st
@@ -11,9 +12,9 @@ from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.simulated.plan_search import simulated_plans
-from penstock.plan.simulated.planned_methods import METHODS, USUAL
+from penstock.plan.simulated.planned_methods import METHODS, PLANNED, USUAL, activations_of
 from penstock.plan.stages.device_hierarchy import DeviceKind, DeviceLevel, Devices
-from support.every_plan import Case, EveryPlan, kinds_of, looked_into
+from support.every_plan import OFFLOADED, Case, EveryPlan, kinds_of, looked_into
 
 CLOSE = 1e-9
 UNIT = 12  # bytes: 2, 3 and 4 pipelines share them evenly
@@ -35,6 +36,21 @@ def cases(draw):
     percent = draw(st.integers(10, 60) | (st.integers(60, 90) if large else st.none()))
     limit = None if percent is None else need * percent // (100 * unit) * unit + 0.5
     return Case(graphs, samples, draw(devices_of(unit, limit)), tuple(names), draw(st.booleans()), copies)
+
+
+@st.composite
+def moving_cases(draw):
+    """Draw cases in which activations take most of the memory, and copies to the host as long as passes, or less."""
+    graph = layer_graph(parse_profile(draw(profiles((1,), UNIT, moves=True)), "drawn"), 1)
+    stored = sum(layer.stored for layer in graph.layers)
+    limit = stored * draw(st.integers(20, 40)) // 10 + 0.5
+    devices = Devices((DeviceLevel(draw(st.sampled_from([2, 3])), draw(st.sampled_from([2.0, 1e3])) * UNIT),), limit)
+    there = draw(st.sampled_from([None, None, 1.0, 3.0]))  # of the host's memory
+    devices = replace(
+        devices, host=draw(st.sampled_from([15.0, 50.0, 1e3])) * UNIT, host_memory=there and there * stored
+    )
+    names = (draw(st.sampled_from(["gpipe", "gpipe", "eager", "1f1b", "2bw", "2bw-eager"])),)
+    return Case({1: graph}, draw(st.sampled_from([8, 12])), devices, names)
 
 
 @st.composite
@@ -62,26 +78,32 @@ def devices_of(draw, unit, limit):
 
 
 @st.composite
-def profiles(draw, sizes, unit):
-    """Draw the text of a profile; times are quarters, and bytes whole units."""
+def profiles(draw, sizes, unit, moves=False):
+    """Draw the text of a profile; times are quarters, and bytes whole units; many of what can be moved if asked for."""
     low, halves = draw(st.booleans()), draw(st.booleans())
     rows = ["format: penstock profile 1", f"microbatch_sizes: {list(sizes)}", "layers:"]
     quarters, units = st.integers(1, 16), st.integers(0, 4)
     for n in range(draw(st.integers(3, 8) | st.integers(1, 8))):
         forward, first, second = (draw(quarters) for _ in range(3))
-        parameters, stored = draw(units) * unit, draw(st.integers(1, 12)) * unit
+        parameters, stored = draw(units) * unit, draw(st.integers(1, 12) if not moves else st.integers(20, 40)) * unit
+        shared = min(draw(units) * unit, stored) if n else 0
         each = {
             "forward": [forward / 4 * size for size in sizes],
             "backward": [(first + second - draw(st.sampled_from([-1, 0, 1]))) / 4 * size for size in sizes],
             "output": [draw(st.integers(0, 2)) * unit * size for size in sizes],
             "stored": [stored * size for size in sizes],
-            "shared": [min(draw(units) * unit, stored) * size for size in sizes] if n else 0,
+            "shared": [shared * size for size in sizes],
             "data": [draw(st.sampled_from([0, unit])) * size for size in sizes],
             "parameters": parameters,
             "frozen": draw(st.sampled_from([0, 0, unit])),
             "step": draw(units) / 4,
             "largest": unit // 4,
         }
+        if moves:
+            each["output"] = [unit * size for size in sizes]
+            own = draw(st.integers((stored - shared) // (2 * unit), (stored - shared) // unit)) * unit
+            more = draw(st.integers(0, (stored - shared - own) // unit)) * unit if n else 0
+            each |= {"movable": [own * size for size in sizes], "movable_with": [more * size for size in sizes]}
         if halves:
             each |= {"backward_input": [first / 4 * size for size in sizes]}
             each |= {"backward_weight": [second / 4 * size for size in sizes], "late": draw(units) * unit}
@@ -96,12 +118,11 @@ def profiles(draw, sizes, unit):
 def settings_of(plan):
     """What a plan has chosen."""
     of = plan.settings
-    modes = of["recompute"] if isinstance(of["recompute"], list) else [of["recompute"]] * len(of["balance"])
     own = plan.planner, of["microbatch_size"], of["stages"], of["width"], of.get("sharding", "none")
-    ranks = tuple(mode == "block" for mode in modes[: of["stages"]])
+    ranks = tuple(activations_of(of, PLANNED[plan.planner].ranks(of["stages"])))
     cuts = (0, *itertools.accumulate(of["balance"]))
     speeds = tuple(plan.stages[rank].on.speed if plan.stages[rank].on else 1.0 for rank in range(of["stages"]))
-    return *own, "offload_optimizer" in of, cuts, ranks, speeds
+    return *own, "offload_optimizer" in of, "offload" in of, cuts, ranks, speeds
 
 
 def rated_plans(case, skipped):
@@ -110,7 +131,10 @@ def rated_plans(case, skipped):
     for kind in kinds_of(case, looked_into(case, skipped)):
         own = kind.name, kind.size, kind.depth, kind.width, kind.level, kind.away
         for rated in EveryPlan(case, kind).plans():
-            found[*own, rated.cuts, rated.again, tuple(speed for speed, _ in rated.place)] = rated
+            moves = OFFLOADED in rated.activations
+            if kind.offloads and not moves:
+                continue  # one of another kind
+            found[*own, moves, rated.cuts, rated.activations, tuple(speed for speed, _ in rated.place)] = rated
     return found
 
 
@@ -155,6 +179,20 @@ def faults(case):
 @settings(max_examples=15, deadline=None, database=None, phases=[Phase.generate])
 @given(cases())
 def test_plans_are_the_best_of_all_that_there_are(case):
+    assert faults(case) == []
+
+
+@seed(0)
+@settings(max_examples=5, deadline=None, database=None, phases=[Phase.generate])
+@given(moving_cases())
+def test_plans_that_may_offload_are_the_best_of_all(case):
+    assert faults(case) == []
+
+
+@pytest.mark.long
+@settings(max_examples=100, deadline=None)
+@given(moving_cases())
+def test_plans_of_100_cases_that_may_offload_are_the_best_of_all(case):
     assert faults(case) == []
 
 

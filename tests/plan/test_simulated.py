@@ -23,12 +23,19 @@ from penstock.plan.simulated.block_chain import BlockChain
 from penstock.plan.simulated.candidate import Candidate, least_of_largest
 from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.simulated.plan_search import simulated_plans
-from penstock.plan.simulated.planned_methods import METHODS, PLANNED, USUAL, least_microbatches, stage_forecast
+from penstock.plan.simulated.planned_methods import (
+    METHODS,
+    PLANNED,
+    USUAL,
+    ActivationMemory,
+    least_microbatches,
+    stage_forecast,
+)
 from penstock.plan.simulated.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.memory_simulation import most_held
-from support.every_plan import Case, EveryPlan, kinds_of, looked_into, proof_of
+from support.every_plan import KEPT, RECOMPUTED, Case, EveryPlan, kinds_of, looked_into, proof_of
 
 HEAD = "format: penstock profile 1\nlayers:\n"
 BLOCK = "- {{name: b{}, forward: {}, backward: {}, output: {}, stored: {}, parameters: {}}}\n"
@@ -41,14 +48,18 @@ def key_of(method, depth, m, parallel, sharding="none"):
     return ScheduleKey(method, depth, m, parallel, "full" if method.full else sharding)
 
 
-def chain(random, layers, large=1):
-    """Blocks whose backwards also come in halves, which take a bit longer; with large parameters if asked for."""
+def chain(random, layers, large=1, moves=False):
+    """Blocks whose backwards also come in halves, which take a bit longer.
+
+    With large parameters, or activations that can be moved to the host, if asked for.
+    """
     text = HEAD
     for n in range(layers):
         forward, first, second = (random.randint(1, 4) for _ in range(3))
         text += f"- {{name: b{n}, forward: {forward}, backward: {first + second - 0.5}, backward_input: {first}, "
         text += f"backward_weight: {second}, late: {random.randint(10, 40)}, output: {random.randint(0, 9)}, "
         text += f"stored: {30 if large == 1 else 4 * large}, parameters: {2 * large * random.randint(0, 4)}, "
+        text += f"movable: {random.randint(22, 26)}, movable_with: {random.randint(2, 4)}, " if moves else ""
         text += f"largest: {large}, step: {n % 3}}}\n"
     return layer_graph(parse_profile(text, "c"))
 
@@ -98,6 +109,27 @@ def test_plans_with_optimizer_states_on_the_host_are_the_best_of_all(method, lim
     (plan,), _ = simulated_plans({1: Sized(graph, 1, 4)}, devices, methods=(method,))
     assert plan.settings["offload_optimizer"] == "pieces"
     assert assert_best_of_all(graph, (method,), limited(limit, 1e9)) == 0
+
+
+MOVING = [(360.0, 1e3, True), (360.0, 12.0, True), (280.0, 20.0, True), (280.0, 15.0, False), (360.0, 4.0, False)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("limit", "host", "offloads"), MOVING)
+def test_plans_with_activations_on_the_host_are_the_best_of_all(limit, host, offloads):
+    graph, devices = chain(Random(4), 4, moves=True), replace(limited(limit, count=4), host=host)
+    assert assert_best_of_all(graph, ("gpipe",), devices, 12) == 1
+
+
+@pytest.mark.parametrize(("limit", "host", "offloads"), MOVING[1:4:2])
+def test_plans_have_activations_on_the_host_where_that_is_faster(limit, host, offloads):
+    """With copies that ranks wait for, but not with such as leave too much on the device."""
+    graph, devices = chain(Random(4), 4, moves=True), replace(limited(limit, count=4), host=host)
+    (plan,), skipped = simulated_plans({1: Sized(graph, 1, 12)}, devices, methods=("gpipe",))
+    (other,), _ = simulated_plans({1: Sized(graph, 1, 12)}, replace(devices, host=None), methods=("gpipe",))
+    assert ("offload" in plan.settings) == (plan.seconds_per_sample < other.seconds_per_sample) == offloads
+    assert max(stage.memory for stage in plan.rating.stages) <= limit
+    assert any("wait for them" in each.bound for each in skipped) or offloads
 
 
 @pytest.mark.long
@@ -217,7 +249,7 @@ def test_the_forecast_of_other_methods_is_what_is_held_at_least(name):
         assert method.ranks(depth) == tuple(stage.rank for stage in proof.schedule.stages)
         foreseen = [stage_forecast(method, depth, m, stage) for stage in range(proof.schedule.num_stages)]
         assert all(each.facts == facts for each, facts in zip(foreseen, proof.stages.values(), strict=True))
-        for rank, moments in enumerate(KnownSchedules().moments(key, recompute=False)):
+        for rank, moments in enumerate(KnownSchedules().moments(key, KEPT)):
             own = [s for s, r in enumerate(method.ranks(depth)) if r == rank]
             assert any(
                 all(
@@ -227,10 +259,23 @@ def test_the_forecast_of_other_methods_is_what_is_held_at_least(name):
                 for each in moments
             )
             trial = CandidateTrial(of, blocks, limited(1e9), KnownSchedules())
-            for again in (False, True) if not method.halved else ():
-                moments = KnownSchedules().moments(key, again)[rank]
-                for least in trial.memory.foreseen(rank, again):
+            for does in () if method.halved else (KEPT, RECOMPUTED):
+                moments = KnownSchedules().moments(key, does)[rank]
+                for least in trial.memory.foreseen(rank, does):
                     assert any(all(each.get(what, 0) >= n for what, n in least.items()) for each in moments)
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_the_forecast_of_ranks_that_offload_is_what_they_hold_at_least(name):
+    """At one moment a graph, and of others in flight at least what is left of them."""
+    for depth, m in ((2, 3), (3, 4), (3, 6), (1, 5)):
+        of = Candidate(Sized(chain(Random(0), 4), 1, m), PLANNED[name], depth, 1, offloads=True)
+        trial = CandidateTrial(of, BlockChain(of.sized.graph, 2.0), limited(1e9), KnownSchedules())
+        for rank, moments in enumerate(KnownSchedules().moments(of.schedule, ActivationMemory.OFFLOADED)):
+            (least,) = trial.memory.foreseen(rank, ActivationMemory.OFFLOADED)
+            graph, left = ((rank, kind) for kind in (HeldKind.GRAPH, HeldKind.LEFT))
+            flight = least[graph] + least[left]
+            assert any(each[graph] >= 1 and each[graph] + each.get(left, 0) >= flight for each in moments)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -262,7 +307,7 @@ def test_no_plan_is_faster_than_its_bound(method):
         )
         made = Candidate(Sized(graph, 1, m * width), of, depth, width, level if width > 1 else "none")
         devices = Devices((DeviceLevel(12, random.choice([1.0, 10.0, 1e4])),), latency=random.choice([0.0, 0.7]))
-        blocks, again = BlockChain(graph, 2.0), [random.random() < 0.3 for _ in range(depth)]
+        blocks, again = BlockChain(graph, 2.0), [random.choice([KEPT, KEPT, RECOMPUTED]) for _ in range(depth)]
         trial = CandidateTrial(made, blocks, devices, known[random.random() < 0.5])
         cuts = (0, *sorted(random.sample(range(1, len(graph.layers)), stages - 1)), len(graph.layers))
         if m < least_microbatches(of, depth):
@@ -280,7 +325,7 @@ def test_bounds_are_near_where_stages_are_equal(method):
     made = Candidate(Sized(layer_graph(parse_profile(text, "equal")), 1, 16), PLANNED[method], 4, 1)
     devices = Devices((DeviceLevel(4, 10.0),), latency=0.2)
     trial = CandidateTrial(made, BlockChain(made.sized.graph, 2.0), devices, KnownSchedules())
-    (batch,) = trial.batch_times([((0, 2, 4, 6, 8), (False,) * 4)])
+    (batch,) = trial.batch_times([((0, 2, 4, 6, 8), (KEPT,) * 4)])
     assert next(trial.bounds()) * 16 > 0.96 * batch
 
 
@@ -316,7 +361,7 @@ def test_what_is_held_without_recompute_is_known_from_a_run_with_it(name):
     key = key_of(method, 2, 4, parallel=True, sharding="optimizer")
     known = KnownSchedules()
     alone = most_held(known._made(key)[0], 2 if method.flushes else 4, blockwise=False)
-    for rank, moments in enumerate(known.moments(key, recompute=False)):
+    for rank, moments in enumerate(known.moments(key, KEPT)):
         sizes = defaultdict(lambda: random.randint(1, 99))
         for stage in range(2 * method.chunks):  # a graph of halved backwards is as large as another
             sizes[stage, HeldKind.HALVED] = sizes[stage, HeldKind.GRAPH]
@@ -361,7 +406,7 @@ def test_what_a_search_does_not_know_is_said():
     assert not any("optimizer states" in what for what in said)
     _, skipped = simulated_plans({1: Sized(graph, 1, 4)}, limited(500.0))
     said = {each.what: each.bound for each in skipped}
-    assert "--host-bandwidth" in said["optimizer states on the host"]
+    assert "--host-bandwidth" in said["optimizer states or activations on the host"]
     assert "layered:chunks=4" not in said
 
 
@@ -386,7 +431,7 @@ def test_the_least_recompute_of_ranks_with_several_stages_is_a_bound(name):
         trial = CandidateTrial(made, BlockChain(graph, 2.0), devices, KnownSchedules())
         plain = made.bound(BlockChain(graph, 2.0), devices)
         fit = trial.fit_of_span()
-        cuts = [(c, again) for c in fit.all() if (again := fit.recomputes(c)) is not None]
+        cuts = [(c, does) for c in fit.all() if (does := fit.activations(c)) is not None]
         if cuts:
             least = next(trial.bounds()) * made.samples
             assert least <= min(trial.batch_times(cuts)) * (1 + 1e-9)

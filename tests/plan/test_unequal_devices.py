@@ -17,7 +17,7 @@ from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError
 from penstock.plan.simulated.device_choice import placements
 from penstock.plan.simulated.plan_search import simulated_plans
-from penstock.plan.simulated.planned_methods import PLANNED, USUAL
+from penstock.plan.simulated.planned_methods import PLANNED, USUAL, ActivationMemory
 from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import DeviceKind, DeviceLevel, Devices
 
@@ -81,12 +81,13 @@ def best_times(trial, of, chain, all_places):
     costs, slowest = [], []
     for inner in itertools.combinations(range(1, chain.blocks), of.stages - 1):
         cuts = (0, *inner, chain.blocks)
-        held = [[fit.held(rank, cuts, again) for again in (False, True)] for rank in range(of.depth)]
+        tried = (ActivationMemory.KEPT, ActivationMemory.RECOMPUTED if limited else ActivationMemory.KEPT)
+        held = [[fit.held(rank, cuts, does) for does in tried] for rank in range(of.depth)]
         for place in all_places:
             again = [limited and bytes_[0] > memory for bytes_, (_, memory) in zip(held, place, strict=True)]
             if any(bytes_[a] > memory for bytes_, a, (_, memory) in zip(held, again, place, strict=True)):
                 continue
-            usual = trial.costs(np.array(cuts), again)
+            usual = trial.costs(np.array(cuts), [tried[each] for each in again])
             stages = tuple(
                 type(each)(*(None if s is None else s / place[rank][0] for s in vars(each).values()))
                 for rank, each in zip(of.method.ranks(of.depth), usual.stages, strict=True)

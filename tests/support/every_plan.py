@@ -1,8 +1,9 @@
 """Every plan that the simulated search may choose from, rated one by one: its bounds and its cuts are not used.
 
 A plan is a method at a depth and a width with a microbatch size, a level of sharding, optimizer states on the device or
-away, the devices of its stages, cuts, and which ranks recompute. Its schedule is proven, its span predicted, and its
-memory predicted from the bytes of its layers.
+away, the devices of its stages, cuts, and which ranks recompute, or offload activations: where some may, each rank
+does the first of keeping, offloading and recomputing with which it fits. Its schedule is proven, its span predicted,
+and its memory predicted from the bytes of its layers.
 """
 
 import itertools
@@ -13,12 +14,13 @@ from typing import NamedTuple
 
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.simulated.planned_methods import PLANNED, USUAL
+from penstock.plan.simulated.planned_methods import PLANNED, USUAL, ActivationMemory
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.two_bw_cost import bandwidths
 from penstock.schedule.add_options import extend
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Op
+from penstock.schedule.machine.lane_state import HostCopies
 from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import check
@@ -33,6 +35,7 @@ from penstock.simulate.simulate import predict
 
 LEVELS = ("none", "optimizer", "gradients", "full")
 BATCHES = 6  # of a run whose memory is predicted
+KEPT, OFFLOADED, RECOMPUTED = ActivationMemory
 SCRATCH = 4 << 20  # bytes of gradients that move at once
 
 
@@ -59,6 +62,7 @@ class Kind(NamedTuple):
     level: str
     decides: bool
     away: bool = False
+    offloads: bool = False
 
     @property
     def shards(self):
@@ -74,7 +78,7 @@ class Kind(NamedTuple):
         size = f", microbatch {self.size}" if self.size > 1 else ""
         shards = "" if self.level == "none" else f", sharded {self.level}"
         return f"{self.name}, depth {self.depth}, width {self.width}{size}{shards}" + (
-            ", optimizer on the host" if self.away else ""
+            ", optimizer on the host" * self.away + ", activations on the host" * self.offloads
         )
 
 
@@ -84,13 +88,13 @@ class Rated(NamedTuple):
     seconds: float
     kind: Kind
     cuts: tuple[int, ...]
-    again: tuple[bool, ...]
+    activations: tuple[ActivationMemory, ...]
     place: tuple[tuple[float, float], ...]
     held: tuple[float, ...]
 
 
 @cache
-def proof_of(name, depth, m, parallel, level, decides):
+def proof_of(name, depth, m, parallel, level, decides, offloaded=()):
     """The proof of a schedule; None if there is none."""
     row, _, options = name.partition(":")
     given = {"chunks": int(options.partition("=")[2])} if options else {}
@@ -98,7 +102,7 @@ def proof_of(name, depth, m, parallel, level, decides):
         return None
     try:
         plain = check(ScheduleRequest(row, depth, m, options=given, sharding="none").schedule)
-        return extend(plain, decides=decides or parallel, reduces=parallel, sharding=level)
+        return extend(plain, decides=decides or parallel, reduces=parallel, sharding=level, offloads=offloaded)
     except (ScheduleError, ConfigError, CapabilityError):
         return None
 
@@ -117,7 +121,8 @@ def kinds_of(case, wanted):
             proof = proof_of(*kind.schedule)
             if proof is None or proof.schedule.num_stages > len(case.graphs[size].layers):
                 continue
-            yield from (each for each in (kind, kind._replace(away=True)) if wanted(each))
+            kinds = kind, kind._replace(away=True), kind._replace(offloads=True)
+            yield from (each for each in kinds if wanted(each))
 
 
 def looked_into(case, skipped):
@@ -129,6 +134,8 @@ def looked_into(case, skipped):
 
     def wanted(kind):
         full = kind.name.startswith(("layered", "2bw-layered"))
+        known = all(layer.movable is not None for graph in case.graphs.values() for layer in graph.layers)
+        to_the_host = limited and case.devices.host is not None and kind.name in USUAL and not case.devices.kinds
         return not (
             kind.name in left_out
             or str(kind) in left_out
@@ -136,9 +143,8 @@ def looked_into(case, skipped):
             or (kind.level == "full") != full
             or (kind.level == "gradients" and PLANNED[kind.name].chunks > 1)
             or (kind.depth == 1 and not full and kind.name not in USUAL)
-            or (
-                kind.away and (not limited or case.devices.host is None or kind.name not in USUAL or case.devices.kinds)
-            )
+            or ((kind.away or kind.offloads) and not to_the_host)
+            or (kind.offloads and not known)
         )
 
     return wanted
@@ -167,6 +173,7 @@ class StageNumbers(NamedTuple):
     parameters: float
     optimizer: float
     crossing: float  # the cut at its end
+    movable: float
 
 
 @dataclass
@@ -203,30 +210,68 @@ class EveryPlan:
         limited, found = self.devices.memory is not None, []
         for inner in itertools.combinations(range(1, blocks), stages - 1):
             cuts = (0, *inner, blocks)
-            for again in itertools.product((False, True) if limited else (False,), repeat=self.kind.depth):
-                held = tuple(self.held(rank, cuts, again[rank]) for rank in range(self.kind.depth)) if limited else ()
+            for chosen in self._choices(cuts):
+                held = tuple(self.held(rank, cuts, each) for rank, each in enumerate(chosen)) if limited else ()
                 for place in self._places:
                     if all(most <= limit for most, (_, limit) in zip(held, place, strict=limited)):
-                        found.append((cuts, again, place, held))
+                        found.append((cuts, chosen, place, held))
         yield from self.timed(found)
+
+    def _choices(self, cuts):
+        """What ranks may do with their activations."""
+        if self.devices.memory is None:
+            return [(KEPT,) * self.kind.depth]
+        if not self.kind.offloads:
+            return itertools.product((KEPT, RECOMPUTED), repeat=self.kind.depth)
+        made = copies_of(proof_of(*self._key((OFFLOADED,) * self.kind.depth)).schedule)
+
+        def fits(rank, does):
+            there = movable_of(self.graph.layers[cuts[rank] : cuts[rank + 1]]) * made[rank][1] * (does is OFFLOADED)
+            room = there <= (self.devices.host_memory or math.inf)
+            return room and self.held(rank, cuts, does) <= self.devices.memory
+
+        first = (next((a for a in (KEPT, OFFLOADED) if fits(r, a)), RECOMPUTED) for r in range(self.kind.depth))
+        return [tuple(first)]
 
     def timed(self, plans):
         """Some plans with their times."""
-        costs = [self.costs(cuts, again, place) for cuts, again, place, _ in plans]
-        spans = [self.spans(costs, batches) if costs else [] for batches in (3, 5)]
-        for (cuts, again, place, held), of, a, b in zip(plans, costs, *spans, strict=True):
+        costs = [self.costs(cuts, chosen, place) for cuts, chosen, place, _ in plans]
+        several = list(zip(costs, (self._key(chosen) for _, chosen, _, _ in plans), strict=True))
+        spans = [self.spans(several, batches) for batches in (3, 5)]
+        for (cuts, chosen, place, held), of, a, b in zip(plans, costs, *spans, strict=True):
             busy = [0.0] * self.kind.depth
             for rank, each in zip(self.ranks, of.stages, strict=True):
                 passes = each.forward + each.backward_input + each.backward_weight
                 busy[rank] += self.kind.m * passes + each.step
+            if self.kind.offloads:
+                made = copies_of(proof_of(*self._key(chosen)).schedule)
+                busy += [each.copy * count for each, (count, _) in zip(of.stages, made, strict=True)]
             batch = (b.makespan - a.makespan) / 2
-            yield Rated(max(batch, *busy) / self.case.samples, self.kind, cuts, again, place, held)
+            if self.kind.offloads:
+                late = not_gone(proof_of(*self._key(chosen)).lowered, of)
+                moved = [movable_of(self.graph.layers[first:last]) for first, last in itertools.pairwise(cuts)]
+                held = tuple(each + more * size for each, more, size in zip(held, late, moved, strict=True))
+                there = max(size * most for size, (_, most) in zip(moved, made, strict=True))
+                if max(held) > self.devices.memory or there > (self.devices.host_memory or math.inf):
+                    continue
+            yield Rated(max(batch, *busy) / self.case.samples, self.kind, cuts, chosen, place, held)
 
-    def spans(self, costs, batches):
+    def _key(self, chosen):
+        """The arguments of `proof_of` where ranks do this with their activations."""
+        return *self.kind.schedule, tuple(s for s, rank in enumerate(self.ranks) if chosen[rank] is OFFLOADED)
+
+    def spans(self, several, batches):
         """What so many batches take; ranks that share cores are played."""
-        if self.devices.cores is not None:
-            return predict(self.proof.lowered, costs, batches)
-        return span_of(self.kind.schedule, batches).bubbles(costs)
+        found = {}
+        for key in {key for _, key in several}:
+            own = [n for n, (_, each) in enumerate(several) if each == key]
+            costs = [several[n][0] for n in own]
+            if self.devices.cores is not None:
+                bubbles = predict(proof_of(*key).lowered, costs, batches)
+            else:
+                bubbles = span_of(key, batches).bubbles(costs)
+            found |= dict(zip(own, bubbles, strict=True))
+        return [found[n] for n in range(len(several))]
 
     def numbers(self, first, last):
         """What the layers from one cut to another add up to."""
@@ -239,9 +284,10 @@ class EveryPlan:
             sum(layer.parameters for layer in part),
             sum(copies * whole_of(layer) if layer.optimizer is None else layer.optimizer for layer in part),
             sum(edge.bytes for edge in self.graph.edges if edge.source < last <= edge.target),
+            movable_of(part),
         )
 
-    def costs(self, cuts, again, place):
+    def costs(self, cuts, chosen, place):
         """What passes, updates, messages and sums take."""
         kind, ranks = self.kind, self.ranks
         stages = [self.numbers(*pair) for pair in itertools.pairwise(cuts)]
@@ -257,9 +303,10 @@ class EveryPlan:
             found.append(
                 StageCost(
                     forward * slow + between,
-                    (first + forward * again[rank]) * slow + between,
+                    (first + forward * (chosen[rank] is RECOMPUTED)) * slow + between,
                     second * slow + between * self.halved,
                     step / kind.shards * slow,
+                    each.movable / self.devices.host if kind.offloads else None,
                 )
             )
         network = Network(self.proof.schedule, kind.width, across, max(parameters, 1e-30), 1, 1)
@@ -272,17 +319,19 @@ class EveryPlan:
             cores=None if self.devices.cores is None else SharedCores(self.devices.cores / kind.width),
         )
 
-    def held(self, rank, cuts, again):
-        """The most bytes of a rank, which recomputes its stages or not, whatever others do."""
+    def held(self, rank, cuts, does):
+        """The most bytes of a rank, which does something with its activations, whatever others do."""
         own = [stage for stage, r in enumerate(self.ranks) if r == rank]
-        key = rank, tuple((cuts[stage], cuts[stage + 1]) for stage in own), again
+        key = rank, tuple((cuts[stage], cuts[stage + 1]) for stage in own), does
         if key not in self._bytes:
+            again = does is RECOMPUTED
             options = MemoryOptions(
                 low_precision=self.low, blockwise=again, correction=self.correction, batches=BATCHES
             )
             sizes = {stage: self.sizes(cuts[stage], cuts[stage + 1], stage) for stage in own}
             part = (0, rank)
-            held = combinations_of(self.kind.schedule, again, self.low)[part]
+            alone = *self.kind.schedule, tuple(own) if does is OFFLOADED else ()
+            held = combinations_of(alone, again, self.low)[part]
             self._bytes[key] = peak_of(self.proof, part, held, sizes, options)
         return self._bytes[key]
 
@@ -302,6 +351,7 @@ class EveryPlan:
         late = sum(layer.halves[2] for layer in layers) if self.halved else 0
         passes = {
             HeldKind.GRAPH: graph,
+            HeldKind.LEFT: graph - movable_of(layers),
             HeldKind.HALVED: graph,
             HeldKind.SAVED: sum(inputs),
             HeldKind.FORWARD: forward,
@@ -348,7 +398,7 @@ def combinations_of(key, again, low):
     Ranks of 2bw-eager drift apart for many batches; as many messages are taken to be held as can be under way.
     """
     lowered = proof_of(*key).lowered
-    found = most_held(lowered, BATCHES, 1, again, low)
+    found = most_held(lowered, BATCHES, 1, again, low, on_device=True)
     if key[0] != "2bw-eager":
         return found
     drifted = {}
@@ -358,6 +408,58 @@ def combinations_of(key, again, low):
         }
         drifted[part] = tuple(frozenset((dict(c) | messages).items()) for c in each)
     return drifted
+
+
+def copies_of(schedule, batches=5):
+    """How many copies each rank makes in a batch, and of how many microbatches activations are away at a time."""
+    found = []
+    for program in schedule.programs:
+        made, away = [0], [0]
+        for n, action in itertools.product(range(batches), program.period):
+            if action.op in (Op.OFFLOAD, Op.FETCH) and action.unit.first >= -n * schedule.microbatches:
+                made.append(n)
+                away.append(away[-1] + (1 if action.op is Op.OFFLOAD else -1))
+        found.append((made.count(batches - 1), max(away)))
+    return found
+
+
+class CopiesNoted(HostCopies):
+    """Copies to the host's memory and back, with when they are issued and when they end, by rank."""
+
+    def __init__(self, ranks):
+        super().__init__(ranks)
+        self.noted = [[] for _ in range(ranks)]
+
+    def issue(self, rank, action, t, microbatches, now, duration):
+        start, end = super().issue(rank, action, t, microbatches, now, duration)
+        self.noted[rank].append((action.op, now, end))
+        return start, end
+
+
+def not_gone(lowered, costs, batches=5):
+    """How many activations more each rank has on its device, at most, than if copies to the host took no time."""
+    here = [0] * lowered.schedule.ranks
+    free, timed = [[0] for _ in here], [[0] for _ in here]
+
+    def note(rank, action, _t, _start, _end):
+        change = {Op.F: 1, Op.B: -1, Op.FETCH: 1, Op.OFFLOAD: -1}.get(action.op, 0)
+        before, here[rank] = here[rank], here[rank] + change
+        if action.op in (Op.FETCH, Op.OFFLOAD):
+            now = copies.noted[rank][-1][1]
+            leaving = sum(op is Op.OFFLOAD and end > now for op, _, end in copies.noted[rank][:-1])
+            most = max(before, here[rank])
+            free[rank].append(most)
+            timed[rank].append(most + leaving)
+
+    machine = costs.machine(lowered, note)
+    machine._host_copies = copies = CopiesNoted(lowered.schedule.ranks)
+    machine.play(batches)
+    return [max(most) - max(least) for most, least in zip(timed, free, strict=True)]
+
+
+def movable_of(layers):
+    """The bytes of activations of a stage that can be moved to the host's memory."""
+    return sum((layer.movable or (0, 0))[0] + (n > 0) * (layer.movable or (0, 0))[1] for n, layer in enumerate(layers))
 
 
 def whole_of(layer):

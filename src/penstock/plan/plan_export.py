@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -10,7 +11,7 @@ from penstock.byte_sizes import human_bytes
 from penstock.checks import finite_or_none
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.stages.device_hierarchy import places_in_words
+from penstock.plan.stages.device_hierarchy import Devices, places_in_words
 from penstock.plan.stages.planned import Plan, PlannedStage, StageRating
 
 
@@ -25,6 +26,8 @@ def planning_json(planning: Planning) -> dict[str, Any]:
         "devices": request.devices.count,
         "levels": [{"units": level.units, "bandwidth": level.bandwidth} for level in request.devices.levels],
         "memory": request.devices.memory,
+        "host_bandwidth": request.devices.host,
+        "host_memory": request.devices.host_memory,
         **({"kinds": [vars(kind) for kind in request.devices.kinds]} if request.devices.kinds else {}),
         "objective": None if best is None else best.rating.seconds,
         "seconds_per_sample": None if best is None else best.seconds_per_sample,
@@ -70,6 +73,8 @@ def _stage_json(stage: PlannedStage, rating: StageRating | None, graph: LayerGra
         found["options"] = list(stage.ways)
     if stage.sharded:
         found["sharded"] = True
+    if stage.offloaded:
+        found["offloaded"] = True
     if stage.in_turns:
         found["in_turns"] = True
     if stage.on is not None:
@@ -79,10 +84,23 @@ def _stage_json(stage: PlannedStage, rating: StageRating | None, graph: LayerGra
             "seconds": rating.seconds,
             **{f"{part.replace(' ', '_')}_seconds": v for part, v in rating.parts.items()},
         }
-        found |= {"memory": rating.memory}
+        found |= {"memory": rating.memory, **({"on_host": rating.on_host} if rating.on_host else {})}
     if stage.inner:
         found["inner"] = [_stage_json(each, None, graph) for each in stage.inner]
     return found
+
+
+def said_of_host(plan: Plan, devices: Devices) -> Iterator[str]:
+    """Yield what a plan has in the memory of the host, and how fast that is taken to go there."""
+    away = {stage: rating.on_host for stage, rating in enumerate(plan.rating.stages) if rating.on_host}
+    if away:
+        assert devices.host is not None, "it was planned with a bandwidth to the host"
+        what = "activations" if "offload" in plan.settings else "optimizer states"
+        held = ", ".join(f"{human_bytes(each)} of stage {stage}" for stage, each in away.items())
+        yield (
+            f"{what} in the memory of the host, at most for each device: {held}; copies are taken to go there at "
+            f"{human_bytes(devices.host)}/s, and back as fast"
+        )
 
 
 def plan_file(planning: Planning) -> str:
@@ -98,6 +116,7 @@ def plan_file(planning: Planning) -> str:
     ]
     if request.profile.settings:
         said[-1] = "for the model, the data and the optimizer that were profiled"
+    said += said_of_host(plan, request.devices)
     if "placement" in plan.settings:
         said.append(f"{places_in_words(plan.settings['placement'], plan.settings['stages'])} (docs/launchers.md)")
         said += [str(kind) for kind in request.devices.kinds]

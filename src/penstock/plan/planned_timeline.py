@@ -17,7 +17,7 @@ from penstock.plan.run_forecast import stages_decide
 from penstock.plan.simulated.block_chain import BlockChain
 from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.candidate_trial import NAME, CandidateTrial
-from penstock.plan.simulated.planned_methods import PLANNED
+from penstock.plan.simulated.planned_methods import PLANNED, activations_of
 from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.schedule.ir.rank_numbers import RANK_ORDERS
@@ -47,14 +47,13 @@ def planned_timeline(planning: Planning) -> Timeline:
     away = "offload_optimizer" in settings
     on = tuple(stage.on for stage in plan.stages[: settings["stages"]] if stage.on is not None)
     order = settings.get("rank_order", RANK_ORDERS[0])
-    candidate = Candidate(sized, method, settings["stages"], settings["width"], sharding, away, on, order)
-    modes = settings["recompute"]
-    modes = [modes] * candidate.stages if isinstance(modes, str) else modes
-    again = [mode != "none" for _, mode in sorted(dict(zip(method.ranks(candidate.depth), modes, strict=True)).items())]
+    offloads = "offload" in settings
+    candidate = Candidate(sized, method, settings["stages"], settings["width"], sharding, away, on, order, offloads)
+    activations = activations_of(settings, method.ranks(candidate.depth))
     known = KnownSchedules(stages_decide(request.profile))
     trial = CandidateTrial(candidate, BlockChain(sized.graph, 2.0), request.devices, known)
-    costs = trial.costs(np.array([0, *accumulate(settings["balance"])]), again)
-    return simulate_schedule(known.proof(candidate.schedule, away), costs, _BATCHES).timeline
+    costs = trial.costs(np.array([0, *accumulate(settings["balance"])]), activations)
+    return simulate_schedule(known.proof(trial.schedule(activations), away), costs, _BATCHES).timeline
 
 
 def idle_shares(timeline: Timeline) -> dict[str, float]:

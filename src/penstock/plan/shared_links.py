@@ -15,7 +15,7 @@ from dataclasses import replace
 from penstock.errors import ScheduleError
 from penstock.plan.profile.schema import Profile
 from penstock.plan.run_forecast import RunSettings, run_forecast
-from penstock.plan.simulated.rank_order_choice import in_order
+from penstock.plan.simulated.chosen_plan import in_order
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, StageRating
 from penstock.schedule.ir.rank_numbers import RANK_ORDERS
@@ -38,6 +38,9 @@ def _simulated_again(plan: Plan, profile: Profile, devices: Devices) -> Plan:
     passes, inner = len(settings.balance) * settings.microbatches, devices.levels[0].units
     if settings.width * settings.stages <= inner:
         return plan
+    if "offload" in plan.settings:
+        note = "not simulated with shared links, as it moves activations to the memory of the host"
+        return replace(plan, notes=(*plan.notes, note))
     if passes > _MOST_PASSES:
         note = f"not simulated with shared links: {passes:,} forwards of a batch are more than {_MOST_PASSES:,}"
         return replace(plan, notes=(*plan.notes, note))

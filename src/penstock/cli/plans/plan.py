@@ -13,7 +13,7 @@ from rich.text import Text
 from penstock.cli.options import AsJson
 from penstock.cli.output import print_json, say_written
 from penstock.cli.plans.number_lists import whole_numbers
-from penstock.cli.plans.plan_devices import devices_of, known_profile, link_matrix_of
+from penstock.cli.plans.plan_devices import devices_of, known_profile, link_matrix_of, with_host
 from penstock.cli.plans.plan_options import (
     Bandwidths,
     Compression,
@@ -25,6 +25,7 @@ from penstock.cli.plans.plan_options import (
     EpochSamples,
     EpochsByBatch,
     HostBandwidth,
+    HostMemory,
     LinkMatrix,
     MethodsToTry,
     Objective,
@@ -50,6 +51,7 @@ def plan(
     memory: DeviceMemory = None,
     speed: DeviceSpeeds = None,
     host_bandwidth: HostBandwidth = None,
+    host_memory: HostMemory = None,
     cluster: PlannedCluster = None,
     link_matrix: LinkMatrix = None,
     planner: PlannerName = "default",
@@ -77,13 +79,12 @@ def plan(
     from penstock.plan.planners.pipedream import Choices
     from penstock.plan.planning import PlanRequest, with_cost
 
-    if worlds is not None and out is None:
-        raise ConfigError("--worlds writes plans beside that of --out; give --out, too")
     known = known_profile(profile, devices, bandwidth or cluster)
+    found = devices_of(cluster, str(devices), bandwidth, memory, known, link_matrix is not None, speed)
     request = with_cost(
         PlanRequest(
             known,
-            devices_of(cluster, str(devices), bandwidth, memory, known, link_matrix is not None, host_bandwidth, speed),
+            with_host(found, host_bandwidth, host_memory),
             planner,
             cost,
             microbatches,
@@ -93,8 +94,7 @@ def plan(
             None if link_matrix is None else link_matrix_of(link_matrix, planner),
         )
     )
-    if out is not None and request.cost != "simulated":
-        raise ConfigError("--out takes plans that can be run, which --cost simulated finds")
+    _check_options(request.cost, out, worlds, host_memory)
     chosen = choose(request, objective, _target(epochs, epoch_samples), price)
     _print_answer(chosen, what_if, as_json)
     if not chosen.planning.plans:
@@ -103,6 +103,20 @@ def plan(
         _draw_timeline(timeline, chosen.planning, as_json)
     if out is not None:
         _say_plans(_write_plans(out, chosen.planning, worlds), chosen.planning, as_json)
+
+
+def _check_options(cost: str | None, out: Path | None, worlds: str | None, host_memory: str | None) -> None:
+    """Refuse options that do not go together.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if worlds is not None and out is None:
+        raise ConfigError("--worlds writes plans beside that of --out; give --out, too")
+    if out is not None and cost != "simulated":
+        raise ConfigError("--out takes plans that can be run, which --cost simulated finds")
+    if host_memory is not None and cost != "simulated":
+        raise ConfigError(f"--host-memory is for --cost simulated; {cost} knows no such limit, so leave it out")
 
 
 def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
@@ -145,7 +159,10 @@ def _in_python(plan: Any) -> str:
     groups = "".join(f", {key}={of[key]!r}" for key in ("sharding", "rank_order") if key in of)
     parallel = f"penstock.DataParallel({of['width']}{groups})" if groups else of["width"]
     more = f", data_parallel={parallel}" * (of["width"] > 1)
-    more += f", recompute={of['recompute']!r}" * (of["recompute"] != "none")
+    if "offload" in of:
+        more += f", recompute=penstock.Recompute({of['recompute']!r}, offload={of['offload']!r})"
+    else:
+        more += f", recompute={of['recompute']!r}" * (of["recompute"] != "none")
     if "offload_optimizer" in of:
         more += f", device=penstock.Device(offload_optimizer={of['offload_optimizer']!r})"
     return (

@@ -53,7 +53,6 @@ def devices_of(
     memory: str | None,
     profile: Any,
     with_links: bool = False,
-    host_bandwidth: str | None = None,
     speed: str | None = None,
 ) -> Any:
     """Return the devices of clusters, or those that options describe: ranks of the profiled machine, if no links do.
@@ -72,7 +71,24 @@ def devices_of(
         if bandwidth is not None:
             raise ConfigError("--cluster says what links do; leave --bandwidth out, or --cluster")
         found, counts = _of_clusters(cluster.split(","), devices)
-    return _completed(_of_kinds(found, counts, speed, memory), profile, host_bandwidth)
+    return replace(_of_kinds(found, counts, speed, memory), between=profile.in_runs.between)
+
+
+def with_host(devices: Any, bandwidth: str | None, memory: str | None) -> Any:
+    """Return devices with the bandwidth to the memory of the host, and what each may have there, where they are given.
+
+    Raises:
+        ConfigError: they cannot be read, or there is a limit without a bandwidth.
+    """
+    found = devices if bandwidth is None else replace(devices, host=size_of("--host-bandwidth", bandwidth))
+    if memory is None:
+        return found
+    if found.host is None:
+        raise ConfigError(
+            "--host-memory limits what goes to the memory of the host, but it is not known how fast that is; give "
+            "--host-bandwidth, or --cluster"
+        )
+    return replace(found, host_memory=size_of("--host-memory", memory))
 
 
 def _of_clusters(names: Sequence[str], devices: str) -> tuple[Any, list[int]]:
@@ -149,16 +165,6 @@ def _speed(text: str) -> float:
     if not 0 < found < math.inf:
         raise ConfigError(f"--speed takes numbers above 0, as in 1,0.5, got {text!r:.80}")
     return found
-
-
-def _completed(devices: Any, profile: Any, host_bandwidth: str | None) -> Any:
-    """Return devices with what a profile says of their ranks, and the bandwidth to their hosts, if it is given.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    found = replace(devices, between=profile.in_runs.between)
-    return found if host_bandwidth is None else replace(found, host=size_of("--host-bandwidth", host_bandwidth))
 
 
 def known_profile(profile: Path | None, devices: str | None, bandwidth: str | None) -> Any:

@@ -50,7 +50,16 @@ HostBandwidth = Annotated[
     typer.Option(
         "--host-bandwidth",
         metavar="B",
-        help="With dawnpiper's cost: bytes per second to the memory of the host, and as many back; swaps take it.",
+        help="Bytes per second from each device to the memory of the host, and as many back: with --memory, --cost "
+        "simulated may have activations or optimizer states there, and dawnpiper's cost swaps.",
+    ),
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory",
+        metavar="SIZE",
+        help="What each device may have in the memory of its host, with --cost simulated; no limit if not given.",
     ),
 ]
 PlannerName = Annotated[

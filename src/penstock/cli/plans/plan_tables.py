@@ -11,6 +11,7 @@ from rich.text import Text
 from penstock.byte_sizes import human_bytes
 from penstock.cli.plans.terminal_width_table import FittedTable
 from penstock.plan.memory_knobs.dawnpiper_cost import SWAP
+from penstock.plan.plan_export import said_of_host
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import places_in_words
@@ -23,7 +24,7 @@ _MOST_SKIPPED = 8  # lines
 _MOST_NAMES = 4  # in a line
 _PARTS = ("compute", "links", "gradient sums", "updates", "bubble")  # of ratings, in this order
 _LEAST_NEEDED = (
-    "s per batch", "replicas", "devices", "stages", "limited by", "swap", "recompute", *reversed(_PARTS),
+    "s per batch", "replicas", "devices", "stages", "limited by", "swap", "recompute", "offload", *reversed(_PARTS),
 )  # fmt: skip
 
 
@@ -40,7 +41,7 @@ def planning_tables(planning: Planning, width: int = UNBOUNDED) -> Group:
         best = planning.plans[0]
         parts += [*_ranked(planning).fitted(width), Text()]
         parts += [*_stages(best, planning.sizes[best.samples].graph).fitted(width), Text()]
-        parts += [Text(f"{note}.") for note in best.notes]
+        parts += [Text(f"{note}.") for note in (*best.notes, *said_of_host(best, request.devices))]
         parts += [Text(f"{kind}.") for kind in request.devices.kinds]
         if "placement" in best.settings:
             parts.append(Text(f"{places_in_words(best.settings['placement'], best.settings['stages'])}."))
@@ -101,6 +102,7 @@ def _ranked(planning: Planning) -> FittedTable:
     request, plans = planning.request, planning.plans
     many = "" if request.devices.count == 1 else "s"
     ratings = [plan.rating for plan in plans]
+    away = [", ".join(_offloaded(plan)) for plan in plans]
     batches = [plan.rating.seconds * planning.sizes[plan.samples].microbatches for plan in plans]
     return FittedTable(
         f"{request.profile.name} on {request.devices} device{many}, by the cost function {request.cost}",
@@ -113,9 +115,18 @@ def _ranked(planning: Planning) -> FittedTable:
             "stages": [str(len(plan.stages)) for plan in plans],
             "replicas": [_range_of(sorted({stage.replicas for stage in plan.stages})) for plan in plans],
             "limited by": [f"stage {r.slowest}, {r.stages[r.slowest].limit}" for r in ratings],
+            **({"offload": away} if any(away) else {}),
         },
         least_needed=_LEAST_NEEDED,
     )
+
+
+def _offloaded(plan: Plan) -> Iterator[str]:
+    """Yield what is in the memory of the host."""
+    if "offload" in plan.settings:
+        yield "activations"
+    if "offload_optimizer" in plan.settings:
+        yield "optimizer"
 
 
 def _range_of(numbers: Sequence[int]) -> str:
@@ -126,7 +137,7 @@ def _range_of(numbers: Sequence[int]) -> str:
 def _stages(plan: Plan, graph: LayerGraph) -> FittedTable:
     """Return the stages of a plan; times are those of a microbatch. A rating that is compute alone is left out."""
     shown = [part for part in _PARTS if part in plan.rating.stages[0].parts]
-    heads = ("stage", "layers", "devices", "on", "replicas", "recompute", "swap", "rating", *shown, "memory")
+    heads = ("stage", "layers", "devices", "on", "replicas", "recompute", "swap", "offload", "rating", *shown, "memory")
     cells: dict[str, list[str]] = {heading: [] for heading in heads}
     for at, (stage, rating) in enumerate(zip(plan.stages, plan.rating.stages, strict=True)):
         again, swapped = (sum(word in way for way in stage.ways) for word in ("recomp", SWAP))
@@ -138,6 +149,7 @@ def _stages(plan: Plan, graph: LayerGraph) -> FittedTable:
             f"{stage.replicas}" + (f" x {stage.tensor}" if stage.tensor > 1 else ""),
             f"{again} of {len(stage.layers)}" if again else "",
             f"{swapped} of {len(stage.layers)}" if swapped else "",
+            "activations" if stage.offloaded else "",
             f"{rating.seconds:.5g}",
             *(f"{_part(rating, part):.4g}" for part in shown),
             _held(stage, rating),

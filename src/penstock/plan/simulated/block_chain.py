@@ -53,6 +53,7 @@ class BlockChain:
         parameters, frozen: bytes of what replicas add up, and of frozen parameters and module buffers.
         crossing: bytes of the edges that cross a cut.
         own_graphs: bytes that a block keeps for its backward at least, wherever it is cut.
+        movable: what can be moved to the host's memory is known of every block.
         pieces: bytes of the largest part of an optimizer's state that comes and goes at once, where it is away.
         sizes: bytes of each kind of what is held, of a microbatch or at all.
         stage_sizes: what stages take with all that is always there, as far as it has been asked for (`StageSizes`).
@@ -97,12 +98,13 @@ class BlockChain:
         """Return the bytes of what passes of a microbatch hold, and of its messages."""
         layers, shape = graph.layers, (self.blocks + 1, self.blocks + 1)
         stored = np.array([layer.stored for layer in layers])
+        self.movable = all(layer.movable is not None for layer in layers)
         inputs = _sums([
             layer.data + sum(edge.bytes for edge in edges) for layer, edges in zip(layers, graph.inputs, strict=True)
         ])  # fmt: skip
         shared = _sums([layer.shared for layer in layers])
         self.own_graphs = np.maximum(stored - np.diff(shared), 0.0)
-        graphs = between(_sums(stored)) - (shared[None, :] - np.append(shared[1:], shared[-1])[:, None])
+        graphs = between(_sums(stored)) - _inside(shared)
         late = between(_sums([layer.halves[2] if layer.halves else 0.0 for layer in layers]))
         forward, backward = _most_of(inputs[:-1] + stored, inputs), _most_of(inputs[1:] + stored, inputs)
         sizes = {
@@ -113,6 +115,10 @@ class BlockChain:
             HeldKind.OUTPUT: np.broadcast_to(self.crossing[None, :], shape),
             HeldKind.GRADIENT: np.broadcast_to(self.crossing[:, None], shape),
         }
+        if self.movable:
+            alone, more = (_sums([(layer.movable or (0.0, 0.0))[n] for layer in layers]) for n in (0, 1))
+            sizes[HeldKind.MOVED] = between(alone) + _inside(more)
+            sizes[HeldKind.LEFT] = graphs - sizes[HeldKind.MOVED]
         if halves_known:
             sizes[HeldKind.HALVED], sizes[HeldKind.FORWARD_HALVED], sizes[HeldKind.LATE] = graphs, forward, late
             sizes[HeldKind.BACKWARD_HALVED] = np.maximum(backward, late)
@@ -127,6 +133,12 @@ def _sums(values: npt.ArrayLike) -> Floats:
 def between(sums: Floats) -> Floats:
     """Return sums between two cuts."""
     return sums[None, :] - sums[:, None]
+
+
+def _inside(sums: Floats) -> Floats:
+    """Return sums between two cuts, without what stands directly behind the first one."""
+    found: Floats = sums[None, :] - np.append(sums[1:], sums[-1])[:, None]
+    return found
 
 
 def _most_of(values: Floats, before: Floats) -> Floats:

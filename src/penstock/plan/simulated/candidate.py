@@ -58,6 +58,7 @@ class Candidate:
         away: optimizer states are in the memory of the host, but for those of a few parameters during an update.
         on: the devices of ranks, where not all devices are alike.
         rank_order: in which ranks lie on devices.
+        offloads: activations of ranks that have no room for them are in the memory of the host, where that helps.
     """
 
     sized: Sized
@@ -68,6 +69,7 @@ class Candidate:
     away: bool = False
     on: Placement = ()
     rank_order: RankOrder = "tp-pp-dp"
+    offloads: bool = False
 
     @property
     def stages(self) -> int:
@@ -276,7 +278,7 @@ class Candidate:
         """Return it in words."""
         size = f", microbatch {self.sized.samples}" if self.sized.samples > 1 else ""
         shards = "" if self.sharding == "none" else f", sharded {self.sharding}"
-        away = ", optimizer on the host" if self.away else ""
+        away = ", optimizer on the host" * self.away + ", activations on the host" * self.offloads
         order = "" if self.rank_order == "tp-pp-dp" else f", {self.rank_order}"
         of = f"{self.method.name}, depth {self.depth}, width {self.width}"
         return f"{of}{size}{shards}{away}{order}{self._said_of_devices}"

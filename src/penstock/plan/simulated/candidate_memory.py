@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
-from penstock.plan.simulated.block_chain import BlockChain
+from penstock.plan.simulated.block_chain import BlockChain, Floats
 from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.fitting_cuts import FittingCuts
-from penstock.plan.simulated.planned_methods import StageForecast, of_full_sharding, stage_forecast
-from penstock.plan.simulated.rank_memory import RankMemory, StageSizes
+from penstock.plan.simulated.planned_methods import (
+    ActivationMemory,
+    StageForecast,
+    of_full_sharding,
+    stage_forecast,
+)
+from penstock.plan.simulated.rank_memory import HostUse, RankMemory, StageSizes
 from penstock.plan.simulated.schedule_cache import KnownSchedules, Moment
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.schedule.methods.corrections import CORRECTIONS
@@ -45,11 +51,11 @@ class CandidateMemory:
             ScheduleError: there is no schedule.
             CapabilityError: what it holds is not predicted.
         """
-        return self._fit(lambda rank, again: self._known.moments(self.of.schedule, again)[rank])
+        return self._fit(lambda rank, does: self._known.moments(self.of.schedule, does)[rank], self._on_host)
 
     def of_forecast(self) -> FittingCuts:
         """Return which cuts fit, by what ranks will hold at least."""
-        return self._fit(self.foreseen)
+        return self._fit(self.foreseen, self._foreseen_on_host)
 
     def _forecast(self, stage: int) -> StageForecast:
         if stage not in self._forecasts:
@@ -57,17 +63,25 @@ class CandidateMemory:
             self._forecasts[stage] = stage_forecast(of.method, of.depth, of.microbatches, stage, of.shards > 1)
         return self._forecasts[stage]
 
-    def foreseen(self, rank: int, again: bool) -> list[Moment]:
+    def foreseen(self, rank: int, does: ActivationMemory) -> list[Moment]:
         """Return what a rank holds at least at one moment, or at several.
 
         With one stage, in a backward with all that is in flight. With several, before the first backward, which is that
         of the last of them; and of a run on divided weights at the end, where weights are whole again.
+
+        Args:
+            rank: which.
+            does: what it does with its activations.
         """
         stages, found = self.on[rank], dict[tuple[int, HeldKind], float]()
+        again = does is ActivationMemory.RECOMPUTED
         for stage in stages:
             flight = self._forecast(stage).activations
             found |= {(stage, HeldKind.OPTIMIZER): 1.0, (stage, HeldKind.SCRATCH): 1.0}
-            found[stage, HeldKind.SAVED if again else HeldKind.GRAPH] = flight
+            if does is ActivationMemory.OFFLOADED:
+                found |= {(stage, HeldKind.GRAPH): 1.0, (stage, HeldKind.LEFT): flight - 1.0}
+            else:
+                found[stage, HeldKind.SAVED if again else HeldKind.GRAPH] = flight
         last = (stages[-1], HeldKind.SAVED)
         if again and (len(stages) == 1 or not self.of.method.halved):
             found |= {last: found[last] - 1, (stages[-1], HeldKind.BACKWARD): 1.0}
@@ -76,27 +90,70 @@ class CandidateMemory:
         kinds = (HeldKind.OPTIMIZER, HeldKind.WHOLE)
         return [found, {(stage, kind): 1.0 for stage in stages for kind in kinds}]
 
-    def _fit(self, moments: Callable[[int, bool], Sequence[Moment]]) -> FittingCuts:
-        """Return which cuts fit, given what ranks hold, without recompute and with it."""
-        memory = []
-        for rank, stages in enumerate(self.on):
-            plain = again = self._rank_memory(stages, moments(rank, False), again=False)
-            if self._devices.memory is not None:
-                again = self._rank_memory(stages, moments(rank, True), again=True)
-            memory.append((plain, again))
-        of, chain, devices = self.of, self._chain, self._devices
-        steps, hop = of.updates(chain, devices), of.least_hop(chain, devices)
-        return FittingCuts(of, chain, steps, hop, of.limits(devices), memory)
+    def _fit(
+        self,
+        moments: Callable[[int, ActivationMemory], Sequence[Moment]],
+        on_host: Callable[[int, ActivationMemory], HostUse | None],
+    ) -> FittingCuts:
+        """Return which cuts fit, given what ranks hold by what they do with their activations, and what the host does.
 
-    def _rank_memory(self, stages: Sequence[int], moments: Sequence[Moment], again: bool) -> RankMemory:
-        forecast = self._forecast(stages[0])
+        Args:
+            moments: of a rank.
+            on_host: what is known of that.
+        """
+        of, chain, devices = self.of, self._chain, self._devices
+        tried = [ActivationMemory.KEPT]
+        if devices.memory is not None:
+            tried += [ActivationMemory.OFFLOADED] * of.offloads + [ActivationMemory.RECOMPUTED]
+        memory = [
+            {each: self._rank_memory(stages, moments(rank, each), each, on_host(rank, each)) for each in tried}
+            for rank, stages in enumerate(self.on)
+        ]
+        steps, hop = of.updates(chain, devices), of.least_hop(chain, devices)
+        return FittingCuts(of, chain, steps, hop, of.limits(devices), memory, devices.host_memory)
+
+    def _on_host(self, rank: int, does: ActivationMemory) -> HostUse | None:
+        """Return what a rank has in the memory of the host; None if it has nothing there.
+
+        Raises:
+            ScheduleError: there is no schedule.
+        """
+        of, sizes, host = self.of, self._chain.sizes, self._devices.host
+        if of.away:
+            return HostUse(sizes[HeldKind.OPTIMIZER] / of.shards, None)
+        if does is not ActivationMemory.OFFLOADED:
+            return None
+        assert host is not None, "no bandwidth to the host is known"
+        made, moved = self._known.copies(of.schedule)[rank], sizes[HeldKind.MOVED]
+        return HostUse(made.most_away * moved, made.of_batch * moved / host)
+
+    def _foreseen_on_host(self, rank: int, does: ActivationMemory) -> HostUse | None:
+        """Return the same before there is a schedule: what copies take at least."""
+        if does is ActivationMemory.OFFLOADED:
+            return HostUse(None, self.least_copies)
+        return self._on_host(rank, does)
+
+    @cached_property
+    def least_copies(self) -> Floats:
+        """The seconds of a batch, between cuts, in which a rank copies activations that has no room for them, at least.
+
+        It copies all microbatches but the first and the last one.
+        """
+        assert self._devices.host is not None, "no bandwidth to the host is known"
+        found: Floats = 2 * max(self.of.microbatches - 2, 0) * self._chain.sizes[HeldKind.MOVED] / self._devices.host
+        return found
+
+    def _rank_memory(
+        self, stages: Sequence[int], moments: Sequence[Moment], does: ActivationMemory, on_host: HostUse | None
+    ) -> RankMemory:
+        forecast, again = self._forecast(stages[0]), does is ActivationMemory.RECOMPUTED
         key = forecast.rule, forecast.facts, again
         if key not in self._there:
             self._there[key] = self._sizes_and_scratch(forecast, again)
         sizes, scratch = self._there[key]
         if not scratch:
             moments = [{key: n for key, n in each.items() if key[1] is not HeldKind.SCRATCH} for each in moments]
-        return RankMemory(stages, sizes, moments)
+        return RankMemory(stages, sizes, moments, on_host)
 
     def _sizes_and_scratch(self, forecast: StageForecast, again: bool) -> tuple[StageSizes, bool]:
         """Return what a stage takes, and whether its updates take scratch."""

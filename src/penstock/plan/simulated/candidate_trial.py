@@ -14,18 +14,18 @@ import numpy.typing as npt
 
 from penstock.byte_sizes import human_bytes
 from penstock.errors import CapabilityError, ScheduleError
-from penstock.plan.planners.two_bw import single_device_ways
 from penstock.plan.simulated.block_chain import BlockChain, Floats, PassSums
 from penstock.plan.simulated.candidate import Candidate, RankWork
 from penstock.plan.simulated.candidate_memory import CandidateMemory
 from penstock.plan.simulated.fitting_cuts import FittingCuts
-from penstock.plan.simulated.planned_methods import least_microbatches
+from penstock.plan.simulated.planned_methods import ActivationMemory, least_microbatches
 from penstock.plan.simulated.rank_memory import Cuts
-from penstock.plan.simulated.schedule_cache import KnownSchedules
+from penstock.plan.simulated.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Skipped, StageRating
+from penstock.plan.stages.planned import Skipped, StageRating
 from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.sharding_traffic import Network
 
 NAME = "simulated"
@@ -42,11 +42,12 @@ class NoPlanError(Exception):
 
     Attributes:
         skipped: what is left out, and why.
+        refused: there is no schedule, whatever its ranks hold and how long they take.
     """
 
-    def __init__(self, skipped: Skipped) -> None:
+    def __init__(self, skipped: Skipped, refused: bool = False) -> None:
         super().__init__(skipped.bound)
-        self.skipped = skipped
+        self.skipped, self.refused = skipped, refused
 
 
 class TimedCuts(NamedTuple):
@@ -54,13 +55,13 @@ class TimedCuts(NamedTuple):
 
     Attributes:
         cuts: where stages begin, and where the last one ends.
-        again: which ranks recompute.
+        activations: what each rank does with them.
         batch: seconds of one more batch of a long run.
         seconds: of it per sample.
     """
 
     cuts: Cuts
-    again: tuple[bool, ...]
+    activations: tuple[ActivationMemory, ...]
     batch: float
     seconds: float
 
@@ -76,7 +77,7 @@ class CandidateTrial:
         chain: its blocks.
         devices: to plan for.
         known: schedules of this candidate and others.
-        twin: that differs in the order of ranks, where the same cuts fit, or in what is away.
+        twin: that differs in the order of ranks, where the same cuts fit, or in what is in the memory of the host.
     """
 
     def __init__(
@@ -88,12 +89,20 @@ class CandidateTrial:
         twin: CandidateTrial | None = None,
     ) -> None:
         self.of, self._chain, self._devices, self._known = candidate, chain, devices, known
-        self._fits: dict[tuple[bool, bool], FittingCuts] = {} if twin is None else twin._fits
+        self._fits: dict[tuple[bool, bool, bool], FittingCuts] = {} if twin is None else twin._fits
         self._fitting: FittingCuts  # by what is known so far
 
     def twin(self, **changes: Any) -> CandidateTrial:
-        """Return the same with another `rank_order`, or with optimizer states `away`."""
+        """Return the same with another `rank_order`, with optimizer states `away`, or one that `offloads`."""
         return CandidateTrial(replace(self.of, **changes), self._chain, self._devices, self._known, self)
+
+    def least_of_copies(self) -> float:
+        """Return the seconds per sample that a twin takes at least that offloads and is faster than this.
+
+        By what is known of the stages that fit here: of others some rank has one, or it is no faster. Infinite if there
+        are none.
+        """
+        return self._fitting.least_copies([self.memory.least_copies] * self.of.depth) / self.of.samples
 
     # What follows is found when it is first asked for: of most candidates the first bound says enough.
 
@@ -138,16 +147,6 @@ class CandidateTrial:
         pairs = [(self._ranks[stage - 1], self._ranks[stage]) for stage in self._between]
         return self.of.links(self._devices).along(pairs)
 
-    def plan(self, best: float) -> Plan | Skipped:
-        """Return the plan, or why there is none that is faster than `best` seconds per sample."""
-        try:
-            for bound in self.bounds():
-                if bound >= best:
-                    raise self._none(f"takes {bound:.4g} s per sample at least, the best plan so far {best:.4g}")
-            return self.planned(self.fastest(best))
-        except NoPlanError as error:
-            return error.skipped
-
     def bounds(self) -> Iterator[float]:
         """Yield the seconds per sample that it takes at least where it fits: by forecast, then by what ranks hold.
 
@@ -156,9 +155,10 @@ class CandidateTrial:
         """
         of, least = self.of, least_microbatches(self.of.method, self.of.depth)
         if of.passes > _MOST_PASSES:
-            raise self._none(f"{of.stages} x {of.microbatches} passes are too many to prove it here ({_MOST_PASSES:,})")
+            many = f"{of.stages} x {of.microbatches} passes are too many to prove it here ({_MOST_PASSES:,})"
+            raise self._none(many, refused=True)
         if of.microbatches < least:
-            raise self._none(f"refused: it needs at least {least} microbatches for each pipeline")
+            raise self._none(f"refused: it needs at least {least} microbatches for each pipeline", refused=True)
         bound = of.bound(self._chain, self._devices)
         self._fitting = self._fit_once(scheduled=False)
         yield max(self._least(), bound)
@@ -186,10 +186,10 @@ class CandidateTrial:
         try:
             return find()
         except (ScheduleError, CapabilityError) as error:
-            raise self._none(f"refused: {str(error).splitlines()[0]}") from None
+            raise self._none(f"refused: {str(error).splitlines()[0]}", refused=True) from None
 
-    def _none(self, why: str) -> NoPlanError:
-        return NoPlanError(Skipped(str(self.of), why))
+    def _none(self, why: str, refused: bool = False) -> NoPlanError:
+        return NoPlanError(Skipped(str(self.of), why), refused)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class CandidateTrial:
 
     def _fit_once(self, scheduled: bool) -> FittingCuts:
         """Return which cuts fit, by what ranks hold in a span or by forecast."""
-        key = self.of.away, scheduled
+        key = self.of.away, self.of.offloads, scheduled
         if key not in self._fits:
             self._fits[key] = self.memory.of_span() if scheduled else self.memory.of_forecast()
         return self._fits[key]
@@ -216,14 +216,18 @@ class CandidateTrial:
             NoPlanError: no cuts fit.
         """
         of, batch = self.of, self._fitting.least_batch
+        if batch == math.inf:
+            raise self._none("takes as long as without: no rank has room for its activations only if it moves them")
         if batch is not None:
             return (batch + of.least_after(self._chain, self._devices) * of.method.flushes) / of.samples
         average, room = self._fitting.least(), sum(of.limits(self._devices)) / of.depth
         least, limit = human_bytes(average, 2), human_bytes(room, 2)
         if average > room:
             raise self._none(f"does not fit: at least {least} per device on average, but it has {limit}")
-        many = f"{least} of {limit} per device at least on average"
-        raise self._none(f"does not fit: {many}, but some stage takes more however the blocks are cut")
+        many, host = f"{least} of {limit} per device at least on average", ""
+        if (of.away or of.offloads) and self._devices.host_memory is not None:
+            host = f" there, or than {human_bytes(self._devices.host_memory, 2)} on the host,"
+        raise self._none(f"does not fit: {many}, but some stage takes more{host} however the blocks are cut")
 
     # --- time -------------------------------------------------------------------------------------------------------
 
@@ -232,48 +236,89 @@ class CandidateTrial:
         fit = self._fitting
         assert fit.first is not None, "a bound is known, so some cuts fit"
         found = self._faster([fit.first], None)
-        assert found is not None, "the first cuts fit"
         if fit.are_few():
-            return self._faster(fit.all(), found) or found
-        better: TimedCuts | None = found
-        while better is not None:
-            found, better = better, self._faster(fit.near(better.cuts), better)
+            found = self._faster(fit.all(), found) or found
+        else:
+            better = found or self._faster(fit.near(fit.first), None)
+            while better is not None:
+                found, better = better, self._faster(fit.near(better.cuts), better)
+        if found is None:
+            raise self._none("does not fit: copies to the host take so long that too many activations wait for them")
         return found
 
     def _faster(self, trials: Iterable[Cuts], than: TimedCuts | None) -> TimedCuts | None:
         """Return the fastest of some cuts; None if it is not faster than what was found."""
         limit = math.inf if than is None else than.batch
-        fitting = [(cuts, again) for cuts in trials if (again := self._fitting.recomputes(cuts)) is not None]
+        fitting = [(cuts, does) for cuts in trials if (does := self._fitting.activations(cuts)) is not None]
         several = [each for each in fitting if self.least_batch(*each) < limit]
-        times = self.batch_times(several) if several else [limit]
-        least = int(np.argmin(times))
-        if times[least] >= limit:
-            return None
-        return TimedCuts(*several[least], times[least], times[least] / self.of.samples)
+        times = self.batch_times(several) if several else []
+        for n in np.argsort(times, kind="stable").tolist():
+            (cuts, activations), batch = several[n], times[n]
+            if batch >= limit:
+                break
+            found = TimedCuts(cuts, activations, batch, batch / self.of.samples)
+            if not self.of.offloads or self._fits_in_time(found):
+                return found
+        return None
 
-    def batch_times(self, several: Sequence[tuple[Cuts, Sequence[bool]]]) -> list[float]:
-        """Return what one more batch of a long run takes, for cuts and the ranks that recompute.
+    def _fits_in_time(self, found: TimedCuts) -> bool:
+        """Return whether ranks have room for activations that are not in the memory of the host yet."""
+        limits = self.of.limits(self._devices)
+        return all(held <= limit for held, limit in zip(self._held(self._fitting, found), limits, strict=True))
 
-        Short spans may show less than the busiest rank takes, as long as the others catch up.
+    def _held(self, fit: FittingCuts, found: TimedCuts) -> list[float]:
+        """Return the most bytes of each rank, with activations for whose copies there has not been time."""
+        cuts, activations = found.cuts, found.activations
+        held = [fit.held(rank, cuts, does) for rank, does in enumerate(activations)]
+        if ActivationMemory.OFFLOADED in activations:
+            costs = self.costs(np.array(cuts), activations)
+            for rank, late in self._known.not_gone(self.schedule(activations), _SPANS[1], costs).items():
+                if activations[rank] is ActivationMemory.OFFLOADED:
+                    held[rank] += late * float(self._chain.sizes[HeldKind.MOVED][cuts[rank], cuts[rank + 1]])
+        return held
+
+    def batch_times(self, several: Sequence[tuple[Cuts, Sequence[ActivationMemory]]]) -> list[float]:
+        """Return what one more batch of a long run takes, for cuts and what ranks do with their activations.
+
+        Short spans may show less than the busiest rank or lane of copies takes, as long as the others catch up.
         """
-        costs = [self.costs(np.array(cuts), again) for cuts, again in several]
-        short, long = (self._known.span(self.of.schedule, batches)(costs) for batches in _SPANS)
-        more = [(b.makespan - a.makespan) / (_SPANS[1] - _SPANS[0]) for a, b in zip(short, long, strict=True)]
-        return [max(each, self._busiest(of)) for each, of in zip(more, costs, strict=True)]
+        costs = [self.costs(np.array(cuts), activations) for cuts, activations in several]
+        alike, found = dict[ScheduleKey, list[int]](), [0.0] * len(costs)
+        for n, (_, activations) in enumerate(several):
+            alike.setdefault(self.schedule(activations), []).append(n)
+        for key, own in alike.items():
+            short, long = (self._known.span(key, batches)([costs[n] for n in own]) for batches in _SPANS)
+            for n, first, second in zip(own, short, long, strict=True):
+                more = (second.makespan - first.makespan) / (_SPANS[1] - _SPANS[0])
+                found[n] = max(more, self._busiest(costs[n]))
+        return found
+
+    def schedule(self, activations: Sequence[ActivationMemory]) -> ScheduleKey:
+        """Return what the schedule is known by if ranks do this with their activations."""
+        if not self.of.offloads:
+            return self.of.schedule
+        away = (stage for stage, rank in enumerate(self._ranks) if activations[rank] is ActivationMemory.OFFLOADED)
+        return self.of.schedule._replace(offloaded=tuple(away))
 
     def _busiest(self, costs: Costs) -> float:
-        """Return the seconds of a batch in which the busiest rank runs its passes and updates."""
+        """Return the seconds of a batch in which the busiest rank runs its passes and updates, or copies."""
         of = [s.step + self.of.microbatches * (s.forward + s.backward_input + s.backward_weight) for s in costs.stages]
-        return float(np.bincount(self._ranks, of).max())
+        most = float(np.bincount(self._ranks, of).max())
+        return max(most, self._copying([s.copy or 0.0 for s in costs.stages])) if self.of.offloads else most
 
-    def costs(self, cuts: npt.NDArray[np.intp], again: Sequence[bool]) -> Costs:
+    def _copying(self, copy: Iterable[float]) -> float:
+        """Return the seconds of a batch in which the busiest rank copies activations, given those of a copy."""
+        made = self._known.copies(self.of.schedule)
+        return max(float(each) * counts.of_batch for each, counts in zip(copy, made, strict=True))
+
+    def costs(self, cuts: npt.NDArray[np.intp], activations: Sequence[ActivationMemory]) -> Costs:
         """Return the times of stages and messages; all messages take the time of the longest.
 
         Args:
             cuts: where stages begin, and where the last one ends.
-            again: which ranks recompute.
+            activations: what each rank does with them.
         """
-        of, (times, transfer, parameters) = self.of, self._stage_times(cuts, again)
+        of, (times, transfer, parameters) = self.of, self._stage_times(cuts, activations)
         across, network = self._across, None
         if of.shards > 1:
             made = self._known.schedule(of.schedule)
@@ -287,11 +332,16 @@ class CandidateTrial:
             cores=None if self._devices.cores is None else SharedCores(self._devices.cores / of.width),  # in step
         )
 
-    def _stage_times(self, cuts: npt.NDArray[np.intp], again: Sequence[bool]) -> tuple[Floats, float, float]:
-        """Return seconds of stages, rows as `StageCost` has them, and of the longest message; bytes of the largest."""
+    def _stage_times(
+        self, cuts: npt.NDArray[np.intp], activations: Sequence[ActivationMemory]
+    ) -> tuple[Floats, float, float]:
+        """Return seconds of stages, rows as `StageCost` has them, and of the longest message; bytes of the largest.
+
+        There is a row for copies where any rank may offload.
+        """
         of, chain = self.of, self._chain
         forward, first, second = (np.diff(sums[cuts]) * self._slow for sums in self._passes)
-        first = first + forward * np.array([again[rank] for rank in self._ranks])
+        first = first + forward * self._which(activations, ActivationMemory.RECOMPUTED)
         crossing, between = chain.crossing[cuts[self._between]], np.array(self._between, int)
         ends = np.bincount([*between - 1, *between], minlength=of.stages)  # messages of a pass
         work = self._devices.message_work(float(crossing.max(initial=0.0)), of.depth * of.width)
@@ -300,12 +350,21 @@ class CandidateTrial:
         second = second + self._devices.between if of.method.halved else second
         parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())
         transfer = float((crossing / self._along).max(initial=0.0))
-        return np.array([forward, first, second, np.diff(self._steps[cuts]) * self._slow]), transfer, parameters
+        rows = [forward, first, second, np.diff(self._steps[cuts]) * self._slow]
+        if of.offloads:
+            assert self._devices.host is not None, "no bandwidth to the host is known"
+            moved = chain.sizes[HeldKind.MOVED][cuts[:-1], cuts[1:]]
+            rows.append(self._which(activations, ActivationMemory.OFFLOADED) * moved / self._devices.host)
+        return np.array(rows), transfer, parameters
 
-    def least_batch(self, cuts: Cuts, again: Sequence[bool]) -> float:
+    def _which(self, activations: Sequence[ActivationMemory], does: ActivationMemory) -> npt.NDArray[np.bool_]:
+        """Return the stages whose ranks do one thing with their activations."""
+        return np.array([activations[rank] is does for rank in self._ranks])
+
+    def least_batch(self, cuts: Cuts, activations: Sequence[ActivationMemory]) -> float:
         """Return the seconds that a batch takes at least with these cuts, as `Candidate.of_ranks` says."""
-        of, (times, transfer, parameters) = self.of, self._stage_times(np.array(cuts), again)
-        forward, first, second, steps = times
+        of, (times, transfer, parameters) = self.of, self._stage_times(np.array(cuts), activations)
+        forward, first, second, steps, *copies = times
         ranks = np.arange(of.depth)
         own, hop = forward + first, 2 * (transfer + self._devices.latency)
         busy, path, step = (np.bincount(self._ranks, each).astype(float) for each in (own + second, own, steps))
@@ -314,59 +373,27 @@ class CandidateTrial:
         through, behind = after[: of.depth] + (of.hops - ranks) * hop, (after - own)[-of.depth :] + ranks[::-1] * hop
         work = RankWork(busy, path, forward[: of.depth], step, before, through, behind)
         sums = of.after(of.sums(parameters, self._across))
-        least = max(float(of.of_ranks(work, ranks).max()), of.microbatches * of.messages * transfer)
+        lanes = [of.microbatches * of.messages * transfer, *map(self._copying, copies)]
+        least = max(float(of.of_ranks(work, ranks).max()), *lanes)
         return least + sums if of.method.flushes else max(least, sums)
 
-    # --- the plan ---------------------------------------------------------------------------------------------------
-
-    def planned(self, found: TimedCuts) -> Plan:
-        """Return the plan with cuts."""
+    def ratings(self, found: TimedCuts) -> list[StageRating]:
+        """Return what stages cost, between cuts."""
         fit = self._fitting if self._devices.memory is not None else self.fit_of_span()
-        of, cuts, graph = self.of, found.cuts, self.of.sized.graph
-        seconds, width = found.batch / of.sized.microbatches, of.width
+        of, cuts, width = self.of, found.cuts, self.of.width
+        seconds = found.batch / of.sized.microbatches
         again_too = [
-            found.again[rank] * (self._passes.forward[last] - self._passes.forward[first])
+            (found.activations[rank] is ActivationMemory.RECOMPUTED)
+            * (self._passes.forward[last] - self._passes.forward[first])
             for rank, (first, last) in zip(self._ranks, pairwise(cuts), strict=True)
         ]
         busy = (np.diff(self._passes.busy[list(cuts)]) + again_too) * self._slow
         updates = np.diff(self._steps[list(cuts)]) * self._slow / of.sized.microbatches
-        stages, ratings = [], []
-        for stage, (rank, (first, last)) in enumerate(zip(self._ranks, pairwise(cuts), strict=True)):
-            again, own = found.again[rank], self.memory.on[rank]
-            ways, layers = single_device_ways(graph, again), tuple(range(first, last))
-            named = tuple(ways[n].name for n in layers) if ways else ()
-            on = of.on[rank] if of.on else None
-            stages.append(PlannedStage(layers, width, 1, named, sharded=of.shards > 1, on=on))
+        held, ratings = self._held(fit, found), []
+        for stage, rank in enumerate(self._ranks):
+            own, does = self.memory.on[rank], found.activations[rank]
             idle = seconds - float((busy[own] / width + updates[own]).sum())
             parts = {"compute": float(busy[stage]) / width, "updates": float(updates[stage])}
             parts["bubble"] = max(idle, 0.0) / len(own)
-            ratings.append(StageRating(parts["compute"], parts, fit.held(rank, cuts, again)))
-        notes = (f"{of}: one more batch of a long run takes {found.batch:.4g} s",)
-        rating = Rating(NAME, seconds, tuple(ratings))
-        settings = self.settings(cuts, found.again)
-        return Plan(of.method.name, tuple(stages), rating, notes, of.sized.samples, settings, of.method.chunks)
-
-    def settings(self, cuts: Cuts, again: Sequence[bool]) -> dict[str, Any]:
-        """Return the keys of `penstock train` that run it.
-
-        Args:
-            cuts: where stages begin, and where the last one ends.
-            again: which ranks recompute.
-        """
-        of, modes = self.of, ["block" if again[rank] else "none" for rank in self._ranks]
-        found: dict[str, Any] = {"method": of.method.row, "stages": of.depth, "width": of.width}
-        if of.method.options:
-            found["options"] = of.method.options
-        if of.shards > 1:
-            found["sharding"] = of.sharding
-        if of.away:
-            found["offload_optimizer"] = "pieces"
-        found |= {
-            "microbatches": of.microbatches,
-            "microbatch_size": of.sized.samples,
-            "recompute": modes[0] if len(set(modes)) == 1 else modes,
-            "balance": [last - first for first, last in pairwise(cuts)],
-        }
-        if of.on:
-            found["placement"] = list(of.placement)
-        return found
+            ratings.append(StageRating(parts["compute"], parts, held[rank], fit.held_on_host(rank, cuts, does)))
+        return ratings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations, product
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from penstock.plan.simulated.block_chain import BlockChain, Floats, between
 from penstock.plan.simulated.candidate import Candidate, RankWork
-from penstock.plan.simulated.planned_methods import stage_forecast
+from penstock.plan.simulated.planned_methods import ActivationMemory, stage_forecast
 from penstock.plan.simulated.rank_memory import Cuts, RankMemory
 from penstock.simulate.memory.held import HeldKind
 
@@ -21,7 +21,7 @@ MOST_CUTS = 256
 
 
 class FittingCuts:
-    """The cuts that fit, if each rank recomputes all of its stages or, where these fit as they are, none.
+    """The cuts that fit, if each rank does with its activations the first of several things with which it fits.
 
     Args:
         of: what is cut.
@@ -29,7 +29,8 @@ class FittingCuts:
         steps: seconds of updates of the first 0, 1, .. of them.
         hop: seconds of a message between ranks at least.
         limits: bytes of each rank; may be infinite.
-        memory: of each rank, without recompute and with it.
+        memory: of each rank, by what it does with its activations, in the order in which that is tried.
+        on_host: bytes that each rank may have in the memory of the host; None for any.
     """
 
     def __init__(
@@ -39,42 +40,56 @@ class FittingCuts:
         steps: Floats,
         hop: float,
         limits: Sequence[float],
-        memory: Sequence[tuple[RankMemory, RankMemory]],
+        memory: Sequence[Mapping[ActivationMemory, RankMemory]],
+        on_host: float | None = None,
     ) -> None:
         self._of, self._chain, self._steps, self._hop = of, chain, steps, hop
         self._limits, self._memory = limits, memory
         self._depth, self._blocks, self.stages = of.depth, chain.blocks, of.stages
         self._ranks = of.method.ranks(of.depth)
         self._slow = (1 / of.speeds)[:, None, None]  # of matrices of each rank
-        self._matrices = [_matrices(*both) for both in memory] if of.method.chunks == 1 else None
+        self._on_host = [m.on_host for of_rank in memory for m in of_rank.values() if m.on_host is not None]
+        self._matrices = [_matrices(each, on_host) for each in memory] if of.method.chunks == 1 else None
 
-    def held(self, rank: int, cuts: Cuts, again: bool) -> float:
-        """Return the most bytes that a rank holds."""
+    def held(self, rank: int, cuts: Cuts, does: ActivationMemory) -> float:
+        """Return the most bytes that a rank holds; infinite if the memory of the host has no room for the rest."""
         if self._matrices is not None:
-            return float(self._matrices[rank][again][cuts[rank], cuts[rank + 1]])
-        return self._memory[rank][again].at(cuts)
+            return float(self._matrices[rank][does][cuts[rank], cuts[rank + 1]])
+        return self._memory[rank][does].at(cuts)
 
-    def recomputes(self, cuts: Cuts) -> tuple[bool, ...] | None:
-        """Return whether each rank recomputes, only where it must; None if some rank does not fit."""
+    def held_on_host(self, rank: int, cuts: Cuts, does: ActivationMemory) -> float:
+        """Return the most bytes that a rank has in the memory of the host."""
+        used = self._memory[rank][does].on_host
+        return 0.0 if used is None or used.held is None else float(used.held[cuts[rank], cuts[rank + 1]])
+
+    def activations(self, cuts: Cuts) -> tuple[ActivationMemory, ...] | None:
+        """Return what each rank does with its activations; None if some rank does not fit."""
         if min(self._limits) == math.inf:
-            return (False,) * self._depth
+            return (ActivationMemory.KEPT,) * self._depth
         found = []
         for rank, limit in enumerate(self._limits):
-            again = self.held(rank, cuts, again=False) > limit
-            if again and self.held(rank, cuts, again=True) > limit:
+            does = next((each for each in self._memory[rank] if self.held(rank, cuts, each) <= limit), None)
+            if does is None:
                 return None
-            found.append(again)
+            found.append(does)
         return tuple(found)
 
     @cached_property
     def least_batch(self) -> float | None:
-        """The seconds that a batch takes at least, without sums, with cuts that fit; None if no such cuts are known."""
+        """The seconds that a batch takes at least, without sums, with cuts that fit; None if no such cuts are known.
+
+        Infinite if ranks may offload and none has to, as the same plan is there without that.
+        """
         if self._matrices is None:
             return None if self.first is None else self._least_recomputed()
         more = self._more()
         if _slowest(more) == math.inf:
             return None
-        return _slowest(self._of.of_ranks(self._rank_times(more), np.arange(self._depth)))
+        times = self._of.of_ranks(self._rank_times(more), np.arange(self._depth))
+        if self._copies is None:
+            return _slowest(times)
+        slowest = _slowest(np.maximum(times, self._with_copies(self._copies)))
+        return max(slowest, self.least_copies(self._copies)) if self._known else slowest
 
     @cached_property
     def first(self) -> Cuts | None:
@@ -84,13 +99,16 @@ class FittingCuts:
         """
         busy = self._between(self._of.passes_of(self._chain).busy)
         if self._matrices is not None:
-            return _evenest(busy * self._slow + self._more())
+            times = busy * self._slow + self._more()
+            if self._copies is not None:
+                times = np.maximum(times, self._with_copies(self._copies) / self._of.microbatches)
+            return _evenest(times)
         cuts = _evenest(np.where(self._later, busy, np.inf) * self._slow[list(self._ranks)])
         assert cuts is not None, "there are as many blocks as stages, or more"
         if self.are_few():
-            fit = (each for each in (cuts, *self.all()) if self.recomputes(each) is not None)
+            fit = (each for each in (cuts, *self.all()) if self.activations(each) is not None)
             cuts = next(fit, None)
-        while cuts is not None and self.recomputes(cuts) is None:
+        while cuts is not None and self.activations(cuts) is None:
             most, better = min((self._most(each), each) for each in (cuts, *self.near(cuts)))
             cuts = better if most < self._most(cuts) else None
         return cuts
@@ -115,12 +133,13 @@ class FittingCuts:
         """Return the bytes of a device on average, at least."""
         whole = (0, *[self._blocks] * self.stages)
         if self._matrices is not None:
-            return sum(float(min(m[0, -1] for m in both)) for both in self._matrices) / self._depth**2
-        return self._memory[0][True].at(whole) / self._depth
+            each = (min(float(m.between_cuts()[0, -1]) for m in of_rank.values()) for of_rank in self._memory)
+            return sum(each) / self._depth**2
+        return self._memory[0][ActivationMemory.RECOMPUTED].at(whole) / self._depth
 
     def _most(self, cuts: Cuts) -> float:
         """Return the bytes of the largest rank for its limit, recomputed if that takes less."""
-        least = (min(self.held(r, cuts, again) for again in (False, True)) for r in range(self._depth))
+        least = (min(self.held(r, cuts, each) for each in self._memory[r]) for r in range(self._depth))
         return max(held * (max(self._limits) / limit) for held, limit in zip(least, self._limits, strict=True))
 
     def _band(self, matrix: Floats, stage: int) -> Floats:
@@ -146,10 +165,44 @@ class FittingCuts:
         assert self._matrices is not None
         forward = self._between(self._of.passes_of(self._chain).forward) * self._slow
         more = np.full(forward.shape, np.inf)
-        for rank, (limit, (plain, again)) in enumerate(zip(self._limits, self._matrices, strict=True)):
-            np.copyto(more[rank], forward[rank], where=self._later & (self._band(again, rank) <= limit))
-            more[rank][self._later & (self._band(plain, rank) <= limit)] = 0.0
+        for rank, (limit, matrices) in enumerate(zip(self._limits, self._matrices, strict=True)):
+            for does, held in reversed(matrices.items()):
+                seconds = forward[rank] if does is ActivationMemory.RECOMPUTED else 0.0
+                np.copyto(more[rank], seconds, where=self._later & (self._band(held, rank) <= limit))
         return more
+
+    @cached_property
+    def _copies(self) -> list[Floats] | None:
+        """The seconds of a batch in which each rank copies activations, between cuts, if it does; None if not known."""
+        return [each.copies for each in self._on_host if each.copies is not None] or None
+
+    @cached_property
+    def _known(self) -> bool:
+        """Whether what ranks hold is that of a schedule, where they may offload; otherwise it may be more."""
+        return all(each.held is not None for each in self._on_host)
+
+    def _with_copies(self, seconds: Sequence[Floats]) -> Floats:
+        """Return the seconds of a batch in which ranks with one stage copy activations: none if there is room for them.
+
+        As long as it is not known whether they fit with that, they may recompute instead, if that fits and takes less.
+
+        Args:
+            seconds: in which each rank does so otherwise, between cuts.
+        """
+        assert self._matrices is not None
+        found, passes = [], self._of.passes_of(self._chain)
+        again = self._of.microbatches * between(passes.busy + passes.forward)
+        for rank, (held, limit, copies) in enumerate(zip(self._matrices, self._limits, seconds, strict=True)):
+            if not self._known:
+                copies = np.where(held[ActivationMemory.RECOMPUTED] <= limit, np.minimum(copies, again), copies)
+            found.append(self._band(np.where(self._only_moved(held, limit), copies, 0.0), rank))
+        return np.array(found)
+
+    @staticmethod
+    def _only_moved(held: Mapping[ActivationMemory, Floats], limit: float) -> npt.NDArray[np.bool_]:
+        """Return where a rank has room only if it moves activations, as far as what it holds then is known."""
+        found = held[ActivationMemory.KEPT] > limit
+        return found & (held.get(ActivationMemory.OFFLOADED, 0.0) <= limit)
 
     def _rank_times(self, more: Floats) -> RankWork:
         """Return the times of ranks with one stage from begin to end, given what recompute takes."""
@@ -172,6 +225,20 @@ class FittingCuts:
         through = path + behind[:, None, :]
         return RankWork(busy, path, forward, step, before[:, :, None], through, behind[:, None, :])
 
+    def least_copies(self, copies: Sequence[Floats]) -> float:
+        """Return the seconds that copies of a batch take at least if some rank moves activations only for their room.
+
+        Infinite if none does.
+
+        Args:
+            copies: seconds of a batch in which each rank copies activations, between cuts.
+        """
+        assert self._matrices is not None, "methods whose ranks have several stages move nothing"
+        least = math.inf
+        for held, limit, seconds in zip(self._matrices, self._limits, copies, strict=True):
+            least = min(least, float(seconds[np.triu(self._only_moved(held, limit), 1)].min(initial=math.inf)))
+        return least
+
     def _least_recomputed(self) -> float:
         """Return the seconds that a batch takes at least where ranks have several stages, whatever their cuts are.
 
@@ -183,7 +250,7 @@ class FittingCuts:
             return 0.0
         seconds, fit = np.diff(passes.busy + passes.forward), []
         stages = [stage_forecast(of.method, of.depth, of.microbatches, n).activations for n in range(of.stages)]
-        for rank, (plain, _) in enumerate(self._memory):
+        for rank, plain in enumerate(each[ActivationMemory.KEPT] for each in self._memory):
             flight = min(held for of_rank, held in zip(self._ranks, stages, strict=True) if of_rank == rank)
             sizes = np.diagonal(plain.sizes.fixed + plain.sizes.kinds[HeldKind.OPTIMIZER], 1)
             fit.append(_most_within(seconds, sizes + flight * self._chain.own_graphs, self._limits[rank]))
@@ -226,7 +293,10 @@ def _most_within(values: Floats, sizes: Floats, limit: float) -> float:
     return float((values[order] * parts).sum())
 
 
-def _matrices(plain: RankMemory, again: RankMemory) -> tuple[Floats, Floats]:
-    """Return the bytes of a rank between cuts, without recompute and with it."""
-    found = plain.between_cuts()
-    return found, found if again is plain else again.between_cuts()
+def _matrices(memory: Mapping[ActivationMemory, RankMemory], on_host: float | None) -> dict[ActivationMemory, Floats]:
+    """Return the bytes of a rank between cuts, by what it does; infinite where the host has no room for the rest."""
+    found = {does: each.between_cuts() for does, each in memory.items()}
+    for does, each in memory.items():
+        if on_host is not None and each.on_host is not None and each.on_host.held is not None:
+            found[does] = np.where(each.on_host.held > on_host, np.inf, found[does])
+    return found

@@ -1,4 +1,4 @@
-"""The fastest run that fits: method, depth, width, microbatch size, sharding and recompute, rated by simulation.
+"""The fastest run that fits: method, depth, width, microbatch size, sharding, recompute and offload, by simulation.
 
 For every candidate there are lower bounds, each tighter and dearer than the one before: however it is cut, from the
 compute of its blocks, messages and sums of gradients as small as can be, and fill and drain where the method flushes;
@@ -8,7 +8,7 @@ simulated: what one more batch takes in a long run. That ends where the least bo
 
 A candidate is cut where its slowest stage is fastest, then other cuts are simulated, too: all of them if they are few,
 otherwise those that differ by one block, as long as that helps. Ranks recompute where their stages do not fit
-otherwise. The schedule of the best plan is proven.
+otherwise, or move activations to the host. The schedule of the best plan is proven.
 
 The usual methods have a best plan each. The others, whose ranks have several stages or whose backwards come in halves,
 are tried only where they may be faster than all plans so far whose weights are as late.
@@ -29,9 +29,9 @@ from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.simulated.block_chain import BlockChain
 from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError, TimedCuts
+from penstock.plan.simulated.chosen_plan import chosen_plan, rank_orders
 from penstock.plan.simulated.device_choice import MOST_CHOICES, MOST_ORDERS, Placement, placements
 from penstock.plan.simulated.planned_methods import METHODS, PLANNED, USUAL, PlannedMethod
-from penstock.plan.simulated.rank_order_choice import rank_orders, with_rank_order
 from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, Skipped
@@ -40,11 +40,14 @@ from penstock.schedule.ir.rank_numbers import RankOrder
 _NEVER = Skipped(
     "other methods and options",
     "this search does not know them: methods and numbers of chunks that --methods does not take, orders made for given "
-    "times (zb-auto, v-auto), activations on the host, tensor parallelism, stages with replicas of their own; others "
-    "than the usual methods on a single rank; divided weights but of layered and 2bw-layered; divided gradients of "
-    "ranks with several stages",
+    "times (zb-auto, v-auto), tensor parallelism, stages with replicas of their own; others than the usual methods on "
+    "a single rank; divided weights but of layered and 2bw-layered; divided gradients of ranks with several stages; "
+    "activations and optimizer states on the host at once; activations on the host of ranks that have room for them, "
+    "beside ranks that recompute though they could move theirs, or of others than the usual methods",
 )
 _WHOLE = Skipped("divided state", "what parallel pipelines may divide is tried under a limit (--memory) only")
+_ACTIVATIONS = "activations on the host"
+_ON_THE_HOST = f"optimizer states or {_ACTIVATIONS}"
 _OTHER_PLACES = Skipped(
     "other places of stages",
     "no device is left out for one that is no faster and has no more memory; replicas of a stage are of one kind where "
@@ -90,10 +93,8 @@ def simulated_plans(
         search.refuse(_WHOLE)
     if devices.kinds:
         search.refuse(_OTHER_PLACES)
-        search.refuse(Skipped("optimizer states on the host", "not tried where devices differ"))
-    elif devices.memory is not None and devices.host is None:
-        said = "the bandwidth to the memory of the host is not known: give --host-bandwidth, or --cluster"
-        search.refuse(Skipped("optimizer states on the host", said))
+    for skipped in _not_on_host(devices, chains.values()):
+        search.refuse(skipped)
     names = METHODS if methods is None else [name for name in METHODS if name in methods]
     for name in names:
         method = PLANNED[name]
@@ -108,6 +109,20 @@ def simulated_plans(
         else:
             search.look_into(method, _candidates(sizes, devices, method))
     return search.plans()
+
+
+def _not_on_host(devices: Devices, chains: Iterable[BlockChain]) -> Iterator[Skipped]:
+    """Yield what is not tried in the memory of the host, of what might be there."""
+    if devices.kinds:
+        yield Skipped(_ON_THE_HOST, "not tried where devices differ")
+    elif devices.memory is not None and devices.host is None:
+        said = "the bandwidth to the memory of the host is not known: give --host-bandwidth, or --cluster"
+        yield Skipped(_ON_THE_HOST, said)
+    elif devices.memory is not None and devices.cores is not None:
+        yield Skipped(_ACTIVATIONS, "ranks compute on the cores of their host, so they are there already")
+    elif devices.memory is not None and not all(chain.movable for chain in chains):
+        said = "the profile does not say how much of them can be moved (movable); measure it again"
+        yield Skipped(_ACTIVATIONS, said)
 
 
 class _Search:
@@ -145,6 +160,8 @@ class _Search:
             said = f"takes {bound:.4g} s per sample at least, "
             if bound >= seconds:
                 self._skipped.append(Skipped(name, f"{said}the best plan so far {seconds:.4g}"))
+                if known:
+                    self._offer_to_offload(waiting, trial, seconds)
                 continue
             if known == 1 and not usual:  # from here on its schedule is needed
                 tried += trial.of.passes
@@ -152,7 +169,7 @@ class _Search:
                     tried -= trial.of.passes
                     self._skipped.append(Skipped(name, f"{said}and too many passes to try it beside the usual methods"))
                     continue
-            if known == 0 and self._may_be_away(trial.of):
+            if known == 0 and self._may_use_host(trial.of):
                 heappush(waiting, self._bounded(trial.twin(away=True)))
             try:
                 tighter = next(bounds, None)
@@ -162,8 +179,11 @@ class _Search:
                 found = trial.fastest(seconds)
             except NoPlanError as error:
                 self._refused.append(error.skipped)
+                if not error.refused:
+                    self._offer_to_offload(waiting, trial, seconds)
                 continue
             self._best[method], seconds = (trial, found), found.seconds
+            self._offer_to_offload(waiting, trial, seconds)
 
     def _waiting(self, candidate: Candidate) -> Iterator[_Waiting]:
         """Yield a candidate with its first bound, in every order of ranks that is worth trying."""
@@ -185,14 +205,21 @@ class _Search:
         bound = trial.of.bound(self._chains[trial.of.sized.samples], self._devices)
         return bound, str(trial.of), 0, trial, trial.bounds()
 
-    def _may_be_away(self, candidate: Candidate) -> bool:
-        """Return whether it is tried with optimizer states in the host's memory, too, which takes longer.
+    def _may_use_host(self, candidate: Candidate) -> bool:
+        """Return whether it is tried with optimizer states or activations in the host's memory, too.
 
-        So it comes behind the same one without, and is not made where that is too slow anyway.
+        That takes no less, so it comes behind the same one without, and is not made where that is too slow anyway.
         """
         devices = self._devices
         limited = devices.memory is not None and devices.host is not None and not devices.kinds
-        return limited and not candidate.away and candidate.method.name in USUAL
+        return limited and not (candidate.away or candidate.offloads) and candidate.method.name in USUAL
+
+    def _offer_to_offload(self, waiting: list[_Waiting], trial: CandidateTrial, seconds: float) -> None:
+        """Have a candidate that is slower than it may be, or does not fit, tried with activations on the host, too."""
+        movable = self._chains[trial.of.sized.samples].movable and self._devices.cores is None
+        if movable and self._may_use_host(trial.of) and (copies := trial.least_of_copies()) < seconds:
+            bound, name, known, twin, bounds = self._bounded(trial.twin(offloads=True))
+            heappush(waiting, (max(bound, copies), name, known, twin, bounds))
 
     def _fastest_of(self, flushes: bool) -> float:
         """Return the seconds per sample of the best plan so far whose weights are late, or are not."""
@@ -206,14 +233,15 @@ class _Search:
         """
         ranked = sorted(self._best.values(), key=lambda best: float(f"{best[1].seconds:.9g}"))
         while ranked:
-            of = ranked[0][0].of
+            trial, found = ranked[0]
+            of = trial.of
             try:
-                self._schedules.proof(of.schedule, of.away)
+                self._schedules.proof(trial.schedule(found.activations), of.away)
                 break
             except ScheduleError as error:
                 self._refused.append(Skipped(str(of), f"refused: {str(error).splitlines()[0]}"))
                 del ranked[0]
-        plans = [with_rank_order(trial.planned(found), trial, found, self._devices) for trial, found in ranked]
+        plans = [chosen_plan(trial, found, self._devices) for trial, found in ranked]
         return plans, [*self._refused, *self._skipped]
 
 

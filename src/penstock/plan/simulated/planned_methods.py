@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.schedule.proof.proof import StageFacts
 from penstock.schedule.stage_state.stage_state import Delay
 from penstock.simulate.memory.predicted import AlwaysThere
+
+
+class ActivationMemory(IntEnum):
+    """What a rank does with its activations between forward and backward: the less, the lower."""
+
+    KEPT = 0
+    OFFLOADED = 1  # moved to the memory of the host
+    RECOMPUTED = 2  # blocks are run again
+
+
+def activations_of(settings: Mapping[str, Any], ranks: Sequence[int]) -> list[ActivationMemory]:
+    """Return what each rank does with its activations.
+
+    Args:
+        settings: keys of `penstock train` that run a plan.
+        ranks: of each stage.
+    """
+    modes, away = settings["recompute"], settings.get("offload", "none")
+    again, moved = ([each] * len(ranks) if isinstance(each, str) else each for each in (modes, away))
+    found = dict[int, ActivationMemory]()
+    for rank, mode, word in zip(ranks, again, moved, strict=True):
+        kept = ActivationMemory.KEPT if word == "none" else ActivationMemory.OFFLOADED
+        found[rank] = kept if mode == "none" else ActivationMemory.RECOMPUTED
+    return [found[rank] for rank in sorted(found)]
 
 
 class PlannedMethod(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -82,20 +82,37 @@ class StageSizes:
         return self._most[moments]
 
 
+class HostUse(NamedTuple):
+    """What a rank with one stage has in the memory of the host, between each cut and each later one.
+
+    Attributes:
+        held: the most bytes; None as long as the schedule is not known.
+        copies: seconds that activations take to go there and come back in a batch, until then at least; None if other
+            things are there.
+    """
+
+    held: Floats | None
+    copies: Floats | None
+
+
 class RankMemory:
     """The most bytes of one rank.
 
     Attributes:
         sizes: of each of its stages.
+        on_host: what it has there; None if nothing.
 
     Args:
         stages: that it has.
         sizes: of each of them.
         moments: what it holds at each moment that counts.
+        on_host: as the attribute.
     """
 
-    def __init__(self, stages: Sequence[int], sizes: StageSizes, moments: Sequence[Moment]) -> None:
-        self._stages, self.sizes, self._moments = stages, sizes, moments
+    def __init__(
+        self, stages: Sequence[int], sizes: StageSizes, moments: Sequence[Moment], on_host: HostUse | None = None
+    ) -> None:
+        self._stages, self.sizes, self._moments, self.on_host = stages, sizes, moments, on_host
         self._known: dict[tuple[tuple[int, int], ...], float] = {}  # bytes, by where its stages begin and end
 
     @cached_property

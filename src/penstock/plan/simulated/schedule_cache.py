@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.plan.simulated.planned_methods import PlannedMethod
+from penstock.plan.simulated.planned_methods import ActivationMemory, PlannedMethod
 from penstock.schedule.add_options import extend, extended
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.compiled.collective_events import NotCompiledError, StuckError
 from penstock.schedule.compiled.instruction_arrays import CodedSchedule, coded
-from penstock.schedule.ir.schedule import WINDOW, Schedule
+from penstock.schedule.ir.schedule import WINDOW, Action, Op, Schedule
 from penstock.schedule.lowering.lower import Lowering
 from penstock.schedule.lowering.send_window_search import SpanEnds, least_window, lower_freely, settled, unlimited
 from penstock.schedule.machine.instructions import Lowered
@@ -27,6 +27,8 @@ from penstock.simulate.memory.held import Combination, HeldKind
 from penstock.simulate.memory.memory_simulation import most_held
 from penstock.simulate.simulate import predict
 from penstock.timeline import Bubble
+
+_SETTLED = 4  # batches after which a run holds what it always does, where batches overlap
 
 Span = Callable[[list[Costs]], list[Bubble]]
 
@@ -41,6 +43,7 @@ class ScheduleKey(NamedTuple):
         method, depth, microbatches: of the schedule.
         parallel: there are several pipelines, which add their gradients.
         sharding: what they divide of the state of stages.
+        offloaded: stages whose activations are moved to the memory of the host.
     """
 
     method: PlannedMethod
@@ -48,6 +51,24 @@ class ScheduleKey(NamedTuple):
     microbatches: int
     parallel: bool
     sharding: str = "none"
+    offloaded: tuple[int, ...] = ()
+
+    @property
+    def all_offloaded(self) -> ScheduleKey:
+        """The same with the activations of all stages moved to the memory of the host."""
+        return self._replace(offloaded=tuple(range(self.depth * self.method.chunks)))
+
+
+class HostCopyCounts(NamedTuple):
+    """How many copies of activations a rank makes.
+
+    Attributes:
+        of_batch: to the memory of the host and back, in a batch.
+        most_away: microbatches that are there at a time.
+    """
+
+    of_batch: int
+    most_away: int
 
 
 class KnownSchedules:
@@ -61,7 +82,8 @@ class KnownSchedules:
         self._decides = decides
         self._lowered: dict[ScheduleKey, tuple[Lowered, CodedSchedule]] = {}
         self._spans: dict[tuple[ScheduleKey, int], Span] = {}
-        self._held: dict[ScheduleKey, dict[bool, list[list[Moment]]]] = {}
+        self._copies: dict[ScheduleKey, list[HostCopyCounts]] = {}
+        self._held: dict[ScheduleKey, dict[ActivationMemory, list[list[Moment]]]] = {}
 
     def proof(self, key: ScheduleKey, swaps: bool = False) -> Proof:
         """Prove a schedule.
@@ -73,8 +95,7 @@ class KnownSchedules:
         Raises:
             ScheduleError: it is wrong.
         """
-        decides = self._decides or key.parallel
-        return extend(self._plain(key), decides=decides, reduces=key.parallel, sharding=key.sharding, swaps=swaps)
+        return extend(self._plain(key), swaps=swaps, **self._added(key))
 
     def schedule(self, key: ScheduleKey) -> Schedule:
         """Return a schedule, not proven.
@@ -99,8 +120,29 @@ class KnownSchedules:
             self._spans[key, batches] = lambda costs: (played if _any_slow(costs, key.depth) else compiled)(costs)
         return self._spans[key, batches]
 
-    def moments(self, key: ScheduleKey, recompute: bool) -> list[list[Moment]]:
+    def copies(self, key: ScheduleKey) -> list[HostCopyCounts]:
+        """Return how many copies each rank makes if it moves all activations to the memory of the host.
+
+        Raises:
+            ScheduleError: there is no such schedule.
+        """
+        if key not in self._copies:
+            schedule = self._made(key.all_offloaded)[0].schedule
+            self._copies[key] = [_copies_of(program.period, key.microbatches) for program in schedule.programs]
+        return self._copies[key]
+
+    def not_gone(self, key: ScheduleKey, batches: int, costs: Costs) -> dict[int, int]:
+        """Return by rank how many more activations are on its device than if copies to the host took no time.
+
+        Raises:
+            ScheduleError: there is no such schedule.
+        """
+        return CompiledSpan(self._made(key)[1], batches, transfers=True).not_gone(costs)
+
+    def moments(self, key: ScheduleKey, activations: ActivationMemory) -> list[list[Moment]]:
         """Return what each rank holds at the moments that count; parallel pipelines are taken to be in step.
+
+        What a rank does with its activations changes nothing of what others hold.
 
         The optimizer remembers nothing in the first batch, and the last messages of a batch may still be held in the
         next one; where batches overlap, four show all of it. But some methods' ranks drift apart for many more, until
@@ -109,31 +151,45 @@ class KnownSchedules:
         Raises:
             ScheduleError: there is no such schedule.
         """
-        if key not in self._held:
-            lowered = self._made(key)[0]
-            found = most_held(lowered, 3 if key.method.flushes else 4, blockwise=True)
+        known = self._held.setdefault(key, {})
+        if activations not in known:
+            away = activations is ActivationMemory.OFFLOADED
+            lowered = self._made(key.all_offloaded if away else key)[0]
+            found = most_held(lowered, 3 if key.method.flushes else _SETTLED, blockwise=not away, on_device=away)
             messages = lowered.window if key.method.drifts else None
-            self._held[key] = {
-                again: [
-                    _largest([_moment(each, again) for each in found[0, rank]], messages) for rank in range(key.depth)
-                ]
-                for again in (False, True)
-            }
-        return self._held[key][recompute]
+            for each in (activations,) if away else (ActivationMemory.KEPT, ActivationMemory.RECOMPUTED):
+                held = ([_moment(c, each) for c in found[0, rank]] for rank in range(key.depth))
+                known[each] = [_largest(moments, messages) for moments in held]
+        return known[activations]
 
     def _made(self, key: ScheduleKey) -> tuple[Lowered, CodedSchedule]:
         """Return a schedule with its messages, not proven."""
         if key not in self._lowered:
-            decides = self._decides or key.parallel
-            whole = extended(self._plain(key), decides=decides, reduces=key.parallel, sharding=key.sharding)
-            self._lowered[key] = _lowered(whole, key.method)
+            self._lowered[key] = _lowered(extended(self._plain(key), **self._added(key)), key.method)
         return self._lowered[key]
+
+    def _added(self, key: ScheduleKey) -> dict[str, Any]:
+        """Return what is added to what the method makes: arguments of `extended`."""
+        decides = self._decides or key.parallel
+        return {"decides": decides, "reduces": key.parallel, "sharding": key.sharding, "offloads": key.offloaded}
 
     @staticmethod
     def _plain(key: ScheduleKey) -> Schedule:
         """Return what the method makes."""
         sizes = key.method.row, key.depth, key.microbatches
         return ScheduleRequest(*sizes, options=key.method.options, sharding="none").schedule
+
+
+def _copies_of(period: Sequence[Action], microbatches: int) -> HostCopyCounts:
+    """Return how many copies a rank makes, given what it does in each batch; what others began count from there on."""
+    there = most = made = 0
+    for batch in range(_SETTLED):
+        made = 0
+        for action in period:
+            if action.op in (Op.OFFLOAD, Op.FETCH) and action.unit.first + batch * microbatches >= 0:
+                there += 1 if action.op is Op.OFFLOAD else -1
+                made, most = made + 1, max(most, there)
+    return HostCopyCounts(made, most)
 
 
 _MESSAGES = (HeldKind.OUTPUT, HeldKind.GRADIENT)
@@ -143,16 +199,16 @@ _PLAIN: Mapping[HeldKind, HeldKind | None] = MappingProxyType({
 })  # fmt: skip  # what is held instead, without recompute
 
 
-def _moment(combination: Combination, recompute: bool) -> dict[tuple[int, HeldKind], float]:
+def _moment(combination: Combination, activations: ActivationMemory) -> dict[tuple[int, HeldKind], float]:
     """Return how many of each kind are held, of each stage; a message is one of the stage that sends it.
 
     Args:
-        combination: of what is held where blocks are recomputed.
-        recompute: whether they are; otherwise graphs are there instead, from each forward to its backward.
+        combination: of what is held where blocks are recomputed; or where activations are offloaded, if they are.
+        activations: if they are kept, graphs are there instead, from each forward to its backward.
     """
     found: dict[tuple[int, HeldKind], float] = {}
     for what, count in combination:
-        kind = what.kind if recompute else _PLAIN.get(what.kind, what.kind)
+        kind = _PLAIN.get(what.kind, what.kind) if activations is ActivationMemory.KEPT else what.kind
         if kind is not None:
             found[what.stage, kind] = found.get((what.stage, kind), 0.0) + count
     return found

@@ -95,6 +95,7 @@ class Devices:
             know it; None if each computes by itself.
         host: bytes per second from each device to the memory of its host, and as many back, for costs that know it;
             None if there is none.
+        host_memory: bytes that each device may have in the memory of its host; None for no limit.
         link_work: seconds of a core that a message takes at each of its ends, besides its bytes and for each of them,
             where devices share cores.
         between: seconds of a rank from one pass to the next one, for costs that know it.
@@ -108,6 +109,7 @@ class Devices:
     latency: float = 0.0
     cores: float | None = None
     host: float | None = None
+    host_memory: float | None = None
     link_work: tuple[float, float] = (0.0, 0.0)
     between: float = 0.0
     shares_link: bool = False
@@ -131,6 +133,8 @@ class Devices:
             _check_positive("cores", self.cores)
         if self.host is not None:
             _check_positive("bandwidth to the host", self.host)
+        if self.host_memory is not None:
+            _check_positive("memory of the host", self.host_memory)
         if not is_number(self.latency) or not 0 <= self.latency < 1e30:
             raise ConfigError(f"latency must be a number of seconds, not negative, got {in_short(self.latency)}")
         if self.kinds:

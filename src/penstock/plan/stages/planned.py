@@ -22,6 +22,7 @@ class PlannedStage:
         sharded: whether the copies divide the optimizer's state among them.
         in_turns: whether it runs on the same devices as the other stages, one after the other.
         on: the devices of its copies; None if all devices are alike.
+        offloaded: whether its activations are in the memory of the host between forward and backward.
     """
 
     layers: tuple[int, ...]
@@ -32,6 +33,7 @@ class PlannedStage:
     sharded: bool = False
     in_turns: bool = False
     on: StageDevices | None = None
+    offloaded: bool = False
 
     @property
     def devices(self) -> int:
@@ -48,11 +50,13 @@ class StageRating:
         seconds: per microbatch of the pipeline, as the cost function adds up or compares its parts.
         parts: seconds by cause: compute, links, gradient sums, updates, bubble.
         memory: bytes of a device; None where the cost function has no such notion.
+        on_host: bytes that each device has in the memory of its host.
     """
 
     seconds: float
     parts: dict[str, float]
     memory: float | None = None
+    on_host: float = 0.0
 
     @property
     def limit(self) -> str:
