@@ -88,6 +88,22 @@ WRONG = [
 ]
 
 
+NO_GPU = [
+    (["cuda_graphs=true"], "cuda_graphs takes a GPU, but ranks compute on cpu; leave cuda_graphs out"),
+    (["device=cuda"], "device is 'cuda', but torch sees no GPU here"),
+    (["sdpa=cudnn"], "sdpa=cudnn is a backend of GPUs, but ranks compute on the CPU"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), NO_GPU)
+def test_what_takes_a_gpu_is_refused_before_processes_start(
+    changes: list[str], message: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        prepare(load_config(None, ["stages=2", "model.layers=2", text, *changes]), local=True)
+
+
 @pytest.mark.parametrize(("changes", "message"), WRONG)
 def test_what_is_wrong_is_said_before_a_proof(changes: list[str], message: str, text: str) -> None:
     """Of 6 stages with 2 microbatches, which are too few for most methods here."""

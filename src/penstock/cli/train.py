@@ -145,14 +145,12 @@ def _checked(
     settings = load_config(file, changes, proves=local)  # rank 0 of a job that runs already proves for all
     check_enough_blocks(settings)
     say_places(settings)
-    from penstock.comm.core.devices import find_device  # not before, as these import torch
-    from penstock.train.setup.prepare_run import prepare
+    from penstock.train.setup.prepare_run import prepare  # not before, as it imports torch
     from penstock.train.setup.run_folder import check_resume
 
     if resume is not None and not restart:
         check_resume(settings, resume)
     if local:
-        find_device(settings.device)  # refuses one that is not there
         return _chosen(prepare(settings, local=True, choose=_choose_recompute))
     return settings
 

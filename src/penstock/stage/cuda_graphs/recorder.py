@@ -84,12 +84,21 @@ class CudaGraphRecorder:
         return graph
 
 
-def recorder_on(device: torch.device) -> GraphRecorder:
-    """Return what records the work of a device.
+def check_records(device: torch.device) -> None:
+    """Make sure that the work of a device can be recorded.
 
     Raises:
         ConfigError: it is no GPU.
     """
     if device.type != "cuda":
         raise ConfigError(f"cuda_graphs takes a GPU, but ranks compute on {device}; leave cuda_graphs out")
+
+
+def recorder_on(device: torch.device) -> GraphRecorder:
+    """Return what records the work of a device.
+
+    Raises:
+        ConfigError: it is no GPU.
+    """
+    check_records(device)
     return CudaGraphRecorder(device)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.comm.collective.broadcast_json import from_first
+from penstock.comm.core.devices import find_device
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.gpt_variant import LanguageModel
 from penstock.options.all_options import PipelineOptions
@@ -28,6 +29,7 @@ from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.wave_lags import record_fault, stage_place
 from penstock.simulate.auto_in_flight import later_with
+from penstock.stage.cuda_graphs.recorder import check_records
 from penstock.train.config.own_schedule import own_schedule
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import Once, load_corpus
@@ -166,6 +168,8 @@ def prepare(
     if corpus.text and config.sample_length and not config.prompt:
         raise ConfigError("prompt must not be empty while sample_length is not 0")
     options = pipeline_options(_decided(config), model)
+    if local:
+        _check_device(options)
     if config.evaluate.patience is not None and not options.deciding:
         raise ConfigError(
             "evaluate.patience needs stages that decide together, so that all end after the same batch; set "
@@ -179,6 +183,18 @@ def prepare(
         config, options = config.model_copy(update={"recompute": modes}), options.changed(recompute=tuple(modes))
     plans = shared_plans(partial(drafts, options), control, _prove, config.tensor_parallel)
     return Prepared(config, model, plans.pop(MAIN), windows, plans, said)
+
+
+def _check_device(options: PipelineOptions) -> None:
+    """Make sure that the devices of this machine have what is asked of them.
+
+    Raises:
+        ConfigError: there is no such device, or it lacks something.
+    """
+    device = find_device(options.run.device or "cpu")
+    options.precision.kernels.check_device(device)
+    if options.run.cuda_graphs:
+        check_records(device)
 
 
 def _decided(config: TrainConfig) -> TrainConfig:
