@@ -34,7 +34,7 @@ from support.comparisons import TEXT, Quiet, compared
             "method pipemare has no option 'rescedule'; it has in_flight, reschedule, decay. Did you mean 'reschedule'",
         ),
         (["methods=interleaved:chunk=2.5"], "method interleaved has no option 'chunk'; .* Did you mean 'chunks'"),
-        (["methods=i-timeprest:beta=null"], "i-timeprest:beta=null: .*beta takes a number; got null"),
+        (["methods=i-timeprest:beta=null"], "i-timeprest:beta=null: .*beta takes a number from 0 to 1; got null"),
         (["methods=2bw:sync=1.5"], "sync is the number of batches"),
         (["methods=1f1b:delays=-1"], "delays is the number of updates that weights are late by"),
         (["methods=2bw:delays=1"], "2bw:delays=1: delays need version rule 'flush'"),

@@ -16,6 +16,7 @@ from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import prove
 from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.methods.method_parsing import written_method
 from penstock.schedule.methods.table import METHODS
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.verify.reference import Scaling
@@ -215,7 +216,7 @@ def test_options_are_checked() -> None:
     for options, message in (
         ({"decay": 0.1}, r"over how many updates .*penstock.correction_of\('pipemare', reschedule=500\)"),
         ({"reschedule": -1}, "reschedule takes a whole number of at least 0, or null; got -1"),
-        ({"reschedule": 1, "decay": 1.5}, "must lie between 0 and 1"),
+        ({"reschedule": 1, "decay": 1.5}, "decay takes a number between 0 and 1, or null; got 1.5"),
         ({"speed": 1}, "has no option 'speed'; it has reschedule, decay"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -227,14 +228,17 @@ def test_options_are_checked() -> None:
     [
         ("pipemare", "reschedule", 0.9, "a whole number of at least 0, or null; got 0.9"),
         ("nag-pp-no-stash", "reschedule", math.inf, "a whole number of at least 0, or null; got inf"),
-        ("pipemare", "decay", math.nan, "a number, or null; got nan"),
+        ("pipemare", "decay", math.nan, "a number between 0 and 1, or null; got nan"),
         ("ftpipe", "weight_decay", 0.01, "0 or 1; got 0.01"),
         ("ftpipe-aggregated", "ahead", None, "0 or 1; got null"),
         ("xpipe", "uncorrected", 2, "0 or 1; got 2"),
-        ("i-timeprest", "beta", None, "a number; got null"),
-        ("gap-aware", "average", None, "a number; got null"),
-        ("gap-aware", "eps", None, "a number; got null"),
-        ("error-feedback", "share", None, "a number; got null"),
+        ("i-timeprest", "beta", None, "a number from 0 to 1; got null"),
+        ("gap-aware", "average", None, "a number from 0 to below 1; got null"),
+        ("gap-aware", "eps", None, "a number above 0; got null"),
+        ("gap-aware", "eps", 0, "a number above 0; got 0"),
+        ("2bw-ahead", "horizon", -1, "a number of at least 0, or null; got -1"),
+        ("3bw-ahead", "horizon", -1, "a number of at least 0, or null; got -1"),
+        ("error-feedback", "share", None, "a number from 0 to 1; got null"),
     ],
 )
 def test_options_that_are_not_what_they_take_are_refused(method: str, option: str, wrong: Any, takes: str) -> None:
@@ -242,6 +246,21 @@ def test_options_that_are_not_what_they_take_are_refused(method: str, option: st
     given = {"reschedule": 1, option: wrong} if option == "decay" else {option: wrong}
     with pytest.raises(ConfigError, match=re.escape(f": {option} takes {takes}")):
         correction_of(method, **given)
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("3bw-ahead:horizon=-1", "horizon takes a number of at least 0, or null; got -1"),
+        ("gap-aware:average=1", "average takes a number from 0 to below 1; got 1"),
+        ("2bw-ahead:a=1", "set both a and b, or none of them; got a=1, b=None"),
+        ("2bw-ahead:motion=1:a=1:b=0", "a and b weigh gradients, but motion=1 repeats the motion"),
+    ],
+)
+def test_a_method_with_nonsense_is_refused_where_it_is_read(written: str, said: str) -> None:
+    """So by `show` and `simulate`, too, which make no correction."""
+    with pytest.raises(ConfigError, match=said):
+        written_method(written)
 
 
 def test_defaults_are_what_options_take() -> None:

@@ -6,7 +6,7 @@ They are implemented in `penstock.weights.corrections`, whose `registry.py` list
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
@@ -14,6 +14,22 @@ from typing import Literal
 from penstock.checks import did_you_mean, no_option
 from penstock.errors import ConfigError
 from penstock.schedule.ir.version_rules import VersionRule
+
+Kind = Literal["number", "amount", "count", "switch", "share", "inner share", "share below 1", "above 0"]
+
+_KINDS: Mapping[Kind, tuple[str, Callable[[float], bool]]] = MappingProxyType(
+    {
+        "number": ("a number", lambda _: True),
+        "amount": ("a number of at least 0", lambda x: x >= 0),
+        "count": ("a whole number of at least 0", lambda x: x >= 0 and x == int(x)),
+        "switch": ("0 or 1", lambda x: x in (0, 1)),
+        "share": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
+        "inner share": ("a number between 0 and 1", lambda x: 0 < x < 1),
+        "share below 1": ("a number from 0 to below 1", lambda x: 0 <= x < 1),
+        "above 0": ("a number above 0", lambda x: x > 0),
+    }
+)
+"""The kinds of values: what they are in words, and whether a finite number is one."""
 
 
 @dataclass(frozen=True)
@@ -23,20 +39,19 @@ class Option:
     Attributes:
         default: the value if it is not given.
         meaning: what the values mean.
-        kind: "count" (a whole number of at least 0), "switch" (0 or 1), or "number".
+        kind: which values are accepted; True and False only as a "switch".
         nullable: None is accepted, too.
     """
 
     default: float | None
     meaning: str
-    kind: Literal["count", "switch", "number"] = "number"
+    kind: Kind = "number"
     nullable: bool = False
 
     @property
     def takes(self) -> str:
         """The accepted values, in words."""
-        words = {"count": "a whole number of at least 0", "switch": "0 or 1", "number": "a number"}
-        return words[self.kind] + (", or null" if self.nullable else "")
+        return _KINDS[self.kind][0] + (", or null" if self.nullable else "")
 
     def fits(self, value: object) -> bool:
         """Return whether `value` is accepted."""
@@ -44,9 +59,7 @@ class Option:
             return self.nullable
         if not isinstance(value, int | float) or not math.isfinite(value):
             return False
-        if self.kind == "switch":
-            return value in (0, 1)
-        return not isinstance(value, bool) and (self.kind == "number" or (value >= 0 and value == int(value)))
+        return (self.kind == "switch" or not isinstance(value, bool)) and _KINDS[self.kind][1](value)
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,7 @@ class CorrectionSpec:
         options: its options by name.
         alike: all stages make the same updates from the same gradients, so that parameters they share stay equal.
         reads_ahead: passes read what updates predict, in place of versions; only the newest weights are kept.
+        fault: returns why values of all its options do not go together, or None.
     """
 
     name: str
@@ -70,6 +84,16 @@ class CorrectionSpec:
     options: Mapping[str, Option] = field(default_factory=dict)
     alike: bool = True
     reads_ahead: bool = False
+    fault: Callable[[Mapping[str, float | None]], str | None] = lambda _: None
+
+
+def _ahead_fault(options: Mapping[str, float | None]) -> str | None:
+    a, b = options["a"], options["b"]
+    if (a is None) != (b is None):
+        return f"set both a and b, or none of them; got a={a}, b={b}"
+    if options["motion"] and a is not None:
+        return "a and b weigh gradients, but motion=1 repeats the motion of the weights; leave them out"
+    return None
 
 
 _RESCHEDULE = Option(
@@ -104,6 +128,7 @@ _TABLE = (
             "decay": Option(
                 0.135,
                 "D, what is left of a motion after as many updates as the delay (T2); null for none",
+                "inner share",
                 nullable=True,
             ),
         },
@@ -162,8 +187,8 @@ _TABLE = (
         rules=("stash",),
         buffers=2,
         options={
-            "average": Option(0.999, "G, of the mean of squares of momentum"),
-            "eps": Option(1e-8, "against division by zero"),
+            "average": Option(0.999, "G, of the mean of squares of momentum", "share below 1"),
+            "eps": Option(1e-8, "against division by zero", "above 0"),
         },
         alike=False,
     ),
@@ -172,7 +197,7 @@ _TABLE = (
         'what a step should have been one update earlier is made up for; after 2606.30634, variant "penstock"',
         rules=("double-buffer",),
         buffers=1,
-        options={"share": Option(1.0, "of the difference that is fed back")},
+        options={"share": Option(1.0, "of the difference that is fed back", "share")},
     ),
     CorrectionSpec(
         "2bw-ahead",
@@ -183,18 +208,23 @@ _TABLE = (
             "motion": Option(
                 0.0, "1: the last motion of the weights comes again (any optimizer); 0: the last gradient", "switch"
             ),
-            "horizon": Option(None, "the number of updates to predict; null for the delay, so 1 or 2", nullable=True),
+            "horizon": Option(
+                None, "the number of updates to predict; null for the delay, so 1 or 2", "amount", nullable=True
+            ),
             "a": Option(None, "weight of the mean of gradients; null, as b, if the last comes again", nullable=True),
             "b": Option(None, "weight of the last gradient", nullable=True),
         },
         reads_ahead=True,
+        fault=_ahead_fault,
     ),
     CorrectionSpec(
         "i-timeprest",
         "backwards between the weights of their forward and the newest, the nearer to these the more updates lie "
         'between; 2509.23241, variant "penstock"',
         rules=("blended",),
-        options={"beta": Option(0.5, "the share of the forward's weights that is left per update, from 0 to 1")},
+        options={
+            "beta": Option(0.5, "the share of the forward's weights that is left per update, from 0 to 1", "share")
+        },
     ),
     CorrectionSpec(
         "ftpipe",
@@ -245,7 +275,7 @@ def options_of(correction: str, given: Mapping[str, float | None]) -> dict[str, 
     """Return the options of a correction, with the defaults where none are given.
 
     Raises:
-        ConfigError: it has no such option, or the option does not accept the value.
+        ConfigError: it has no such option, the option does not accept the value, or values do not go together.
     """
     known = CORRECTIONS[correction].options
     for name, value in given.items():
@@ -254,4 +284,7 @@ def options_of(correction: str, given: Mapping[str, float | None]) -> dict[str, 
         if not known[name].fits(value):
             got = "null" if value is None else value
             raise ConfigError(f"correction {correction!r}: {name} takes {known[name].takes}; got {got}")
-    return {name: given.get(name, option.default) for name, option in known.items()}
+    options = {name: given.get(name, option.default) for name, option in known.items()}
+    if (fault := CORRECTIONS[correction].fault(options)) is not None:
+        raise ConfigError(f"correction {correction!r}: {fault}")
+    return options

@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.directions import check_predictable
 from penstock.weights.updates.parameter_change import Step
@@ -44,16 +43,6 @@ class StagePlace(NamedTuple):
 def rescheduled(delay: float, updates: int, over: int) -> float:
     """Return PipeMare's T1 factor, 1 / max(delay, 1)^(1 - min(updates / over, 1)); 1 if `over` is 0."""
     return float(max(delay, 1.0) ** -(1.0 - min(updates / over, 1.0))) if over else 1.0
-
-
-def check_reschedule(over: int) -> None:
-    """Raise an error if `over` is negative.
-
-    Raises:
-        ConfigError: it is negative.
-    """
-    if over < 0:
-        raise ConfigError(f"reschedule (K) must be a number of updates, 0 for none; got {over}")
 
 
 class Corrector:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.errors import ConfigError
 from penstock.weights.corrections.base import Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 
@@ -27,10 +26,6 @@ class Blending:
 
     beta: float = 0.5
     name: str = "i-timeprest"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.beta <= 1:
-            raise ConfigError(f"beta must lie between 0 (the newest weights) and 1 (the forward's); got {self.beta}")
 
     def refuses(self, precision: torch.dtype | None, _recompute: str) -> str | None:
         """Return why it does not support this precision or recompute mode, or None if it does."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.errors import ConfigError
 from penstock.weights.corrections.base import Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.updates.parameter_change import Step
@@ -32,10 +31,6 @@ class ErrorFeedback:
 
     share: float = 1.0
     name: str = "error-feedback"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ConfigError(f"share must lie between 0 and 1; got {self.share}")
 
     def refuses(self, _precision: torch.dtype | None, _recompute: str) -> str | None:
         """Return None: every precision and recompute mode is supported."""

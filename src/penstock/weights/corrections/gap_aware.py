@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim import SGD
 
-from penstock.errors import CapabilityError, ConfigError
+from penstock.errors import CapabilityError
 from penstock.weights.corrections.base import Corrector, StagePlace
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.optimizer_adapters import name_of
@@ -38,10 +38,6 @@ class GapAware:
     average: float = 0.999
     eps: float = 1e-8
     name: str = "gap-aware"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.average < 1 or not self.eps > 0:
-            raise ConfigError(f"average must lie in [0, 1) and eps above 0; got {self.average} and {self.eps}")
 
     def refuses(self, _precision: torch.dtype | None, _recompute: str) -> str | None:
         """Return why low precision is not supported: it keeps no stash of full-precision weights."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.errors import CapabilityError
-from penstock.weights.corrections.base import Corrector, StagePlace, check_reschedule, rescheduled
+from penstock.weights.corrections.base import Corrector, StagePlace, rescheduled
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.optim.optimizer_adapters import name_of
 
@@ -37,9 +37,6 @@ class NagPP:
     name: str
     adapts: bool
     reschedule: int = 0
-
-    def __post_init__(self) -> None:
-        check_reschedule(self.reschedule)
 
     def refuses(self, _precision: torch.dtype | None, _recompute: str) -> str | None:
         """Return None: every precision and recompute mode is supported."""

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.errors import ConfigError
-from penstock.weights.corrections.base import Corrector, StagePlace, check_reschedule, rescheduled
+from penstock.weights.corrections.base import Corrector, StagePlace, rescheduled
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.updates.parameter_change import Step
 
@@ -33,11 +32,6 @@ class PipeMare:
     reschedule: int
     decay: float | None = 0.135
     name: str = "pipemare"
-
-    def __post_init__(self) -> None:
-        check_reschedule(self.reschedule)
-        if self.decay is not None and not 0 < self.decay < 1:
-            raise ConfigError(f"decay (D) must lie between 0 and 1, such as 0.135; got {self.decay}")
 
     def refuses(self, _precision: torch.dtype | None, _recompute: str) -> str | None:
         """Return None: every precision and recompute mode is supported."""

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError
 from penstock.weights.corrections.base import Corrector, StagePlace
 from penstock.weights.corrections.repeated_gradient_step import check_repeatable, is_elementwise, repeated_step
 from penstock.weights.memory.buffers import Layout
@@ -43,14 +42,6 @@ class ReadingAhead:
     a: float | None = None
     b: float | None = None
     name: str = "2bw-ahead"
-
-    def __post_init__(self) -> None:
-        if self.horizon is not None and self.horizon < 0:
-            raise ConfigError(f"horizon must be a number of updates, at least 0; got {self.horizon}")
-        if (self.a is None) != (self.b is None):
-            raise ConfigError(f"set both a and b, or none of them; got a={self.a}, b={self.b}")
-        if self.motion and self.a is not None:
-            raise ConfigError("a and b weigh gradients, but motion=1 repeats the motion of the weights; leave them out")
 
     def refuses(self, _precision: torch.dtype | None, _recompute: str) -> str | None:
         """Return None: every precision and recompute mode is supported."""
