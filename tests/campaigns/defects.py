@@ -401,9 +401,16 @@ DEFECTS = (
     Defect(
         "interleaved zero bubble tries no larger groups over slow links",
         "simulate",
-        "groups = {ranks, max(min(larger, m), ranks)}",
+        "groups = {ranks, max(min(_group(ranks, more), m), ranks)}",
         "groups = {ranks}",
         ("tests/simulate/test_in_flight.py",),
+    ),
+    Defect(
+        "the batch that is said to do for what links ask for is too small by a microbatch",
+        "schedule/ir",
+        "max(-(-(in_flight - 1) // self.delay), 1)",
+        "max(-(-(in_flight - 2) // self.delay), 1)",
+        ("tests/simulate/test_in_flight_limits.py", "tests/schedule/test_smallest_batch.py"),
     ),
     Defect(
         "interleaved 1F1B forgets that a rank waits for the way there and back",

@@ -19,7 +19,7 @@ from penstock.schedule.methods import choice as choices
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.orders import ASK_LINKS, ORDERS
 from penstock.schedule.orders.without_auto import WITHOUT_AUTO
-from penstock.simulate.auto_in_flight import as_allowed, choose_in_flight, most_of_a_run
+from penstock.simulate.auto_in_flight import as_allowed, choose_in_flight
 from penstock.simulate.auto_of_chunks import choose_interleaved
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.least_in_flight import least_in_flight, rank_times
@@ -467,6 +467,6 @@ def test_a_longer_delay_that_is_accepted_is_said():
 def test_a_run_takes_two_batches_more_than_its_ranks_at_most():
     request = ScheduleRequest("stash", 3, 4, options={"in_flight": "auto+delay"})
     times = rank_times(Costs(EQUAL.stages[:3]), splits=False)
-    choice = as_allowed(request, lambda limits: least_in_flight(times, 43, most=limits), at_most=most_of_a_run(3, 4))
+    choice = as_allowed(request, lambda limits: least_in_flight(times, 43, most=limits))
     assert (choice.asked, choice.taken) == ((61, 31, 1), (11, 6, 1))
-    assert "a run takes at most 11, those of its 3 ranks and of two batches" in str(choice)
+    assert "a run takes at most 11, those of its 3 ranks and of two batches of 4 microbatches, where 29" in str(choice)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 from penstock.checks import did_you_mean
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.add_options import with_window
+from penstock.schedule.ir.in_flight_option import check_in_flight, in_flight_on
 from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Sharding, read_sharding
@@ -19,7 +18,7 @@ from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.order_from_function import call_order
 from penstock.schedule.orders import ORDERS
-from penstock.schedule.proof.check import check, check_versions
+from penstock.schedule.proof.check import check
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.transforms.apply_version_rule import apply_rule
 from penstock.schedule.transforms.batch_ops import (
@@ -147,27 +146,31 @@ def smallest_microbatches(
 ) -> int | None:
     """Find the smallest legal number of microbatches above `beyond`.
 
-    None if there is none up to 4 per stage (or 4 more). One number after the other is tried: some orders take even
-    numbers only, a user's function may do anything.
-    Where endless 1F1B and its like are legal they are so from there on, so halving finds the border in few tries; what
-    fails is nearly always the versions, which are proven much faster than the rest.
+    None if there is none among those up to 4 per stage, or the next 4. One number after the other is tried: some orders
+    take even numbers only, a user's function may do anything. Those with which more are in flight than the version rule
+    allows are passed over, where that many are known: in endless 1F1B and its like.
     """
 
-    def legal(m: int, proves: Callable[[Schedule], object] = check) -> bool:
+    def legal(m: int) -> bool:
         try:
-            proves(_build(ScheduleRequest(method, stages, m, rule, order, options, decides, window, sharding)))
+            check(_build(ScheduleRequest(method, stages, m, rule, order, options, decides, window, sharding)))
         except (Exception, SystemExit):  # a user's function may refuse some m in its own way
             return False
         return True
 
-    numbers = range(beyond + 1, max(4 * stages, beyond + 4) + 1)
-    if (order or (method if callable(method) else find_method(method).order)) not in _LEGAL_FROM_SOME_NUMBER_ON:
-        return next(filter(legal, numbers), None)
-    first = bisect_left(numbers, True, key=partial(legal, proves=check_versions))
-    return next(filter(legal, numbers[first:]), None)
+    row = None if callable(method) else find_method(method)
+    in_flight = _in_flight(order or (row and row.order), stages, options)
+    known = RULES.get(rule or (row.rule if row else "flush"))
+    first = max(beyond + 1, known.least_microbatches(in_flight) if known else 1)
+    return next(filter(legal, range(first, max(4 * stages, first + 3) + 1)), None)
 
 
-_LEGAL_FROM_SOME_NUMBER_ON = ("endless-1f1b", "endless-eager-1f1b", "fine-grained")
+def _in_flight(order: object, stages: int, options: Options) -> int:
+    """Return the microbatches in flight on the first rank of endless 1F1B and its like; of other orders at least 1."""
+    asked = options.get("in_flight")
+    if order == "endless-1f1b" and not isinstance(asked, str):
+        return in_flight_on(stages, check_in_flight("in_flight", stages if asked is None else asked, stages))[0]
+    return {"endless-1f1b": stages, "endless-eager-1f1b": 2 * stages - 1, "fine-grained": 2 * stages}.get(str(order), 1)
 
 
 def _build(asked: ScheduleRequest) -> Schedule:

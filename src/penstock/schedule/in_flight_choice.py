@@ -127,5 +127,18 @@ def plural(numbers: tuple[int, ...], one: str, many: str) -> str:
     return one if numbers == (1,) else many
 
 
+def too_small(microbatches: int, enough: int, *, limited: bool) -> str:
+    """Say that batches of so many microbatches are too small, and which would do.
+
+    Args:
+        microbatches: of a batch.
+        enough: of a batch that would do.
+        limited: that would do for what something else allows, which is less than links ask for, too.
+    """
+    size = f"{microbatches} {plural((microbatches,), 'microbatch', 'microbatches')}"
+    where = f"where {enough} would be enough{' for that' * limited}"
+    return f"{size}, {where} (--microbatches {enough}, or microbatches={enough})"
+
+
 def _ranks(count: int) -> str:
     return "rank 0" if count == 1 else f"ranks 0 {'and' if count == 2 else 'to'} {count - 1}"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from operator import gt
 
-from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.build import ScheduleRequest, smallest_microbatches
+from penstock.errors import ConfigError
+from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.in_flight_choice import (
     FILLS,
     InFlightChoice,
@@ -19,15 +18,15 @@ from penstock.schedule.in_flight_choice import (
     plain_numbers,
     plural,
     splits,
+    too_small,
     with_in_flight,
 )
 from penstock.schedule.ir.in_flight_option import AUTO, AUTO_DELAYED, check_in_flight, in_flight_on, write_in_flight
 from penstock.schedule.ir.order import check_options
-from penstock.schedule.ir.version_rules import RULES
+from penstock.schedule.ir.version_rules import RULES, VersionRule
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
 from penstock.schedule.orders.without_auto import auto_refused
-from penstock.schedule.proof.check import check_versions
 from penstock.schedule.proof.proof import Proof
 from penstock.simulate.auto_of_chunks import choose_by_trial, choose_interleaved
 from penstock.simulate.costs import Costs
@@ -104,45 +103,63 @@ def as_allowed(
     request: ScheduleRequest,
     least: Callable[[Sequence[float]], tuple[int, ...]],
     most: Sequence[int] | None = None,
-    at_most: int | None = None,
 ) -> InFlightChoice:
     """Return the microbatches in flight that links ask for, as far as batch, memory and delay allow.
+
+    Only what these allow is proven, so that the time for it does not grow with what links ask for.
 
     Args:
         request: which asks for `auto`.
         least: returns what links ask for, if no rank may have more than it is told (`least_in_flight`).
         most: microbatches that the memory of each rank allows.
-        at_most: of a run; any number if None.
     """
-    assert isinstance(request.method, str)
-    flushed = RULES[request.rule or find_method(request.method).rule].flushes
-    in_a_batch = request.microbatches if flushed else sys.maxsize
-    plain = tuple(min(n, in_a_batch) for n in plain_numbers(request))
-    limits: Sequence[float] = [math.inf] * request.stages
-    asked, reasons, later = least(limits), list[str](), ""
+    rule = _rule(request)
+    in_a_batch = min(rule.most_in_flight(request.microbatches), most_of_a_run(request.stages, request.microbatches))
 
     def within(limits: Sequence[float]) -> tuple[int, ...]:
-        return tuple(min(n, in_a_batch) for n in least(limits))
+        if rule.flushes:  # then at most all forwards come first, and no rank waits for some that another may not begin
+            return tuple(min(n, request.microbatches) for n in least(limits))
+        return least([min(limit, in_a_batch) for limit in limits])
 
-    if most is not None and any(map(gt, held := _held(request, within(limits)), most)):
-        limits = _limits_of_memory(request, within, most)
-        wanted = f" of the {write_in_flight(held)} that are held with them" if splits(request) else ""
-        needed = ", where a rank needs one" * (min(most) < 1)
-        reasons.append(f"memory allows {write_in_flight(tuple(most))}{wanted}{needed}")
-    if at_most is not None and within(limits)[0] > at_most:
-        limits = [min(n, at_most) for n in limits]
-        depth = f"{request.stages} {plural((request.stages,), 'rank', 'ranks')}"
-        reasons.append(f"a run takes at most {at_most}, those of its {depth} and of two batches")
-    taken, why = _as_batches_allow(request, within, limits, asked)
-    reasons += why
-    if not flushed and any(map(gt, taken, plain)):
+    usual = plain_numbers(request)
+    plain = tuple(min(n, request.microbatches) for n in usual) if rule.flushes else usual
+    asked, later = least([math.inf] * request.stages), ""
+    limits, of_any_batch, reasons = _limits_of_memory(request, within, asked, most)
+    taken, wanted = within(limits), least(of_any_batch)
+    by_batch = list[str]()
+    if wanted[0] > in_a_batch and not (rule.flushes and asked == usual):
+        by_batch = [_by_batch(request, wanted[0], in_a_batch, limited=bool(reasons))]
+    if not rule.flushes and not rule.delay and any(map(gt, taken, plain)):
         fewer = tuple(map(min, taken, plain))
         later = _longer_delay(request, fewer, taken)
         if later and request.options["in_flight"] == AUTO:
-            reasons.append(f"{later.format('would be')} (in_flight={AUTO_DELAYED} accepts that)")
+            by_batch = [f"{later.format('would be')} (in_flight={AUTO_DELAYED} accepts that)"]
             taken, later = fewer, ""
     held = _held(request, taken) if splits(request) else ()
-    return InFlightChoice(taken, asked, plain, tuple(reasons), later.format("are"), held=held)
+    return InFlightChoice(taken, asked, plain, (*reasons, *by_batch), later.format("are"), held=held)
+
+
+def _by_batch(request: ScheduleRequest, wanted: int, in_a_batch: float, *, limited: bool) -> str:
+    """Say that batches are too small to have as many in flight as is wanted, and which size would do.
+
+    Args:
+        request: for such batches.
+        wanted: on the first rank.
+        in_a_batch: what such batches can have in flight there.
+        limited: something else than batches allows fewer than links ask for, too.
+    """
+    ranks, rule = request.stages, _rule(request)
+    enough = max(rule.least_microbatches(wanted), -(-(wanted - ranks) // 2))
+    size = too_small(request.microbatches, enough, limited=limited)
+    if rule.flushes or rule.delay:
+        return f"a batch has {size}"
+    depth = f"{ranks} {plural((ranks,), 'rank', 'ranks')}"
+    return f"a run takes at most {in_a_batch}, those of its {depth} and of two batches of {size}"
+
+
+def _rule(request: ScheduleRequest) -> VersionRule:
+    assert isinstance(request.method, str)
+    return RULES[request.rule or find_method(request.method).rule]
 
 
 def _held(request: ScheduleRequest, numbers: tuple[int, ...]) -> tuple[int, ...]:
@@ -153,20 +170,34 @@ def _held(request: ScheduleRequest, numbers: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _limits_of_memory(
-    request: ScheduleRequest, within: Callable[[Sequence[float]], tuple[int, ...]], most: Sequence[int]
-) -> list[int]:
-    """Return the numbers that memory allows each rank: a rank that puts halves of backwards off holds more than those.
+    request: ScheduleRequest,
+    within: Callable[[Sequence[float]], tuple[int, ...]],
+    asked: tuple[int, ...],
+    most: Sequence[int] | None,
+) -> tuple[Sequence[float], Sequence[float], list[str]]:
+    """Return the numbers that memory allows each rank in batches of this size, in those of any size, and the reason.
 
+    A rank that puts halves of backwards off holds more than it has ahead, and at least as many as the first rank has.
     Then all ranks have one limit, the largest one with which none holds more than its memory allows.
     """
-    if not splits(request):
-        return [max(number, 1) for number in most]
+    free: Sequence[float] = [math.inf] * request.stages
+    if most is None:
+        return free, free, []
+    held = _held(request, within(free))
+    limits = [max(min(most), 1)] * request.stages if splits(request) else [max(number, 1) for number in most]
+    if not any(map(gt, held, most)):
+        fewer = any(map(gt, asked, limits))
+        return free, limits, [f"memory allows {write_in_flight(tuple(most))}"] * fewer
 
     def exceeds(limit: int) -> bool:
         return any(map(gt, _held(request, within([limit] * request.stages)), most))
 
-    wanted = within([math.inf] * request.stages)[0]
-    return [max(bisect_left(range(wanted), True, lo=1, key=exceeds) - 1, 1)] * request.stages
+    wanted = f" of the {write_in_flight(held)} that are held with them" if splits(request) else ""
+    needed = ", where a rank needs one" * (min(most) < 1)
+    if splits(request):
+        longest = within(free)[0]
+        limits = [max(bisect_left(range(longest), True, lo=1, key=exceeds) - 1, 1)] * request.stages
+    return limits, limits, [f"memory allows {write_in_flight(tuple(most))}{wanted}{needed}"]
 
 
 def later_with(request: ScheduleRequest) -> str:
@@ -177,50 +208,13 @@ def later_with(request: ScheduleRequest) -> str:
     given = request.options.get("in_flight")
     if not isinstance(request.method, str) or not isinstance(given, int | Sequence) or isinstance(given, str):
         return ""
-    flushed = RULES[request.rule or find_method(request.method).rule].flushes
-    if flushed or ORDERS[asked_order(request)] not in CHAINS:
+    if _rule(request).flushes or ORDERS[asked_order(request)] not in CHAINS:
         return ""
     plain, taken = (
         tuple(in_flight_on(request.stages, n))
         for n in (request.stages, check_in_flight("in_flight", given, request.stages))
     )
     return _longer_delay(request, plain, taken).format("are")
-
-
-def _as_batches_allow(
-    request: ScheduleRequest,
-    within: Callable[[Sequence[float]], tuple[int, ...]],
-    limits: Sequence[float],
-    asked: tuple[int, ...],
-) -> tuple[tuple[int, ...], list[str]]:
-    """Return the most of them that a batch of this size can have in flight under the version rule, and why no more."""
-    wanted = within(limits)
-
-    def at_most(limit: int) -> tuple[int, ...]:
-        return within([min(number, limit) for number in limits])
-
-    def fails(limit: int) -> bool:
-        try:
-            check_versions(with_in_flight(request, at_most(limit)).schedule)
-        except ScheduleError:
-            return True
-        return False
-
-    limit = wanted[0] if not fails(wanted[0]) else bisect_left(range(wanted[0]), True, lo=1, key=fails) - 1
-    if limit == wanted[0]:
-        return wanted, []
-    enough = smallest_microbatches(
-        request.method,
-        request.stages,
-        rule=request.rule,
-        order=request.order,
-        options={**request.options, "in_flight": asked},
-        decides=request.decides,
-        beyond=request.microbatches,
-    )
-    more = f", where {enough} would be enough (--microbatches {enough}, or microbatches={enough})"
-    size = f"{request.microbatches} {plural((request.microbatches,), 'microbatch', 'microbatches')}"
-    return at_most(limit), [f"a batch has {size}{'' if enough is None else more}"]
 
 
 def _longer_delay(request: ScheduleRequest, before: tuple[int, ...], after: tuple[int, ...]) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.build import ScheduleRequest
-from penstock.schedule.in_flight_choice import INTERLEAVED, InFlightChoice, on_v, plural
+from penstock.schedule.in_flight_choice import INTERLEAVED, InFlightChoice, on_v, plural, too_small
 from penstock.schedule.ir.in_flight_option import write_in_flight
 from penstock.schedule.ir.order import order_options
 from penstock.schedule.ir.schedule import Schedule
@@ -49,7 +49,7 @@ def choose_interleaved(
 
     usual, wanted = given or ranks, min(max(given or group, ranks), max(m, ranks))
     size = _largest(ranks, m, wanted)
-    in_group = f"a group has {size} {plural((size,), 'microbatch', 'microbatches')}"
+    in_group = f"a group has {size} {plural((size,), 'microbatch', 'microbatches')}{_as_given(request)}"
     reasons = [f"{in_group} where {group} would do"] if size < group else []
 
     def allowed(group: int) -> int:  # more slots than that, and ranks would wait for each other in a circle
@@ -69,6 +69,12 @@ def choose_interleaved(
             taken = max(fits, default=(2, usual))
     plain = (in_flight(2, usual),)
     return InFlightChoice((in_flight(*taken),), (asked,), plain, tuple(reasons), group=taken[1])
+
+
+def _as_given(request: ScheduleRequest) -> str:
+    """Say that groups are as large as they are because a user wants them so; nothing where that is not the reason."""
+    given = request.options.get("group")
+    return "" if given is None else f" (group={given} is given)"
 
 
 def _largest(ranks: int, microbatches: int, group: int) -> int:
@@ -142,21 +148,65 @@ def choose_by_trial(
     trials = _Trials(request, times, hop, transfer)
     plain, more, fewer = (_on_v if on_v(request) else _in_groups)(request, times, hop)
     numbers = [n for n in more if trials.held(n)] or [plain]
-    asked = taken = trials.best(numbers, leave)
-    reasons = []
-    if most is not None and any(map(gt, trials.held(asked), most)):
+    taken = trials.best(numbers, leave)
+    asked, reasons = _beyond_groups(request, times, hop, trials, taken, leave)
+    (hides, enough), m = _hides(request, times, hop), request.microbatches
+    waits = 2 * hop > max(leave, 1e-9) * max(here.total for here in times)
+    all_in_flight = waits and max(trials.held(taken), default=0) == m < enough
+    if most is not None and any(map(gt, trials.held(taken), most)):
         less = [n for n in fewer if trials.held(n)]
         fits = [n for n in (*less, *numbers) if not any(map(gt, trials.held(n), most))]
         least = (
             ", where a rank needs one" if plain.group is None else ", less than the least that the order can do with"
         )
         needed = "" if fits else least
-        wanted = f" of the {write_in_flight(trials.held(asked))} that are held with them"
+        wanted = f" of the {write_in_flight(trials.held(taken))} that are held with them"
         reasons.append(f"memory allows {write_in_flight(tuple(most))}{wanted}{needed}")
         taken = trials.best(fits or less[:1] or [plain], leave)
+    elif all_in_flight and not reasons:
+        asked, room = hides, min(most or [enough])
+        if most is not None and room < enough:
+            reasons.append(f"memory allows {write_in_flight(tuple(most))}")
+        if m < room:
+            reasons.append(f"a batch has {too_small(m, min(room, enough), limited=bool(reasons))}")
     held = trials.held(taken) if ranks > 1 else ()
     chosen, asks, usual = ((n.in_flight,) for n in (taken, asked, plain))
     return InFlightChoice(chosen, asks, usual, tuple(reasons), group=taken.group, held=held)
+
+
+def _beyond_groups(
+    request: ScheduleRequest,
+    times: Sequence[RankTimes],
+    hop: float,
+    trials: _Trials,
+    taken: _Numbers,
+    leave: float,
+) -> tuple[_Numbers, list[str]]:
+    """Return what is faster than what is taken in groups of any size, and that the given one is why it is not taken."""
+    given = request.options.get("group")
+    if given is None:
+        return taken, []
+    options = {key: value for key, value in request.options.items() if key != "group"}
+    free = [n for n in _in_groups(replace(request, options=options), times, hop)[1] if trials.held(n)]
+    if not free or trials.idle(taken) <= min(map(trials.idle, free)) + leave + 1e-9:
+        return taken, []
+    asked = trials.best(free, leave)
+    return asked, [f"a group has {taken.group} microbatches{_as_given(request)} where {asked.group} would do"]
+
+
+def _hides(request: ScheduleRequest, times: Sequence[RankTimes], hop: float) -> tuple[_Numbers, int]:
+    """Return what hides messages in batches of any size, and the smallest size with so many in flight.
+
+    A message takes as long as so many passes of the slowest rank, which has three of every chunk for a microbatch.
+    """
+    ranks, chunks = request.stages, 2 if on_v(request) else chunks_of(request)
+    passes = 3 * chunks * hop / max(max(here.total for here in times), 1e-12)
+    if on_v(request):
+        return _Numbers(n := 1 + (ranks - 1) * (math.ceil(passes - 1e-9) + 1)), n
+    more = 1 + math.ceil(2 * passes - 1e-9)
+    group = request.options.get("group") or _group(ranks, more)
+    n = 1 + (chunks - 1) * group + (ranks - 1) * more
+    return _Numbers(n, group), max(group, -(-n // chunks))
 
 
 def _on_v(
@@ -185,13 +235,17 @@ def _in_groups(
     enough = min(enough, 1 + chunks * m)
 
     def with_more(more: int) -> set[_Numbers]:
-        larger = ranks + math.ceil((ranks - 1) * max(more - 1, 0) / 2)
-        groups = {ranks, max(min(larger, m), ranks)} if given is None else {given}
+        groups = {ranks, max(min(_group(ranks, more), m), ranks)} if given is None else {given}
         return {_Numbers(1 + (chunks - 1) * _largest(ranks, m, g) + (ranks - 1) * more, g) for g in groups}
 
     steps = sorted({1 + (enough - 1) * k // _TRIALS_OF_GROUPS for k in range(_TRIALS_OF_GROUPS + 1)})
     (plain,) = with_more(1)
     return plain, sorted({n for more in steps for n in with_more(more)}), sorted(with_more(0))
+
+
+def _group(ranks: int, more: int) -> int:
+    """Return the group with which a microbatch is back in time, if every rank has so many more ahead than the next."""
+    return ranks + math.ceil((ranks - 1) * max(more - 1, 0) / 2)
 
 
 def _shortest_pass(times: Sequence[RankTimes], chunks: int) -> float:

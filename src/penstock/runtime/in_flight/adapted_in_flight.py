@@ -16,7 +16,7 @@ from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.in_flight_choice import FILLS, InFlightChoice, asked_order, interleaves, is_tried, splits
 from penstock.schedule.ir.in_flight_option import write_in_flight
 from penstock.schedule.proof.proof import Proof
-from penstock.simulate.auto_in_flight import as_allowed, most_of_a_run
+from penstock.simulate.auto_in_flight import as_allowed
 from penstock.simulate.auto_of_chunks import choose_by_trial, choose_interleaved, chunks_of, costs_of_stages
 from penstock.simulate.least_in_flight import RankTimes, least_in_flight
 from penstock.simulate.simulate import Simulation, simulate_schedule
@@ -130,8 +130,7 @@ def _choose(request: ScheduleRequest, measured: Measured, limit: float | None) -
     if is_tried(request):
         return choose_by_trial(request, measured.times, measured.message, most=most, leave=_LEAVE)
     least = partial(least_in_flight, measured.times, measured.hops, leave=_LEAVE, fills=asked_order(request) == FILLS)
-    at_most = most_of_a_run(request.stages, request.microbatches)
-    return as_allowed(request, lambda limits: least(most=limits), most, at_most)
+    return as_allowed(request, lambda limits: least(most=limits), most)
 
 
 def _plain(request: ScheduleRequest, choice: InFlightChoice, reason: str | None = None) -> InFlightChoice:

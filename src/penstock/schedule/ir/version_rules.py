@@ -8,6 +8,7 @@ again, independently, by playing the schedule.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -99,6 +100,22 @@ class VersionRule:
     def rebinds(self) -> bool:
         """True if backwards read other weights than their forwards."""
         return self.backward is not Source.FORWARD
+
+    def most_in_flight(self, microbatches: int) -> float:
+        """Return how many microbatches a rank of a chain can have in flight at most, in batches of this size.
+
+        Behind a flush it is the batch. With a delay of k the update that makes the weights of a batch comes before its
+        first forward, and waits for all backwards but those of the k batches between: these, and that forward.
+        """
+        if self.flushes:
+            return microbatches
+        return self.delay * microbatches + 1 if self.delay else math.inf
+
+    def least_microbatches(self, in_flight: int) -> int:
+        """Return the size of the smallest batches with which a rank can have so many in flight."""
+        if self.flushes:
+            return in_flight
+        return max(-(-(in_flight - 1) // self.delay), 1) if self.delay else 1
 
 
 _RULES = (

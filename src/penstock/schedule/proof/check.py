@@ -118,14 +118,3 @@ def _with_more_room(schedule: Schedule, window: int, error: ScheduleError) -> Sc
     except ScheduleError:
         return error
     return too_narrow(schedule.name, window, lowered.window, error) if lowered.window > window else error
-
-
-@no_collection
-def check_versions(schedule: Schedule) -> None:
-    """Prove a part of what `check` does, in a fraction of its time: the versions that passes read, and the buffers.
-
-    Raises:
-        ScheduleError: that part is wrong.
-    """
-    check_coverage(schedule)
-    prove_versions(schedule)
