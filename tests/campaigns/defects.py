@@ -165,8 +165,8 @@ DEFECTS = (
     Defect(
         "ranks recompute though their stages fit as they are",
         "plan/simulated",
-        "chosen = next(fits, None)",
-        "chosen = next(iter([*fits][::-1]), None)",
+        "does = next((each for each in self._memory[rank] if",
+        "does = next((each for each in [*self._memory[rank]][::-1] if",
         ("tests/plan/test_simulated.py",),
     ),
     Defect(
