@@ -117,7 +117,9 @@ def sends_in_one(group: dist.ProcessGroup) -> str:
 
 
 def test_a_sender_that_is_stopped_in_the_midst_of_a_shorter_message() -> None:
-    _, said = submit(sends_in_one)
+    said = ""
+    for _ in range(3):  # on a busy machine all of it may come before anybody sees its beginning
+        said = said or submit(sends_in_one)[1]
     assert said == f"the test: the activation lane from rank 0 to rank 1 broke: {STOPPED}"
 
 

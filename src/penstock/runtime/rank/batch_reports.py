@@ -1,4 +1,4 @@
-"""Reports on batches: made when their loss is known, handed out when the output of the last forward is on its way."""
+"""Reports on batches: made when their loss is known, handed out when the stages before have what they wait for."""
 
 from __future__ import annotations
 
