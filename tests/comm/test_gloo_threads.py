@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -95,18 +97,18 @@ def test_threads_with_cores_of_their_own_are_left_alone(thread: int, cores: floa
     assert state(thread) == before
 
 
-def test_a_thread_that_has_ended_is_passed_over(thread: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = threading.Thread(target=int)
-    ended.start()
-    ended.join()
-    assert ended.native_id is not None
-    both = [gloo_threads._Thread(ended.native_id, 0, frozenset({0})), *gloo_threads._find_threads()]
-    monkeypatch.setattr(gloo_threads, "_find_threads", lambda: both)
-    threads = GlooThreads(1.0)
-    threads.give_way()
-    assert state(thread)[0] == os.SCHED_BATCH
-    threads.restore()
-    assert state(thread)[0] == os.SCHED_OTHER
+def test_a_thread_of_another_process_is_left_alone(thread: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has the number that one of gloo's threads had before it ended."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        others = gloo_threads._Thread(other.pid, os.SCHED_OTHER, frozenset(os.sched_getaffinity(0)))
+        both = [others, *gloo_threads._find_threads()]
+        monkeypatch.setattr(gloo_threads, "_find_threads", lambda: both)
+        threads = GlooThreads(1.0)
+        threads.give_way()
+        assert (state(other.pid)[0], state(thread)[0]) == (os.SCHED_OTHER, os.SCHED_BATCH)
+        threads.restore()
+        assert state(thread)[0] == os.SCHED_OTHER
+        other.kill()
 
 
 class Probe(nn.Module):

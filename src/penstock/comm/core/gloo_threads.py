@@ -43,6 +43,7 @@ class GlooThreads:
     def give_way(self) -> None:
         """Have them take no core away, and run where this thread does."""
         if self._current_cpu is not None:
+            self._threads = [thread for thread in self._threads if _lives(thread.number)]
             for thread in self._threads:
                 with suppress(OSError):  # it has ended, or the system does not allow it
                     os.sched_setscheduler(thread.number, os.SCHED_BATCH, os.sched_param(0))
@@ -63,6 +64,11 @@ class GlooThreads:
             with suppress(OSError):
                 os.sched_setscheduler(thread.number, thread.policy, os.sched_param(0))
                 os.sched_setaffinity(thread.number, thread.cpus)
+
+
+def _lives(thread: int) -> bool:
+    """Whether it is a thread of this process still; the system gives its number to others when it has ended."""
+    return os.access(f"/proc/self/task/{thread}", os.F_OK)
 
 
 def _find_threads() -> list[_Thread]:
