@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from penstock.comm.core import gloo_threads
 from penstock.comm.core.coroutine_wait import Wait
 from penstock.comm.core.gloo_threads import GlooThreads
 from penstock.comm.core.ticket import LATENCY, Ticket
+from penstock.job.cpus import Cpus, parts
 from penstock.runtime.execute.drive_ranks import drive_one
 from penstock.runtime.rank.batch_reports import Report
 from support.pool import Pool
@@ -31,16 +33,14 @@ def state(thread: int) -> tuple[int, set[int]]:
 
 
 @pytest.fixture
-def thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """A thread in the place of gloo's."""
+def thread() -> Iterator[int]:
+    """A thread with the name of gloo's."""
     end = threading.Event()
     other = threading.Thread(target=end.wait)
     other.start()
     number = other.native_id
     assert number is not None
-    policy, cpus = state(number)
-    found = [gloo_threads._Thread(number, policy, frozenset(cpus))]
-    monkeypatch.setattr(gloo_threads, "_find_threads", lambda: found)
+    Path(f"/proc/self/task/{number}/comm").write_text("gloo_tcp_loop")
     yield number
     end.set()
     other.join()
@@ -90,18 +90,43 @@ def test_threads_follow_a_rank_that_waits(thread: int) -> None:
     assert seen == [{cpu} for cpu in sorted(here)]
 
 
-@pytest.mark.parametrize("cores", [None, 2.0, 16.0])
+@pytest.mark.parametrize("cores", [None, 1.5, 16.0])
 def test_threads_with_cores_of_their_own_are_left_alone(thread: int, cores: float | None) -> None:
     before, threads = state(thread), GlooThreads(cores)
     threads.give_way()
     assert state(thread) == before
 
 
+def test_threads_of_which_somebody_has_decided_are_left_alone(thread: int) -> None:
+    os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+    before, threads = state(thread), GlooThreads(1.0)
+    threads.give_way()
+    assert state(thread) == before
+    threads.restore()
+    assert state(thread) == before
+
+
+def test_nothing_is_restored_that_was_not_changed(thread: int) -> None:
+    """A run that is dropped long after its last report must not undo what others have done since."""
+    threads, cpu = GlooThreads(1.0), min(os.sched_getaffinity(0))
+    threads.give_way()
+    threads.restore()
+    os.sched_setaffinity(thread, {cpu})
+    threads.restore()
+    assert state(thread) == (os.SCHED_OTHER, {cpu})
+
+
+def test_a_cpu_that_is_not_known_is_not_followed(thread: int) -> None:
+    threads, cpus = GlooThreads(1.0), os.sched_getaffinity(thread)
+    threads._current_cpu = lambda: -1
+    threads.give_way()
+    assert state(thread) == (os.SCHED_BATCH, cpus)
+
+
 def test_a_thread_of_another_process_is_left_alone(thread: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which has the number that one of gloo's threads had before it ended."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        others = gloo_threads._Thread(other.pid, os.SCHED_OTHER, frozenset(os.sched_getaffinity(0)))
-        both = [others, *gloo_threads._find_threads()]
+        both = [gloo_threads._Thread(number, frozenset(os.sched_getaffinity(0))) for number in (other.pid, thread)]
         monkeypatch.setattr(gloo_threads, "_find_threads", lambda: both)
         threads = GlooThreads(1.0)
         threads.give_way()
@@ -124,7 +149,8 @@ class Probe(nn.Module):
 
 
 def policies() -> set[int]:
-    return {os.sched_getscheduler(thread.number) for thread in gloo_threads._find_threads()}
+    numbers = [int(folder.name) for folder in Path("/proc/self/task").glob("*")]
+    return {os.sched_getscheduler(number) for number in numbers if gloo_threads._is_gloo(number)}
 
 
 def run_here(group: dist.ProcessGroup) -> tuple[set[int], set[int], set[int]]:
@@ -144,6 +170,6 @@ def run_here(group: dist.ProcessGroup) -> tuple[set[int], set[int], set[int]]:
 
 @pytest.mark.processes
 def test_policy_of_two_processes(pool: Pool) -> None:
-    few = len(os.sched_getaffinity(0)) / 2 < gloo_threads._ENOUGH
+    few = parts([Cpus.of_this_process()] * 2)[0] <= gloo_threads._FEW
     within = {os.SCHED_BATCH if few else os.SCHED_OTHER}
     assert pool.submit(run_here, ranks=2) == [(within, {os.SCHED_OTHER}, {os.SCHED_OTHER})] * 2

@@ -1,4 +1,4 @@
-"""Gloo's threads of this process, and how the system schedules them while a rank with one core works.
+"""Gloo's threads of this process, and how the system schedules them while a rank with no more than one core works.
 
 Each process group has a thread that moves its messages. One that arrives wakes it, often on the core of a rank that is
 in the midst of a send, which it takes away. To go on it needs the lock of the connection; while the sender holds that,
@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 _NAME = "gloo_tcp"  # the beginning of the name that gloo gives its threads
-_ENOUGH = 2.0  # cores of a rank, of which gloo finds one that the rank does not use
+_FEW = 1.0 + 1e-6  # cores of a rank, of which gloo finds none that the rank does not use
 
 
 class _Thread(NamedTuple):
-    """A thread, and how the system scheduled it at first."""
+    """A thread that the system schedules as usual, and where."""
 
     number: int
-    policy: int
     cpus: frozenset[int]
 
 
@@ -36,46 +35,59 @@ class GlooThreads:
     """
 
     def __init__(self, cores: float | None = None) -> None:
-        self._threads = _find_threads() if cores is not None and cores < _ENOUGH else []
+        self._threads = _find_threads() if cores is not None and cores <= _FEW else []
         self._current_cpu = getattr(ctypes.CDLL(None), "sched_getcpu", None) if self._threads else None
-        self._cpu: int | None = None  # on which they are now
+        self._changed, self._cpu = False, -1  # -1: none is known
 
     def give_way(self) -> None:
         """Have them take no core away, and run where this thread does."""
         if self._current_cpu is not None:
-            self._threads = [thread for thread in self._threads if _lives(thread.number)]
+            self._changed = True
+            self._threads = [thread for thread in self._threads if _is_gloo(thread.number)]
             for thread in self._threads:
-                with suppress(OSError):  # it has ended, or the system does not allow it
-                    os.sched_setscheduler(thread.number, os.SCHED_BATCH, os.sched_param(0))
+                _set_policy(thread.number, os.SCHED_BATCH)
             self.follow()
 
     def follow(self) -> None:
         """Have them run where this thread does, which the system may have moved."""
-        if self._current_cpu is not None and (cpu := self._current_cpu()) != self._cpu:
+        if self._changed and self._current_cpu is not None and (cpu := self._current_cpu()) != self._cpu and cpu >= 0:
             self._cpu = cpu
             for thread in self._threads:
-                with suppress(OSError):
-                    os.sched_setaffinity(thread.number, {cpu})
+                _set_cpus(thread.number, {cpu})
 
     def restore(self) -> None:
         """Have the system schedule them as before."""
-        self._cpu = None
-        for thread in self._threads:
-            with suppress(OSError):
-                os.sched_setscheduler(thread.number, thread.policy, os.sched_param(0))
-                os.sched_setaffinity(thread.number, thread.cpus)
-
-
-def _lives(thread: int) -> bool:
-    """Whether it is a thread of this process still; the system gives its number to others when it has ended."""
-    return os.access(f"/proc/self/task/{thread}", os.F_OK)
+        if self._changed:
+            self._changed, self._cpu = False, -1
+            for thread in self._threads:
+                _set_policy(thread.number, os.SCHED_OTHER)
+                _set_cpus(thread.number, thread.cpus)
 
 
 def _find_threads() -> list[_Thread]:
+    """Find those that are scheduled as usual; of others somebody has decided how."""
+    numbers = [int(folder.name) for folder in Path("/proc/self/task").glob("*")]  # there is none but on Linux
     found = []
-    for folder in Path("/proc/self/task").glob("*"):  # there is none but on Linux
+    for number in filter(_is_gloo, numbers):
         with suppress(OSError):  # the thread has ended
-            if (folder / "comm").read_text().startswith(_NAME):
-                number = int(folder.name)
-                found.append(_Thread(number, os.sched_getscheduler(number), frozenset(os.sched_getaffinity(number))))
+            if os.sched_getscheduler(number) == os.SCHED_OTHER:
+                found.append(_Thread(number, frozenset(os.sched_getaffinity(number))))
     return found
+
+
+def _is_gloo(thread: int) -> bool:
+    """Whether it is one of gloo's still; the system gives its number to others when it has ended."""
+    try:
+        return Path(f"/proc/self/task/{thread}/comm").read_text().startswith(_NAME)
+    except OSError:
+        return False
+
+
+def _set_policy(thread: int, policy: int) -> None:
+    with suppress(OSError):  # the thread has ended, or the system does not allow it
+        os.sched_setscheduler(thread, policy, os.sched_param(0))
+
+
+def _set_cpus(thread: int, cpus: set[int] | frozenset[int]) -> None:
+    with suppress(OSError):
+        os.sched_setaffinity(thread, cpus)

@@ -29,8 +29,8 @@ def drive_one(run: Run, timeout: float, polling: Polling, gloo: GlooThreads) -> 
     Raises:
         TransportError: a message did not come.
     """
-    gloo.give_way()
     try:
+        gloo.give_way()
         for event in run:
             if isinstance(event, Wait):
                 gloo.follow()

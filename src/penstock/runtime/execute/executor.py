@@ -1,7 +1,7 @@
 """The loop of one rank: it runs its bound instructions in order and yields where it has to wait.
 
-The executor is a generator. It yields a `Wait` when it needs a message that is not there, and a `Report` when the loss
-of a batch is known; `runtime.execute.drive_ranks` decides how to wait, for one rank or for all in one process. It
+The executor is a generator. It yields a `Wait` when it needs a message that is not there, and a `Report` when one
+is ready; `runtime.execute.drive_ranks` decides how to wait, for one rank or for all in one process. It
 plays the schedule's own books (`penstock.schedule.stage_state`) along: they tell which versions are alive, and
 refuse at once whatever the proof would have refused.
 """

@@ -70,8 +70,8 @@ def bind(instructions: Sequence[Instruction], span: RankSpan) -> list[Bound]:
     """Bind the instructions of a rank, in their order."""
     found = [_handler(instruction, span)(instruction, span) for instruction in instructions]
     for before, after in pairwise(bound for bound in found if bound.op not in (Op.SEND, Op.RECV)):
-        if isinstance(before, Forward) and isinstance(after, Backward):
-            after.reports_first = False  # the stages before wait for its gradient
+        if isinstance(before, Forward) and isinstance(after, Backward) and before.begins_backward(after):
+            after.reports_first = False  # the stages before wait for its gradient, and it for nothing
     return found
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from penstock.comm.core.coroutine_wait import Wait
 from penstock.comm.p2p.inbox import Inbox
+from penstock.comm.p2p.parked_activations_inbox import ParkedInbox
 from penstock.runtime.ops.bound import Bound, BoundAction, Turn
 from penstock.runtime.rank.span import RankSpan
 from penstock.schedule.machine.instructions import Instruction
@@ -29,11 +30,10 @@ class Send(Bound):
 class Receive(Bound):
     """Posts a RECV; waits first while parked activations that have not come take all buffers of its lane."""
 
-    reports_first = False  # it takes no time, and what follows may be waited for
-
     def __init__(self, instruction: Instruction, span: RankSpan) -> None:
         super().__init__(instruction, span)
         self._inbox = span.mailbox.inbox(instruction.route)
+        self.reports_first = isinstance(self._inbox, ParkedInbox)  # others take no time, and a gradient may follow
 
     def run(self, t: int) -> Iterator[Wait] | None:
         """Post it."""

@@ -36,6 +36,10 @@ class Forward(Consumer):
         self._has_loss = runtime.has_loss
         self._reads = self._routes.enters or self._has_loss
 
+    def begins_backward(self, after: BoundAction) -> bool:
+        """Whether the pass behind it goes back from its loss."""
+        return self._has_loss and after.stage is self.stage
+
     def run(self, t: int) -> Iterator[Wait] | None:
         """Run it at once where everything is there, and it is not the first forward of its batch on the stage."""
         if self.stage.begun < self._span.start + t + self._offset:
