@@ -256,3 +256,19 @@ def test_a_report_does_not_keep_a_gradient_waiting(method: str, monkeypatch: pyt
     monkeypatch.setattr(Interrupts, "forward", forward)
     for report in make_pipeline(method).run(batches()[:2]):
         assert len(backwards) >= 2 * (report.batch + 1)
+
+
+def callers_and_backwards(group: dist.ProcessGroup) -> list[list[str]]:
+    """What each rank has done last and first of these in a batch: its last backward, and handing out its report."""
+    pipeline = make_pipeline("1f1b", group=group)
+    list(pipeline.run(batches()[:2]))
+    own = sorted((i for i in pipeline.timeline().intervals if i.what in ("caller", "B")), key=lambda i: i.start)
+    return [[i.what for i in own if i.rank == rank] for rank in range(2)]
+
+
+@pytest.mark.processes
+def test_only_the_last_stage_runs_its_last_backward_before_a_report(pool: Pool) -> None:
+    """A stage whose backward has to wait for a gradient lets its caller work meanwhile."""
+    first, last = pool.submit(callers_and_backwards, ranks=2)[0]
+    assert first == ["caller", "B", "B"] * 2
+    assert last == ["B", "B", "caller"] * 2
