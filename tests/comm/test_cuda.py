@@ -38,6 +38,7 @@ from support.cases import (
     train,
 )
 from support.command_line import Command
+from support.grouped import grouped
 from support.pool import Pool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -94,6 +95,28 @@ def test_ranks_talk_over_nccl(pool: Pool, case: Case) -> None:
     found = pool.submit(train_over_nccl, case, ranks=4, timeout=120.0)
     assert {kind for kind, _ in found} == {NcclTransports.__name__}
     assert_same(together([outcome for _, outcome in found]), expected(case))
+
+
+def train_and_wait_for_the_gpu(group: dist.ProcessGroup, method: str, width: int) -> list[int]:
+    """Train over NCCL, with messages too large for its buffers; at every report wait for the GPU, then for all ranks."""
+    rank, reports = dist.get_rank(), list[int]()
+    os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    arguments: dict[str, Any] = {"method": method, "stages": 4 // width, "microbatches": 8, "width": width}
+    arguments |= {"loss": F.mse_loss, "optimizer": torch.optim.SGD, "group": dist.new_group(backend=BOTH)}
+    arguments |= {"device": f"cuda:{torch.cuda.current_device()}"}
+    pipeline = Pipeline([nn.Linear(1024, 1024) for _ in range(4)], **grouped(arguments))
+    sample = torch.ones(8 * 4096 * width, 1024)
+    for report in pipeline.run([(sample, sample)] * 4):
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        reports.append(report.batch)
+    return reports
+
+
+@pytest.mark.parametrize(("method", "width"), [("2bw", 1), ("1f1b", 1), ("1f1b", 2)])
+def test_callers_may_wait_for_the_gpu(pool: Pool, method: str, width: int) -> None:
+    assert pool.submit(train_and_wait_for_the_gpu, method, width, ranks=4, timeout=120.0) == [[0, 1, 2, 3]] * 4
 
 
 @pytest.mark.parametrize("width", [1, 2])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +33,9 @@ class OverSplitLanes(Pipeline):
         return NcclTransports(self.grid, self.grid.control, torch.device("cpu"), "gloo")
 
 
-def train(group: dist.ProcessGroup, case: Case, then: tuple[str, ...] = ()) -> Outcome:
+def train(
+    group: dist.ProcessGroup, case: Case, then: tuple[str, ...] = (), at_report: Callable[[], None] | None = None
+) -> Outcome:
     """Run a case; after one batch, and after each further one, under another method."""
     trees = isinstance(case, TreeCase)
     recording = Recording(cases.OPTIMIZERS[case.optimizer])
@@ -52,8 +56,10 @@ def train(group: dist.ProcessGroup, case: Case, then: tuple[str, ...] = ()) -> O
         after = pipeline.batches
         outcome.reports += [(r.batch, r.loss, r.weight) for r in pipeline.run(batches[after : after + 1])]
         pipeline.switch(cases.make_schedule(method, case.depth, case.m))
-    rest = pipeline.run(batches[pipeline.batches :], evaluate=evaluate)
-    outcome.reports += [(r.batch, r.loss, r.weight) for r in rest]
+    for report in pipeline.run(batches[pipeline.batches :], evaluate=evaluate if at_report is None else None):
+        outcome.reports.append((report.batch, report.loss, report.weight))
+        if at_report is not None:
+            at_report()
     return finish(outcome, pipeline, recording)
 
 
@@ -138,3 +144,41 @@ def test_where_structures_change_the_order_stays(pool: Pool) -> None:
     found = pool.submit(train_recorded, case, ranks=4, fresh=True)
     assert_same(together([outcome for outcome, _, _ in found]), expected_of_trees(case))
     one_order([events for _, events, _ in found])
+
+
+def train_and_compare(group: dist.ProcessGroup, case: Case) -> tuple[Outcome, int]:
+    """Run a case; at every report compare which tensors the ranks have issued.
+
+    A device that carries out messages in order waits for one of which another rank has not issued the other end.
+    """
+    issued = {"sends": Counter[str](), "receives": Counter[str]()}
+
+    class CountingWires(nccl.Wires):
+        def send(self, tensor: torch.Tensor) -> nccl.Work | None:
+            issued["sends"][str(self.lane)] += 1
+            return super().send(tensor)
+
+        def receive(self, dtype: torch.dtype, shape: list[int]) -> tuple[torch.Tensor, nccl.Work | None]:
+            issued["receives"][str(self.lane)] += 1
+            return super().receive(dtype, shape)
+
+    def compare() -> None:
+        found: list[Any] = [None] * group.size()
+        dist.all_gather_object(found, issued, group=group)  # so all ranks have to come to this report
+        sends, receives = (sum((each[what] for each in found), Counter[str]()) for what in ("sends", "receives"))
+        assert sends == receives
+
+    plain, nccl.Wires = nccl.Wires, CountingWires  # type: ignore[misc]
+    try:
+        return train(group, case, at_report=compare), issued["sends"].total() + issued["receives"].total()
+    finally:
+        nccl.Wires = plain  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_devices_wait_for_nothing_while_all_callers_have_a_report(pool: Pool, method: str) -> None:
+    """So these may call torch.cuda.synchronize(), and meet."""
+    case = Case(method, 4, 8)
+    found = pool.submit(train_and_compare, case, ranks=4, fresh=True)
+    assert all(count > 16 for _, count in found)
+    assert_same(together([outcome for outcome, _ in found]), cases.expected(case))

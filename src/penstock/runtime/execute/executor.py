@@ -8,6 +8,7 @@ refuse at once whatever the proof would have refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -53,8 +54,8 @@ class Executor:
         self._state, self._links = state, links
         self._span = build_span(state, lowered, specs, holders, links, combine)
         program = lowered.programs[state.key.rank]
-        self._period, self._epilogue = (bind(part, self._span) for part in (program.period, program.epilogue))
-        self._rejected = bind(program.rejected, self._span) or self._period  # from a VALIDATE on that rejects
+        self._period, self._epilogue, rejected = bind(program, self._span)
+        self._rejected = rejected or self._period  # from a VALIDATE on that rejects
 
     @property
     def summing(self) -> bool:
@@ -97,10 +98,10 @@ class Executor:
         """Run the instructions of the period (or epilogue) of batch t, or the others from a rejection on."""
         span, reports = self._span, self._span.reports
         for place, bound in enumerate(bounds, 1):
+            if reports.ready and bound.reports_first:
+                yield from reports.hand_out(math.inf if bound.reports is None else span.start + t - bound.reports)
             if (t < bound.settled and not bound.exists(t)) or (bound.ahead and not span.more):
                 continue
-            if reports.ready is not None and bound.reports_first:
-                yield from reports.hand_out()
             waits = bound.run(t)
             if waits is not None:
                 yield from waits
@@ -115,6 +116,8 @@ class Executor:
             stage.books.drain(t)
         span.rejected = False
         yield from self._play(self._epilogue, t)
+        if any(bound.reports is not None for bound in self._period):
+            yield from span.reports.hand_out()  # others may wait for this rank's
         for stage in span.stages.values():
             yield from span.complete(stage, f"{stage.name}, the end of the run")
             if not stage.trained:

@@ -23,7 +23,7 @@ from penstock.runtime.ops.post_validation import Redo, Validate
 from penstock.runtime.ops.sharded_passes import HeldBackward, HeldForward, HeldRecomputeForward, HeldWeightBackward
 from penstock.runtime.rank.span import RankSpan
 from penstock.schedule.ir.schedule import Op
-from penstock.schedule.machine.instructions import Instruction
+from penstock.schedule.machine.instructions import Instruction, LoweredProgram
 
 HANDLERS: Mapping[Op, Callable[[Instruction, RankSpan], Bound]] = MappingProxyType(
     {
@@ -66,13 +66,24 @@ _HELD: Mapping[Op, Callable[[Instruction, RankSpan], Bound]] = MappingProxyType(
 """Passes of trained stages where weights are shards, or gradients wait for room."""
 
 
-def bind(instructions: Sequence[Instruction], span: RankSpan) -> list[Bound]:
-    """Bind the instructions of a rank, in their order."""
-    found = [_handler(instruction, span)(instruction, span) for instruction in instructions]
-    for before, after in pairwise(bound for bound in found if bound.op not in (Op.SEND, Op.RECV)):
-        if isinstance(before, Forward) and isinstance(after, Backward) and before.begins_backward(after):
-            after.reports_first = False  # the stages before wait for its gradient, and it for nothing
+def bind(program: LoweredProgram, span: RankSpan) -> list[list[Bound]]:
+    """Bind the instructions of a rank: of its period, its epilogue, and the period with a rejected version."""
+    placed = any(instruction.reports is not None for instruction in program.period)
+    found = [[_handler(instruction, span)(instruction, span) for instruction in part] for part in program]
+    for part, bounds in zip(program, found, strict=True):
+        if placed:
+            for instruction, bound in zip(part, bounds, strict=True):
+                bound.reports_first, bound.reports = instruction.reports is not None, instruction.reports
+        else:
+            _answer_first(bounds)
     return found
+
+
+def _answer_first(bounds: Sequence[Bound]) -> None:
+    """Let no report go before the backward that follows the loss: the stages before wait for its gradient."""
+    for before, after in pairwise(bound for bound in bounds if bound.op not in (Op.SEND, Op.RECV)):
+        if isinstance(before, Forward) and isinstance(after, Backward) and before.begins_backward(after):
+            after.reports_first = False  # and it waits for nothing
 
 
 def _handler(instruction: Instruction, span: RankSpan) -> Callable[[Instruction, RankSpan], Bound]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -60,7 +62,7 @@ class Reports:
         part: the losses of this rank are of a part of each batch; that of the whole comes with the decision.
 
     Attributes:
-        ready: the report that is to be handed out.
+        ready: the reports that are to be handed out.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Reports:
         self._decisions, self._recorder, self._part = decisions, recorder, part
         self._forwards: dict[int, int] = {}  # done, of each batch
         self._undecided: set[int] = set()  # batches whose reports wait for the decision
-        self.ready: Report | None = None
+        self.ready = deque[Report]()
 
     def forward_done(self, batch: int, *, evaluation: bool) -> None:
         """Count a forward; the last of a batch makes its report."""
@@ -85,14 +87,14 @@ class Reports:
         if found is not None and self._part and not evaluation:
             self._undecided.add(batch)
         else:
-            self.ready = self._report(batch, found, evaluation)
+            self.ready.append(self._report(batch, found, evaluation))
 
     def decided(self, decision: Decision) -> None:
         """Make the report of a batch that waited for this decision; a rank that holds several stages tells it again."""
         if decision.batch in self._undecided:
             self._undecided.remove(decision.batch)
             mean = decision.loss if decision.weight else None
-            self.ready = self._report(decision.batch, BatchLoss(mean, decision.weight), evaluation=False)
+            self.ready.append(self._report(decision.batch, BatchLoss(mean, decision.weight), evaluation=False))
 
     def _report(self, batch: int, found: BatchLoss | None, evaluation: bool) -> Report:
         loss, weight = (None, None) if found is None else found
@@ -102,10 +104,10 @@ class Reports:
         events = self._decisions.events
         return Report(batch, loss, weight, now, events.take_decided(), events.take_evaluated())
 
-    def hand_out(self) -> Iterator[Report]:
-        """Yield the report that is ready; the caller may take any time with it."""
-        if self.ready is not None:
-            report, self.ready = self.ready, None
+    def hand_out(self, last: float = math.inf) -> Iterator[Report]:
+        """Yield the reports that are ready, up to a batch; the caller may take any time with them."""
+        while self.ready and self.ready[0].batch <= last:
+            report = self.ready.popleft()
             start = self._recorder.now()
             yield report
             end, label = self._recorder.now(), f"report of batch {report.batch}"

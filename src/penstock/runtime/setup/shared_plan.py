@@ -8,6 +8,7 @@ rank, is found all the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -18,7 +19,8 @@ from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.plan.received_schedule import KnownSchedule
 from penstock.runtime.setup.same_plan import check_same_plans
 from penstock.schedule.add_options import evaluation_of
-from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.ir.schedule import Op, Schedule
+from penstock.schedule.lowering.report_places import with_report_places
 from penstock.schedule.proof.check import check
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof_serialization import common_part, part_of_rank, rank_proof
@@ -73,7 +75,7 @@ def shared_plans(
     made: dict[str, PipelinePlan] = {}
 
     def hand() -> HandedOut:
-        made.update(proven())
+        made.update({name: _with_report_places(plan) for name, plan in proven().items()})
         return HandedOut(
             {name: _common(plan) for name, plan in made.items()},
             lambda other: {
@@ -126,6 +128,15 @@ def share_evaluation(schedule: Schedule, grid: RankGrid) -> Proof:
 def _common(plan: PipelinePlan) -> Json:
     known = KnownSchedule.of(plan.given, plan.schedule, [len(part) for part in plan.parts])
     return {"schedules": known, "proof": common_part(plan.proof)}
+
+
+def _with_report_places(plan: PipelinePlan) -> PipelinePlan:
+    """Where some ranks report only what all have decided, let all hand out their reports at places that agree."""
+    lowered, schedule = plan.proof.lowered, plan.schedule
+    waits = plan.options.data_parallel.width > 1 or schedule.directions > 1
+    if not waits or not any(action.op is Op.DECIDE for program in schedule.programs for action in program.period):
+        return plan
+    return plan.proven(replace(plan.proof, lowered=with_report_places(lowered)))
 
 
 def _rank(plan: PipelinePlan | UnprovenPlan, number: int) -> int:

@@ -148,7 +148,7 @@ def _code(instructions: Sequence[Instruction], classes: CostClasses, schedule: S
     sharded, uses = schedule.sharding != REPLICATED, list[tuple[int, int, int, int, int]]()
     kind, what, first, on_batch, ahead = bytearray(), list[int](), list[int](), bytearray(), bytearray()
     needs, accepts, rare = list[tuple[int, int, int]](), list[tuple[int, int, int]](), dict[int, Action]()
-    for entry, (action, route, needed, early, awaited) in enumerate(instructions):
+    for entry, (action, route, needed, early, awaited, _) in enumerate(instructions):
         unit = action.unit
         if route >= 0:
             kind.append(RECEIVE if action.op is Op.RECV else SEND)

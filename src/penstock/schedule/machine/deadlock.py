@@ -42,7 +42,7 @@ def blocked_at(
         has_come: whether a message has arrived.
         no_room: why its rank cannot begin another full-size gradient; empty if it can.
     """
-    action, route_index, needs, _, awaits = instruction
+    action, route_index, needs, _, awaits, _ = instruction
     offset = t * lowered.schedule.microbatches
     unit = action.unit._replace(first=action.unit.first + (t if action.unit.kind is Kind.BATCH else offset))
     absolute = action._replace(unit=unit, reads=None)

@@ -174,7 +174,7 @@ class Machine:
             segment = queue[0]
             instructions, t, offset = segment.instructions, segment.t, segment.t * self._m
             for place in range(segment.place, len(instructions)):
-                action, route, needs, _, awaits = instructions[place]
+                action, route, needs, _, awaits, _ = instructions[place]
                 op, unit = action[0], action[2]
                 first = unit[0] + offset
                 if route >= 0:

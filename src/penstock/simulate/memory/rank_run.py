@@ -181,7 +181,7 @@ class RankRun:
     def _play(self, instructions: Sequence[Instruction], t: int, more: bool) -> Iterator[Completion]:
         early = t < self._oldest
         for instruction in instructions:
-            action, route, needs, ahead, awaits = instruction
+            action, route, needs, ahead, awaits, _ = instruction
             unit = self.meetings.placed(action.unit) if action.op is Op.AVERAGE else action.unit
             if (t < 0 and not ahead) or (ahead and not more) or (early and t < since(unit, self._m)):
                 continue
