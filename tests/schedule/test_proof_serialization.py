@@ -13,10 +13,11 @@ from penstock.schedule.add_options import evaluation_of, extend
 from penstock.schedule.build import prove
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.lowering.lower import in_one_order
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import check
 from penstock.schedule.proof.proof import Proof
-from penstock.schedule.proof_serialization import common_part, part_of_rank, rank_proof
+from penstock.schedule.proof_serialization import common_part, own_program, part_of_rank, rank_proof
 from penstock.schedule.rank_schedule import rank_schedule, schedule_facts
 from penstock.schedule.stage_state.stage_constants import stage_specs
 from penstock.schedule.text_parser import parse_schedule
@@ -91,6 +92,14 @@ def test_parts_of_every_method(method: str) -> None:
         extended = extended_or_none(plain.schedule, options)
         if extended is not None:
             assert_same(extended)
+
+
+def test_places_of_reports_travel() -> None:
+    lowered = in_one_order(prove("2bw", 4, 4).lowered)
+    for rank, program in enumerate(lowered.programs):
+        assert any(instruction.reports is not None for instruction in program.period)
+        own = own_program(lowered, rank, json.loads(json.dumps(part_of_rank(lowered, rank))))
+        assert own.programs[rank] == program
 
 
 def extended_or_none(schedule: Schedule, options: dict) -> Proof | None:

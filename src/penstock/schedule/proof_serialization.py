@@ -122,7 +122,7 @@ def _written(instruction: Instruction) -> Json:
     text = format_action(action, relative=True)
     if route < 0 and not needs and not awaits and reports is None:
         return text
-    return [text, route, _flat(needs), int(ahead), _flat(awaits), reports]
+    return [text, route, _flat(needs), int(ahead), _flat(awaits), *([] if reports is None else [reports])]
 
 
 def _flat(messages: Sequence[Message]) -> list[int]:
@@ -132,9 +132,9 @@ def _flat(messages: Sequence[Message]) -> list[int]:
 def _read(written: Json, schedule: Schedule, rank: int) -> Instruction:
     if isinstance(written, str):
         return Instruction(parse_action(written, schedule.stages, rank))
-    text, route, needs, ahead, awaits, reports = written
+    text, route, needs, ahead, awaits, *reports = written
     action = parse_action(text, schedule.stages, rank)
-    return Instruction(action, route, _messages(needs), bool(ahead), _messages(awaits), reports)
+    return Instruction(action, route, _messages(needs), bool(ahead), _messages(awaits), *reports)
 
 
 def _messages(numbers: Sequence[int]) -> tuple[Message, ...]:
