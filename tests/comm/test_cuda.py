@@ -98,7 +98,7 @@ def test_ranks_talk_over_nccl(pool: Pool, case: Case) -> None:
 
 
 def train_and_wait_for_the_gpu(group: dist.ProcessGroup, method: str, width: int) -> list[int]:
-    """Train over NCCL, with messages too large for its buffers; at every report wait for the GPU, then for all ranks."""
+    """Train over NCCL, with messages too large for its buffers; wait for the GPU and for all ranks at every report."""
     rank, reports = dist.get_rank(), list[int]()
     os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
     torch.cuda.set_device(rank % torch.cuda.device_count())

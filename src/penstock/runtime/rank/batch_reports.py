@@ -21,7 +21,8 @@ class Report:
 
     Callers of all ranks may wait for each other while they have it, as in an all_reduce of their own, and for their
     devices. On ranks of the last stage, parallel pipelines report a batch when its update is decided on, which is when
-    they hear of each other's losses; the other ranks then report it late enough to have taken part. Where pipelines agree only now and then (`Combine`), loss and weight are of this one's part.
+    they hear of each other's losses; the other ranks then report it late enough to have taken part. Where pipelines
+    agree only now and then (`Combine`), loss and weight are of this one's part.
 
     Attributes:
         batch: its number since the start of training.
