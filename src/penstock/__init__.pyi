@@ -31,9 +31,9 @@ from .runtime.execute.evaluation_without_draining import Evaluating as Evaluatin
 from .runtime.malloc import keep_freed_memory as keep_freed_memory
 from .runtime.pipeline import Pipeline as Pipeline
 from .runtime.rank.batch_reports import Report as Report
-from .runtime.rank.restore import SavedState as SavedState
 from .runtime.rank.snapshot import Saving as Saving, Snapshot as Snapshot
 from .runtime.rank.timeline_files import read_timeline as read_timeline
+from .runtime.restore.saved_state import SavedState as SavedState
 from .runtime.training_run import TrainingRun as TrainingRun
 from .runtime.update.divergence import Trouble as Trouble
 from .runtime.update.run_events import Evaluated as Evaluated

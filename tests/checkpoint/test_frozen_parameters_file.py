@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import penstock
 from penstock.checkpoint import format as disk, index as indexes
 from penstock.checkpoint.format import Checkpoint, checkpoints
+from penstock.checkpoint.tensor_file import TensorFile
 from penstock.errors import CheckpointError
 from penstock.guarded_files import fingerprint
 from penstock.runtime.pipeline import Pipeline
@@ -194,11 +194,11 @@ def test_loading_opens_each_file_once(tmp_path: Path, monkeypatch: pytest.Monkey
     train(tmp_path, 1)
     opened: list[str] = []
 
-    def counted(path: Path, framework: str) -> Any:
+    def counted(path: Path) -> TensorFile:
         opened.append(path.name)
-        return safe_open(path, framework=framework)
+        return TensorFile(path)
 
-    monkeypatch.setattr(indexes, "safe_open", counted)
+    monkeypatch.setattr(indexes, "TensorFile", counted)
     penstock.Checkpoints(make(), tmp_path).load()
     assert sorted(opened) == [FILE, "stage-0.safetensors", "stage-1.safetensors"]
 

@@ -20,8 +20,8 @@ from penstock.errors import CapabilityError, CheckpointError, ConfigError
 from penstock.models.gpt import Embedding, Head
 from penstock.options.parallelism import DataParallel, Partition
 from penstock.partition.tensor_parallel import divide_blocks
-from penstock.runtime.rank.restore import saved_older
 from penstock.runtime.rank.tensor_pieces import joined_pieces, pieces_in
+from penstock.runtime.restore.saved_state import saved_older
 from support.pool import Pool
 from support.tensor_parallel_cases import SHAPE, TensorCase, Trained, gpt_pipeline, tokens, train_gpt
 

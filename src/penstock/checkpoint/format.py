@@ -76,6 +76,22 @@ class Checkpoint:
         """
         return self._files.read(self._homes[name], name)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor.
+
+        Raises:
+            CheckpointError: as of `tensor`.
+        """
+        return self._files.shape(self._homes[name], name)
+
+    def rows(self, name: str, first: int, end: int) -> Tensor:
+        """Read the rows of a tensor from `first` to before `end`, and no other bytes of it.
+
+        Raises:
+            CheckpointError: as of `tensor`.
+        """
+        return self._files.rows(self._homes[name], name, first, end)
+
     @property
     def batch(self) -> int:
         """The number of batches that had been trained on."""

@@ -11,17 +11,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.checkpoint.tensor_file import TensorFile
 from penstock.checks import is_whole
 from penstock.errors import CheckpointError
-from penstock.guarded_files import check_regular, fingerprint, open_regular, read_json, write_whole
+from penstock.guarded_files import fingerprint, open_regular, read_json, write_whole
 
 INDEX = "index.json"
 _MOST = 1 << 28  # bytes of an index; one of a million tensors has some 100 MiB
@@ -131,14 +132,36 @@ class TensorFiles:
         Raises:
             CheckpointError: its file does not hold it, or cannot be read.
         """
+        with self._explained(file, name):
+            return self._opened(file).tensor(name)
+
+    def rows(self, file: str, name: str, first: int, end: int) -> Tensor:
+        """Read the rows of a tensor from `first` to before `end`, and no more of it.
+
+        Raises:
+            CheckpointError: as of `read`.
+        """
+        with self._explained(file, name):
+            return self._opened(file).rows(name, first, end)
+
+    def shape(self, file: str, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, which is not read.
+
+        Raises:
+            CheckpointError: as of `read`.
+        """
+        with self._explained(file, name):
+            return self._opened(file).shape(name)
+
+    @contextmanager
+    def _explained(self, file: str, name: str) -> Iterator[None]:
+        """Say which tensor of which file cannot be read."""
         try:
-            tensor: Tensor = self._opened(file).get_tensor(name)
-            return tensor
-        except (OSError, SafetensorError, ValueError) as error:
+            yield
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot read {name!r:.200} from {str(self._folder / file)!r}: {error}") from None
 
 
-def _open(folder: Path, file: str) -> Any:
+def _open(folder: Path, file: str) -> TensorFile:
     """Open a file of tensors."""
-    check_regular(folder / file)
-    return safe_open(folder / file, framework="pt")
+    return TensorFile(folder / file)

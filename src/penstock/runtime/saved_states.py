@@ -7,8 +7,9 @@ from collections.abc import Callable
 from penstock.checks import in_brief
 from penstock.errors import ConfigError
 from penstock.runtime.data.resumed_data_check import DATA
-from penstock.runtime.rank.restore import SavedState, check_names, check_pipelines, restore, saved_older
 from penstock.runtime.rank.snapshot import Saving, Snapshot
+from penstock.runtime.restore.restore_together import restore_all
+from penstock.runtime.restore.saved_state import SavedState, check_names, check_pipelines, saved_older
 from penstock.runtime.switching import Switching
 from penstock.schedule.ir.version_rules import RULES
 
@@ -46,7 +47,8 @@ class SavedStates(Switching):
         The data of the next run are those that follow; a warning says so where they begin again with the first batch
         that was trained on. Under another method, training begins with the newest weights of the state; double
         buffering begins with them twice if it finds no older ones, as after a synchronous run. `Checkpoints.load` calls
-        this.
+        this. Between processes all ranks call it together: with sharding each reads the rows that it owns, and has the
+        others from those that have read them.
 
         Raises:
             ConfigError: this is no saved state.
@@ -68,9 +70,8 @@ class SavedStates(Switching):
         older = saved_older(saved, self._plan.options.staleness.correction_name)
         older = min(older, RULES[self.schedule.rule].delay)
         try:
+            restore_all(saved, older, self._given[1], self._ranks, self.grid, self.schedule)
             for state in self._ranks:
-                for stage in state.stages.values():
-                    restore(stage, saved, older, self._given[1])
                 key = state.decisions.key if state.decisions.key in saved.facts else "decisions"
                 state.decisions.load(int(saved.facts["batch"]), saved.facts[key])
                 for stage in state.stages.values():

@@ -23,18 +23,20 @@ from penstock.weights.memory.user_parameter_hooks import ParameterHooks
 from penstock.weights.updates.version_step import VersionStep
 
 
-class GivenWeights(NamedTuple):
-    """Weights of a stage that are to replace those in its store, by name.
+class Room(NamedTuple):
+    """Memory for the weights of a stage that are to replace those in its store, by name.
 
     Attributes:
-        newest: as the optimizer steps them.
-        older: what passes read of the versions before, as far as they will still read these; the newest of them first.
-        ahead: what passes read of the newest version, if that is something else.
+        newest: for the newest ones, as the optimizer steps them.
+        older: for what passes read of the versions before; the newest of them first.
+        ahead: for what passes read of the newest version, if that is something else.
+        older_rows: of the versions before there is room for the own rows only.
     """
 
     newest: Mapping[str, Tensor]
     older: Sequence[Mapping[str, Tensor]] = ()
     ahead: Mapping[str, Tensor] | None = None
+    older_rows: bool = False
 
 
 class VersionStore:
@@ -212,15 +214,30 @@ class VersionStore:
             buffer.rewrite()
             self._put(buffer)
 
-    def restart(self, batch: int, given: GivenWeights) -> None:
-        """Replace all weights, while nothing is in flight; the newest version is `batch`."""
+    def restart(self, batch: int, older: int) -> Room:
+        """Forget all weights, while nothing is in flight; `refilled` says when others are there.
+
+        Args:
+            batch: the newest version from now on.
+            older: how many versions before it there are.
+        """
         self.retain(())
         self.derived.forget()
-        if self.master_copy is not None:
-            self.master_copy.load(given.newest)
-        for back, tensors in enumerate((given.ahead or given.newest, *given.older)):
+        for back in range(older + 1):
             self.versions[batch - back] = self._take(f"version {batch - back}")
-            self.versions[batch - back].load(tensors)
+            self.versions[batch - back].rewrite()
+        self.master.rewrite()
+        before = [self.versions[batch - back].views for back in range(1, older + 1)]
+        return Room(self.master.views, before, self.versions[batch].views if self.reads_ahead else None)
+
+    def refilled(self, *, ahead: bool) -> None:
+        """Go on with what was written into the room that `restart` has made.
+
+        Args:
+            ahead: also what passes read ahead of the newest weights; else they read these.
+        """
+        if self.master_copy is not None and not ahead:
+            self.versions[self.newest].load(self.master.views)
 
     def resize(self, facts: StageFacts, alive: Iterable[int]) -> None:
         """Hold as many buffers as another schedule needs, while nothing is in flight.

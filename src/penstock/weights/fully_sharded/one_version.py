@@ -22,7 +22,7 @@ from penstock.weights.memory.row_shards import OwnRows
 from penstock.weights.memory.sharded_buffer import DividedRows
 from penstock.weights.sharded_mixed_store import ShardedMixedStore
 from penstock.weights.sharded_store import ShardedStore, allocated
-from penstock.weights.store import GivenWeights
+from penstock.weights.store import Room
 from penstock.weights.updates.version_step import VersionStep
 
 _BUFFERS = 2  # the gathered version and the gradient, of rule flush
@@ -185,12 +185,12 @@ class FullyShardedExactStore(FullyShardedStore):
         self._put(gradient)
         self._stepped(batch)
 
-    def restart(self, batch: int, given: GivenWeights) -> None:
-        """Replace the weights, while nothing is in flight."""
-        assert not given.older, "weights are shards under rule flush only"
-        assert given.ahead is None, "nor is there a correction"
+    def restart(self, batch: int, older: int) -> Room:
+        """Forget the weights, while nothing is in flight."""
+        assert not older, "weights are shards under rule flush only"
         self.versions = {batch: self.master}
-        self.master.load(given.newest)
+        self.master.rewrite()
+        return Room(self.master.views)
 
     def resize(self, facts: StageFacts, alive: Iterable[int]) -> None:  # noqa: ARG002  # they are the same
         """Be ready for another schedule under rule flush, while nothing is in flight."""

@@ -22,7 +22,7 @@ from penstock.errors import VersionError
 from penstock.weights.fully_sharded.one_version import FullyShardedStore
 from penstock.weights.memory.buffers import Buffer
 from penstock.weights.memory.resized_buffer import ResizedBuffer
-from penstock.weights.store import GivenWeights
+from penstock.weights.store import Room
 
 
 class ShardsOfVersions(FullyShardedStore):
@@ -176,19 +176,20 @@ class ShardsOfVersions(FullyShardedStore):
             self._older[version].load(self.shards.own(self.versions[self.newest].views))  # as passes read them
             self.versions[version].rewrite()
 
-    def restart(self, batch: int, given: GivenWeights) -> None:
-        """Replace all weights, while nothing is in flight; the newest version, which is whole, is `batch`."""
-        assert given.ahead is None, "there is no correction"
+    def restart(self, batch: int, older: int) -> Room:
+        """Forget all weights, while nothing is in flight; the newest version, which is whole, is `batch`."""
         self.retain(())
         newest = self.versions[self.newest]
         self.versions = {batch: newest}
-        newest.load(given.newest)
-        if self.master is not newest:
-            self.master.load(given.newest)
-        for back, older in enumerate(given.older, 1):
+        newest.rewrite()
+        self.master.rewrite()
+        before = []
+        for back in range(1, older + 1):
             self.versions[batch - back] = self._free.pop()
             rows = self._older[batch - back] = self._new_rows()
-            rows.load(self.shards.own(older))
+            rows.rewrite()
+            before.append(rows.views)
+        return Room(self.master.views, before, older_rows=True)
 
     def _new_rows(self) -> Buffer:
         """Return room for the rows of an older version."""

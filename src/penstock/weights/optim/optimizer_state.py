@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -50,13 +50,15 @@ def copy_state(
 
 
 def restore_state(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], state: Mapping[tuple[str, str], Any]
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    state: Iterable[tuple[tuple[str, str], Any]],
 ) -> None:
-    """Replace the state by what `copy_state` returned."""
+    """Replace the state by the items of what `copy_state` returned; they are copied one at a time."""
     optimizer.state.clear()
     groups = [group for group in optimizer.param_groups if group.get("capturable") or group.get("fused")]
     counted = {p for group in groups for p in group["params"]}
-    for (key, name), value in state.items():
+    for (key, name), value in state:
         parameter = parameters[name]
         if isinstance(value, Tensor):
             # Step counters stay on their device, except for optimizers that count on the accelerator.

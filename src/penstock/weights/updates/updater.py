@@ -211,12 +211,12 @@ class Updater:
         self.wait_for_copies()
         return {} if self.optimizer is None else copy_state(self.optimizer, self.parameters, copied)
 
-    def load(self, updates: int, state: Mapping[tuple[str, str], Any]) -> None:
+    def load(self, updates: int, state: Iterable[tuple[tuple[str, str], Any]]) -> None:
         """Restore a state that `state` returned.
 
         Args:
             updates: number of updates made so far, which the learning rate follows.
-            state: the optimizer state, by kind and parameter.
+            state: kind and parameter, and the value, one at a time.
         """
         self.updates = updates
         if self.optimizer is not None:
@@ -315,7 +315,7 @@ class Updater:
     def go_back(self, updates: int, state: Mapping[tuple[str, str], Any]) -> None:
         """Restore the optimizer state from before the last step, if there was one."""
         if self.updates != updates:
-            self.load(updates, state)
+            self.load(updates, state.items())
             self._tell()
 
     def _tell(self) -> None:

@@ -1,0 +1,194 @@
+"""Reads what one stage needs of a saved state, whatever the depth, width and sharding were that it was saved with.
+
+Of what holders of a stage divide among them, each reads its own rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import CheckpointError
+from penstock.partition.parameter_names import block_of, prefix_of
+from penstock.runtime.rank.snapshot import suffix
+from penstock.runtime.restore.saved_rows import SavedTensors, check_shape
+from penstock.runtime.restore.saved_state import SavedState
+from penstock.stage.stage_runtime import StageRuntime
+from penstock.stage.trained_stage_weights import TrainedWeights
+from penstock.weights.memory.row_shards import Rows
+from penstock.weights.sharded_store import ShardedStore
+
+
+class StageReader:
+    """Reads the tensors of one stage from a saved state, under any of the names of a tied parameter.
+
+    Args:
+        stage: the stage.
+        saved: the state.
+        tensors: of it.
+
+    Attributes:
+        own: the suffix in names for the weights of its pipeline, where pipelines have weights of their own.
+    """
+
+    def __init__(self, stage: StageRuntime, saved: SavedState, tensors: SavedTensors) -> None:
+        self._stage, self._saved, self._tensors = stage, saved, tensors
+        agreement, weights = stage.weights.agreement, stage.weights
+        self.own = suffix(0 if agreement is None else agreement.pipeline)
+        self._updater = weights.updater if isinstance(weights, TrainedWeights) else None
+        self._store = weights.store if isinstance(weights, TrainedWeights) else None
+        index = stage.key.index
+        self._names: dict[str, list[str]] = {}
+        for tie in stage.ties:
+            for place, name in enumerate(tie.names_at(index)):
+                self._names[name] = [name, *(names[place] for names in tie.names)]
+        self._splits = stage.module.division.splits
+
+    def check(self, blocks: Mapping[str, Any]) -> None:
+        """Make sure that the optimizer is of the saved kind, and that the blocks have all tensors saved for them.
+
+        Raises:
+            CheckpointError: it is not, or one is missing.
+        """
+        stage, saved = self._stage, self._saved
+        for name in () if self._updater is None else self._updater.parameters:
+            kinds = {saved.facts["values"].get(f"stepped/{known}") for known in self._known(name)} - {None}
+            here = None if self._updater is None else self._updater.stepper(name)
+            if kinds - {here}:
+                raise CheckpointError(
+                    f"the checkpoint has the state of {kinds.pop()}, but {stage.module.where} is stepped by "
+                    f"{here or 'nothing'}; use the same optimizer, or begin a new run from the weights alone"
+                )
+        for block, module in stage.module.named_modules():
+            known = {f"{prefix_of(block, module)}{name}" for name in module.state_dict()}
+            for name in saved.names:
+                kind, _, rest = name.partition("/")
+                if (
+                    kind.partition("@")[0].partition("~")[0].partition(".")[0] in ("weights", "fixed")
+                    and rest not in known
+                    and block_of(rest, blocks) == block
+                ):
+                    raise CheckpointError(f"the checkpoint has a {rest}, which block {block!r} does not have")
+
+    def has(self, kind: str, name: str) -> bool:
+        """Return True if the checkpoint has a tensor of this kind."""
+        return any(f"{kind}/{known}" in self._tensors for known in self._known(name))
+
+    def kind(self, what: str, name: str) -> str:
+        """Return what a tensor is called: of the stage's own pipeline if saved, else of the first one."""
+        own = f"{what}{self.own}"
+        return own if self.has(own, name) else what
+
+    def read(self, kind: str, name: str, like: Tensor) -> Tensor:
+        """Read a tensor of the stage.
+
+        Raises:
+            CheckpointError: it is missing or has another shape.
+        """
+        found = torch.empty_like(like)
+        self.fill(kind, name, like.shape, found, _all_rows(like.shape))
+        return found
+
+    @torch.no_grad()
+    def fill(self, kind: str, name: str, shape: torch.Size, place: Tensor, rows: Rows | None = None) -> None:
+        """Read a tensor of the stage, or rows of it, into its place.
+
+        Args:
+            kind: what it is, such as "weights".
+            name: of the parameter or buffer.
+            shape: that all of it has in this process.
+            place: where it goes.
+            rows: which; all if None.
+
+        Raises:
+            CheckpointError: it is missing or has another shape.
+        """
+        known = next((known for known in self._known(name) if f"{kind}/{known}" in self._tensors), None)
+        if known is None:
+            raise CheckpointError(f"the checkpoint has no {kind}/{name}, which {self._stage.module.where} needs")
+        split = self._splits.get(name)
+        if split is not None:
+            whole = split.whole_shape(shape)
+            tensor = self._tensors.joined(kind, known, _all_rows(whole))
+            tensor = split.own(tensor) if tensor.shape == whole else tensor
+            check_shape(name, tensor.shape, shape)
+            place.copy_(tensor)
+            return
+        for at, part in self._tensors.rows(kind, known, rows or _all_rows(shape), shape):
+            if place.dim() and place.numel():
+                place[at : at + len(part)].copy_(part)
+            elif place.numel():
+                place.copy_(part)
+
+    def rows(self, name: str) -> Rows:
+        """Return the rows of a trained parameter that are read here: those that this holder steps."""
+        assert self._store is not None
+        if isinstance(self._store, ShardedStore):
+            return self._store.shards.rows(name)
+        return _all_rows(self._store.layout.slots[name].shape)
+
+    def find_delayed(self, back: int, name: str, like: Tensor) -> Tensor | None:
+        """Read a parameter from `back` updates before the newest version; None if the checkpoint has it not."""
+        kind = f"delayed.{back}"
+        return self.read(kind, name, like) if self.has(kind, name) else None
+
+    def optimizer_state(self) -> Iterator[tuple[tuple[str, str], Any]]:
+        """Read the state of the stage's optimizer: kind and parameter, and the value, one at a time."""
+        assert self._updater is not None
+        values: Mapping[str, Any] = self._saved.facts["values"]
+        what = f"optimizer{self.own if f'updates{self.own}' in self._saved.facts else ''}"
+        places = [name.split("/", 2) for name in (*self._saved.names, *values) if name.startswith(f"{what}/")]
+        kinds: dict[str, list[str]] = {}
+        for _, kind, name in places:
+            kinds.setdefault(name, []).append(re.split("[@~]", kind)[0])
+        for name, parameter in self._updater.parameters.items():
+            known = next((k for k in self._known(name) if k in kinds), None)
+            if name not in self._updater.own or known is None:
+                continue
+            for kind in dict.fromkeys(kinds[known]):
+                key = f"{what}/{kind}/{known}"
+                value = values[key] if key in values else self._optimizer_rows(name, f"{what}/{kind}", known)
+                moved = isinstance(value, Tensor) and value.dim()
+                yield (kind, name), value.to(parameter.device) if moved else value
+
+    def _optimizer_rows(self, name: str, kind: str, known: str) -> Tensor:
+        """Read a tensor of the optimizer: the rows that this holder steps, from wherever they were saved.
+
+        Args:
+            name: of the parameter.
+            kind: what it is, such as "optimizer/exp_avg".
+            known: the name of the parameter in the checkpoint.
+
+        Raises:
+            CheckpointError: rows are missing.
+        """
+        split = self._splits.get(name)
+        if split is None:
+            return self._tensors.joined(kind, known, self.rows(name))
+        assert self._store is not None
+        whole = self._tensors.joined(kind, known, _all_rows(split.whole_shape(self._store.layout.slots[name].shape)))
+        return split.own(whole) if whole.dim() else whole
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Read what was set by hand for the parameters of the stage, by parameter and setting."""
+        assert self._updater is not None
+        kept: dict[str, dict[str, Any]] = {}
+        for key, value in self._saved.facts["values"].items():
+            if key.startswith("setting/"):
+                _, setting, name = key.split("/", 2)
+                kept.setdefault(name, {})[setting] = value
+        names = {name: next((k for k in self._known(name) if k in kept), None) for name in self._updater.parameters}
+        return {name: kept[known] for name, known in names.items() if known is not None}
+
+    def _known(self, name: str) -> list[str]:
+        return self._names.get(name, [name])
+
+
+def _all_rows(shape: torch.Size) -> Rows:
+    """Return all rows of a parameter of this shape."""
+    count = shape[0] if shape else 1
+    return Rows(0, count, count)
