@@ -25,7 +25,7 @@ TEXT = SHARDED.read_text()
 
 
 def run_script(sharding: str) -> dict[str, Any]:
-    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert code.count('sharding="gradients"') == 1
     names: dict[str, Any] = {}
     exec(compile(code.replace('"gradients"', repr(sharding)), "sharded-state.md", "exec"), names)

@@ -125,3 +125,30 @@ def groups_of_holders(grid: RankGrid, holders: Iterable[Members], mesh: DeviceMe
             )
             for ranks in wanted
         }
+
+
+def width_mesh(grid: RankGrid, mesh: DeviceMesh | None, device: str) -> DeviceMesh:
+    """Return the mesh of the ranks that hold the same stages; if there is none yet, all ranks of the job make it.
+
+    Args:
+        grid: all ranks.
+        mesh: of the pipelines, if they have one.
+        device: the type of their devices.
+
+    Raises:
+        TransportError: a peer is dead, or did not take part in time.
+        CapabilityError: the pipelines do not span the whole job, so that some of its ranks would not take part.
+    """
+    if mesh is not None:
+        return mesh["width"]
+    assert grid.group is not None
+    here, everywhere = dist.get_world_size(grid.group), dist.get_world_size()
+    if here != everywhere:
+        raise CapabilityError(
+            f"a device mesh is made by all {everywhere} ranks of the job, but the pipelines have only {here}; pass the "
+            "mesh of their ranks, DataParallel(mesh=...)"
+        )
+    numbers = [[grid.numbers.number(pipeline, rank) for rank in range(grid.depth)] for pipeline in range(grid.width)]
+    ranks = [[dist.get_global_rank(grid.group, number) for number in row] for row in numbers]
+    with collective("making a device mesh", grid.control):
+        return DeviceMesh(device, ranks, mesh_dim_names=("width", "depth"))["width"]

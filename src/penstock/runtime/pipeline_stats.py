@@ -9,8 +9,8 @@ import torch
 from penstock.comm.collective.all_gather_json import gather_json
 from penstock.comm.core.devices import allocator_peaks
 from penstock.comm.core.trace_recorder import ON_THE_HOST, merge_recordings
-from penstock.runtime.model_weights import ModelWeights
 from penstock.runtime.rank.timeline_files import write_recording
+from penstock.runtime.sharded_state_dict import ShardedStateDict
 from penstock.runtime.update.divergence import Trouble
 from penstock.runtime.update.run_events import Evaluated
 from penstock.schedule.ir.schedule import Stage
@@ -22,7 +22,7 @@ from penstock.weights.wave_synchronous_updates import WaveWeights
 TOTAL_ON_DEVICE = "total on the device"
 
 
-class Inspection(ModelWeights):
+class Inspection(ShardedStateDict):
     """The part of `Pipeline` that changes nothing."""
 
     @property
