@@ -216,3 +216,16 @@ def test_one_module_in_two_stages_is_refused() -> None:
     blocks = [nn.Embedding(VOCABULARY, WIDTH), norm, norm, nn.Linear(WIDTH, VOCABULARY)]
     with pytest.raises(ConfigError, match="LayerNorm .* is one module in stages 0 and 1"):
         make_pipeline(Case("1f1b", 2, 2), blocks=blocks, balance=None)
+
+
+@pytest.mark.parametrize("method", ["1f1b", "dualpipe"])
+def test_copies_that_are_stepped_differently_are_refused(method: str) -> None:
+    """As by Muon, to which head.weight is no hidden matrix; copies would differ, and a checkpoint would not load."""
+    with pytest.raises(ConfigError, match=r"table\.weight .* head\.weight .* optimizer Muon and AdamW"):
+        make_pipeline(Case(method, 2, 4, "mixed", "configured muon", tied=True))
+
+    def by_name(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [p], "lr": 0.2 if "head" in n else 0.1} for n, p in named])
+
+    with pytest.raises(ConfigError, match=r"head\.weight of stage 1 are .* stepped with lr 0\.1 and 0\.2"):
+        make_pipeline(Case(method, 2, 4, "mixed", "sgd", tied=True), optimizer=by_name)

@@ -41,7 +41,7 @@ class MyOwn(torch.optim.SGD):
         ),
         (
             Case("2bw", 2, 2, "faint", "adafactor", width=2, tied=True), {"sharding": "gradients"}, CapabilityError,
-            r"shares table\.weight with another stage, .*Adafactor needs whole parameters; untie them, or set sharding",
+            r"shares table\.weight with another stage, .*has to step whole parameters; take sharding=optimizer",
         ),
         (
             Case("1f1b", 2, 2, width=2), {"sharding": "gradients", "optimizer": MyOwn}, CapabilityError,

@@ -76,8 +76,9 @@ def divide_updates(store: ShardedStore, updater: Updater, ties: Sequence[Tie], s
     store.divide(whole=whole)
     if ties and whole and store.splits_gradients:  # else every holder has the sums of all parameters
         raise CapabilityError(
-            f"{store.where} shares {ties[0].names_at(stage.index)[0]} with another stage, which may have it in another "
-            f"shard, as {updater.name} needs whole parameters; untie them, or set sharding to none"
+            f"{store.where} shares {ties[0].names_at(stage.index)[0]} with another stage, which may have the sum of "
+            f"its gradient on another rank, as {updater.name} has to step whole parameters; take sharding=optimizer, "
+            "with which every rank has all sums, or untie them"
         )
     updater.divide(store.shards, store.own_of(store.master))
 
