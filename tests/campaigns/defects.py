@@ -450,15 +450,15 @@ DEFECTS = (
     Defect(
         "the predictions of a saved state are replaced by its weights",
         "weights",
-        "(given.ahead or given.newest, *given.older)",
-        "(given.newest, *given.older)",
+        "if self.master_copy is not None and not ahead:",
+        "if self.master_copy is not None:",
         ("tests/runtime/test_sharded_ahead.py",),
     ),
     Defect(
         "the master copy keeps the weights from before a restore",
         "weights",
-        "self.master_copy.load(given.newest)",
-        "self.master_copy.rewrite()",
+        "return Room(self.master.views, before, self.versions[batch].views if",
+        "return Room(self.versions[batch].views, before, self.versions[batch].views if",
         ("tests/runtime/test_sharded_ahead.py",),
     ),
     Defect(
