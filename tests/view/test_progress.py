@@ -260,6 +260,17 @@ def test_peak_bytes_are_explained():
     console = Console(file=StringIO(), width=80)
     console.print(peak_bytes_table({0: {"weights": 600, "total": 600}}, console.width))
     assert "Idle buffers" not in console.file.getvalue()
+    assert "Total on the device" not in console.file.getvalue()
+
+
+def test_ranks_that_move_nothing_to_the_host_hold_all_of_their_total_on_the_device():
+    moved = {"activations": 4096, "offloaded activations": 2048, "total": 6144, "total on the device": 4096}
+    for width, numbers in ((80, ["4.0 KiB", "3.0 KiB"]), (40, ["3.0 KiB (rank 1)", "4.0 KiB (rank 0)", "7.0 KiB"])):
+        console = Console(file=StringIO(), width=width)
+        console.print(peak_bytes_table({0: moved, 1: {"activations": 3072, "total": 3072}}, width))
+        row = next(line for line in console.file.getvalue().splitlines() if line.startswith("total on the device"))
+        assert row.split("device")[1].split() == " ".join(numbers).split()
+        assert "without what is in the memory of the host" in " ".join(console.file.getvalue().split())
 
 
 def test_without_a_terminal_lines_fit_the_width_that_columns_says(monkeypatch):

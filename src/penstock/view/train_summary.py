@@ -10,6 +10,7 @@ from rich.text import Text
 from penstock.comm.collective.all_gather_json import gather_json
 from penstock.idle_time import split_time
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.pipeline_stats import TOTAL_ON_DEVICE
 from penstock.view.tables import bytes_table, time_table
 
 _PEAKS = (
@@ -17,6 +18,7 @@ _PEAKS = (
     "time, so it may be less than the sum of its column."
 )
 _IDLE = " Idle buffers: kept for the weights and gradients of later batches, and not in use at that time."
+_ON_DEVICE = " Total on the device: the same without what is in the memory of the host."
 
 
 def peak_bytes_table(by_rank: dict[int, dict[str, int]], width: int) -> Group:
@@ -26,8 +28,11 @@ def peak_bytes_table(by_rank: dict[int, dict[str, int]], width: int) -> Group:
         by_rank: rank -> purpose -> bytes.
         width: of the terminal in characters.
     """
-    idle = _IDLE if any(held.get("idle buffers") for held in by_rank.values()) else ""
-    note = Text(_PEAKS + idle, style="dim italic")  # as the captions of tables are
+    said = _PEAKS + _IDLE * any(held.get("idle buffers") for held in by_rank.values())
+    if any(TOTAL_ON_DEVICE in held for held in by_rank.values()):
+        said += _ON_DEVICE
+        by_rank = {r: {TOTAL_ON_DEVICE: held.get("total", 0), **held} for r, held in by_rank.items()}
+    note = Text(said, style="dim italic")  # as the captions of tables are
     return Group(bytes_table(by_rank, "peak bytes", width), note)
 
 

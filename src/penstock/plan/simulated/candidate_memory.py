@@ -17,6 +17,7 @@ from penstock.plan.simulated.planned_methods import (
 from penstock.plan.simulated.rank_memory import HostUse, RankMemory, StageSizes
 from penstock.plan.simulated.schedule_cache import KnownSchedules, Moment
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.schedule.ir.schedule import WINDOW
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.proof.proof import StageFacts
 from penstock.simulate.memory.held import HeldKind
@@ -67,7 +68,8 @@ class CandidateMemory:
         """Return what a rank holds at least at one moment, or at several.
 
         With one stage, in a backward with all that is in flight. With several, before the first backward, which is that
-        of the last of them; and of a run on divided weights at the end, where weights are whole again.
+        of the last of them. Where state is divided, also before an update, when gradients are whole; on divided
+        weights at the end of a run, where these are whole again.
 
         Args:
             rank: which.
@@ -85,10 +87,23 @@ class CandidateMemory:
         last = (stages[-1], HeldKind.SAVED)
         if again and (len(stages) == 1 or not self.of.method.halved):
             found |= {last: found[last] - 1, (stages[-1], HeldKind.BACKWARD): 1.0}
-        if not self.of.method.full:
+        if self.of.shards == 1 and not self.of.method.full:
             return [found]
-        kinds = (HeldKind.OPTIMIZER, HeldKind.WHOLE)
+        kinds = [HeldKind.OPTIMIZER, HeldKind.WHOLE, *[HeldKind.SCRATCH] * (not self.of.method.full)]
         return [found, {(stage, kind): 1.0 for stage in stages for kind in kinds}]
+
+    def most_beside_host(self, rank: int) -> list[Moment]:
+        """Return what a rank that moves its activations to the host holds on its device at most, at several moments.
+
+        All methods that move any have one stage on each rank. One forward or backward runs beside a copy, or two copies
+        beside none; a lane has `WINDOW` messages on their way; whole gradients are there when the batch is over.
+        """
+        flight, always = self._forecast(rank).activations, (HeldKind.OPTIMIZER, HeldKind.SCRATCH)
+        beside = {(rank, kind): 1.0 for kind in always}
+        beside |= {(rank, kind): float(WINDOW) for kind in (HeldKind.OUTPUT, HeldKind.GRADIENT)}
+        graph, left = (rank, HeldKind.GRAPH), (rank, HeldKind.LEFT)
+        found = [beside | {graph: n, left: flight - n} for n in (1.0, 2.0) if n <= flight]
+        return [*found, beside | {(rank, HeldKind.WHOLE): 1.0}]
 
     def _fit(
         self,
@@ -128,10 +143,15 @@ class CandidateMemory:
         return HostUse(made.most_away * moved, made.of_batch * moved / host)
 
     def _foreseen_on_host(self, rank: int, does: ActivationMemory) -> HostUse | None:
-        """Return the same before there is a schedule: what copies take at least."""
-        if does is ActivationMemory.OFFLOADED:
-            return HostUse(None, self.least_copies)
-        return self._on_host(rank, does)
+        """Return the same before there is a schedule: what copies take at least, and where there is room for sure."""
+        if does is not ActivationMemory.OFFLOADED:
+            return self._on_host(rank, does)
+        most = self._rank_memory(self.on[rank], self.most_beside_host(rank), does, None).between_cuts()
+        has_room = most <= self.of.limits(self._devices)[rank]
+        if self._devices.host_memory is not None:
+            away = self._forecast(rank).activations - 1.0
+            has_room &= away * self._chain.sizes[HeldKind.MOVED] <= self._devices.host_memory
+        return HostUse(None, self.least_copies, has_room)
 
     @cached_property
     def least_copies(self) -> Floats:

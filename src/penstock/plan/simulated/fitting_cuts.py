@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from penstock.plan.simulated.block_chain import BlockChain, Floats, between
 from penstock.plan.simulated.candidate import Candidate, RankWork
+from penstock.plan.simulated.divided_blocks import least_divided
 from penstock.plan.simulated.planned_methods import ActivationMemory, stage_forecast
 from penstock.plan.simulated.rank_memory import Cuts, RankMemory
 from penstock.simulate.memory.held import HeldKind
@@ -81,7 +82,8 @@ class FittingCuts:
         Infinite if ranks may offload and none has to, as the same plan is there without that.
         """
         if self._matrices is None:
-            return None if self.first is None else self._least_recomputed()
+            least = least_divided(self._of, self._chain, self._limits, self._memory, self._hop)
+            return None if least == math.inf or self.first is None else max(least, self._least_recomputed())
         more = self._more()
         if _slowest(more) == math.inf:
             return None
@@ -184,7 +186,7 @@ class FittingCuts:
     def _with_copies(self, seconds: Sequence[Floats]) -> Floats:
         """Return the seconds of a batch in which ranks with one stage copy activations: none if there is room for them.
 
-        As long as it is not known whether they fit with that, they may recompute instead, if that fits and takes less.
+        Where it is not known yet whether they fit with that, they may recompute instead, if that fits and takes less.
 
         Args:
             seconds: in which each rank does so otherwise, between cuts.
@@ -194,9 +196,16 @@ class FittingCuts:
         again = self._of.microbatches * between(passes.busy + passes.forward)
         for rank, (held, limit, copies) in enumerate(zip(self._matrices, self._limits, seconds, strict=True)):
             if not self._known:
-                copies = np.where(held[ActivationMemory.RECOMPUTED] <= limit, np.minimum(copies, again), copies)
+                copies = np.where(self._may_recompute(rank), np.minimum(copies, again), copies)
             found.append(self._band(np.where(self._only_moved(held, limit), copies, 0.0), rank))
         return np.array(found)
+
+    def _may_recompute(self, rank: int) -> npt.NDArray[np.bool_]:
+        """Return where a rank may recompute though it moves activations if it can, as far as is known before that."""
+        use = self._memory[rank][ActivationMemory.OFFLOADED].on_host
+        assert self._matrices is not None and use is not None and use.has_room is not None
+        fits: npt.NDArray[np.bool_] = self._matrices[rank][ActivationMemory.RECOMPUTED] <= self._limits[rank]
+        return fits & ~use.has_room
 
     @staticmethod
     def _only_moved(held: Mapping[ActivationMemory, Floats], limit: float) -> npt.NDArray[np.bool_]:

@@ -7,6 +7,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from penstock.schedule.orders.interleaved import groups_of
 from penstock.schedule.proof.proof import StageFacts
 from penstock.schedule.stage_state.stage_state import Delay
 from penstock.simulate.memory.predicted import AlwaysThere
@@ -164,7 +165,7 @@ def stage_forecast(
     """
     doubled, behind = not method.flushes, depth - 1 - stage
     ahead = _ahead(method, behind, microbatches)
-    if method.row == "interleaved" and microbatches % depth == 0:
+    if method.row == "interleaved":
         ahead = _interleaved(method.chunks, depth, microbatches, stage) - 1
     flight = ahead + 1 if doubled else min(ahead + 1, microbatches)
     early = divided and not method.full
@@ -176,9 +177,12 @@ def stage_forecast(
 def _interleaved(chunks: int, depth: int, microbatches: int, stage: int) -> int:
     """Return the microbatches of a stage in flight when its rank has run the forwards before its first backward."""
     chunk, rank = divmod(stage, depth)
-    forwards = min((chunks - 1) * depth + 2 * (depth - 1 - rank) + 1, microbatches * chunks)
-    rounds, rest = divmod(forwards, depth * chunks)  # each round has as many of every chunk
-    return rounds * depth + min(max(rest - chunk * depth, 0), depth)
+    groups = groups_of(depth, microbatches, None)
+    forwards, found = (chunks - 1) * len(groups[0]) + 2 * (depth - 1 - rank) + 1, 0
+    for group in map(len, groups):  # all of it goes through one chunk after the other
+        found += min(max(forwards - chunk * group, 0), group)
+        forwards -= chunks * group
+    return found
 
 
 def _ahead(method: PlannedMethod, behind: int, microbatches: int) -> int:

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.plan.simulated.block_chain import BlockChain, Floats
 from penstock.plan.simulated.candidate import Candidate
@@ -89,10 +90,12 @@ class HostUse(NamedTuple):
         held: the most bytes; None as long as the schedule is not known.
         copies: seconds that activations take to go there and come back in a batch, until then at least; None if other
             things are there.
+        has_room: whether there and on the device is room for what it holds at most; None once the schedule is known.
     """
 
     held: Floats | None
     copies: Floats | None
+    has_room: npt.NDArray[np.bool_] | None = None
 
 
 class RankMemory:

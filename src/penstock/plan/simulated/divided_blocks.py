@@ -1,0 +1,107 @@
+"""How long a batch takes at least where ranks have several stages, however blocks are divided among the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from penstock.plan.simulated.block_chain import BlockChain, Floats
+from penstock.plan.simulated.candidate import Candidate
+from penstock.plan.simulated.planned_methods import ActivationMemory, stage_forecast
+from penstock.plan.simulated.rank_memory import RankMemory
+from penstock.simulate.memory.held import HeldKind
+
+_WITHOUT = 3  # of the fastest blocks at most are left out, such as an embedding, that any rank could take beside others
+
+
+def least_divided(
+    of: Candidate,
+    chain: BlockChain,
+    limits: Sequence[float],
+    memory: Sequence[Mapping[ActivationMemory, RankMemory]],
+    hop: float,
+) -> float:
+    """Return the seconds that a batch takes at least, without sums; infinite if no ranks have room for all blocks.
+
+    A rank that is to have n of some blocks takes as long as with the n fastest of them, or longer, and as much memory
+    as with the n smallest, or more; it recomputes all of them or none. Together the ranks have all of these blocks. So
+    if the times of every rank with 1, 2, .. of N blocks are put in order, a batch takes the Nth of them at least:
+    within less time the ranks can have fewer.
+
+    Args:
+        of: whose ranks have several stages.
+        chain: its blocks.
+        limits: bytes of each rank; may be infinite.
+        memory: of each rank, by what it does with its activations.
+        hop: seconds of a message between ranks at least.
+    """
+    passes, m = of.passes_of(chain), of.microbatches
+    busy, path, forward = (np.diff(sums) for sums in (passes.busy, passes.path, passes.forward))
+    outside = _outside(of, chain, hop)
+    order, least = np.argsort(-(busy + forward), kind="stable"), 0.0
+    sizes = [_bytes_of_blocks(of, chain, rank, each) for rank, each in enumerate(memory)]
+    for count in range(max(len(order) - _WITHOUT, 1), len(order) + 1):
+        some, times = order[:count], []
+        for rank, (limit, speed) in enumerate(zip(limits, of.speeds.tolist(), strict=True)):
+            ways = [
+                np.where(
+                    least_sums(held[some]) + more <= limit,
+                    np.maximum(
+                        m * least_sums((busy + again * forward)[some]) / speed,
+                        outside[rank] + m * least_sums((path + again * forward)[some]) / speed,
+                    ),
+                    np.inf,
+                )
+                for again, (held, more) in sizes[rank].items()
+            ]
+            times.append(np.minimum.reduce(ways))
+        least = max(least, float(np.partition(np.concatenate(times), count - 1)[count - 1]))
+    return least
+
+
+def least_sums(values: Floats) -> Floats:
+    """Return the least sums of 1, 2, .. of some values."""
+    return np.cumsum(np.sort(values))
+
+
+def _outside(of: Candidate, chain: BlockChain, hop: float) -> Floats:
+    """Return the seconds of a batch in which others run before a rank begins and after it has ended, at least.
+
+    Every stage before it has a block; so has every one behind it, which is waited for where all forwards come first.
+    Infinitely less without a flush.
+    """
+    if not of.method.flushes:
+        return np.full(of.depth, -np.inf)
+    path, fastest = of.passes_of(chain).path, float(of.speeds.max())
+    hops = 2 * hop * np.arange(of.depth)
+    found: Floats = path[: of.depth] / fastest + hops
+    if of.method.forwards_first:
+        found = found + (path[-1] - path[-of.depth :]) / fastest + hops[::-1]
+    return found
+
+
+def _bytes_of_blocks(
+    of: Candidate, chain: BlockChain, rank: int, memory: Mapping[ActivationMemory, RankMemory]
+) -> dict[bool, tuple[Floats, float]]:
+    """Return the bytes of each block on a rank at least, and what the rank holds more, without recompute and with it.
+
+    Of a block the rank holds as many microbatches as of the stage that has the fewest in flight; of one block in each
+    other stage, as many as of that stage; and where it recomputes, all that the backward of one block takes, as
+    `CandidateMemory.foreseen` says.
+    """
+    stages = [stage for stage, each in enumerate(of.method.ranks(of.depth)) if each == rank]
+    flights = [stage_forecast(of.method, of.depth, of.microbatches, each).activations for each in stages]
+    fewest, spare, found = min(flights), chain.blocks - of.stages + 1, {}
+    saved, backward = (np.diagonal(chain.sizes[kind], 1) for kind in (HeldKind.SAVED, HeldKind.BACKWARD))
+    for does, each in memory.items():
+        again = does is ActivationMemory.RECOMPUTED
+        own = saved if again else chain.own_graphs
+        more = [
+            (flight - fewest) * own[stage : stage + spare].min() for stage, flight in zip(stages, flights, strict=True)
+        ]
+        if again and not of.method.halved:
+            more.append((backward - saved)[stages[-1] : stages[-1] + spare].min())
+        always = np.diagonal(each.sizes.fixed + each.sizes.kinds[HeldKind.OPTIMIZER], 1)
+        found[again] = always + fewest * own, float(sum(more))
+    return found
