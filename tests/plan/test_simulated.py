@@ -18,10 +18,10 @@ from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.from_piper import from_piper
 from penstock.plan.profile.layer_graph import layer_graph
-from penstock.plan.simulated import schedule_cache
+from penstock.plan.simulated import candidate as candidate_module, schedule_cache
 from penstock.plan.simulated.block_chain import BlockChain
 from penstock.plan.simulated.candidate import Candidate, least_of_largest
-from penstock.plan.simulated.candidate_trial import CandidateTrial
+from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError
 from penstock.plan.simulated.plan_search import simulated_plans
 from penstock.plan.simulated.planned_methods import (
     METHODS,
@@ -32,6 +32,7 @@ from penstock.plan.simulated.planned_methods import (
     stage_forecast,
 )
 from penstock.plan.simulated.schedule_cache import KnownSchedules, ScheduleKey
+from penstock.plan.simulated.timed_cuts import place_of
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.memory_simulation import most_held
@@ -241,7 +242,7 @@ def test_the_forecast_is_what_the_proof_says(method):
 def test_the_forecast_of_other_methods_is_what_is_held_at_least(name):
     """At one moment a rank holds of each of its stages as many microbatches, or more."""
     method = PLANNED[name]
-    for depth, m in ((2, 3), (3, 4), (2, 4), (3, 3), (2, 2)):
+    for depth, m in ((2, 3), (3, 4), (2, 4), (3, 3), (2, 2), (3, 8)):
         key = key_of(method, depth, m, method.full)
         proof = KnownSchedules().proof(key)
         of = Candidate(Sized(chain(Random(0), 24), 1, m * 2), method, depth, 2, key.sharding)
@@ -258,6 +259,10 @@ def test_the_forecast_of_other_methods_is_what_is_held_at_least(name):
                 )
                 for each in moments
             )
+            if method.row == "interleaved":  # whatever the number of microbatches is, no less than there is
+                assert max(sum(each.get((s, HeldKind.GRAPH), 0) for s in own) for each in moments) == sum(
+                    foreseen[s].activations for s in own
+                )
             trial = CandidateTrial(of, blocks, limited(1e9), KnownSchedules())
             for does in () if method.halved else (KEPT, RECOMPUTED):
                 moments = KnownSchedules().moments(key, does)[rank]
@@ -276,6 +281,56 @@ def test_the_forecast_of_ranks_that_offload_is_what_they_hold_at_least(name):
             graph, left = ((rank, kind) for kind in (HeldKind.GRAPH, HeldKind.LEFT))
             flight = least[graph] + least[left]
             assert any(each[graph] >= 1 and each[graph] + each.get(left, 0) >= flight for each in moments)
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_ranks_that_offload_hold_no_more_than_is_foreseen(name):
+    """So it is known before there is a schedule which of them have room; nor is more of them on the host."""
+    for (depth, m), level in itertools.product(((2, 3), (3, 4), (3, 6), (1, 5), (4, 13)), ("none", "gradients")):
+        width = 1 if level == "none" else 2
+        of = Candidate(Sized(chain(Random(0), 4), 1, m * width), PLANNED[name], depth, width, level, offloads=True)
+        trial, known = CandidateTrial(of, BlockChain(of.sized.graph, 2.0), limited(1e9), KnownSchedules()), set()
+        if m < least_microbatches(of.method, depth):
+            continue
+        for rank, moments in enumerate(trial.memory._known.moments(of.schedule, ActivationMemory.OFFLOADED)):
+            most = trial.memory.most_beside_host(rank)
+            above = [[n for n, up in enumerate(most) if all(up.get(k, 0) >= c for k, c in e.items())] for e in moments]
+            assert all(above)
+            known |= {n for each in above for n in each}
+            flight = stage_forecast(of.method, depth, m, rank).activations
+            assert trial.memory._known.copies(of.schedule)[rank].most_away <= max(flight - 1, 0)
+        assert known
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if not PLANNED[name].full])
+def test_gradients_of_divided_updates_are_whole_at_one_moment(name):
+    """Of all stages of a rank, beside what the optimizer remembers: much of what does not fit is known by that."""
+    method = PLANNED[name]
+    of = Candidate(Sized(chain(Random(0), 24), 1, 16), method, 2, 2, "optimizer" if method.chunks > 1 else "gradients")
+    memory = CandidateTrial(of, BlockChain(of.sized.graph, 2.0), limited(1e9), KnownSchedules()).memory
+    for rank, does in itertools.product(range(2), (KEPT, RECOMPUTED)):
+        found = memory._known.moments(of.schedule, does)[rank]
+        whole = memory.foreseen(rank, does)[-1]
+        assert {kind for _, kind in whole} == {HeldKind.OPTIMIZER, HeldKind.WHOLE, HeldKind.SCRATCH}
+        assert any(all(each.get(what, 0) >= n for what, n in whole.items()) for each in found)
+
+
+def test_a_rank_that_must_move_activations_takes_all_its_copies_at_least():
+    """Known before there is a schedule: what it holds then fits for sure, so that it cannot recompute instead."""
+    text = HEAD + "".join(
+        f"- {{name: b{n}, forward: 1, backward: 2, output: 1, stored: 40, movable: 36, movable_with: 2}}\n"
+        for n in range(4)
+    )
+    of = Candidate(Sized(layer_graph(parse_profile(text, "moves")), 1, 16), PLANNED["gpipe"], 2, 1, offloads=True)
+    least = {}
+    for limit in (400.0, 180.0):  # room for what is left and two graphs of any three blocks, or not
+        devices = replace(limited(limit, count=2), host=1.0)
+        trial = CandidateTrial(of, BlockChain(of.sized.graph, 2.0), devices, KnownSchedules())
+        bounds = trial.bounds()
+        least[limit] = [next(bounds) * 16, next(bounds) * 16]
+    copies = 2 * 14 * (36 + 38)
+    assert least[400.0][0] >= copies > least[180.0][0]
+    assert least[400.0][1] >= least[400.0][0]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -339,6 +394,91 @@ def test_the_busiest_rank_has_at_least_its_share_of_the_longest_blocks():
         ]
         assert least_of_largest(np.array(times, float), ranks) <= min(loads)
     assert least_of_largest(np.array([4.0] * 7), 3) == 12
+
+
+@pytest.mark.parametrize(("limit", "again"), [(None, 0), (150.0, 1)])
+def test_the_bound_of_ranks_with_several_stages_counts_whole_blocks(limit, again):
+    """Of nine blocks one of two ranks has five, or recomputes as many; it was the half of all before."""
+    text = HEAD + "".join(BLOCK.format(n, 1, 2, 0, 30, 2) for n in range(9))
+    made = Candidate(Sized(layer_graph(parse_profile(text, "equal")), 1, 8), PLANNED["interleaved:chunks=2"], 2, 1)
+    trial = CandidateTrial(made, BlockChain(made.sized.graph, 2.0), limited(limit), KnownSchedules())
+    least = next(trial.bounds()) * 8
+    assert least >= 8 * 5 * (3 + again)
+    assert least <= trial.fastest((math.inf, 0)).batch
+
+
+def test_what_has_no_room_for_whole_blocks_is_known_without_a_schedule():
+    """Three blocks of two ranks: what they hold fits on average, and one of the ranks needs a third more."""
+    text = HEAD + "".join(BLOCK.format(n, 1, 2, 0, 3, 100) for n in range(5))
+    made = Candidate(Sized(layer_graph(parse_profile(text, "equal")), 1, 4), PLANNED["interleaved:chunks=2"], 2, 1)
+    trial = CandidateTrial(made, BlockChain(made.sized.graph, 2.0), limited(1100.0, count=2), KnownSchedules())
+    with pytest.raises(NoPlanError, match=r"does not fit: .* some stage takes more"):
+        next(trial.bounds())
+    assert not trial.memory._known._lowered
+
+
+@pytest.mark.parametrize("method", ["1f1b", "eager", "2bw", "2bw-eager", "interleaved:chunks=2", "zb-h1", "zb-v"])
+def test_more_microbatches_than_are_played_take_what_playing_them_says(method, monkeypatch):
+    """And ranks hold as much, whatever is left over of the rounds of microbatches."""
+    random, of = Random(METHODS.index(method)), PLANNED[method]
+    for m in (64, 71):
+        graph = chain(random, 6)
+        made = Candidate(Sized(graph, 1, 2 * m), of, 3 if of.chunks == 1 else 2, 2)
+        devices, known = limited(1e9, random.choice([10.0, 1e4])), KnownSchedules()
+        cuts = (0, *sorted(random.sample(range(1, 6), made.stages - 1)), 6)
+        found = []
+        for many in (1 << 13, 8):
+            monkeypatch.setattr(candidate_module, "_MANY", many)
+            trial = CandidateTrial(made, BlockChain(graph, 2.0), devices, known)
+            held = [known.moments(made.schedule, does) for does in ((KEPT,) if of.halved else (KEPT, RECOMPUTED))]
+            found.append((trial.batch_times([(cuts, (KEPT,) * made.depth)])[0], held, made.played))
+        assert found[0][2] == (m,)
+        assert found[1][2][-1] < m
+        assert found[1][0] == pytest.approx(found[0][0], rel=1e-9)
+        for ours, theirs in zip(found[1][1], found[0][1], strict=True):
+            assert [{frozenset(e.items()) for e in each} for each in ours] == [
+                {frozenset(e.items()) for e in each} for each in theirs
+            ]
+
+
+def test_rounds_that_differ_are_no_prediction(monkeypatch):
+    monkeypatch.setattr(candidate_module, "_MANY", 8)
+    made = Candidate(Sized(chain(Random(0), 4), 1, 400), PLANNED["1f1b"], 2, 1)
+    trial = CandidateTrial(made, BlockChain(made.sized.graph, 2.0), limited(), KnownSchedules())
+    assert trial._of_all_rounds(np.array([[10.0], [12.0], [14.0]])) == 14 + 2 * (400 - made.played[-1]) / 4
+    with pytest.raises(NoPlanError, match=r"do not take the same time by microbatch 20, .* 400 of them"):
+        trial._of_all_rounds(np.array([[10.0], [12.0], [14.1]]))
+
+
+def test_a_huge_batch_is_planned_without_playing_it(monkeypatch):
+    """But not where ranks hold more activations with each microbatch: that is refused with the number."""
+    made, lowered = [], schedule_cache._lowered
+    monkeypatch.setattr(schedule_cache, "_lowered", lambda of, near: made.append(of.microbatches) or lowered(of, near))
+    graph = chain(Random(0), 4)
+    plans, skipped = simulated_plans({1: Sized(graph, 1, 1 << 18)}, limited(count=2), methods=("1f1b", "gpipe"))
+    assert max(made) < 100
+    assert plans[0].planner == "1f1b"
+    assert plans[0].settings["microbatches"] * plans[0].settings["width"] == 1 << 18
+    assert any(each.what.startswith("gpipe") and "131,072 forwards are too many" in each.bound for each in skipped)
+
+
+def test_of_plans_that_take_as_long_the_one_that_recomputes_nothing_is_chosen():
+    """Forwards take no time here: one stage in two pipelines recomputes, two stages need not; nothing flushes."""
+    text = HEAD + BLOCK.format(0, 0, 2, 0, 10, 0) + BLOCK.format(1, 0, 2, 0, 30, 0)
+    sized = {1: Sized(layer_graph(parse_profile(text, "free")), 1, 8)}
+    plans, _ = simulated_plans(sized, limited(35.0, count=2), methods=("2bw",))
+    assert (plans[0].settings["stages"], plans[0].settings["recompute"]) == (2, "none")
+    plans, _ = simulated_plans(sized, limited(35.0, count=2), methods=("2bw", "1f1b"))
+    assert plans[0].planner == "2bw"  # that of 1f1b takes as long, and recomputes
+    assert plans[1].seconds_per_sample == plans[0].seconds_per_sample
+    assert plans[1].settings["recompute"] != "none"
+
+
+def test_places_of_plans_count_time_but_for_rounding_then_what_ranks_recompute_or_move():
+    kept, moved = (KEPT, KEPT), (KEPT, ActivationMemory.OFFLOADED)
+    assert place_of(1.0 + 1e-12, kept) < place_of(1.0, moved) < place_of(1.0, (RECOMPUTED,) * 2)
+    assert place_of(1.0, moved) < place_of(1.0 + 1e-7, kept)
+    assert place_of(1.0, moved) < place_of(1.0, kept, away=True)
 
 
 def test_a_search_simulates_few_of_its_candidates(monkeypatch):

@@ -103,6 +103,18 @@ def said_of_host(plan: Plan, devices: Devices) -> Iterator[str]:
         )
 
 
+def said_of_servers(plan: Plan, devices: Devices) -> Iterator[str]:
+    """Yield how many ranks of a plan each server has, where they do not fill all servers that they use."""
+    each = devices.levels[0].units
+    full, rest = divmod(plan.devices, each)
+    if len(devices.levels) > 1 and full and rest and plan.settings and not devices.kinds:
+        some = f"{full} server{'s' if full > 1 else ''}"
+        yield (
+            f"{plan.devices} ranks do not fill servers of {each} devices: the first {full * each} fill {some} and the "
+            f"next one has the other {rest}, as is predicted; start as many processes on each (docs/launchers.md)"
+        )
+
+
 def plan_file(planning: Planning) -> str:
     """Return the best plan, by simulation, as a configuration of `penstock train`, with predictions in comments."""
     assert planning.plans, "there is no plan"
@@ -116,7 +128,7 @@ def plan_file(planning: Planning) -> str:
     ]
     if request.profile.settings:
         said[-1] = "for the model, the data and the optimizer that were profiled"
-    said += said_of_host(plan, request.devices)
+    said += [*said_of_host(plan, request.devices), *said_of_servers(plan, request.devices)]
     if "placement" in plan.settings:
         said.append(f"{places_in_words(plan.settings['placement'], plan.settings['stages'])} (docs/launchers.md)")
         said += [str(kind) for kind in request.devices.kinds]

@@ -11,7 +11,7 @@ from rich.text import Text
 from penstock.byte_sizes import human_bytes
 from penstock.cli.plans.terminal_width_table import FittedTable
 from penstock.plan.memory_knobs.dawnpiper_cost import SWAP
-from penstock.plan.plan_export import said_of_host
+from penstock.plan.plan_export import said_of_host, said_of_servers
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import places_in_words
@@ -41,7 +41,8 @@ def planning_tables(planning: Planning, width: int = UNBOUNDED) -> Group:
         best = planning.plans[0]
         parts += [*_ranked(planning).fitted(width), Text()]
         parts += [*_stages(best, planning.sizes[best.samples].graph).fitted(width), Text()]
-        parts += [Text(f"{note}.") for note in (*best.notes, *said_of_host(best, request.devices))]
+        said_of_devices = *said_of_host(best, request.devices), *said_of_servers(best, request.devices)
+        parts += [Text(f"{note}.") for note in (*best.notes, *said_of_devices)]
         parts += [Text(f"{kind}.") for kind in request.devices.kinds]
         if "placement" in best.settings:
             parts.append(Text(f"{places_in_words(best.settings['placement'], best.settings['stages'])}."))

@@ -88,7 +88,11 @@ class Cluster(ClusterPart):
         check_whole("devices", count, 1, MOST_DEVICES)
         inner = min(count, self.node)
         if count % inner:
-            raise ConfigError(f"{count} devices are no whole nodes of {self.node} of {self.name}; take a multiple")
+            fewer = count - count % inner
+            raise ConfigError(
+                f"{count} devices are no whole nodes of {self.node} of {self.name}; take {fewer} or {fewer + inner}: "
+                "plans leave out devices that they have no use for, and then say how many processes each node has"
+            )
         levels = [DeviceLevel(inner, self.inside.value / 2)]
         if count > inner:
             levels.append(DeviceLevel(count // inner, self.between.value / 2))

@@ -21,6 +21,8 @@ from penstock.plan.stages.device_hierarchy import Devices
 from penstock.schedule.ir.rank_numbers import RANK_ORDERS, RankNumbers, RankOrder
 from penstock.simulate.memory.held import HeldKind
 
+_MANY = 1 << 13  # forwards of a batch of a pipeline that are all played
+_ROUNDS = 3  # that come before every round takes the same time; if they do not, it is noticed
 _GATHERED = 2  # stages of a rank that are whole at once, where weights are divided
 
 
@@ -98,8 +100,20 @@ class Candidate:
 
     @property
     def schedule(self) -> ScheduleKey:
-        """What its schedule is known by."""
-        return ScheduleKey(self.method, self.depth, self.microbatches, self.width > 1, self.sharding)
+        """What its schedule is known by: that with the fewest microbatches of those that are played."""
+        return ScheduleKey(self.method, self.depth, self.played[0], self.width > 1, self.sharding)
+
+    @property
+    def played(self) -> tuple[int, ...]:
+        """The microbatches of batches that are played: all of them, or of more than can be three smaller numbers.
+
+        What a rank holds is the same then, and each further round of microbatches takes as long as the one before.
+        """
+        m, rounds = self.microbatches, 2 * self.depth  # as groups of `depth` are, and what alternates
+        first = m % rounds + (self.depth if self.method.row == "interleaved" else 0) // 2 * rounds + _ROUNDS * rounds
+        if self.passes <= _MANY or self.method.grows or m <= first + 2 * rounds:
+            return (m,)
+        return first, first + rounds, first + 2 * rounds
 
     @cached_property
     def speeds(self) -> Floats:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from itertools import pairwise, product
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from penstock.plan.simulated.fitting_cuts import FittingCuts
 from penstock.plan.simulated.planned_methods import ActivationMemory, least_microbatches
 from penstock.plan.simulated.rank_memory import Cuts
 from penstock.plan.simulated.schedule_cache import KnownSchedules, ScheduleKey
+from penstock.plan.simulated.timed_cuts import TimedCuts, place_of
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Skipped, StageRating
 from penstock.schedule.machine.shared_cores import SharedCores
@@ -29,7 +30,8 @@ from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.sharding_traffic import Network
 
 NAME = "simulated"
-_MOST_PASSES = 1 << 16  # forwards of a schedule that is proven and simulated
+_MOST_PASSES = 1 << 14  # forwards of a schedule that is simulated
+_SAME = 1e-3  # by how much the times of rounds of microbatches may differ
 _SPANS = (3, 5)  # batches: what two more of them take
 _NO_BYTES = 1e-30  # of a network, which has to carry something
 
@@ -48,22 +50,6 @@ class NoPlanError(Exception):
     def __init__(self, skipped: Skipped, refused: bool = False) -> None:
         super().__init__(skipped.bound)
         self.skipped, self.refused = skipped, refused
-
-
-class TimedCuts(NamedTuple):
-    """Cuts that fit.
-
-    Attributes:
-        cuts: where stages begin, and where the last one ends.
-        activations: what each rank does with them.
-        batch: seconds of one more batch of a long run.
-        seconds: of it per sample.
-    """
-
-    cuts: Cuts
-    activations: tuple[ActivationMemory, ...]
-    batch: float
-    seconds: float
 
 
 class CandidateTrial:
@@ -154,9 +140,12 @@ class CandidateTrial:
             NoPlanError: it does not fit, or there is no schedule.
         """
         of, least = self.of, least_microbatches(self.of.method, self.of.depth)
-        if of.passes > _MOST_PASSES:
-            many = f"{of.stages} x {of.microbatches} passes are too many to prove it here ({_MOST_PASSES:,})"
-            raise self._none(many, refused=True)
+        if of.stages * of.played[-1] > _MOST_PASSES:
+            raise self._none(
+                f"{of.stages} x {of.played[-1]:,} forwards are too many to play them here ({_MOST_PASSES:,}); make "
+                "batches smaller, or give a profile of larger microbatches",
+                refused=True,
+            )
         if of.microbatches < least:
             raise self._none(f"refused: it needs at least {least} microbatches for each pipeline", refused=True)
         bound = of.bound(self._chain, self._devices)
@@ -166,16 +155,23 @@ class CandidateTrial:
             self._fitting = self._scheduled(lambda: self._fit_once(scheduled=True))
             yield max(self._least(), bound)
 
-    def fastest(self, best: float) -> TimedCuts:
+    def fastest(self, best: tuple[float, int]) -> TimedCuts:
         """Find the fastest cuts, after all bounds: of all if they are few, otherwise of those near the first ones.
 
+        Args:
+            best: the place of the best plan so far.
+
         Raises:
-            NoPlanError: they are no faster than `best` seconds per sample, or there is no schedule.
+            NoPlanError: they are no better than that, or there is no schedule.
         """
         found = self._scheduled(self._fastest)
-        if found.seconds >= best:
-            raise self._none(f"takes {found.seconds:.4g} s per sample, the best plan so far {best:.4g}")
+        if self.place(found) >= best:
+            raise self._none(f"takes {found.seconds:.4g} s per sample, the best plan so far {best[0]:.4g}")
         return found
+
+    def place(self, found: TimedCuts) -> tuple[float, int]:
+        """Return the place of cuts among all plans."""
+        return place_of(found.seconds, found.activations, self.of.away)
 
     def _scheduled(self, find: Callable[[], _Found]) -> _Found:
         """Find something that needs the schedule.
@@ -247,14 +243,14 @@ class CandidateTrial:
         return found
 
     def _faster(self, trials: Iterable[Cuts], than: TimedCuts | None) -> TimedCuts | None:
-        """Return the fastest of some cuts; None if it is not faster than what was found."""
-        limit = math.inf if than is None else than.batch
+        """Return the best of some cuts; None if it is no better than what was found."""
+        limit = (math.inf, 0) if than is None else place_of(than.batch, than.activations)
         fitting = [(cuts, does) for cuts in trials if (does := self._fitting.activations(cuts)) is not None]
-        several = [each for each in fitting if self.least_batch(*each) < limit]
+        several = [each for each in fitting if place_of(self.least_batch(*each), each[1]) < limit]
         times = self.batch_times(several) if several else []
-        for n in np.argsort(times, kind="stable").tolist():
+        for place, n in sorted((place_of(times[n], does), n) for n, (_, does) in enumerate(several)):
             (cuts, activations), batch = several[n], times[n]
-            if batch >= limit:
+            if place >= limit:
                 break
             found = TimedCuts(cuts, activations, batch, batch / self.of.samples)
             if not self.of.offloads or self._fits_in_time(found):
@@ -280,17 +276,39 @@ class CandidateTrial:
     def batch_times(self, several: Sequence[tuple[Cuts, Sequence[ActivationMemory]]]) -> list[float]:
         """Return what one more batch of a long run takes, for cuts and what ranks do with their activations.
 
-        Short spans may show less than the busiest rank or lane of copies takes, as long as the others catch up.
+        Short spans may show less than the busiest rank or lane of copies takes, as long as the others catch up. Of more
+        microbatches than are played each further round takes as long as the last one that is.
+
+        Raises:
+            NoPlanError: these rounds do not take the same time.
         """
         costs = [self.costs(np.array(cuts), activations) for cuts, activations in several]
-        alike, found = dict[ScheduleKey, list[int]](), [0.0] * len(costs)
+        alike, busiest = dict[ScheduleKey, list[int]](), np.array([self._busiest(each) for each in costs])
         for n, (_, activations) in enumerate(several):
             alike.setdefault(self.schedule(activations), []).append(n)
-        for key, own in alike.items():
-            short, long = (self._known.span(key, batches)([costs[n] for n in own]) for batches in _SPANS)
-            for n, first, second in zip(own, short, long, strict=True):
-                more = (second.makespan - first.makespan) / (_SPANS[1] - _SPANS[0])
-                found[n] = max(more, self._busiest(costs[n]))
+        found = np.zeros((len(self.of.played), len(costs)))
+        for (key, own), (row, m) in product(alike.items(), enumerate(self.of.played)):
+            played = key._replace(microbatches=m)
+            short, long = (self._known.span(played, batches)([costs[n] for n in own]) for batches in _SPANS)
+            more = [b.makespan - a.makespan for a, b in zip(short, long, strict=True)]
+            found[row, own] = np.array(more) / (_SPANS[1] - _SPANS[0])
+        return list(map(float, np.maximum(self._of_all_rounds(found), busiest)))
+
+    def _of_all_rounds(self, times: Floats) -> Floats:
+        """Return what a batch takes, given that with as many microbatches as are played.
+
+        Raises:
+            NoPlanError: rounds of microbatches do not take the same time.
+        """
+        found: Floats = times[-1]
+        if len(times) > 1:
+            (before, last), (_, fewer, most) = np.diff(times, axis=0), self.of.played
+            if (np.abs(last - before) > _SAME * last).any():
+                raise self._none(
+                    f"rounds of microbatches do not take the same time by microbatch {most}, so it is not known what "
+                    f"{self.of.microbatches:,} of them take; make batches smaller"
+                )
+            found = found + last * ((self.of.microbatches - most) // (most - fewer))
         return found
 
     def schedule(self, activations: Sequence[ActivationMemory]) -> ScheduleKey:

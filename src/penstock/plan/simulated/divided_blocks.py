@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -12,6 +14,10 @@ from penstock.plan.simulated.planned_methods import ActivationMemory, stage_fore
 from penstock.plan.simulated.rank_memory import RankMemory
 from penstock.simulate.memory.held import HeldKind
 
+BlockBytes: TypeAlias = Mapping[bool, tuple[Floats, float]]
+"""Bytes of each block on a rank at least, and what the rank holds more; without recompute and with it."""
+
+_ROUNDING = 1 + 1e-9  # of sums in another order
 _WITHOUT = 3  # of the fastest blocks at most are left out, such as an embedding, that any rank could take beside others
 
 
@@ -22,7 +28,24 @@ def least_divided(
     memory: Sequence[Mapping[ActivationMemory, RankMemory]],
     hop: float,
 ) -> float:
-    """Return the seconds that a batch takes at least, without sums; infinite if no ranks have room for all blocks.
+    """Return the seconds that a batch takes at least, without sums; infinite if the ranks have no room for all blocks.
+
+    Args:
+        of: whose ranks have several stages.
+        chain: its blocks.
+        limits: bytes of each rank; may be infinite.
+        memory: of each rank, by what it does with its activations.
+        hop: seconds of a message between ranks at least.
+    """
+    sizes = [_bytes_of_blocks(of, chain, rank, each) for rank, each in enumerate(memory)]
+    whole = _least_of_whole_blocks(of, chain, limits, sizes, _outside(of, chain, hop))
+    return whole if whole == math.inf else max(whole, _least_recomputed(of, chain, limits, sizes))
+
+
+def _least_of_whole_blocks(
+    of: Candidate, chain: BlockChain, limits: Sequence[float], sizes: Sequence[BlockBytes], outside: Floats
+) -> float:
+    """Return the seconds that a batch takes at least, as blocks are divided as a whole.
 
     A rank that is to have n of some blocks takes as long as with the n fastest of them, or longer, and as much memory
     as with the n smallest, or more; it recomputes all of them or none. Together the ranks have all of these blocks. So
@@ -32,24 +55,22 @@ def least_divided(
     Args:
         of: whose ranks have several stages.
         chain: its blocks.
-        limits: bytes of each rank; may be infinite.
-        memory: of each rank, by what it does with its activations.
-        hop: seconds of a message between ranks at least.
+        limits: bytes of each rank.
+        sizes: what blocks take of each rank.
+        outside: seconds in which others run before each rank begins and after it has ended.
     """
     passes, m = of.passes_of(chain), of.microbatches
     busy, path, forward = (np.diff(sums) for sums in (passes.busy, passes.path, passes.forward))
-    outside = _outside(of, chain, hop)
     order, least = np.argsort(-(busy + forward), kind="stable"), 0.0
-    sizes = [_bytes_of_blocks(of, chain, rank, each) for rank, each in enumerate(memory)]
     for count in range(max(len(order) - _WITHOUT, 1), len(order) + 1):
         some, times = order[:count], []
         for rank, (limit, speed) in enumerate(zip(limits, of.speeds.tolist(), strict=True)):
             ways = [
                 np.where(
-                    least_sums(held[some]) + more <= limit,
+                    _least_sums(held[some]) + more <= limit * _ROUNDING,
                     np.maximum(
-                        m * least_sums((busy + again * forward)[some]) / speed,
-                        outside[rank] + m * least_sums((path + again * forward)[some]) / speed,
+                        m * _least_sums((busy + again * forward)[some]) / speed,
+                        outside[rank] + m * _least_sums((path + again * forward)[some]) / speed,
                     ),
                     np.inf,
                 )
@@ -60,7 +81,36 @@ def least_divided(
     return least
 
 
-def least_sums(values: Floats) -> Floats:
+def _least_recomputed(of: Candidate, chain: BlockChain, limits: Sequence[float], sizes: Sequence[BlockBytes]) -> float:
+    """Return the seconds that a batch takes at least, as some ranks have no room for much without recompute.
+
+    A rank that recomputes nothing has no more blocks than fit, and the others run the rest, with two forwards. Of
+    each the blocks count that take the most time for their bytes, the last one in part. Arguments as above.
+    """
+    passes = of.passes_of(chain)
+    if min(limits) == math.inf:
+        return 0.0
+    seconds = np.diff(passes.busy + passes.forward)
+    fit = [
+        _most_within(seconds, held, max(limit - more, 0.0))
+        for (held, more), limit in zip((each[False] for each in sizes), limits, strict=True)
+    ]
+    without = np.concatenate(([0.0], np.cumsum(sorted(fit, reverse=True))))
+    rest = np.maximum(seconds.sum() - without, 0.0)
+    others = of.depth - np.arange(of.depth + 1)
+    least = np.divide(rest, others, out=np.where(rest > 1e-9 * seconds.sum(), np.inf, 0.0), where=others > 0)
+    return float(of.microbatches * least.min() / of.speeds.max())
+
+
+def _most_within(values: Floats, sizes: Floats, limit: float) -> float:
+    """Return the largest sum of values whose sizes are no more than a limit; of the last one a part counts."""
+    order = np.argsort(sizes / np.maximum(values, 1e-300))
+    room = np.clip(limit - (np.cumsum(sizes[order]) - sizes[order]), 0.0, None)
+    parts = np.divide(room, sizes[order], out=np.ones(len(order)), where=sizes[order] > room)
+    return float((values[order] * parts).sum())
+
+
+def _least_sums(values: Floats) -> Floats:
     """Return the least sums of 1, 2, .. of some values."""
     return np.cumsum(np.sort(values))
 
@@ -83,7 +133,7 @@ def _outside(of: Candidate, chain: BlockChain, hop: float) -> Floats:
 
 def _bytes_of_blocks(
     of: Candidate, chain: BlockChain, rank: int, memory: Mapping[ActivationMemory, RankMemory]
-) -> dict[bool, tuple[Floats, float]]:
+) -> BlockBytes:
     """Return the bytes of each block on a rank at least, and what the rank holds more, without recompute and with it.
 
     Of a block the rank holds as many microbatches as of the stage that has the fewest in flight; of one block in each

@@ -13,9 +13,8 @@ import numpy.typing as npt
 from penstock.plan.simulated.block_chain import BlockChain, Floats, between
 from penstock.plan.simulated.candidate import Candidate, RankWork
 from penstock.plan.simulated.divided_blocks import least_divided
-from penstock.plan.simulated.planned_methods import ActivationMemory, stage_forecast
+from penstock.plan.simulated.planned_methods import ActivationMemory
 from penstock.plan.simulated.rank_memory import Cuts, RankMemory
-from penstock.simulate.memory.held import HeldKind
 
 MOST_CUTS = 256
 """That are all tried."""
@@ -83,7 +82,7 @@ class FittingCuts:
         """
         if self._matrices is None:
             least = least_divided(self._of, self._chain, self._limits, self._memory, self._hop)
-            return None if least == math.inf or self.first is None else max(least, self._least_recomputed())
+            return None if least == math.inf or self.first is None else least
         more = self._more()
         if _slowest(more) == math.inf:
             return None
@@ -203,7 +202,9 @@ class FittingCuts:
     def _may_recompute(self, rank: int) -> npt.NDArray[np.bool_]:
         """Return where a rank may recompute though it moves activations if it can, as far as is known before that."""
         use = self._memory[rank][ActivationMemory.OFFLOADED].on_host
-        assert self._matrices is not None and use is not None and use.has_room is not None
+        assert self._matrices is not None
+        assert use is not None
+        assert use.has_room is not None
         fits: npt.NDArray[np.bool_] = self._matrices[rank][ActivationMemory.RECOMPUTED] <= self._limits[rank]
         return fits & ~use.has_room
 
@@ -248,27 +249,6 @@ class FittingCuts:
             least = min(least, float(seconds[np.triu(self._only_moved(held, limit), 1)].min(initial=math.inf)))
         return least
 
-    def _least_recomputed(self) -> float:
-        """Return the seconds that a batch takes at least where ranks have several stages, whatever their cuts are.
-
-        A rank that recomputes nothing has no more blocks than fit, and the others run the rest, with two forwards. Of
-        each the blocks count that take the most time for their bytes, the last one in part.
-        """
-        of, passes = self._of, self._of.passes_of(self._chain)
-        if min(self._limits) == math.inf:
-            return 0.0
-        seconds, fit = np.diff(passes.busy + passes.forward), []
-        stages = [stage_forecast(of.method, of.depth, of.microbatches, n).activations for n in range(of.stages)]
-        for rank, plain in enumerate(each[ActivationMemory.KEPT] for each in self._memory):
-            flight = min(held for of_rank, held in zip(self._ranks, stages, strict=True) if of_rank == rank)
-            sizes = np.diagonal(plain.sizes.fixed + plain.sizes.kinds[HeldKind.OPTIMIZER], 1)
-            fit.append(_most_within(seconds, sizes + flight * self._chain.own_graphs, self._limits[rank]))
-        without = np.concatenate(([0.0], np.cumsum(sorted(fit, reverse=True))))
-        rest = np.maximum(seconds.sum() - without, 0.0)
-        others = of.depth - np.arange(of.depth + 1)
-        least = np.divide(rest, others, out=np.where(rest > 1e-9 * seconds.sum(), np.inf, 0.0), where=others > 0)
-        return float(of.microbatches * least.min() / of.speeds.max())
-
 
 def _slowest(times: Floats) -> float:
     """Return the time of the slowest stage, with the cuts with which it is least, from times of stages in bands."""
@@ -292,14 +272,6 @@ def _evenest(times: Floats) -> Cuts | None:
     for from_ in reversed(trail):
         places.append(int(from_[places[-1]]))
     return tuple(stage + place for stage, place in enumerate(reversed(places)))
-
-
-def _most_within(values: Floats, sizes: Floats, limit: float) -> float:
-    """Return the largest sum of values whose sizes are no more than a limit; of the last one a part counts."""
-    order = np.argsort(sizes / np.maximum(values, 1e-300))
-    room = np.clip(limit - (np.cumsum(sizes[order]) - sizes[order]), 0.0, None)
-    parts = np.divide(room, sizes[order], out=np.ones(len(order)), where=sizes[order] > room)
-    return float((values[order] * parts).sum())
 
 
 def _matrices(memory: Mapping[ActivationMemory, RankMemory], on_host: float | None) -> dict[ActivationMemory, Floats]:

@@ -28,11 +28,12 @@ from penstock.plan.planners.two_bw import Sized, widths
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.simulated.block_chain import BlockChain
 from penstock.plan.simulated.candidate import Candidate
-from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError, TimedCuts
+from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError
 from penstock.plan.simulated.chosen_plan import chosen_plan, rank_orders
 from penstock.plan.simulated.device_choice import MOST_CHOICES, MOST_ORDERS, Placement, placements
 from penstock.plan.simulated.planned_methods import METHODS, PLANNED, USUAL, PlannedMethod
 from penstock.plan.simulated.schedule_cache import KnownSchedules
+from penstock.plan.simulated.timed_cuts import TimedCuts, place_of
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, Skipped
 from penstock.schedule.ir.rank_numbers import RankOrder
@@ -152,13 +153,14 @@ class _Search:
         """
         waiting = [each for of in candidates for each in self._waiting(of)]
         usual, tried = method.name in USUAL, 0
-        seconds = math.inf if usual else self._fastest_of(method.flushes)
+        best = (math.inf, 0) if usual else self._best_of(method.flushes)
+        seconds = best[0]
         most = _MOST_OF_FULL if method.full and seconds < math.inf else _MOST_TRIED
         heapify(waiting)
         while waiting:
             bound, name, known, trial, bounds = heappop(waiting)
             said = f"takes {bound:.4g} s per sample at least, "
-            if bound >= seconds:
+            if bound >= seconds and not self._may_be_simpler(trial.of, bound, best):
                 self._skipped.append(Skipped(name, f"{said}the best plan so far {seconds:.4g}"))
                 if known:
                     self._offer_to_offload(waiting, trial, seconds)
@@ -176,13 +178,14 @@ class _Search:
                 if tighter is not None:
                     heappush(waiting, (max(bound, tighter), name, known + 1, trial, bounds))
                     continue
-                found = trial.fastest(seconds)
+                found = trial.fastest(best)
             except NoPlanError as error:
                 self._refused.append(error.skipped)
                 if not error.refused:
                     self._offer_to_offload(waiting, trial, seconds)
                 continue
-            self._best[method], seconds = (trial, found), found.seconds
+            self._best[method], best = (trial, found), trial.place(found)
+            seconds = best[0]
             self._offer_to_offload(waiting, trial, seconds)
 
     def _waiting(self, candidate: Candidate) -> Iterator[_Waiting]:
@@ -217,21 +220,28 @@ class _Search:
     def _offer_to_offload(self, waiting: list[_Waiting], trial: CandidateTrial, seconds: float) -> None:
         """Have a candidate that is slower than it may be, or does not fit, tried with activations on the host, too."""
         movable = self._chains[trial.of.sized.samples].movable and self._devices.cores is None
+        movable = movable and len(trial.of.played) == 1  # of others it is not known how many copies are late
         if movable and self._may_use_host(trial.of) and (copies := trial.least_of_copies()) < seconds:
             bound, name, known, twin, bounds = self._bounded(trial.twin(offloads=True))
             heappush(waiting, (max(bound, copies), name, known, twin, bounds))
 
-    def _fastest_of(self, flushes: bool) -> float:
-        """Return the seconds per sample of the best plan so far whose weights are late, or are not."""
-        known = (found for trial, found in self._best.values() if trial.of.method.flushes == flushes)
-        return min((found.seconds for found in known), default=math.inf)
+    @staticmethod
+    def _may_be_simpler(candidate: Candidate, bound: float, best: tuple[float, int]) -> bool:
+        """Return whether it may take as long as the best plan so far, but for rounding, and move or recompute less."""
+        return best[1] > 0 and not (candidate.away or candidate.offloads) and place_of(bound, ())[0] <= best[0]
+
+    def _best_of(self, flushes: bool) -> tuple[float, int]:
+        """Return the place of the best plan so far whose weights are late, or are not."""
+        known = (each for each in self._best.values() if each[0].of.method.flushes == flushes)
+        return min((trial.place(found) for trial, found in known), default=(math.inf, 0))
 
     def plans(self) -> tuple[list[Plan], list[Skipped]]:
         """Return the best plan of every method, the fastest of which has been proven, and what was skipped.
 
-        Where methods are equally fast, as all that flush are on a single stage, they stand in the order of `METHODS`.
+        Where methods are equally fast, as all that flush are on a single stage, those come first of which fewer ranks
+        recompute or move something to the host, and otherwise they stand in the order of `METHODS`.
         """
-        ranked = sorted(self._best.values(), key=lambda best: float(f"{best[1].seconds:.9g}"))
+        ranked = sorted(self._best.values(), key=lambda best: best[0].place(best[1]))
         while ranked:
             trial, found = ranked[0]
             of = trial.of

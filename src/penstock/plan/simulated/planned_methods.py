@@ -7,7 +7,6 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from penstock.schedule.orders.interleaved import groups_of
 from penstock.schedule.proof.proof import StageFacts
 from penstock.schedule.stage_state.stage_state import Delay
 from penstock.simulate.memory.predicted import AlwaysThere
@@ -82,6 +81,11 @@ class PlannedMethod(NamedTuple):
     def forwards_first(self) -> bool:
         """Whether all forwards of a batch come before its backwards."""
         return self.row in ("gpipe", "breadth-first", "layered")
+
+    @property
+    def grows(self) -> bool:
+        """Whether ranks hold the more microbatches, the more a batch has."""
+        return self.forwards_first or self.row == "2bw-layered"
 
     def ranks(self, depth: int) -> tuple[int, ...]:
         """Return the rank of each stage of a pipeline with so many ranks."""
@@ -177,17 +181,21 @@ def stage_forecast(
 def _interleaved(chunks: int, depth: int, microbatches: int, stage: int) -> int:
     """Return the microbatches of a stage in flight when its rank has run the forwards before its first backward."""
     chunk, rank = divmod(stage, depth)
-    groups = groups_of(depth, microbatches, None)
-    forwards, found = (chunks - 1) * len(groups[0]) + 2 * (depth - 1 - rank) + 1, 0
-    for group in map(len, groups):  # all of it goes through one chunk after the other
+    count = max(microbatches // depth, 1)
+    size, larger = divmod(microbatches, count)
+    forwards, found = (chunks - 1) * (size + (larger > 0)) + 2 * (depth - 1 - rank) + 1, 0
+    for n in range(count):  # groups, all of which go through one chunk after the other
+        group = size + (n < larger)
         found += min(max(forwards - chunk * group, 0), group)
         forwards -= chunks * group
+        if forwards <= 0:
+            break
     return found
 
 
 def _ahead(method: PlannedMethod, behind: int, microbatches: int) -> int:
     """Return how many forwards a stage with so many behind it runs before its first backward."""
-    if method.forwards_first or method.row == "2bw-layered":
+    if method.grows:
         return microbatches - 1
     if method.chunks > 1:
         return 0
