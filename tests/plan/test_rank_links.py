@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 import penstock
+from penstock.errors import ConfigError
+from penstock.plan.cluster.files import find_cluster
 from penstock.plan.cluster.rank_links import RankLinks
 from penstock.plan.plan_export import plan_file, planning_json
 from penstock.plan.planned_timeline import planned_timeline
@@ -193,3 +195,26 @@ def test_what_makes_no_difference_is_not_said() -> None:
     for devices in (Devices((DeviceLevel(4, 1.0),)), Devices((DeviceLevel(4, 1.0), DeviceLevel(2, 1.0)))):
         plans, _ = simulated_plans({1: Sized(layer_graph(HEAVY_SUMS), 1, 16)}, devices, methods=("1f1b",))
         assert "rank_order" not in plans[0].settings
+
+
+def test_ranks_that_do_not_fill_servers_lie_on_the_first_ones_which_is_said():
+    devices = Devices((DeviceLevel(4, 1e6), DeviceLevel(2, 100.0)))
+    links = RankLinks(devices, RankNumbers(1, 6)).along([(2, 3), (3, 4), (4, 5)])
+    assert links.tolist() == [1e6, 100.0, 1e6]
+    said = {}
+    for layers in (6, 4):  # as many stages are the fastest, as 17 microbatches are no pipelines'
+        planning = make_plan(
+            PlanRequest(profile(1.0, 0.0, layers), devices, cost="simulated", microbatches=17, methods=("1f1b",))
+        )
+        assert planning.plans[0].devices == layers
+        said[layers] = [line for line in plan_file(planning).splitlines() if "do not fill" in line]
+    assert said[4] == []
+    assert said[6] == [
+        "# 6 ranks do not fill servers of 4 devices: the first 4 fill 1 server and the next one has the other 2, as is "
+        "predicted; start as many processes on each (docs/launchers.md)"
+    ]
+
+
+def test_devices_that_are_no_whole_nodes_are_refused_with_the_nearest_numbers():
+    with pytest.raises(ConfigError, match=r"12 devices are no whole nodes of 8 of h100; take 8 or 16: plans leave out"):
+        find_cluster("h100").devices(12)

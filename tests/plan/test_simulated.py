@@ -421,7 +421,7 @@ def test_what_has_no_room_for_whole_blocks_is_known_without_a_schedule():
 def test_more_microbatches_than_are_played_take_what_playing_them_says(method, monkeypatch):
     """And ranks hold as much, whatever is left over of the rounds of microbatches."""
     random, of = Random(METHODS.index(method)), PLANNED[method]
-    for m in (64, 71):
+    for m in (44, 47):
         graph = chain(random, 6)
         made = Candidate(Sized(graph, 1, 2 * m), of, 3 if of.chunks == 1 else 2, 2)
         devices, known = limited(1e9, random.choice([10.0, 1e4])), KnownSchedules()

@@ -30,7 +30,8 @@ from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.sharding_traffic import Network
 
 NAME = "simulated"
-_MOST_PASSES = 1 << 14  # forwards of a schedule that is simulated
+_MOST_PASSES = 1 << 16  # forwards of a schedule that is simulated
+_MOST_THAT_GROW = 1 << 14  # the same where ranks hold more microbatches, the more there are
 _SAME = 1e-3  # by how much the times of rounds of microbatches may differ
 _SPANS = (3, 5)  # batches: what two more of them take
 _NO_BYTES = 1e-30  # of a network, which has to carry something
@@ -140,9 +141,10 @@ class CandidateTrial:
             NoPlanError: it does not fit, or there is no schedule.
         """
         of, least = self.of, least_microbatches(self.of.method, self.of.depth)
-        if of.stages * of.played[-1] > _MOST_PASSES:
+        most = _MOST_THAT_GROW if of.method.grows else _MOST_PASSES
+        if of.stages * of.played[-1] > most:
             raise self._none(
-                f"{of.stages} x {of.played[-1]:,} forwards are too many to play them here ({_MOST_PASSES:,}); make "
+                f"{of.stages} x {of.played[-1]:,} forwards are too many to play them here ({most:,}); make "
                 "batches smaller, or give a profile of larger microbatches",
                 refused=True,
             )

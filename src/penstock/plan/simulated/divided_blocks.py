@@ -64,18 +64,16 @@ def _least_of_whole_blocks(
     order, least = np.argsort(-(busy + forward), kind="stable"), 0.0
     for count in range(max(len(order) - _WITHOUT, 1), len(order) + 1):
         some, times = order[:count], []
+        seconds = [
+            (m * _least_sums((busy + again * forward)[some]), m * _least_sums((path + again * forward)[some]))
+            for again in (False, True)
+        ]
         for rank, (limit, speed) in enumerate(zip(limits, of.speeds.tolist(), strict=True)):
-            ways = [
-                np.where(
-                    _least_sums(held[some]) + more <= limit * _ROUNDING,
-                    np.maximum(
-                        m * _least_sums((busy + again * forward)[some]) / speed,
-                        outside[rank] + m * _least_sums((path + again * forward)[some]) / speed,
-                    ),
-                    np.inf,
-                )
-                for again, (held, more) in sizes[rank].items()
-            ]
+            ways = []
+            for again, (held, more) in sizes[rank].items():
+                fits = _least_sums(held[some]) + more <= limit * _ROUNDING
+                own, waited = seconds[again]
+                ways.append(np.where(fits, np.maximum(own / speed, outside[rank] + waited / speed), np.inf))
             times.append(np.minimum.reduce(ways))
         least = max(least, float(np.partition(np.concatenate(times), count - 1)[count - 1]))
     return least
