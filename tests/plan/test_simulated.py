@@ -22,6 +22,7 @@ from penstock.plan.simulated import candidate as candidate_module, schedule_cach
 from penstock.plan.simulated.block_chain import BlockChain
 from penstock.plan.simulated.candidate import Candidate, least_of_largest
 from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError
+from penstock.plan.simulated.fitting_cuts import place_of
 from penstock.plan.simulated.plan_search import simulated_plans
 from penstock.plan.simulated.planned_methods import (
     METHODS,
@@ -32,7 +33,6 @@ from penstock.plan.simulated.planned_methods import (
     stage_forecast,
 )
 from penstock.plan.simulated.schedule_cache import KnownSchedules, ScheduleKey
-from penstock.plan.simulated.timed_cuts import place_of
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.memory_simulation import most_held
@@ -491,7 +491,7 @@ def test_a_search_simulates_few_of_its_candidates(monkeypatch):
     graph, devices = layer_graph(parse_profile(text, "equal")), Devices((DeviceLevel(8, 100.0),), 450.0)
     plans, skipped = simulated_plans({1: Sized(graph, 1, 16)}, devices, methods=USUAL)
     assert [plan.planner for plan in plans[:2]] == ["2bw", "2bw-eager"]
-    assert len(made) < 12 < 80 < len(skipped)
+    assert len(made) < 14 < 80 < len(skipped)  # some of them as they may be as fast and recompute less
 
 
 @pytest.mark.parametrize("name", METHODS)

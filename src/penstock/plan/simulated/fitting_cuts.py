@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations, product
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,34 @@ from penstock.plan.simulated.rank_memory import Cuts, RankMemory
 
 MOST_CUTS = 256
 """That are all tried."""
+
+
+class TimedCuts(NamedTuple):
+    """Cuts that fit.
+
+    Attributes:
+        cuts: where stages begin, and where the last one ends.
+        activations: what each rank does with them.
+        batch: seconds of one more batch of a long run.
+        seconds: of it per sample.
+    """
+
+    cuts: Cuts
+    activations: tuple[ActivationMemory, ...]
+    batch: float
+    seconds: float
+
+
+def place_of(seconds: float, activations: Sequence[ActivationMemory], away: bool = False) -> tuple[float, int]:
+    """Return what plans are ordered by: their time but for rounding, then how many ranks recompute or move something.
+
+    Args:
+        seconds: of the plan.
+        activations: what each rank does with them.
+        away: all ranks have optimizer states in the memory of the host.
+    """
+    more = len(activations) * away + sum(each is not ActivationMemory.KEPT for each in activations)
+    return float(f"{seconds:.9g}"), more
 
 
 class FittingCuts:

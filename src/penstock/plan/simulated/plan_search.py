@@ -31,9 +31,9 @@ from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError
 from penstock.plan.simulated.chosen_plan import chosen_plan, rank_orders
 from penstock.plan.simulated.device_choice import MOST_CHOICES, MOST_ORDERS, Placement, placements
+from penstock.plan.simulated.fitting_cuts import TimedCuts, place_of
 from penstock.plan.simulated.planned_methods import METHODS, PLANNED, USUAL, PlannedMethod
 from penstock.plan.simulated.schedule_cache import KnownSchedules
-from penstock.plan.simulated.timed_cuts import TimedCuts, place_of
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, Skipped
 from penstock.schedule.ir.rank_numbers import RankOrder
