@@ -56,7 +56,7 @@ def train(
         after = pipeline.batches
         outcome.reports += [(r.batch, r.loss, r.weight) for r in pipeline.run(batches[after : after + 1])]
         pipeline.switch(cases.make_schedule(method, case.depth, case.m))
-    for report in pipeline.run(batches[pipeline.batches :], evaluate=evaluate if at_report is None else None):
+    for report in pipeline.run(batches[pipeline.batches :], evaluate=evaluate):
         outcome.reports.append((report.batch, report.loss, report.weight))
         if at_report is not None:
             at_report()

@@ -13,7 +13,7 @@ from penstock.schedule.add_options import evaluation_of, extend
 from penstock.schedule.build import prove
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Schedule
-from penstock.schedule.lowering.lower import in_one_order
+from penstock.schedule.lowering.report_places import with_report_places
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import check
 from penstock.schedule.proof.proof import Proof
@@ -95,9 +95,9 @@ def test_parts_of_every_method(method: str) -> None:
 
 
 def test_places_of_reports_travel() -> None:
-    lowered = in_one_order(prove("2bw", 4, 4).lowered)
+    lowered = with_report_places(prove("2bw", 4, 4, decides=True).lowered, decided=True)
     for rank, program in enumerate(lowered.programs):
-        assert any(instruction.reports is not None for instruction in program.period)
+        assert any(instruction.report_lag is not None for instruction in program.period)
         own = own_program(lowered, rank, json.loads(json.dumps(part_of_rank(lowered, rank))))
         assert own.programs[rank] == program
 

@@ -19,6 +19,7 @@ from penstock.comm.p2p.nccl import LaneGroups, NcclTransport, lane_groups
 from penstock.comm.p2p.transport import Channel, Transport
 from penstock.errors import CapabilityError
 from penstock.schedule.lowering.lower import in_one_order
+from penstock.schedule.lowering.report_places import reports_wait, with_report_places
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.issue_order import issued, one_order
 from penstock.schedule.proof_serialization import own_program, part_of_rank
@@ -166,7 +167,8 @@ class NcclTransports:
         made = list[Lowered]()
 
         def make() -> HandedOut:
-            made.append(in_one_order(lowered))
+            decided = reports_wait(lowered.schedule, self._grid.width)
+            made.append(with_report_places(in_one_order(lowered), decided=decided, in_order=True))
             one_order(issued(made[0], _BATCHES))
             return HandedOut(made[0].window, lambda other: part_of_rank(made[0], self._grid.numbers.place(other)[1]))
 

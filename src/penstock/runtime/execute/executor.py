@@ -99,7 +99,7 @@ class Executor:
         span, reports = self._span, self._span.reports
         for place, bound in enumerate(bounds, 1):
             if reports.ready and bound.reports_first:
-                yield from reports.hand_out(math.inf if bound.reports is None else span.start + t - bound.reports)
+                yield from reports.hand_out(math.inf if bound.report_lag is None else span.start + t - bound.report_lag)
             if (t < bound.settled and not bound.exists(t)) or (bound.ahead and not span.more):
                 continue
             waits = bound.run(t)
@@ -116,8 +116,8 @@ class Executor:
             stage.books.drain(t)
         span.rejected = False
         yield from self._play(self._epilogue, t)
-        if any(bound.reports is not None for bound in self._period):
-            yield from span.reports.hand_out()  # others may wait for this rank's
+        if any(bound.report_lag is not None for bound in self._period):
+            yield from span.reports.hand_out()  # others may wait for this rank's before they go on
         for stage in span.stages.values():
             yield from span.complete(stage, f"{stage.name}, the end of the run")
             if not stage.trained:

@@ -74,11 +74,11 @@ class Bound:
         ahead: a RECV for the next batch; it is left out where no batch follows.
         settled: from which period on it is in every one of them, so that `exists` need not be asked.
         reports_first: a report that is ready is handed out before it.
-        reports: if so, only of batches up to so many periods before; None for any.
+        report_lag: if so, only of batches up to so many periods before the one that it runs in; None for any.
     """
 
     reports_first = True
-    reports: int | None = None
+    report_lag: int | None = None
 
     def __init__(self, instruction: Instruction, span: RankSpan) -> None:
         action = instruction.action

@@ -68,12 +68,12 @@ _HELD: Mapping[Op, Callable[[Instruction, RankSpan], Bound]] = MappingProxyType(
 
 def bind(program: LoweredProgram, span: RankSpan) -> list[list[Bound]]:
     """Bind the instructions of a rank: of its period, its epilogue, and the period with a rejected version."""
-    placed = any(instruction.reports is not None for instruction in program.period)
+    placed = any(instruction.report_lag is not None for instruction in program.period)
     found = [[_handler(instruction, span)(instruction, span) for instruction in part] for part in program]
     for part, bounds in zip(program, found, strict=True):
         if placed:
             for instruction, bound in zip(part, bounds, strict=True):
-                bound.reports_first, bound.reports = instruction.reports is not None, instruction.reports
+                bound.reports_first, bound.report_lag = instruction.report_lag is not None, instruction.report_lag
         else:
             _answer_first(bounds)
     return found

@@ -19,8 +19,8 @@ from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.plan.received_schedule import KnownSchedule
 from penstock.runtime.setup.same_plan import check_same_plans
 from penstock.schedule.add_options import evaluation_of
-from penstock.schedule.ir.schedule import Op, Schedule
-from penstock.schedule.lowering.report_places import with_report_places
+from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.lowering.report_places import reports_wait, with_report_places
 from penstock.schedule.proof.check import check
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof_serialization import common_part, part_of_rank, rank_proof
@@ -131,12 +131,9 @@ def _common(plan: PipelinePlan) -> Json:
 
 
 def _with_report_places(plan: PipelinePlan) -> PipelinePlan:
-    """Where some ranks report only what all have decided, let all hand out their reports at places that agree."""
-    lowered, schedule = plan.proof.lowered, plan.schedule
-    waits = plan.options.data_parallel.width > 1 or schedule.directions > 1
-    if not waits or not any(action.op is Op.DECIDE for program in schedule.programs for action in program.period):
-        return plan
-    return plan.proven(replace(plan.proof, lowered=with_report_places(lowered)))
+    """Let ranks hand out reports where none waits for one that has a report."""
+    decided = reports_wait(plan.schedule, plan.options.data_parallel.width)
+    return plan.proven(replace(plan.proof, lowered=with_report_places(plan.proof.lowered, decided=decided)))
 
 
 def _rank(plan: PipelinePlan | UnprovenPlan, number: int) -> int:

@@ -17,7 +17,6 @@ from penstock.schedule.ir.schedule import WINDOW, Action, Op, Payload, Schedule,
 from penstock.schedule.lowering.ordered_receives import OrderedReceives, Receives
 from penstock.schedule.lowering.parked_waits import awaited
 from penstock.schedule.lowering.receives import LaneReceives, Use
-from penstock.schedule.lowering.report_places import with_report_places
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, LoweredProgram, Message, Route
 from penstock.schedule.transforms.post_validation import Draft, redone
 
@@ -106,7 +105,7 @@ class Lowering:
 
     @no_collection
     def in_one_order(self, window: int) -> Lowered:
-        """Place the RECVs so that all ranks issue their messages in one order, and the reports of batches.
+        """Place the RECVs so that all ranks issue their messages in one order.
 
         Args:
             window: outstanding messages per lane and side, at the least; the order may need more.
@@ -115,7 +114,7 @@ class Lowering:
             ScheduleError: there is no such order.
         """
         enough, receives = OrderedReceives(self._redone, self._routes, self._uses).placed(window)
-        return with_report_places(self._with(receives, enough), in_order=True)
+        return self._with(receives, enough)
 
     def _with(self, receives: Receives, window: int) -> Lowered:
         """The schedule with these RECVs."""

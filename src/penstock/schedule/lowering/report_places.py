@@ -11,13 +11,13 @@ The least such cut is found by moving places on. As programs repeat themselves, 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import permutations
 from typing import NamedTuple
 
 from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, Unit, passes
 from penstock.schedule.machine.collective_state import Collectives, is_collective
+from penstock.schedule.machine.evaluation_without_draining_check import border_fault, first_forward
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, LoweredProgram
 
 _Period = Sequence[Instruction]
@@ -51,36 +51,69 @@ class _Wait(NamedTuple):
     other: _Event
 
 
-def with_report_places(lowered: Lowered, *, in_order: bool = False) -> Lowered:
+def with_report_places(lowered: Lowered, *, decided: bool, in_order: bool = False) -> Lowered:
     """Return a schedule whose instructions say which of them a report is handed out before.
 
     Args:
         lowered: with the programs of all ranks.
+        decided: reports of the last stage wait for the decision of all stages.
         in_order: devices carry out messages in the order in which they are issued, so there must be one of all ranks.
+
+    Returns:
+        The same schedule, without such instructions, if ranks may hand out reports after their last forwards.
     """
     schedule = lowered.schedule
     periods = [program.rejected or program.period for program in lowered.programs]
-    waits = list(_collectives(schedule, periods))
-    waits += _pairs(schedule, periods) if in_order else [*_needs(schedule, periods), *_windows(lowered, periods)]
-    cuts = [_settled(period, _reported(schedule, period)) for period in periods]
-    moved = True
-    while moved:
-        moved = False
-        for event, other in waits:
-            last = event.last_before(cuts[event.rank])
-            if other.last_before(cuts[other.rank]) < last:
-                cuts[other.rank] = _settled(periods[other.rank], (last - other.lag, other.place + 1))
-                moved = True
+    ready = [_settled(period, _reported(schedule, period, decided=decided)) for period in periods]
+    cuts = _closed(ready, periods, _waits(lowered, periods, in_order=in_order))
+    if not (in_order or decided) and all(map(_only_messages, periods, ready, cuts)):
+        return lowered
     marked = (_marked(p, schedule.microbatches, *cut) for p, cut in zip(lowered.programs, cuts, strict=True))
     return replace(lowered, programs=tuple(marked))
 
 
-def _reported(schedule: Schedule, period: _Period) -> _Place:
-    """Where the report of batch 0 is ready: on ranks of the last stage it may take the decision of all stages."""
-    m = schedule.microbatches
-    ready, decides = [(0, 0)], any(instruction.action.op is Op.DECIDE for instruction in period)
+def reports_wait(schedule: Schedule, width: int) -> bool:
+    """Whether reports of the last stage wait for the decision of all stages: its copies have a part of the loss each.
+
+    Args:
+        schedule: with everything that options add to it.
+        width: parallel pipelines.
+    """
+    ops = {action.op for program in schedule.programs for action in program.period}
+    return Op.DECIDE in ops and Op.AVERAGE not in ops and (width > 1 or schedule.directions > 1)
+
+
+def _closed(ready: Sequence[_Place], periods: Sequence[_Period], waits: Iterable[_Wait]) -> list[_Place]:
+    """Move places on until everything that something before them waits for is before them, too."""
+    cuts, by_rank = list(ready), defaultdict[int, list[_Wait]](list)
+    for wait in waits:
+        by_rank[wait.event.rank].append(wait)
+    most = max(t for t, _ in ready) + 2 * len(ready) + 2  # periods by which one rank may be ahead of another
+    moved = list(range(len(cuts)))  # ranks whose waits are to be looked at
+    while moved:
+        rank = moved.pop()
+        for event, other in by_rank[rank]:
+            last = event.last_before(cuts[rank])
+            if other.last_before(cuts[other.rank]) < last:
+                cuts[other.rank] = _settled(periods[other.rank], (last - other.lag, other.place + 1))
+                assert cuts[other.rank][0] <= most, f"rank {other.rank} waits for itself"
+                if other.rank not in moved:
+                    moved.append(other.rank)
+    return cuts
+
+
+def _only_messages(period: _Period, ready: _Place, cut: _Place) -> bool:
+    """Whether nothing but messages is between two places."""
+    (first, start), (last, end) = ready, cut
+    between = [*period[start:], *period[:end]] if last > first else period[start:end]
+    return last <= first + 1 and all(instruction.route >= 0 for instruction in between)
+
+
+def _reported(schedule: Schedule, period: _Period, *, decided: bool) -> _Place:
+    """Where the report of batch 0 is ready."""
+    m, ready = schedule.microbatches, [(0, 0)]
     settles = Op.VALIDATE if any(instruction.action.op is Op.VALIDATE for instruction in period) else Op.STEP
-    waits = decides and any(instruction.action.stage.index == schedule.num_stages - 1 for instruction in period)
+    waits = decided and any(instruction.action.stage.index == schedule.num_stages - 1 for instruction in period)
     for place, instruction in enumerate(period, 1):
         for p in passes(instruction.action):
             if p.op is Op.F and p.unit.kind is not Kind.EVAL:
@@ -90,16 +123,39 @@ def _reported(schedule: Schedule, period: _Period) -> _Place:
     return max(ready)
 
 
+def _waits(lowered: Lowered, periods: Sequence[_Period], *, in_order: bool) -> Iterator[_Wait]:
+    """Yield everything that ranks wait for."""
+    schedule = lowered.schedule
+    yield from _collectives(schedule, periods)
+    yield from _borders(lowered, periods)
+    if in_order:
+        yield from _pairs(schedule, periods)
+    else:
+        yield from _needs(schedule, periods)
+        yield from _windows(lowered, periods)
+
+
+def _borders(lowered: Lowered, periods: Sequence[_Period]) -> Iterator[_Wait]:
+    """Yield that all ranks wait for each other before a batch, where evaluations may be run there."""
+    if border_fault(lowered) is None:
+        yield from _all_of([_Event(rank, first_forward(period), 0) for rank, period in enumerate(periods)])
+
+
 def _collectives(schedule: Schedule, periods: Sequence[_Period]) -> Iterator[_Wait]:
     """Yield that all members of a collective wait for each other."""
     collectives, joined = Collectives(schedule, lambda _: 0.0), defaultdict[object, list[_Event]](list)
     for rank, period in enumerate(periods):
         for place, (action, *_) in enumerate(period):
-            if is_collective(action):
-                event = _Event(rank, place, action.unit.first)
-                joined[action.op, collectives.members(action.op, action.stage)[0]].append(event)
+            members = collectives.members(action.op, action.stage) if is_collective(action) else ()
+            if len(members) > 1:
+                joined[action.op, members[0]].append(_Event(rank, place, action.unit.first))
     for events in joined.values():
-        yield from (_Wait(*pair) for pair in permutations(events, 2) if pair[0].rank != pair[1].rank)
+        yield from _all_of(events)
+
+
+def _all_of(events: Sequence[_Event]) -> Iterator[_Wait]:
+    """Yield that each waits for all of them: it does for the next one, and that for its next."""
+    return (_Wait(event, events[number - 1]) for number, event in enumerate(events))
 
 
 def _pairs(schedule: Schedule, periods: Sequence[_Period]) -> Iterator[_Wait]:
@@ -108,7 +164,7 @@ def _pairs(schedule: Schedule, periods: Sequence[_Period]) -> Iterator[_Wait]:
     for key, event, _ in _messages(schedule, periods):
         messages[key].append(event)
     for events in messages.values():
-        yield from (_Wait(*pair) for pair in permutations(events, 2))
+        yield from _all_of(events)
 
 
 def _needs(schedule: Schedule, periods: Sequence[_Period]) -> Iterator[_Wait]:
@@ -188,4 +244,4 @@ def _lag(action: Action, microbatches: int) -> int:
 
 
 def _with_marks(instructions: Sequence[Instruction], marks: Mapping[int, int]) -> tuple[Instruction, ...]:
-    return tuple([i._replace(reports=marks[at]) if at in marks else i for at, i in enumerate(instructions)])
+    return tuple([i._replace(report_lag=marks[at]) if at in marks else i for at, i in enumerate(instructions)])

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from penstock.schedule.ir.schedule import Action, Kind, Op, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Placing
-from penstock.schedule.machine.instructions import LaneKey, Lowered
+from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered
 
 
 def border_fault(lowered: Lowered) -> str | None:
@@ -71,7 +71,10 @@ def _updates_behind(period: Sequence[Action]) -> bool:
 
 
 def _border(lowered: Lowered, rank: int) -> int:
-    """The position in a rank's period of the first forward of the period's own batch."""
-    period = lowered.programs[rank].period
+    return first_forward(lowered.programs[rank].period)
+
+
+def first_forward(period: Sequence[Instruction]) -> int:
+    """Return the position in a period of the first forward of its own batch, which the border is before."""
     own = (i for i, (a, *_) in enumerate(period) if a.op is Op.F and a.unit.first >= 0 and a.unit.kind is Kind.TRAIN)
     return next(own, len(period))

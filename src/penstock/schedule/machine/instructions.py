@@ -66,8 +66,8 @@ class Instruction(NamedTuple):
         needs: the messages that a pass consumes; HOLD and FETCH take them as soon as they come, without waiting.
         ahead: a RECV for a consumer in the next period.
         awaits: the messages that HOLD and FETCH before it have taken, and that must have come.
-        reports: the report of the batch so many periods before is handed out before it; None where ranks of their own
-            accord do so as soon as nobody waits for them.
+        report_lag: the report of the batch so many periods before its own is handed out before it; None where ranks do
+            so of their own accord, as soon as nobody waits for them.
     """
 
     action: Action
@@ -75,7 +75,7 @@ class Instruction(NamedTuple):
     needs: tuple[Message, ...] = ()
     ahead: bool = False
     awaits: tuple[Message, ...] = ()
-    reports: int | None = None
+    report_lag: int | None = None
 
     @property
     def repairs(self) -> bool:
