@@ -19,6 +19,7 @@ from penstock.comm.transports import GlooTransports, LocalTransports, NcclTransp
 from penstock.errors import CapabilityError
 from penstock.schedule.ir.rank_numbers import RankNumbers
 from penstock.schedule.lowering.lower import in_one_order, lower
+from penstock.schedule.lowering.report_places import with_report_places
 from support.schedules import make_schedule
 
 WARNS = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
@@ -80,7 +81,8 @@ def test_groups_are_made_once_for_the_same_lanes(monkeypatch: pytest.MonkeyPatch
         nccl.prepare(Channel.TRAINING, each)
     nccl.prepare(Channel.EVALUATION, lowered[0])
     assert made == [lowered[0].lanes, lowered[2].lanes]  # evaluations travel over gloo
-    assert nccl.placed(lowered[2]) == in_one_order(lowered[2])
+    placed = with_report_places(in_one_order(lowered[2]), decided=False, in_order=True)
+    assert nccl.placed(lowered[2]) == placed
     assert nccl.placed(lowered[0]) is lowered[0]
 
 
