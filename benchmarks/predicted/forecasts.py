@@ -163,7 +163,7 @@ def planned(
         trial = CandidateTrial(candidate, BlockChain(graph, optimizer_copies=2.0), devices, known)
         try:
             deque(trial.bounds(), maxlen=0)  # which are known before cuts are
-            cuts = trial.fastest(math.inf).cuts
+            cuts = trial.fastest((math.inf, 0)).cuts
         except NoPlanError as error:
             raise RuntimeError(f"the planner refuses {of}: {error.skipped}") from None
         does = ActivationMemory.RECOMPUTED if of.recompute else ActivationMemory.KEPT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.runtime.rank.loss_ledger import BatchLoss, LossLedger
@@ -64,7 +64,7 @@ class Reports:
         part: the losses of this rank are of a part of each batch; that of the whole comes with the decision.
 
     Attributes:
-        ready: the reports that are to be handed out.
+        ready: the reports that are to be handed out, and whether they are of evaluations.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Reports:
         self._decisions, self._recorder, self._part = decisions, recorder, part
         self._forwards: dict[int, int] = {}  # done, of each batch
         self._undecided: set[int] = set()  # batches whose reports wait for the decision
-        self.ready = deque[Report]()
+        self.ready = deque[tuple[Report, bool]]()
 
     def forward_done(self, batch: int, *, evaluation: bool) -> None:
         """Count a forward; the last of a batch makes its report."""
@@ -89,27 +89,27 @@ class Reports:
         if found is not None and self._part and not evaluation:
             self._undecided.add(batch)
         else:
-            self.ready.append(self._report(batch, found, evaluation))
+            self._add(batch, found, evaluation=evaluation)
 
     def decided(self, decision: Decision) -> None:
         """Make the report of a batch that waited for this decision; a rank that holds several stages tells it again."""
         if decision.batch in self._undecided:
             self._undecided.remove(decision.batch)
             mean = decision.loss if decision.weight else None
-            self.ready.append(self._report(decision.batch, BatchLoss(mean, decision.weight), evaluation=False))
+            self._add(decision.batch, BatchLoss(mean, decision.weight), evaluation=False)
 
-    def _report(self, batch: int, found: BatchLoss | None, evaluation: bool) -> Report:
+    def _add(self, batch: int, found: BatchLoss | None, *, evaluation: bool) -> None:
         loss, weight = (None, None) if found is None else found
-        now = self._recorder.at(self._recorder.now())
-        if evaluation:
-            return Report(batch, loss, weight, now)
-        events = self._decisions.events
-        return Report(batch, loss, weight, now, events.take_decided(), events.take_evaluated())
+        report = Report(batch, loss, weight, self._recorder.at(self._recorder.now()))
+        self.ready.append((report, evaluation))
 
     def hand_out(self, last: float = math.inf) -> Iterator[Report]:
         """Yield the reports that are ready, up to a batch; the caller may take any time with them."""
-        while self.ready and self.ready[0].batch <= last:
-            report = self.ready.popleft()
+        while self.ready and self.ready[0][0].batch <= last:
+            report, evaluation = self.ready.popleft()
+            if not evaluation:
+                events = self._decisions.events
+                report = replace(report, decided=events.take_decided(), evaluated=events.take_evaluated())
             start = self._recorder.now()
             yield report
             end, label = self._recorder.now(), f"report of batch {report.batch}"
