@@ -63,6 +63,8 @@ def with_report_places(lowered: Lowered, *, decided: bool, in_order: bool = Fals
         The same schedule, without such instructions, if ranks may hand out reports after their last forwards.
     """
     schedule = lowered.schedule
+    if not (in_order or decided or schedule.directions > 1 or _ops(schedule) & {Op.DECIDE, Op.TIE}):
+        return lowered  # messages alone hold up nobody
     periods = [program.rejected or program.period for program in lowered.programs]
     ready = [_settled(period, _reported(schedule, period, decided=decided)) for period in periods]
     cuts = _closed(ready, periods, _waits(lowered, periods, in_order=in_order))
@@ -79,8 +81,12 @@ def reports_wait(schedule: Schedule, width: int) -> bool:
         schedule: with everything that options add to it.
         width: parallel pipelines.
     """
-    ops = {action.op for program in schedule.programs for action in program.period}
+    ops = _ops(schedule)
     return Op.DECIDE in ops and Op.AVERAGE not in ops and (width > 1 or schedule.directions > 1)
+
+
+def _ops(schedule: Schedule) -> set[Op]:
+    return {action.op for program in schedule.programs for action in program.period}
 
 
 def _closed(ready: Sequence[_Place], periods: Sequence[_Period], waits: Iterable[_Wait]) -> list[_Place]:
