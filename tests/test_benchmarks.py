@@ -22,7 +22,7 @@ from torch import multiprocessing
 from penstock.compare.grid import contenders
 from penstock.compare.prepared_contender import prepare_contender
 from penstock.compare.tasks import make_task
-from penstock.launch.launch import _start_method
+from penstock.launch.fork_server import start_method
 from penstock.schedule.build import prove
 from support.benchmarked import spawn_small
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture
 def run(monkeypatch, capsys, request):
     """Run a benchmark on a small model in this process; its ranks are forked from one that has imported everything."""
-    _start_method()  # the process, as `penstock train` starts it
+    start_method()  # the process, as `penstock train` starts it
     forked = partial(multiprocessing.start_processes, start_method="forkserver")
     monkeypatch.setattr(multiprocessing, "spawn", partial(spawn_small, forked))
     monkeypatch.chdir(ROOT)

@@ -16,7 +16,8 @@ import torch
 from penstock.checkpoint.manager import Checkpoints
 from penstock.errors import WorkerError
 from penstock.launch import launch
-from penstock.launch.launch import _start_method, launch_local
+from penstock.launch.fork_server import start_method
+from penstock.launch.launch import launch_local
 from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.models.gpt_shape import preset
 from penstock.train.config.load import load_config
@@ -230,13 +231,13 @@ def test_models_of_tokens_make_no_text(tmp_path, command):
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are never forked")
 def test_workers_are_forked_where_a_socket_can_lie(tmp_path, monkeypatch):
     """They find there what takes seconds to import."""
-    assert _start_method() == "forkserver"
+    assert start_method() == "forkserver"
     launch_local(1, list_modules, str(tmp_path / "modules"))
     found = json.loads((tmp_path / "modules").read_text())
     assert {"torch._dynamo", "penstock.train.loop"} <= set(found["modules"])
     assert set(found["listening"]) == {"127.0.0.1"}
     monkeypatch.setattr(tempfile, "tempdir", f"/tmp/{'x' * 80}")
-    assert _start_method() == "spawn"
+    assert start_method() == "spawn"
 
 
 def test_a_worker_that_raises_ends_the_job_with_its_traceback():

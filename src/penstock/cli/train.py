@@ -31,12 +31,16 @@ from penstock.cli.planned_places import say_places
 from penstock.errors import ConfigError, InterruptedRunError, PenstockError, WorkerError
 from penstock.job.place import is_worker
 from penstock.job.torchrun_agent import starts_again
+from penstock.launch.fork_server import start_method
 from penstock.launch.print_once import is_first_to_say
 from penstock.schedule.ir.limits import MOST_BATCHES
 
 if TYPE_CHECKING:
     from penstock.train.config.schema import TrainConfig
     from penstock.train.setup.prepare_run import Prepared, RecomputeQuestion
+
+_PRELOAD = __name__, "penstock.view.progress"
+"""Imported once for all workers."""
 
 
 def changes_of(
@@ -145,6 +149,8 @@ def _checked(
     settings = load_config(file, changes, proves=local)  # rank 0 of a job that runs already proves for all
     check_enough_blocks(settings)
     say_places(settings)
+    if local:
+        start_method(_PRELOAD)  # workers are forked from a process that imports torch while this one does, too
     from penstock.train.setup.prepare_run import prepare  # not before, as it imports torch
     from penstock.train.setup.run_folder import check_resume
 
@@ -210,7 +216,7 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
         launch_local(
             workers, _work, settings.model_dump(), str(folder), restart,
             folder=folder, restarts=settings.restarts, timeout=settings.timeout,
-            preload=(__name__, "penstock.view.progress"),
+            preload=_PRELOAD,
         )  # fmt: skip
         if settings.checkpoint.every is not None:
             check_is_saved(folder, start)

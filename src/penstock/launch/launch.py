@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import shutil
-import signal
-import sys
 import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.errors import InterruptedRunError, WorkerError
+from penstock.launch.fork_server import start_method, workers_environment
 from penstock.launch.local_rendezvous import BACKEND
 from penstock.launch.signals import LauncherSignals
 from penstock.launch.worker_exit import WorkerExits, work
@@ -30,7 +27,6 @@ from penstock.launch.worker_start_failure import why_not_started
 
 _LOOK = 0.1  # seconds between two checks of the workers
 _REPORTS = ".workers"  # begins the name of a folder of reports in a run folder; the process id of its launcher follows
-_LONGEST_FOLDER = 64  # characters; the path of a socket may have 107, of which multiprocessing adds about 32
 
 
 def launch_local(
@@ -63,7 +59,7 @@ def launch_local(
     """
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are reported below, once
-    with _folder_of_reports(folder) as reports, _environment(), LauncherSignals(reports / "drain") as signals:
+    with _folder_of_reports(folder) as reports, workers_environment(), LauncherSignals(reports / "drain") as signals:
         exits = WorkerExits(reports, workers, timeout)
         config = LaunchConfig(
             min_nodes=1,
@@ -74,7 +70,7 @@ def launch_local(
             local_addr="127.0.0.1",
             max_restarts=restarts,
             monitor_interval=0.1,
-            start_method=_start_method(preload),
+            start_method=start_method(preload),
             logs_specs=DefaultLogsSpecs(log_dir=str(exits.errors)),
         )
         tempfile.tempdir = str(reports)  # of this process: torch leaves a file there for each worker that raises
@@ -97,7 +93,7 @@ def launch_local(
 
 @contextmanager
 def _folder_of_reports(parent: Path | None) -> Iterator[Path]:
-    """Make the folder of the workers' marks and reports, and remove it at the end.
+    """Make the folder of the workers' marks and reports, and remove it at the end; temporary files may lie in it.
 
     Args:
         parent: where to make it; what a launcher that was killed has left there is removed.
@@ -106,8 +102,12 @@ def _folder_of_reports(parent: Path | None) -> Iterator[Path]:
         if not _is_alive(int(left.name.split("-")[1])):
             shutil.rmtree(left, ignore_errors=True)
     prefix = "penstock-" if parent is None else f"{_REPORTS}-{os.getpid()}-"
+    before = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as folder:
-        yield Path(folder).resolve()
+        try:
+            yield Path(folder).resolve()
+        finally:
+            tempfile.tempdir = before
 
 
 def _is_alive(process: int) -> bool:
@@ -119,26 +119,6 @@ def _is_alive(process: int) -> bool:
     except OSError:  # it is another user's
         pass
     return True
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    """Set variables that workers inherit, while they run, and restore the folder for temporary files afterwards."""
-    changes = {"PYTHONSAFEPATH": "1"}  # else the fork server, and spawned workers, import from the working folder first
-    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        changes["GLOO_SOCKET_IFNAME"] = "lo"
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    folder = tempfile.tempdir
-    try:
-        yield
-    finally:
-        tempfile.tempdir = folder
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -153,29 +133,3 @@ def _in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
 
     threading.Thread(target=run, name="penstock launcher", daemon=True).start()
     return future
-
-
-def _start_method(preload: Sequence[str] = ()) -> str:
-    """Choose how workers start: forked from a server that has imported everything, or spawned if that is impossible."""
-    # Not every system library survives a fork, and the server's socket is in the folder for temporary files.
-    if sys.platform != "linux" or len(tempfile.gettempdir()) > _LONGEST_FOLDER:
-        return "spawn"
-    multiprocessing.set_forkserver_preload(["penstock.launch.preload", *preload])
-    with _ignoring(signal.SIGINT):  # which is inherited
-        with _ignoring(signal.SIGHUP):
-            resource_tracker.ensure_running()  # a closed terminal signals it, too, and without it workers complain
-        forkserver.ensure_running()  # in this thread: the server is killed when the thread that started it ends
-    return "forkserver"
-
-
-@contextmanager
-def _ignoring(number: int) -> Iterator[None]:
-    """Ignore a signal meanwhile, where that can be said: in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(number, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
