@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.cli import main
+from penstock.schedule.load import load_function
 from penstock.schedule.torch_csv import to_torch_csv
 from support.schedules import make_schedule
 
@@ -215,6 +217,18 @@ WRONG = [
         "MINE: expected a pass on rank 0, such as 'F0'",
     ),
 ]
+
+
+def test_a_file_is_read_as_it_stands_however_soon_it_is_changed(tmp_path: Path, monkeypatch: Any) -> None:
+    """Bytecode beside it would be taken for that of a file as long as it, of the same second."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path, found = tmp_path / "mine.py", []
+    for number in (1, 2):
+        path.write_text(f"def order(stages, microbatches):\n    return {number}\n")
+        os.utime(path, (0, 0))
+        found.append(load_function(path)(1, 1))
+    assert found == [1, 2]
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.py"]
 
 
 @pytest.mark.parametrize(("text", "telling"), WRONG)

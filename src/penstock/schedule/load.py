@@ -156,14 +156,14 @@ def load_function(path: Path) -> OrderFunction:
         ConfigError: the file cannot be imported, or it is ambiguous which of its functions is the order.
     """
     spec = importlib.util.spec_from_file_location(f"penstock order in {path.stem}", path)
-    if (
-        spec is None or spec.loader is None or not os.path.isfile(path)
-    ):  # unlike Path.is_file, False for a name that is too long
+    if spec is None or not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
         raise ConfigError(f"there is no Python file {str(path)!r}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     try:
-        spec.loader.exec_module(module)
+        # Not from bytecode, which would lie beside it, and might be that of a second ago.
+        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+        exec(code, vars(module))
     except (Exception, SystemExit) as error:
         raise ConfigError(_failure(path, error)) from error
     finally:
