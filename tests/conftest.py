@@ -72,7 +72,7 @@ def command(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option of `make test`."""
-    parser.addoption("--some-cases", action="store_true", help="of tests with many cases or examples, every fifth")
+    parser.addoption("--some-cases", action="store_true", help="of tests with many cases or examples, a few")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,13 +84,13 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests that need the pool as `processes`, and those of `make check` as `smoke`; choose cases, if asked to."""
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker("processes")
     if config.getoption("some_cases"):
         left_out = set(cases_left_out(items))
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
-    for item in items:
-        if "pool" in getattr(item, "fixturenames", ()):
-            item.add_marker("processes")
     for item in smoke_tests(items):
         item.add_marker("smoke")
 

@@ -1,6 +1,7 @@
 """The test suite itself: names that can be told apart, modules that stand alone, a choice for `make check`."""
 
 import ast
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,17 +73,27 @@ def test_which_tests_of_a_file_make_check_runs(marks, wanted):
     assert [(found.path, found.number) for found in smoke_tests(items)] == [(p, n) for p in ("a", "b") for n in wanted]
 
 
-def test_of_many_cases_every_fifth_is_chosen():
-    """Counted for each test by itself; tests with few cases keep all."""
+def test_of_many_cases_a_few_are_chosen():
+    """Counted for each test by itself; tests with few cases keep all, unless they take processes."""
 
-    def case(name, number, marks=()):
-        return SimpleNamespace(path="file", originalname=name, number=number, get_closest_marker=lambda m: m in marks)
+    def cases(name, number, marks=()):
+        return [
+            SimpleNamespace(path="file", originalname=name, number=k, get_closest_marker=lambda m: m in marks)
+            for k in range(number)
+        ]
 
-    wide, few = [case("wide", k) for k in range(9)], [case("few", k) for k in range(4)]
-    mixed = [*wide[:4], *few, *wide[4:], *(case("kept", k, ["all_cases"]) for k in range(9))]
-    left = cases_left_out(mixed)
-    assert [case.number for case in left] == [1, 2, 3, 4, 6, 7, 8]
-    assert {case.originalname for case in left} == {"wide"}
+    wide, few, kept = cases("wide", 9), cases("few", 4), cases("kept", 9, ["all_cases"])
+    wider, widest = cases("wider", 40), cases("widest", 200)
+    processes, one = cases("processes", 3, ["processes"]), cases("one", 1, ["processes"])
+    tests = [*wide[:4], *few, *wide[4:], *kept, *wider, *widest, *processes, *one]
+    left = {id(case) for case in cases_left_out(tests)}
+    chosen = [[c.number for c in t if id(c) not in left] for t in (wide, wider, widest, processes)]
+    assert [len(numbers) for numbers in chosen] == [len(range(chosen[0][0], 9, 5)), 4, 10, 1]
+    assert {b - a for numbers in chosen for a, b in pairwise(numbers)} <= {5, 10, 20}
+    assert not left & {id(case) for case in (*few, *kept, *one)}
+    names = [cases(f"test {n}", 5) for n in range(40)]
+    left = {id(case) for case in cases_left_out([case for test in names for case in test])}
+    assert {case.number for test in names for case in test if id(case) not in left} == set(range(5))
 
 
 def test_of_many_examples_a_fifth_is_tried(request):

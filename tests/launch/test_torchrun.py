@@ -81,6 +81,7 @@ def two_machines(out: Path, text: str, *changes: str, restarts: int = 3) -> list
     return [subprocess.Popen(command, env=environment, text=True, **pipes) for _ in range(2)]
 
 
+@pytest.mark.long
 def test_one_machine_that_is_told_to_end_ends_both(
     tmp_path: Path, text: str, started: list[subprocess.Popen[str]]
 ) -> None:

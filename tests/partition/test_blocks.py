@@ -14,6 +14,7 @@ from torch import nn
 from penstock.errors import ConfigError
 from penstock.partition.blocks import LazyBlock, named_blocks
 from support.cases import Case, assert_equal_tensors, gpt, make_pipeline
+from support.examples import examples
 from support.pool import Pool
 
 
@@ -160,7 +161,7 @@ def enumerate_names(blocks: list[nn.Module]) -> dict[str, nn.Module]:
 def test_the_costliest_stage_is_as_cheap_as_can_be() -> None:
     """Against all ways to cut."""
     g = torch.Generator().manual_seed(0)
-    for _ in range(20):
+    for _ in range(examples(20)):
         costs = torch.randint(1, 20, (7,), generator=g).tolist()
         blocks = {str(i): LazyBlock(lambda: nn.Identity(), seed=0, cost=float(c)) for i, c in enumerate(costs)}
         for stages in (1, 2, 3, 4):

@@ -69,6 +69,7 @@ def train_twice_and_resume(group: dist.ProcessGroup | None, kind: str, method: s
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "method"), [pytest.param("GPT2", "2bw", marks=pytest.mark.long), ("Llama", "1f1b")])
 def test_a_model_of_transformers_goes_on_between_processes(pool: Pool, tmp_path: Any, kind: str, method: str) -> None:
     """To the bits of one process."""

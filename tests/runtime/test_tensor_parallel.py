@@ -127,6 +127,7 @@ DEGREES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(("before", "after"), DEGREES, ids=str)
 def test_a_checkpoint_goes_on_with_another_number_of_tensor_ranks(

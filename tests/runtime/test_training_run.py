@@ -237,6 +237,7 @@ start()
 """
 
 
+@pytest.mark.long
 def test_a_run_left_open_at_exit_is_abandoned() -> None:
     done = subprocess.run([sys.executable, "-c", UNFINISHED], capture_output=True, text=True, timeout=120, check=True)
     assert done.stderr == ""

@@ -272,6 +272,7 @@ def test_parked_activations_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> No
         train(None, case, method=parse_schedule(PARKED))
 
 
+@pytest.mark.long
 def test_parked_activations_of_changing_size(pool: Pool) -> None:
     """Both ends of a lane agree on the size of a block although messages are taken later than their HOLDs."""
     shapes = (*RAGGED, *RAGGED[::-1])

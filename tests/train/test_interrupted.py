@@ -147,6 +147,7 @@ def test_a_closed_terminal_ends_it_with_a_checkpoint(tmp_path, text):
     assert [path.name for path in checkpoints(only_folder(out))] == [f"batch-{interrupted:08d}"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("send", "wanted"), [pytest.param(kill_the_launcher, -9, marks=pytest.mark.long), (kill_the_server, 1)]
 )

@@ -122,6 +122,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert all(torch.equal(found[name], w) for name, w in wanted.items())
 
 
+@pytest.mark.long
 def test_a_spike_is_followed_by_synchronous_batches_whenever_the_run_is_interrupted(
     pool: Pool, values: dict[str, Any], tmp_path: Path
 ) -> None:

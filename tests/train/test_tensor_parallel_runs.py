@@ -55,6 +55,7 @@ def test_reports_and_weights_are_those_of_a_run_without_it(begun: Begun, command
     assert sampled.returncode == 0, sampled.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"),
     [((), SHARED), *(pytest.param(SHARED, after, marks=pytest.mark.long) for after in ((), SHARED))],

@@ -41,6 +41,7 @@ def test_a_full_disk_is_no_reader_that_has_gone() -> None:
         lasting.flush()
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_run_whose_output_nobody_reads_goes_on_to_its_end(tmp_path: Path) -> None:
     """As with `penstock train ... | head -1`."""

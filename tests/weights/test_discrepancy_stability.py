@@ -47,6 +47,7 @@ class Weights(nn.Module):
         return Discrepant.apply(self.w, self.s)  # type: ignore[no-any-return,no-untyped-call]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("backward", "corrected"), LIMITS, ids=str)
 def test_the_limits_of_the_rate(backward: int, corrected: bool) -> None:
     """3 percent below it a trajectory shrinks, 3 percent above it grows: one weight of the pipeline for each."""

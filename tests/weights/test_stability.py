@@ -126,6 +126,7 @@ def test_reading_ahead_is_stable_up_to_the_limit_of_its_polynomial(
         assert found < 0.1 if ends else found > 10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("motion", "a", "b"), [(0, 1.8, 0.2), (1, 2.0, 0.0)])
 def test_reading_ahead_by_two_is_stable_up_to_the_limit_of_its_polynomial(motion: int, a: float, b: float) -> None:
     limit = limit_of(delayed(0.9, a, b, delay=2))
