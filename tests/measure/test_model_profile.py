@@ -8,10 +8,11 @@ import yaml
 from torch import nn
 
 from penstock.errors import ConfigError, DataError
+from penstock.measure.block_figures import BlockFigures, PassFigures
 from penstock.measure.configured import _said_of_links
 from penstock.measure.distinct_blocks import kind_of
 from penstock.measure.machine.links import SIZES, Ping, fit, ping, sizes_around
-from penstock.measure.model_profile import measure_blocks, profile_of
+from penstock.measure.model_profile import MeasuredBlock, measure_blocks, profile_of
 from penstock.measure.stages.stage_trial import BlockInput, BlockPlace, StageTrial, Training
 from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.models.gpt_shape import GPTConfig
@@ -191,6 +192,26 @@ def test_a_measured_profile_is_read_again():
     layer = again.layers[1]
     assert layer.output == [8 * 16 * 4, 2 * 8 * 16 * 4]
     assert layer.parameters == 4 * (12 * 16 * 16 + 2 * 16)
+
+
+def test_what_an_update_takes_whatever_it_updates_counts_once_for_a_stage(monkeypatch):
+    """Here 0.25 s, and 0.5 s for each block; the one in the middle has no parameters."""
+    monkeypatch.setattr(StageTrial, "update", lambda trial, *_: 0.25 + 0.5 * len(trial._runtime.module.blocks))
+    found = measured([Multiplied(1), Multiplied(1), nn.Tanh(), Multiplied(1)])
+    assert [block.update_shared for block in found] == [None, 0.25, None, None]
+    profile = profile_of("model", found)
+    assert (profile.update, [layer.step for layer in profile.layers]) == (0.25, [0.5, 0.5, 0.0, 0.5])
+    assert parse_profile(profile_text(profile), "again") == profile
+
+
+@pytest.mark.parametrize(("shared", "update"), [((0.25, 0.5, 0.125), 0.25), ((-0.5, -0.25, 0.5), 0.0), ((9.0,), 0.75)])
+def test_what_every_update_takes_is_no_less_than_nothing_and_no_more_than_one(shared, update):
+    """Measured times are not exact; the middle one counts."""
+    weights = BlockFigures(8, 8, None, 0, 16, 0.75)
+    nothing = {"passes": {1: PassFigures(1.0, 2.0, 8, 8)}, "shared": {1: 0}, "movable_with": {1: 0}}
+    blocks = [MeasuredBlock(f"b{n}", "", weights=weights, update_shared=s, **nothing) for n, s in enumerate(shared)]
+    profile = profile_of("model", blocks)
+    assert (profile.update, profile.layers[0].step) == (update, 0.75 - update)
 
 
 def test_a_link_is_fitted_by_relative_errors():

@@ -18,7 +18,7 @@ from penstock.plan.measured_run import compare_with_run, predicted_batch, recali
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.files import parse_profile, profile_text, read_profile
 from penstock.plan.profile.schema import Calibration, Profile, ProfiledLayer, ProfiledLink
-from penstock.plan.run_forecast import RunSettings
+from penstock.plan.run_forecast import RunSettings, run_forecast
 from penstock.timeline import Interval, Timeline
 
 PLAIN = RunSettings("1f1b", 2, 1, 4, 1, (False, False), (2, 1))
@@ -86,6 +86,18 @@ def test_predictions_are_those_of_the_slower_machine(settings):
         first.backward_weight += 0.25
         first.backward += 0.25
     assert predicted_batch(profile_with(MACHINE), settings) == pytest.approx(predicted_batch(slower, settings))
+
+
+def test_every_stage_has_an_update_of_its_own_once():
+    """Besides those of its layers, and as much longer in runs; the rest of the layers is what a run tells."""
+    profile = profile_with(MACHINE).model_copy(update={"update": 0.125})
+    assert [stage.step for stage in run_forecast(profile, PLAIN)[1].stages] == [2 * 1.0 + 0.25, 1.0 + 0.25]
+    said = Console(width=200, record=True)
+    said.print(profile_tables(profile, 200))
+    assert "The update of a stage takes 125 ms besides those of its layers." in said.export_text()
+    taken = [stage.step for stage in run_forecast(profile.model_copy(update={"calibration": None}), PLAIN)[1].stages]
+    measured = MeasuredPasses(tuple({"F": 3, "B": 5, "STEP": 3 * step} for step in taken), 0.25)
+    assert calibrated(profile, {"a": (PLAIN, measured)}).calibration.step == pytest.approx(3)
 
 
 def test_plans_take_it_into_account():

@@ -94,6 +94,15 @@ def test_factors_are_found_again():
     assert [stage.error(kind) for stage in again.stages for kind in ("F", "B")] == pytest.approx([0] * 4, abs=1e-9)
 
 
+def test_what_every_update_takes_stays_where_a_run_took_longer():
+    profile = small_profile(update=0.0625)
+    timeline = played((3.0, 3.0), (5.0, 4.0), (0.4625, 0.3625))
+    better = recalibrated(profile, SETTINGS, compare_with_run(profile, SETTINGS, timeline), "a run")
+    assert (better.update, [layer.step for layer in better.layers]) == (0.0625, pytest.approx([0.2, 0.2, 0.3]))
+    found = compare_with_run(better, SETTINGS, timeline)
+    assert [stage.error("STEP") for stage in found.stages] == pytest.approx([0] * 2, abs=1e-9)
+
+
 def halved_profile(layers):
     """A layer's forward takes 1, its backward 2 and 1 for the weights, an update 0.125; all bytes are 0."""
     found = [

@@ -81,7 +81,7 @@ def measure_block(
     with closing(StageTrial({name: block}, place, training)) as trial:
         passes = {size: _measure(trial, given, seconds, tensor) for size, given in inputs.items()}
         behind = {} if place.last else {size: trial.output_of(given) for size, given in inputs.items()}
-        weights = _measure_update(trial, inputs[min(inputs)], training, seconds)
+        weights = measure_update(trial, inputs[min(inputs)], training, seconds)
     if place.first:
         kept = _measure_kept_inputs(name, block, place, inputs, training)
         passes = {size: replace(each, data=kept[size]) for size, each in passes.items()}
@@ -144,8 +144,11 @@ def _goes_on(runs: int, end: float, tensor: TensorGroup) -> bool:
     return runs < _FEWEST or (runs < _MOST and tensor.says(time.perf_counter() < end))
 
 
-def _measure_update(trial: StageTrial, given: BlockInput, training: Training, seconds: float) -> BlockFigures:
-    """Measure the update, for so many seconds or a few times; the first one, which makes the state, is not counted."""
+def measure_update(trial: StageTrial, given: BlockInput, training: Training, seconds: float) -> BlockFigures:
+    """Measure the update of a stage, for so many seconds or a few times.
+
+    The first one, which makes the state, is not counted.
+    """
     there = trial.weight_bytes
     whole = there.whole if training.options.precision.low is not None else None
     if not there.parameters:

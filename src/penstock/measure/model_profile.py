@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import closing
+from statistics import median
 from typing import Any, NamedTuple
 
 from penstock.comm.core.tensor_group import TensorGroup
 from penstock.errors import ConfigError
-from penstock.measure.block_figures import BlockFigures, PassFigures, measure_block, movable_bytes
+from penstock.measure.block_figures import BlockFigures, PassFigures, measure_block, measure_update, movable_bytes
 from penstock.measure.distinct_blocks import kind_of, title_of
 from penstock.measure.stages.stage_trial import BlockInput, BlockPlace, StageTrial, Training
 from penstock.options.all_options import PipelineOptions
@@ -28,6 +29,8 @@ class MeasuredBlock(NamedTuple):
         weights: what its weights take.
         shared: by microbatch size, bytes that it and the block before both keep, if they are in one stage.
         movable_with: the same of what can be moved to the host's memory of both together, beside that of each.
+        update_shared: seconds by which the update of both in one stage takes less than those of each by itself; None
+            for the first block, and where one of them has no parameters.
     """
 
     name: str
@@ -36,6 +39,7 @@ class MeasuredBlock(NamedTuple):
     weights: BlockFigures
     shared: Mapping[int, int]
     movable_with: Mapping[int, int]
+    update_shared: float | None = None
 
 
 def measure_blocks(
@@ -79,6 +83,14 @@ class _Known(NamedTuple):
     behind: dict[int, BlockInput]
 
 
+class _Pair(NamedTuple):
+    """What two blocks in one stage take beside each by itself, as `MeasuredBlock` has it."""
+
+    shared: dict[int, int]
+    movable_with: dict[int, int]
+    update_shared: float | None
+
+
 class _Place(NamedTuple):
     """A block, where it stands, what it is given, and its kind."""
 
@@ -103,7 +115,7 @@ class _Walk:
         self._count, self._samples, self._training = count, samples, training
         self._seconds, self._told = seconds, told
         self._known: dict[Hashable, _Known] = {}
-        self._pairs: dict[tuple[Hashable, Hashable], tuple[dict[int, int], dict[int, int]]] = {}
+        self._pairs: dict[tuple[Hashable, Hashable], _Pair] = {}
         self._titles: dict[str, int] = {}
         self._inputs = {size: BlockInput(value) for size, (value, _) in sorted(samples.items())}
         self._before: _Place | None = None
@@ -118,7 +130,7 @@ class _Walk:
             self._told(name)
             self._known[here.kind] = self._measure(here)
         label, passes, weights, behind = self._known[here.kind]
-        both, before = (dict.fromkeys(self._inputs, 0),) * 2, self._before
+        both, before = _Pair(*(dict.fromkeys(self._inputs, 0),) * 2, None), self._before
         if before is not None:
             pair = before.kind, here.kind
             if pair not in self._pairs:
@@ -139,16 +151,25 @@ class _Walk:
         measured = measure_block(here.name, here.block, here.place, here.inputs, self._training, self._seconds)
         return _Known(title if count == 1 else f"{title} {count}", *measured)
 
-    def _together(self, before: _Place, here: _Place) -> tuple[dict[int, int], dict[int, int]]:
-        """Return by how many bytes less a stage of two blocks keeps, and by how many more can be moved, by size."""
+    def _together(self, before: _Place, here: _Place) -> _Pair:
+        """Return by how much less a stage of two blocks takes and keeps, and how many more bytes can be moved."""
         place = BlockPlace(before.place.first, here.place.last)
         blocks, inputs = {before.name: before.block, here.name: here.block}, self._with_targets(before.inputs, place)
         alone = {size: [self._known[each.kind].passes[size] for each in (before, here)] for size in inputs}
         with closing(StageTrial(blocks, place, self._training)) as both:
             shared = {n: sum(each.stored for each in alone[n]) - both.run(given).stored for n, given in inputs.items()}
+            update = self._update_shared(both, before, here, inputs[min(inputs)])
         movable = movable_bytes(blocks, place, inputs, self._training) or dict.fromkeys(inputs, 0)
         more = {n: max(most - sum(each.movable or 0 for each in alone[n]), 0) for n, most in movable.items()}
-        return shared, more
+        return _Pair(shared, more, update)
+
+    def _update_shared(self, both: StageTrial, before: _Place, here: _Place, given: BlockInput) -> float | None:
+        """Return by how much less the update of a stage of two blocks takes than those of each by itself."""
+        alone = [self._known[each.kind].weights for each in (before, here)]
+        if not all(weights.parameters for weights in alone):
+            return None
+        together = measure_update(both, given, self._training, self._seconds).step
+        return sum(weights.step for weights in alone) - together
 
 
 def profile_of(
@@ -173,11 +194,24 @@ def profile_of(
     given: dict[str, Any] = {"format": "penstock profile 1", "name": name, "source": source, "microbatch_sizes": sizes}
     given |= {"settings": dict(settings)} if settings else {}
     given |= {"links": list(links)} if links else {}
-    return Profile(**given, cores=cores, layers=[_layer(block) for block in measured])
+    update = _update_of_stages(measured)
+    return Profile(**given, cores=cores, update=update, layers=[_layer(block, update) for block in measured])
 
 
-def _layer(block: MeasuredBlock) -> ProfiledLayer:
-    """Return a block as a layer of a profile."""
+def _update_of_stages(measured: Sequence[MeasuredBlock]) -> float:
+    """Return the seconds that an update takes whatever is in its stage: no more than that of any block."""
+    shared = [block.update_shared for block in measured if block.update_shared is not None]
+    least = min((block.weights.step for block in measured if block.weights.parameters), default=0.0)
+    return _rounded(min(max(median(shared), 0.0), least)) if shared else 0.0
+
+
+def _layer(block: MeasuredBlock, update: float) -> ProfiledLayer:
+    """Return a block as a layer of a profile.
+
+    Args:
+        block: that was measured.
+        update: the seconds of its own update that every stage takes once.
+    """
 
     def each(value: Callable[[PassFigures], float]) -> Numbers:
         return _numbers([value(figures) for figures in block.passes.values()])
@@ -211,7 +245,7 @@ def _layer(block: MeasuredBlock) -> ProfiledLayer:
         parameters=float(weights.parameters),
         buffer=float(weights.buffer),
         optimizer=float(weights.optimizer),
-        step=_rounded(weights.step),
+        step=_rounded(max(weights.step - update, 0.0)),
         **sizes,
         **halves,
     )

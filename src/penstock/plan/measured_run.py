@@ -104,7 +104,7 @@ def recalibrated(profile: Profile, settings: RunSettings, comparison: RunCompari
     layers = list(profile.layers)
     ends = pairwise((0, *accumulate(settings.balance)))
     for stage, (first, last), recomputed in zip(comparison.stages, ends, settings.recompute, strict=True):
-        forward, step = _factor(stage, "F"), _factor(stage, "STEP")
+        forward, step = _factor(stage, "F"), _factor(stage, "STEP", profile.update)
         for number in range(first, last):
             layer = layers[number]
             again = _value(layer.forward, at) if recomputed else 0.0
@@ -128,7 +128,7 @@ def _folded(profile: Profile) -> Profile:
     times = more.forward, more.backward, (more.backward, more.backward), more.step
     layers = [_with_times(layer, *times) for layer in profile.layers]
     left = Calibration(between=more.between, runs=more.runs)
-    return profile.model_copy(update={"layers": layers, "calibration": left})
+    return profile.model_copy(update={"layers": layers, "calibration": left, "update": profile.update_in_runs})
 
 
 def _with_times(
@@ -173,10 +173,12 @@ def _batch_seconds(timeline: Timeline) -> float:
     return statistics.median(b - a for a, b in pairwise(ends))
 
 
-def _factor(stage: StageTimes, kind: str) -> float:
-    """Return by what the predicted time must be multiplied."""
+def _factor(stage: StageTimes, kind: str, fixed: float = 0.0) -> float:
+    """Return by what the predicted time must be multiplied, but for a part of it that stays as it is."""
     predicted, measured = stage.predicted.get(kind), stage.measured.get(kind)
-    return measured / predicted if predicted and measured else 1.0
+    if not predicted or not measured or predicted <= fixed:
+        return 1.0
+    return max(measured - fixed, 0.0) / (predicted - fixed)
 
 
 def _factor_of_part(stage: StageTimes, kind: str, base: float, again: float, forward: float) -> float:

@@ -131,7 +131,8 @@ def profiled_devices(profile: Profile, settings: RunSettings) -> Devices:
     link = profile.links[0] if profile.links else None
     level = DeviceLevel(settings.stages * settings.width, link.bandwidth if link else _FAST / 10)
     latency, work = (link.latency, (link.work, link.work_per_byte)) if link else (0.0, (0.0, 0.0))
-    return Devices((level,), None, latency, profile.cores, link_work=work, between=profile.in_runs.between)
+    between, update = profile.in_runs.between, profile.update_in_runs
+    return Devices((level,), None, latency, profile.cores, link_work=work, between=between, update=update)
 
 
 def _proof(settings: RunSettings, decides: bool) -> Proof:
@@ -193,7 +194,7 @@ def _costs(schedule: Schedule, graph: LayerGraph, settings: RunSettings, devices
     across = min(map(links.around, ranks))
     holders, divided = settings.width * schedule.directions, schedule.sharding != REPLICATED
     parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())
-    steps = np.diff(chain.steps[cuts]) / (holders if divided else 1)
+    steps = np.diff(chain.steps[cuts]) / (holders if divided else 1) + devices.update
     network = None
     if divided:
         network = Network(

@@ -71,7 +71,8 @@ def devices_of(
         if bandwidth is not None:
             raise ConfigError("--cluster says what links do; leave --bandwidth out, or --cluster")
         found, counts = _of_clusters(cluster.split(","), devices)
-    return replace(_of_kinds(found, counts, speed, memory), between=profile.in_runs.between)
+    between, update = profile.in_runs.between, profile.update_in_runs
+    return replace(_of_kinds(found, counts, speed, memory), between=between, update=update)
 
 
 def with_host(devices: Any, bandwidth: str | None, memory: str | None) -> Any:

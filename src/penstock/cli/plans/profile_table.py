@@ -41,6 +41,8 @@ def profile_tables(profile: Profile, width: int) -> Group:
         parts += [Text(), Text(f"A message takes {', between the next units '.join(links)}.")]
     if profile.cores is not None:
         parts.append(Text(f"At most {profile.cores:g} ranks of its machine work at full speed at once."))
+    if profile.update:
+        parts.append(Text(f"The update of a stage takes {profile.update * 1e3:.3g} ms besides those of its layers."))
     if (more := profile.calibration) is not None:
         parts.append(
             Text(

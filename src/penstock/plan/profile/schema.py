@@ -88,7 +88,7 @@ class ProfiledLayer(_Strict):
         frozen: bytes of its frozen parameters and module buffers.
         optimizer: bytes that the optimizer remembers; those of Adam if not given.
         largest: bytes of its largest parameter, as of `whole`; all of them if not given.
-        step: seconds of an update.
+        step: seconds of an update, besides `Profile.update`.
         options: ways to execute it, if it was profiled in several; then forward and backward may be left out.
     """
 
@@ -161,6 +161,7 @@ class Profile(_Strict):
         cores: how many ranks can work at full speed at once, of all those on the machine where the layers and links
             were measured; None if every device computes by itself.
         calibration: by how much more work takes in runs; None if that is not known.
+        update: seconds of the update of a stage, besides those of its layers.
         layers: in any order in which a layer without `inputs` follows the one that it reads.
     """
 
@@ -173,6 +174,7 @@ class Profile(_Strict):
     links: Annotated[list[ProfiledLink], Field(max_length=8)] = Field(default_factory=list)
     cores: Annotated[float, Field(gt=0, le=MOST_DEVICES, allow_inf_nan=False)] | None = None
     calibration: Calibration | None = None
+    update: Number = 0.0
     layers: Annotated[list[ProfiledLayer], Field(min_length=1, max_length=MOST_LAYERS)]
 
     @property
@@ -185,3 +187,8 @@ class Profile(_Strict):
     def in_runs(self) -> Calibration:
         """The calibration; one that changes nothing where there is none."""
         return self.calibration or Calibration()
+
+    @property
+    def update_in_runs(self) -> float:
+        """Seconds of the update of a stage in runs, besides those of its layers."""
+        return self.update * self.in_runs.step

@@ -99,6 +99,7 @@ class Devices:
         link_work: seconds of a core that a message takes at each of its ends, besides its bytes and for each of them,
             where devices share cores.
         between: seconds of a rank from one pass to the next one, for costs that know it.
+        update: seconds of the update of a stage besides those of its layers, for costs that know it.
         shares_link: all devices of the innermost level send to others by one link; the bandwidth of the next level is
             the part of each.
         kinds: of devices that differ, for costs that know it; none if all are as the profile says and hold `memory`.
@@ -112,6 +113,7 @@ class Devices:
     host_memory: float | None = None
     link_work: tuple[float, float] = (0.0, 0.0)
     between: float = 0.0
+    update: float = 0.0
     shares_link: bool = False
     kinds: tuple[DeviceKind, ...] = ()
 
