@@ -8,7 +8,6 @@ refuse at once whatever the proof would have refused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -55,6 +54,7 @@ class Executor:
         self._span = build_span(state, lowered, specs, holders, links, combine)
         program = lowered.programs[state.key.rank]
         self._period, self._epilogue, rejected = bind(program, self._span)
+        self._places_reports = program.places_reports
         self._rejected = rejected or self._period  # from a VALIDATE on that rejects
 
     @property
@@ -98,8 +98,8 @@ class Executor:
         """Run the instructions of the period (or epilogue) of batch t, or the others from a rejection on."""
         span, reports = self._span, self._span.reports
         for place, bound in enumerate(bounds, 1):
-            if reports.ready and bound.reports_first:
-                yield from reports.hand_out(math.inf if bound.report_lag is None else span.start + t - bound.report_lag)
+            if reports.ready and bound.report_lag is not None:
+                yield from reports.hand_out(span.start + t - bound.report_lag)
             if (t < bound.settled and not bound.exists(t)) or (bound.ahead and not span.more):
                 continue
             waits = bound.run(t)
@@ -116,7 +116,7 @@ class Executor:
             stage.books.drain(t)
         span.rejected = False
         yield from self._play(self._epilogue, t)
-        if any(bound.report_lag is not None for bound in self._period):
+        if self._places_reports:
             yield from span.reports.hand_out()  # others may wait for this rank's before they go on
         for stage in span.stages.values():
             yield from span.complete(stage, f"{stage.name}, the end of the run")

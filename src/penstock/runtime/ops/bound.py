@@ -73,12 +73,11 @@ class Bound:
         op: its operation.
         ahead: a RECV for the next batch; it is left out where no batch follows.
         settled: from which period on it is in every one of them, so that `exists` need not be asked.
-        reports_first: a report that is ready is handed out before it.
-        report_lag: if so, only of batches up to so many periods before the one that it runs in; None for any.
+        report_lag: reports that are ready are handed out before it, of batches up to so many periods before the one
+            that it runs in; of any if it is -inf, and of none if it is None.
     """
 
-    reports_first = True
-    report_lag: int | None = None
+    report_lag: float | None = -math.inf
 
     def __init__(self, instruction: Instruction, span: RankSpan) -> None:
         action = instruction.action

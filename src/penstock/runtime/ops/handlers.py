@@ -68,12 +68,11 @@ _HELD: Mapping[Op, Callable[[Instruction, RankSpan], Bound]] = MappingProxyType(
 
 def bind(program: LoweredProgram, span: RankSpan) -> list[list[Bound]]:
     """Bind the instructions of a rank: of its period, its epilogue, and the period with a rejected version."""
-    placed = any(instruction.report_lag is not None for instruction in program.period)
     found = [[_handler(instruction, span)(instruction, span) for instruction in part] for part in program]
     for part, bounds in zip(program, found, strict=True):
-        if placed:
+        if program.places_reports:
             for instruction, bound in zip(part, bounds, strict=True):
-                bound.reports_first, bound.report_lag = instruction.report_lag is not None, instruction.report_lag
+                bound.report_lag = instruction.report_lag
         else:
             _answer_first(bounds)
     return found
@@ -83,7 +82,7 @@ def _answer_first(bounds: Sequence[Bound]) -> None:
     """Let no report go before the backward that follows the loss: the stages before wait for its gradient."""
     for before, after in pairwise(bound for bound in bounds if bound.op not in (Op.SEND, Op.RECV)):
         if isinstance(before, Forward) and isinstance(after, Backward) and before.begins_backward(after):
-            after.reports_first = False  # and it waits for nothing
+            after.report_lag = None  # and it waits for nothing
 
 
 def _handler(instruction: Instruction, span: RankSpan) -> Callable[[Instruction, RankSpan], Bound]:

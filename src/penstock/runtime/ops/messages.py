@@ -16,7 +16,7 @@ from penstock.schedule.machine.instructions import Instruction
 class Send(Bound):
     """Posts a SEND; waits first while too many are outstanding on its lane."""
 
-    reports_first = False  # what a forward has made leaves before the caller gets a report
+    report_lag = None  # what a forward has made leaves before the caller gets a report
 
     def __init__(self, instruction: Instruction, span: RankSpan) -> None:
         super().__init__(instruction, span)
@@ -33,7 +33,8 @@ class Receive(Bound):
     def __init__(self, instruction: Instruction, span: RankSpan) -> None:
         super().__init__(instruction, span)
         self._inbox = span.mailbox.inbox(instruction.route)
-        self.reports_first = isinstance(self._inbox, ParkedInbox)  # others take no time, and a gradient may follow
+        if not isinstance(self._inbox, ParkedInbox):  # it takes no time, and a gradient may follow
+            self.report_lag = None
 
     def run(self, t: int) -> Iterator[Wait] | None:
         """Post it."""

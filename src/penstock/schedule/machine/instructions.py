@@ -95,6 +95,11 @@ class LoweredProgram(NamedTuple):
     epilogue: tuple[Instruction, ...]
     rejected: tuple[Instruction, ...] = ()
 
+    @property
+    def places_reports(self) -> bool:
+        """Whether its instructions say where reports are handed out."""
+        return any(instruction.report_lag is not None for instruction in self.period)
+
 
 @dataclass(frozen=True)
 class Lowered:
