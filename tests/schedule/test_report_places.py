@@ -219,6 +219,15 @@ def test_most_reports_come_of_their_own_accord() -> None:
         assert (with_report_places(lowered, decided=False) is not lowered) == marked
 
 
+@pytest.mark.parametrize("method", ["zb-h2-post", "zb-auto-post"])
+def test_the_place_is_the_same_where_a_version_is_rejected(method: str) -> None:
+    for plain in lowered_of(method, decides=True):
+        for period, _, rejected in with_report_places(plain, decided=True).programs:
+            assert len(rejected) > len(period)
+            (usual,), (other,) = ([i for i in each if i.report_lag is not None] for each in (period, rejected))
+            assert usual == other
+
+
 def test_a_place_elsewhere_is_noticed() -> None:
     """Reports of rank 0 that come with its last forward hold up the decision."""
     lowered = with_report_places(lowered_of("1f1b", decides=True)[0], decided=True)
