@@ -1,4 +1,4 @@
-"""Which cuts of a configuration fit into the memory of its ranks: by forecast, and by what its schedule holds."""
+"""What the ranks of a configuration hold, whatever its cuts are: by forecast, and by what its schedule holds."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from functools import cached_property
 
 from penstock.plan.simulated.block_chain import BlockChain, Floats
 from penstock.plan.simulated.candidate import Candidate
-from penstock.plan.simulated.fitting_cuts import FittingCuts
 from penstock.plan.simulated.planned_methods import (
     ActivationMemory,
     StageForecast,
     of_full_sharding,
     stage_forecast,
 )
-from penstock.plan.simulated.rank_memory import HostUse, RankMemory, StageSizes
+from penstock.plan.simulated.rank_memory import HostUse, RankMemory, RankWays, StageSizes
 from penstock.plan.simulated.schedule_cache import KnownSchedules, Moment
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.schedule.ir.schedule import WINDOW
@@ -25,7 +24,7 @@ from penstock.simulate.memory.predicted import MemoryOptions, always_there, rota
 
 
 class CandidateMemory:
-    """What the ranks of a configuration hold, and so which cuts fit.
+    """What the ranks of a configuration hold.
 
     Attributes:
         of: the configuration.
@@ -45,18 +44,18 @@ class CandidateMemory:
         self._forecasts: dict[int, StageForecast] = {}
         self._there: dict[tuple[str, StageFacts, bool], tuple[StageSizes, bool]] = {}
 
-    def of_span(self) -> FittingCuts:
-        """Return which cuts fit, by what ranks hold in a span.
+    def of_span(self) -> list[RankWays]:
+        """Return what each rank holds in a span.
 
         Raises:
             ScheduleError: there is no schedule.
             CapabilityError: what it holds is not predicted.
         """
-        return self._fit(lambda rank, does: self._known.moments(self.of.schedule, does)[rank], self._on_host)
+        return self._ways(lambda rank, does: self._known.moments(self.of.schedule, does)[rank], self._on_host)
 
-    def of_forecast(self) -> FittingCuts:
-        """Return which cuts fit, by what ranks will hold at least."""
-        return self._fit(self.foreseen, self._foreseen_on_host)
+    def of_forecast(self) -> list[RankWays]:
+        """Return what each rank will hold at least."""
+        return self._ways(self.foreseen, self._foreseen_on_host)
 
     def _forecast(self, stage: int) -> StageForecast:
         if stage not in self._forecasts:
@@ -105,27 +104,24 @@ class CandidateMemory:
         found = [beside | {graph: n, left: flight - n} for n in (1.0, 2.0) if n <= flight]
         return [*found, beside | {(rank, HeldKind.WHOLE): 1.0}]
 
-    def _fit(
+    def _ways(
         self,
         moments: Callable[[int, ActivationMemory], Sequence[Moment]],
         on_host: Callable[[int, ActivationMemory], HostUse | None],
-    ) -> FittingCuts:
-        """Return which cuts fit, given what ranks hold by what they do with their activations, and what the host does.
+    ) -> list[RankWays]:
+        """Return the memory of each rank, given what it holds by what it does with its activations, and what the host.
 
         Args:
             moments: of a rank.
             on_host: what is known of that.
         """
-        of, chain, devices = self.of, self._chain, self._devices
         tried = [ActivationMemory.KEPT]
-        if devices.memory is not None:
-            tried += [ActivationMemory.OFFLOADED] * of.offloads + [ActivationMemory.RECOMPUTED]
-        memory = [
+        if self._devices.memory is not None:
+            tried += [ActivationMemory.OFFLOADED] * self.of.offloads + [ActivationMemory.RECOMPUTED]
+        return [
             {each: self._rank_memory(stages, moments(rank, each), each, on_host(rank, each)) for each in tried}
             for rank, stages in enumerate(self.on)
         ]
-        steps, hop = of.updates(chain, devices), of.least_hop(chain, devices)
-        return FittingCuts(of, chain, steps, hop, of.limits(devices), memory, devices.host_memory)
 
     def _on_host(self, rank: int, does: ActivationMemory) -> HostUse | None:
         """Return what a rank has in the memory of the host; None if it has nothing there.

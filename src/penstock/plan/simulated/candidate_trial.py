@@ -19,7 +19,7 @@ from penstock.plan.simulated.candidate import Candidate, RankWork
 from penstock.plan.simulated.candidate_memory import CandidateMemory
 from penstock.plan.simulated.fitting_cuts import FittingCuts, TimedCuts, place_of
 from penstock.plan.simulated.planned_methods import ActivationMemory, least_microbatches
-from penstock.plan.simulated.rank_memory import Cuts
+from penstock.plan.simulated.rank_memory import Cuts, RankWays
 from penstock.plan.simulated.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Skipped, StageRating
@@ -197,14 +197,17 @@ class CandidateTrial:
             ScheduleError: there is no schedule.
             CapabilityError: what it holds is not predicted.
         """
-        return self.memory.of_span()
+        return self._fitting_in(self.memory.of_span())
 
     def _fit_once(self, scheduled: bool) -> FittingCuts:
         """Return which cuts fit, by what ranks hold in a span or by forecast."""
         key = self.of.away, self.of.offloads, scheduled
         if key not in self._fits:
-            self._fits[key] = self.memory.of_span() if scheduled else self.memory.of_forecast()
+            self._fits[key] = self._fitting_in(self.memory.of_span() if scheduled else self.memory.of_forecast())
         return self._fits[key]
+
+    def _fitting_in(self, memory: Sequence[RankWays]) -> FittingCuts:
+        return FittingCuts(self.of, self._chain, self._devices, memory)
 
     def _least(self) -> float:
         """Return the seconds per sample that it takes at least, cut where it fits by what is known so far.

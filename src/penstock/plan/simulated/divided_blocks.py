@@ -11,7 +11,7 @@ import numpy as np
 from penstock.plan.simulated.block_chain import BlockChain, Floats
 from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.planned_methods import ActivationMemory, stage_forecast
-from penstock.plan.simulated.rank_memory import RankMemory
+from penstock.plan.simulated.rank_memory import RankWays
 from penstock.simulate.memory.held import HeldKind
 
 BlockBytes: TypeAlias = Mapping[bool, tuple[Floats, float]]
@@ -25,7 +25,7 @@ def least_divided(
     of: Candidate,
     chain: BlockChain,
     limits: Sequence[float],
-    memory: Sequence[Mapping[ActivationMemory, RankMemory]],
+    memory: Sequence[RankWays],
     hop: float,
 ) -> float:
     """Return the seconds that a batch takes at least, without sums; infinite if the ranks have no room for all blocks.
@@ -34,7 +34,7 @@ def least_divided(
         of: whose ranks have several stages.
         chain: its blocks.
         limits: bytes of each rank; may be infinite.
-        memory: of each rank, by what it does with its activations.
+        memory: of each rank.
         hop: seconds of a message between ranks at least.
     """
     sizes = [_bytes_of_blocks(of, chain, rank, each) for rank, each in enumerate(memory)]
@@ -129,9 +129,7 @@ def _outside(of: Candidate, chain: BlockChain, hop: float) -> Floats:
     return found
 
 
-def _bytes_of_blocks(
-    of: Candidate, chain: BlockChain, rank: int, memory: Mapping[ActivationMemory, RankMemory]
-) -> BlockBytes:
+def _bytes_of_blocks(of: Candidate, chain: BlockChain, rank: int, memory: RankWays) -> BlockBytes:
     """Return the bytes of each block on a rank at least, and what the rank holds more, without recompute and with it.
 
     Of a block the rank holds as many microbatches as of the stage that has the fewest in flight; of one block in each

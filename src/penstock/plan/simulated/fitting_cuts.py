@@ -15,7 +15,8 @@ from penstock.plan.simulated.block_chain import BlockChain, Floats, between
 from penstock.plan.simulated.candidate import Candidate, RankWork
 from penstock.plan.simulated.divided_blocks import least_divided
 from penstock.plan.simulated.planned_methods import ActivationMemory
-from penstock.plan.simulated.rank_memory import Cuts, RankMemory
+from penstock.plan.simulated.rank_memory import Cuts, RankWays
+from penstock.plan.stages.device_hierarchy import Devices
 
 MOST_CUTS = 256
 """That are all tried."""
@@ -55,30 +56,19 @@ class FittingCuts:
     Args:
         of: what is cut.
         chain: its blocks.
-        steps: seconds of updates of the first 0, 1, .. of them.
-        hop: seconds of a message between ranks at least.
-        limits: bytes of each rank; may be infinite.
-        memory: of each rank, by what it does with its activations, in the order in which that is tried.
-        on_host: bytes that each rank may have in the memory of the host; None for any.
+        devices: to plan for.
+        memory: of each rank.
     """
 
-    def __init__(
-        self,
-        of: Candidate,
-        chain: BlockChain,
-        steps: Floats,
-        hop: float,
-        limits: Sequence[float],
-        memory: Sequence[Mapping[ActivationMemory, RankMemory]],
-        on_host: float | None = None,
-    ) -> None:
-        self._of, self._chain, self._steps, self._hop = of, chain, steps, hop
-        self._limits, self._memory = limits, memory
+    def __init__(self, of: Candidate, chain: BlockChain, devices: Devices, memory: Sequence[RankWays]) -> None:
+        self._of, self._chain, self._memory = of, chain, memory
+        self._steps, self._hop = of.updates(chain, devices), of.least_hop(chain, devices)
+        self._limits = of.limits(devices)
         self._depth, self._blocks, self.stages = of.depth, chain.blocks, of.stages
         self._ranks = of.method.ranks(of.depth)
         self._slow = (1 / of.speeds)[:, None, None]  # of matrices of each rank
         self._on_host = [m.on_host for of_rank in memory for m in of_rank.values() if m.on_host is not None]
-        self._matrices = [_matrices(each, on_host) for each in memory] if of.method.chunks == 1 else None
+        self._matrices = [_matrices(each, devices.host_memory) for each in memory] if of.method.chunks == 1 else None
 
     def held(self, rank: int, cuts: Cuts, does: ActivationMemory) -> float:
         """Return the most bytes that a rank holds; infinite if the memory of the host has no room for the rest."""
@@ -303,7 +293,7 @@ def _evenest(times: Floats) -> Cuts | None:
     return tuple(stage + place for stage, place in enumerate(reversed(places)))
 
 
-def _matrices(memory: Mapping[ActivationMemory, RankMemory], on_host: float | None) -> dict[ActivationMemory, Floats]:
+def _matrices(memory: RankWays, on_host: float | None) -> dict[ActivationMemory, Floats]:
     """Return the bytes of a rank between cuts, by what it does; infinite where the host has no room for the rest."""
     found = {does: each.between_cuts() for does, each in memory.items()}
     for does, each in memory.items():

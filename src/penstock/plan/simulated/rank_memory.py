@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from penstock.plan.simulated.block_chain import BlockChain, Floats
 from penstock.plan.simulated.candidate import Candidate
+from penstock.plan.simulated.planned_methods import ActivationMemory
 from penstock.plan.simulated.schedule_cache import Moment
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.predicted import AlwaysThere
@@ -140,3 +141,7 @@ class RankMemory:
             fixed = sum(self.sizes.fixed[each] for each in own)
             self._known[own] = float(fixed + (self._counts @ sizes).max(initial=0.0))
         return self._known[own]
+
+
+RankWays: TypeAlias = Mapping[ActivationMemory, RankMemory]
+"""The memory of a rank by what it does with its activations, in the order in which that is tried."""
