@@ -12,8 +12,8 @@ from benchmarks.predicted.forecasts import planned, predicted
 from benchmarks.predicted.report import paced_steps, percentile
 from benchmarks.predictions import summarize
 
+from penstock.plan.candidates.planned_methods import USUAL
 from penstock.plan.profile.schema import Profile, ProfiledLink
-from penstock.plan.simulated.planned_methods import USUAL
 
 ROOT = Path(__file__).parents[1]
 LINK = ProfiledLink(bandwidth=1e9)

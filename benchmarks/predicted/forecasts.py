@@ -21,15 +21,15 @@ from penstock.measure.machine.links import Ping, fit, sizes_around
 from penstock.measure.model_profile import measure_blocks, profile_of
 from penstock.options.all_options import PipelineOptions
 from penstock.plan.calibration import MeasuredPasses, calibrated, measured_passes
+from penstock.plan.candidates.block_chain import BlockChain
+from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.planned_methods import PLANNED, ActivationMemory
+from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.measured_run import predicted_batch
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.profile.schema import Profile, ProfiledLink
-from penstock.plan.simulated.block_chain import BlockChain
-from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError
-from penstock.plan.simulated.planned_methods import PLANNED, ActivationMemory
-from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.timeline import Interval, Timeline
 

@@ -94,14 +94,14 @@ DEFECTS = (
     ),
     Defect(
         "of a recomputed block the graph is not counted while it is made",
-        "plan/simulated",
+        "plan/candidates",
         "_most_of(inputs[1:] + stored, inputs)",
         "_most_of(inputs[1:], inputs)",
         ("tests/plan/test_planned_memory.py", "tests/plan/test_simulated.py"),
     ),
     Defect(
         "rounds of what 2bw has in flight are rounded up in the bound",
-        "plan/simulated",
+        "plan/candidates",
         "2 * m // flight * times.through / 2",
         "-(-m // flight) * times.through",
         ("tests/plan/test_search_against_brute_force.py", "tests/plan/test_simulated.py"),
@@ -115,7 +115,7 @@ DEFECTS = (
     ),
     Defect(
         "a microbatch too many is foreseen to be in flight",
-        "plan/simulated",
+        "plan/candidates",
         "flight = self._forecast(stage).activations",
         "flight = self._forecast(stage).activations + 1",
         ("tests/plan/test_search_against_brute_force.py", "tests/plan/test_simulated.py"),
@@ -171,7 +171,7 @@ DEFECTS = (
     ),
     Defect(
         "of a rank with several stages the memory of the largest counts",
-        "plan/simulated",
+        "plan/candidates",
         "fixed + (self._counts @ sizes).max(initial=0.0)",
         "fixed + (self._counts * sizes).max(initial=0.0)",
         ("tests/plan/test_planned_memory.py", "tests/plan/test_simulated.py"),

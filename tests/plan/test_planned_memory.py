@@ -8,15 +8,15 @@ import penstock
 import penstock.plan.planning as planning
 from penstock.measure.model_profile import measure_blocks, profile_of
 from penstock.options.all_options import PipelineOptions
+from penstock.plan.candidates.block_chain import BlockChain
+from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.planned_methods import PLANNED, ActivationMemory
+from penstock.plan.candidates.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.files import parse_profile, profile_text
 from penstock.plan.profile.layer_graph import layer_graph
-from penstock.plan.simulated.block_chain import BlockChain
-from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.simulated.chosen_plan import train_settings
-from penstock.plan.simulated.planned_methods import PLANNED, ActivationMemory
-from penstock.plan.simulated.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.pipeline_stats import TOTAL_ON_DEVICE

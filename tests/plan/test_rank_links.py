@@ -13,6 +13,9 @@ import yaml
 
 import penstock
 from penstock.errors import ConfigError
+from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.planned_methods import PLANNED
+from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.cluster.files import find_cluster
 from penstock.plan.cluster.rank_links import RankLinks
 from penstock.plan.plan_export import plan_file, planning_json
@@ -21,11 +24,8 @@ from penstock.plan.planners.two_bw import Sized
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.layer_graph import LayerGraph, layer_graph
 from penstock.plan.profile.schema import Profile, ProfiledLayer
-from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.chosen_plan import rank_orders
 from penstock.plan.simulated.plan_search import simulated_plans
-from penstock.plan.simulated.planned_methods import PLANNED
-from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import DeviceKind, DeviceLevel, Devices
 from penstock.schedule.ir.rank_numbers import RANK_ORDERS, RankNumbers
 from penstock.train.config.load import load_config

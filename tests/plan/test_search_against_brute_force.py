@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import Phase, given, seed, settings, strategies as st
 
+from penstock.plan.candidates.planned_methods import METHODS, PLANNED, USUAL, activations_of
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.simulated.plan_search import simulated_plans
-from penstock.plan.simulated.planned_methods import METHODS, PLANNED, USUAL, activations_of
 from penstock.plan.stages.device_hierarchy import DeviceKind, DeviceLevel, Devices
 from support.every_plan import OFFLOADED, Case, EveryPlan, kinds_of, looked_into
 

@@ -14,17 +14,10 @@ import yaml
 
 from penstock.cli.plans.plan_tables import _said_of_delay
 from penstock.errors import ConfigError, ScheduleError
-from penstock.plan.planners.two_bw import Sized
-from penstock.plan.profile.files import parse_profile
-from penstock.plan.profile.from_piper import from_piper
-from penstock.plan.profile.layer_graph import layer_graph
-from penstock.plan.simulated import candidate as candidate_module, schedule_cache
-from penstock.plan.simulated.block_chain import BlockChain
-from penstock.plan.simulated.candidate import Candidate, least_of_largest
-from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError
-from penstock.plan.simulated.fitting_cuts import place_of
-from penstock.plan.simulated.plan_search import simulated_plans
-from penstock.plan.simulated.planned_methods import (
+from penstock.plan.candidates import candidate as candidate_module, schedule_cache
+from penstock.plan.candidates.block_chain import BlockChain
+from penstock.plan.candidates.candidate import Candidate, least_of_largest
+from penstock.plan.candidates.planned_methods import (
     METHODS,
     PLANNED,
     USUAL,
@@ -32,7 +25,14 @@ from penstock.plan.simulated.planned_methods import (
     least_microbatches,
     stage_forecast,
 )
-from penstock.plan.simulated.schedule_cache import KnownSchedules, ScheduleKey
+from penstock.plan.candidates.schedule_cache import KnownSchedules, ScheduleKey
+from penstock.plan.planners.two_bw import Sized
+from penstock.plan.profile.files import parse_profile
+from penstock.plan.profile.from_piper import from_piper
+from penstock.plan.profile.layer_graph import layer_graph
+from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError
+from penstock.plan.simulated.fitting_cuts import place_of
+from penstock.plan.simulated.plan_search import simulated_plans
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.memory_simulation import most_held

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.plan.candidates.block_chain import BlockChain
+from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.device_choice import placements
+from penstock.plan.candidates.planned_methods import PLANNED, USUAL, ActivationMemory
+from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.layer_graph import layer_graph
-from penstock.plan.simulated.block_chain import BlockChain
-from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError
-from penstock.plan.simulated.device_choice import placements
 from penstock.plan.simulated.plan_search import simulated_plans
-from penstock.plan.simulated.planned_methods import PLANNED, USUAL, ActivationMemory
-from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import DeviceKind, DeviceLevel, Devices
 
 KNOWN = KnownSchedules()

@@ -13,8 +13,8 @@ from functools import cache
 from typing import NamedTuple
 
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
+from penstock.plan.candidates.planned_methods import PLANNED, USUAL, ActivationMemory
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.simulated.planned_methods import PLANNED, USUAL, ActivationMemory
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.two_bw_cost import bandwidths
 from penstock.schedule.add_options import extend

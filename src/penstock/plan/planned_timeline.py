@@ -11,14 +11,14 @@ import numpy as np
 
 from penstock.errors import ConfigError
 from penstock.idle_time import Idle, split_time
+from penstock.plan.candidates.block_chain import BlockChain
+from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.planned_methods import PLANNED, activations_of
+from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.planning import Planning, PlanRequest, make_plan
 from penstock.plan.profile.schema import Numbers, Profile
 from penstock.plan.run_forecast import stages_decide
-from penstock.plan.simulated.block_chain import BlockChain
-from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.candidate_trial import NAME, CandidateTrial
-from penstock.plan.simulated.planned_methods import PLANNED, activations_of
-from penstock.plan.simulated.schedule_cache import KnownSchedules
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.schedule.ir.rank_numbers import RANK_ORDERS
 from penstock.simulate.simulate import simulate_schedule

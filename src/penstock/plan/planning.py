@@ -11,6 +11,7 @@ from penstock.errors import CapabilityError, ConfigError
 from penstock.plan.any_links.device_order import Floats, link_matrix, ordered_links
 from penstock.plan.any_links.spp import plan_as_spp
 from penstock.plan.any_links.spp_cost import SppCost
+from penstock.plan.candidates.planned_methods import METHODS
 from penstock.plan.planners.pipedream import Choices, plan_as_pipedream, plan_for_pipedream_cost
 from penstock.plan.planners.two_bw import Sized, plan_as_two_bw
 from penstock.plan.planners.two_bw_unequal_stages import plan_for_two_bw_cost
@@ -21,7 +22,6 @@ from penstock.plan.run_forecast import stages_decide
 from penstock.plan.shared_links import with_shared_links
 from penstock.plan.simulated.candidate_trial import NAME as SIMULATED
 from penstock.plan.simulated.plan_search import simulated_plans
-from penstock.plan.simulated.planned_methods import METHODS
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.pipedream_cost import PipeDreamCost
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Skipped

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ConfigError
+from penstock.plan.candidates.block_chain import BlockChain
 from penstock.plan.cluster.rank_links import rank_links
 from penstock.plan.profile.layer_graph import LayerGraph, layer_graph
 from penstock.plan.profile.schema import Profile
-from penstock.plan.simulated.block_chain import BlockChain
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.schedule.add_options import extend
 from penstock.schedule.build import ScheduleRequest

@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from penstock.byte_sizes import human_bytes
 from penstock.errors import CapabilityError, ScheduleError
-from penstock.plan.simulated.block_chain import BlockChain, Floats, PassSums
-from penstock.plan.simulated.candidate import Candidate, RankWork
-from penstock.plan.simulated.candidate_memory import CandidateMemory
+from penstock.plan.candidates.block_chain import BlockChain, Floats, PassSums
+from penstock.plan.candidates.candidate import Candidate, RankWork
+from penstock.plan.candidates.candidate_memory import CandidateMemory
+from penstock.plan.candidates.planned_methods import ActivationMemory, least_microbatches
+from penstock.plan.candidates.rank_memory import Cuts, RankWays
+from penstock.plan.candidates.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.simulated.fitting_cuts import FittingCuts, TimedCuts, place_of
-from penstock.plan.simulated.planned_methods import ActivationMemory, least_microbatches
-from penstock.plan.simulated.rank_memory import Cuts, RankWays
-from penstock.plan.simulated.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Skipped, StageRating
 from penstock.schedule.machine.shared_cores import SharedCores

@@ -11,12 +11,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.planned_methods import ActivationMemory
+from penstock.plan.candidates.rank_memory import Cuts
 from penstock.plan.planners.two_bw import single_device_ways
-from penstock.plan.simulated.candidate import Candidate
 from penstock.plan.simulated.candidate_trial import NAME, CandidateTrial
 from penstock.plan.simulated.fitting_cuts import TimedCuts
-from penstock.plan.simulated.planned_methods import ActivationMemory
-from penstock.plan.simulated.rank_memory import Cuts
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating
 from penstock.schedule.ir.rank_numbers import RANK_ORDERS, RankOrder

@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from penstock.plan.simulated.block_chain import BlockChain, Floats
-from penstock.plan.simulated.candidate import Candidate
-from penstock.plan.simulated.planned_methods import ActivationMemory, stage_forecast
-from penstock.plan.simulated.rank_memory import RankWays
+from penstock.plan.candidates.block_chain import BlockChain, Floats
+from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.planned_methods import ActivationMemory, stage_forecast
+from penstock.plan.candidates.rank_memory import RankWays
 from penstock.simulate.memory.held import HeldKind
 
 BlockBytes: TypeAlias = Mapping[bool, tuple[Floats, float]]

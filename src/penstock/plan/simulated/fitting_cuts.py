@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.simulated.block_chain import BlockChain, Floats, between
-from penstock.plan.simulated.candidate import Candidate, RankWork
+from penstock.plan.candidates.block_chain import BlockChain, Floats, between
+from penstock.plan.candidates.candidate import Candidate, RankWork
+from penstock.plan.candidates.planned_methods import ActivationMemory
+from penstock.plan.candidates.rank_memory import Cuts, RankWays
 from penstock.plan.simulated.divided_blocks import least_divided
-from penstock.plan.simulated.planned_methods import ActivationMemory
-from penstock.plan.simulated.rank_memory import Cuts, RankWays
 from penstock.plan.stages.device_hierarchy import Devices
 
 MOST_CUTS = 256

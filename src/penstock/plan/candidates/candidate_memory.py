@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from penstock.plan.simulated.block_chain import BlockChain, Floats
-from penstock.plan.simulated.candidate import Candidate
-from penstock.plan.simulated.planned_methods import (
+from penstock.plan.candidates.block_chain import BlockChain, Floats
+from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.planned_methods import (
     ActivationMemory,
     StageForecast,
     of_full_sharding,
     stage_forecast,
 )
-from penstock.plan.simulated.rank_memory import HostUse, RankMemory, RankWays, StageSizes
-from penstock.plan.simulated.schedule_cache import KnownSchedules, Moment
+from penstock.plan.candidates.rank_memory import HostUse, RankMemory, RankWays, StageSizes
+from penstock.plan.candidates.schedule_cache import KnownSchedules, Moment
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.schedule.ir.schedule import WINDOW
 from penstock.schedule.methods.corrections import CORRECTIONS

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from penstock.plan.candidates.block_chain import BlockChain, Floats, PassSums
+from penstock.plan.candidates.device_choice import Placement
+from penstock.plan.candidates.planned_methods import PlannedMethod, stage_forecast
+from penstock.plan.candidates.schedule_cache import ScheduleKey
 from penstock.plan.cluster.rank_links import RankLinks, rank_links
 from penstock.plan.planners.two_bw import Sized
-from penstock.plan.simulated.block_chain import BlockChain, Floats, PassSums
-from penstock.plan.simulated.device_choice import Placement
-from penstock.plan.simulated.planned_methods import PlannedMethod, stage_forecast
-from penstock.plan.simulated.schedule_cache import ScheduleKey
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.schedule.ir.rank_numbers import RANK_ORDERS, RankNumbers, RankOrder
 from penstock.simulate.memory.held import HeldKind

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.plan.simulated.planned_methods import ActivationMemory, PlannedMethod
+from penstock.plan.candidates.planned_methods import ActivationMemory, PlannedMethod
 from penstock.schedule.add_options import extend, extended
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.compiled.collective_events import NotCompiledError, StuckError

@@ -9,10 +9,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.simulated.block_chain import BlockChain, Floats
-from penstock.plan.simulated.candidate import Candidate
-from penstock.plan.simulated.planned_methods import ActivationMemory
-from penstock.plan.simulated.schedule_cache import Moment
+from penstock.plan.candidates.block_chain import BlockChain, Floats
+from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.planned_methods import ActivationMemory
+from penstock.plan.candidates.schedule_cache import Moment
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.predicted import AlwaysThere
 

@@ -1,0 +1,1 @@
+"""Configurations of the planner that simulates, one at a time."""
