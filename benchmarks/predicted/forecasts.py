@@ -22,14 +22,14 @@ from penstock.measure.model_profile import measure_blocks, profile_of
 from penstock.options.all_options import PipelineOptions
 from penstock.plan.calibration import MeasuredPasses, calibrated, measured_passes
 from penstock.plan.candidates.block_chain import BlockChain
-from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.candidate import Candidate, NoPlanError
 from penstock.plan.candidates.planned_methods import PLANNED, ActivationMemory
 from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.measured_run import predicted_batch
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.profile.schema import Profile, ProfiledLink
-from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError
+from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.timeline import Interval, Timeline
 
@@ -167,6 +167,6 @@ def planned(
         except NoPlanError as error:
             raise RuntimeError(f"the planner refuses {of}: {error.skipped}") from None
         does = ActivationMemory.RECOMPUTED if of.recompute else ActivationMemory.KEPT
-        (seconds,) = trial.batch_times([(cuts, [does] * of.depth)])
+        (seconds,) = trial.times.batch_times([(cuts, [does] * of.depth)])
         found.append((of._replace(balance=tuple(b - a for a, b in pairwise(cuts))), seconds))
     return found

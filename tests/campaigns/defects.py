@@ -157,7 +157,7 @@ DEFECTS = (
     ),
     Defect(
         "a plan's batch is one of a short run, with fill and drain",
-        "plan/simulated",
+        "plan/candidates",
         "_SPANS = (3, 5)",
         "_SPANS = (0, 2)",
         ("tests/plan/test_simulated.py",),

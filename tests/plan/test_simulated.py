@@ -16,7 +16,7 @@ from penstock.cli.plans.plan_tables import _said_of_delay
 from penstock.errors import ConfigError, ScheduleError
 from penstock.plan.candidates import candidate as candidate_module, schedule_cache
 from penstock.plan.candidates.block_chain import BlockChain
-from penstock.plan.candidates.candidate import Candidate, least_of_largest
+from penstock.plan.candidates.candidate import Candidate, NoPlanError, least_of_largest
 from penstock.plan.candidates.planned_methods import (
     METHODS,
     PLANNED,
@@ -30,7 +30,7 @@ from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.from_piper import from_piper
 from penstock.plan.profile.layer_graph import layer_graph
-from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError
+from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.simulated.fitting_cuts import place_of
 from penstock.plan.simulated.plan_search import simulated_plans
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
@@ -367,10 +367,10 @@ def test_no_plan_is_faster_than_its_bound(method):
         cuts = (0, *sorted(random.sample(range(1, len(graph.layers)), stages - 1)), len(graph.layers))
         if m < least_microbatches(of, depth):
             continue
-        (batch,) = trial.batch_times([(cuts, again)])
+        (batch,) = trial.times.batch_times([(cuts, again)])
         assert made.bound(blocks, devices) * m * width <= batch * (1 + 1e-9)
         assert next(trial.bounds()) * m * width <= batch * (1 + 1e-9)
-        assert trial.least_batch(cuts, again) <= batch * (1 + 1e-9)
+        assert trial.times.least_batch(cuts, again) <= batch * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("method", ["1f1b", "eager", "gpipe"])
@@ -380,7 +380,7 @@ def test_bounds_are_near_where_stages_are_equal(method):
     made = Candidate(Sized(layer_graph(parse_profile(text, "equal")), 1, 16), PLANNED[method], 4, 1)
     devices = Devices((DeviceLevel(4, 10.0),), latency=0.2)
     trial = CandidateTrial(made, BlockChain(made.sized.graph, 2.0), devices, KnownSchedules())
-    (batch,) = trial.batch_times([((0, 2, 4, 6, 8), (KEPT,) * 4)])
+    (batch,) = trial.times.batch_times([((0, 2, 4, 6, 8), (KEPT,) * 4)])
     assert next(trial.bounds()) * 16 > 0.96 * batch
 
 
@@ -431,7 +431,7 @@ def test_more_microbatches_than_are_played_take_what_playing_them_says(method, m
             monkeypatch.setattr(candidate_module, "_MANY", many)
             trial = CandidateTrial(made, BlockChain(graph, 2.0), devices, known)
             held = [known.moments(made.schedule, does) for does in ((KEPT,) if of.halved else (KEPT, RECOMPUTED))]
-            found.append((trial.batch_times([(cuts, (KEPT,) * made.depth)])[0], held, made.played))
+            found.append((trial.times.batch_times([(cuts, (KEPT,) * made.depth)])[0], held, made.played))
         assert found[0][2] == (m,)
         assert found[1][2][-1] < m
         assert found[1][0] == pytest.approx(found[0][0], rel=1e-9)
@@ -445,9 +445,9 @@ def test_rounds_that_differ_are_no_prediction(monkeypatch):
     monkeypatch.setattr(candidate_module, "_MANY", 8)
     made = Candidate(Sized(chain(Random(0), 4), 1, 400), PLANNED["1f1b"], 2, 1)
     trial = CandidateTrial(made, BlockChain(made.sized.graph, 2.0), limited(), KnownSchedules())
-    assert trial._of_all_rounds(np.array([[10.0], [12.0], [14.0]])) == 14 + 2 * (400 - made.played[-1]) / 4
+    assert trial.times._of_all_rounds(np.array([[10.0], [12.0], [14.0]])) == 14 + 2 * (400 - made.played[-1]) / 4
     with pytest.raises(NoPlanError, match=r"do not take the same time by microbatch 20, .* 400 of them"):
-        trial._of_all_rounds(np.array([[10.0], [12.0], [14.1]]))
+        trial.times._of_all_rounds(np.array([[10.0], [12.0], [14.1]]))
 
 
 def test_a_huge_batch_is_planned_without_playing_it(monkeypatch):
@@ -574,6 +574,6 @@ def test_the_least_recompute_of_ranks_with_several_stages_is_a_bound(name):
         cuts = [(c, does) for c in fit.all() if (does := fit.activations(c)) is not None]
         if cuts:
             least = next(trial.bounds()) * made.samples
-            assert least <= min(trial.batch_times(cuts)) * (1 + 1e-9)
+            assert least <= min(trial.times.batch_times(cuts)) * (1 + 1e-9)
             recomputed += least > 1.05 * plain * made.samples
     assert recomputed

@@ -10,14 +10,14 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.plan.candidates.block_chain import BlockChain
-from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.candidate import Candidate, NoPlanError
 from penstock.plan.candidates.device_choice import placements
 from penstock.plan.candidates.planned_methods import PLANNED, USUAL, ActivationMemory
 from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.layer_graph import layer_graph
-from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError
+from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.simulated.plan_search import simulated_plans
 from penstock.plan.stages.device_hierarchy import DeviceKind, DeviceLevel, Devices
 
@@ -87,7 +87,7 @@ def best_times(trial, of, chain, all_places):
             again = [limited and bytes_[0] > memory for bytes_, (_, memory) in zip(held, place, strict=True)]
             if any(bytes_[a] > memory for bytes_, a, (_, memory) in zip(held, again, place, strict=True)):
                 continue
-            usual = trial.costs(np.array(cuts), [tried[each] for each in again])
+            usual = trial.times.costs(np.array(cuts), [tried[each] for each in again])
             stages = tuple(
                 type(each)(*(None if s is None else s / place[rank][0] for s in vars(each).values()))
                 for rank, each in zip(of.method.ranks(of.depth), usual.stages, strict=True)

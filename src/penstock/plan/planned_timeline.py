@@ -13,12 +13,13 @@ from penstock.errors import ConfigError
 from penstock.idle_time import Idle, split_time
 from penstock.plan.candidates.block_chain import BlockChain
 from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.candidate_times import CandidateTimes
 from penstock.plan.candidates.planned_methods import PLANNED, activations_of
 from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.planning import Planning, PlanRequest, make_plan
 from penstock.plan.profile.schema import Numbers, Profile
 from penstock.plan.run_forecast import stages_decide
-from penstock.plan.simulated.candidate_trial import NAME, CandidateTrial
+from penstock.plan.simulated.candidate_trial import NAME
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.schedule.ir.rank_numbers import RANK_ORDERS
 from penstock.simulate.simulate import simulate_schedule
@@ -51,9 +52,9 @@ def planned_timeline(planning: Planning) -> Timeline:
     candidate = Candidate(sized, method, settings["stages"], settings["width"], sharding, away, on, order, offloads)
     activations = activations_of(settings, method.ranks(candidate.depth))
     known = KnownSchedules(stages_decide(request.profile))
-    trial = CandidateTrial(candidate, BlockChain(sized.graph, 2.0), request.devices, known)
-    costs = trial.costs(np.array([0, *accumulate(settings["balance"])]), activations)
-    return simulate_schedule(known.proof(trial.schedule(activations), away), costs, _BATCHES).timeline
+    times = CandidateTimes(candidate, BlockChain(sized.graph, 2.0), request.devices, known)
+    costs = times.costs(np.array([0, *accumulate(settings["balance"])]), activations)
+    return simulate_schedule(known.proof(times.schedule(activations), away), costs, _BATCHES).timeline
 
 
 def idle_shares(timeline: Timeline) -> dict[str, float]:

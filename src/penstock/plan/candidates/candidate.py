@@ -18,6 +18,7 @@ from penstock.plan.candidates.schedule_cache import ScheduleKey
 from penstock.plan.cluster.rank_links import RankLinks, rank_links
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.planned import Skipped
 from penstock.schedule.ir.rank_numbers import RANK_ORDERS, RankNumbers, RankOrder
 from penstock.simulate.memory.held import HeldKind
 
@@ -301,6 +302,24 @@ class Candidate:
     def _said_of_devices(self) -> str:
         rows = [(name, len(list(row))) for name, row in groupby(map(str, self.on))]
         return ", on " * bool(rows) + ", ".join(name if n == 1 else f"{n} x {name}" for name, n in rows)
+
+
+class NoPlanError(Exception):
+    """There is no plan of a candidate, or none that is fast enough.
+
+    Attributes:
+        skipped: what is left out, and why.
+        refused: there is no schedule, whatever its ranks hold and how long they take.
+
+    Args:
+        of: the candidate.
+        why: there is none.
+        refused: as the attribute.
+    """
+
+    def __init__(self, of: Candidate, why: str, refused: bool = False) -> None:
+        super().__init__(why)
+        self.skipped, self.refused = Skipped(str(of), why), refused
 
 
 def least_of_largest(times: Floats, ranks: int) -> float:

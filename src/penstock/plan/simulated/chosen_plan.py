@@ -60,7 +60,7 @@ def chosen_plan(trial: CandidateTrial, found: TimedCuts, devices: Devices) -> Pl
     if not _several(of, devices) or (of.rank_order == _PIPELINES and all(_no_slower(of, devices))):
         return plan
     other = trial.twin(rank_order=_PIPELINES if of.rank_order == _REPLICAS else _REPLICAS)
-    (batch,) = other.batch_times([(found.cuts, found.activations)])
+    (batch,) = other.times.batch_times([(found.cuts, found.activations)])
     return in_order(plan, of.rank_order, batch)
 
 

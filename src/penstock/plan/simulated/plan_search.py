@@ -25,13 +25,13 @@ from typing import TypeAlias
 from penstock.errors import ConfigError, ScheduleError
 from penstock.gc_pause import no_collection
 from penstock.plan.candidates.block_chain import BlockChain
-from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.candidate import Candidate, NoPlanError
 from penstock.plan.candidates.device_choice import MOST_CHOICES, MOST_ORDERS, Placement, placements
 from penstock.plan.candidates.planned_methods import METHODS, PLANNED, USUAL, PlannedMethod
 from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.planners.two_bw import Sized, widths
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.simulated.candidate_trial import CandidateTrial, NoPlanError
+from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.simulated.chosen_plan import chosen_plan, rank_orders
 from penstock.plan.simulated.fitting_cuts import TimedCuts, place_of
 from penstock.plan.stages.device_hierarchy import Devices
@@ -246,7 +246,7 @@ class _Search:
             trial, found = ranked[0]
             of = trial.of
             try:
-                self._schedules.proof(trial.schedule(found.activations), of.away)
+                self._schedules.proof(trial.times.schedule(found.activations), of.away)
                 break
             except ScheduleError as error:
                 self._refused.append(Skipped(str(of), f"refused: {str(error).splitlines()[0]}"))

@@ -1,0 +1,211 @@
+"""How long one configuration takes with given cuts: its stages, its messages, and one more batch of a long run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise, product
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.plan.candidates.block_chain import BlockChain, Floats, PassSums
+from penstock.plan.candidates.candidate import Candidate, NoPlanError, RankWork
+from penstock.plan.candidates.planned_methods import ActivationMemory
+from penstock.plan.candidates.rank_memory import Cuts
+from penstock.plan.candidates.schedule_cache import KnownSchedules, ScheduleKey
+from penstock.plan.stages.device_hierarchy import Devices
+from penstock.schedule.machine.shared_cores import SharedCores
+from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.memory.held import HeldKind
+from penstock.simulate.sharding_traffic import Network
+
+_SAME = 1e-3  # by how much the times of rounds of microbatches may differ
+_SPANS = (3, 5)  # batches: what two more of them take
+_NO_BYTES = 1e-30  # of a network, which has to carry something
+
+
+class CandidateTimes:
+    """The times of one configuration with given cuts.
+
+    Attributes:
+        of: the configuration.
+
+    Args:
+        candidate: which.
+        chain: its blocks.
+        devices: to plan for.
+        known: schedules of this candidate and others.
+    """
+
+    def __init__(self, candidate: Candidate, chain: BlockChain, devices: Devices, known: KnownSchedules) -> None:
+        self.of, self._chain, self._devices, self._known = candidate, chain, devices, known
+        self._ranks = candidate.method.ranks(candidate.depth)  # of each stage
+
+    @cached_property
+    def _passes(self) -> PassSums:
+        return self.of.passes_of(self._chain)
+
+    @cached_property
+    def _between(self) -> list[int]:
+        """The cuts between ranks."""
+        return [s for s in range(1, self.of.stages) if self._ranks[s - 1] != self._ranks[s]]
+
+    @cached_property
+    def _slow(self) -> Floats:
+        """How many times as long as the profile says each stage takes."""
+        slow: Floats = 1 / self.of.speeds[list(self._ranks)]
+        return slow
+
+    @cached_property
+    def _steps(self) -> Floats:
+        """Seconds of updates of the first 0, 1, .. blocks."""
+        return self.of.updates(self._chain, self._devices)
+
+    @cached_property
+    def _across(self) -> float:
+        """Bytes per second between replicas."""
+        return self.of.bandwidths(self._devices)[0]
+
+    @cached_property
+    def _along(self) -> Floats:
+        """Bytes per second between ranks, of the messages at each cut."""
+        pairs = [(self._ranks[stage - 1], self._ranks[stage]) for stage in self._between]
+        return self.of.links(self._devices).along(pairs)
+
+    def batch_times(self, several: Sequence[tuple[Cuts, Sequence[ActivationMemory]]]) -> list[float]:
+        """Return what one more batch of a long run takes, for cuts and what ranks do with their activations.
+
+        Short spans may show less than the busiest rank or lane of copies takes, as long as the others catch up. Of more
+        microbatches than are played each further round takes as long as the last one that is.
+
+        Raises:
+            NoPlanError: these rounds do not take the same time.
+        """
+        costs = [self.costs(np.array(cuts), activations) for cuts, activations in several]
+        alike, busiest = dict[ScheduleKey, list[int]](), np.array([self._busiest(each) for each in costs])
+        for n, (_, activations) in enumerate(several):
+            alike.setdefault(self.schedule(activations), []).append(n)
+        found = np.zeros((len(self.of.played), len(costs)))
+        for (key, own), (row, m) in product(alike.items(), enumerate(self.of.played)):
+            played = key._replace(microbatches=m)
+            short, long = (self._known.span(played, batches)([costs[n] for n in own]) for batches in _SPANS)
+            more = [b.makespan - a.makespan for a, b in zip(short, long, strict=True)]
+            found[row, own] = np.array(more) / (_SPANS[1] - _SPANS[0])
+        return list(map(float, np.maximum(self._of_all_rounds(found), busiest)))
+
+    def _of_all_rounds(self, times: Floats) -> Floats:
+        """Return what a batch takes, given that with as many microbatches as are played.
+
+        Raises:
+            NoPlanError: rounds of microbatches do not take the same time.
+        """
+        found: Floats = times[-1]
+        if len(times) > 1:
+            (before, last), (_, fewer, most) = np.diff(times, axis=0), self.of.played
+            if (np.abs(last - before) > _SAME * last).any():
+                raise NoPlanError(
+                    self.of,
+                    f"rounds of microbatches do not take the same time by microbatch {most}, so it is not known what "
+                    f"{self.of.microbatches:,} of them take; make batches smaller",
+                )
+            found = found + last * ((self.of.microbatches - most) // (most - fewer))
+        return found
+
+    def schedule(self, activations: Sequence[ActivationMemory]) -> ScheduleKey:
+        """Return what the schedule is known by if ranks do this with their activations."""
+        if not self.of.offloads:
+            return self.of.schedule
+        away = (stage for stage, rank in enumerate(self._ranks) if activations[rank] is ActivationMemory.OFFLOADED)
+        return self.of.schedule._replace(offloaded=tuple(away))
+
+    def costs(self, cuts: npt.NDArray[np.intp], activations: Sequence[ActivationMemory]) -> Costs:
+        """Return the times of stages and messages; all messages take the time of the longest.
+
+        Args:
+            cuts: where stages begin, and where the last one ends.
+            activations: what each rank does with them.
+        """
+        of, (times, transfer, parameters) = self.of, self._stage_times(cuts, activations)
+        across, network = self._across, None
+        if of.shards > 1:
+            made = self._known.schedule(of.schedule)
+            network = Network(made, of.width, across, max(parameters, _NO_BYTES), weight_bytes=1, gradient_bytes=1)
+        return Costs(
+            tuple(StageCost(*each) for each in times.T.tolist()),
+            latency=self._devices.latency,
+            transfer=transfer,
+            collective=of.sums(parameters, across)[0],
+            network=network,
+            cores=None if self._devices.cores is None else SharedCores(self._devices.cores / of.width),  # in step
+        )
+
+    def work(self, cuts: Cuts, activations: Sequence[ActivationMemory]) -> tuple[Floats, Floats]:
+        """Return the seconds of each stage: of a microbatch in all its passes, without messages, and of an update."""
+        again_too = [
+            (activations[rank] is ActivationMemory.RECOMPUTED)
+            * (self._passes.forward[last] - self._passes.forward[first])
+            for rank, (first, last) in zip(self._ranks, pairwise(cuts), strict=True)
+        ]
+        busy = (np.diff(self._passes.busy[list(cuts)]) + again_too) * self._slow
+        return busy, np.diff(self._steps[list(cuts)]) * self._slow
+
+    def not_gone(self, cuts: Cuts, activations: Sequence[ActivationMemory]) -> Mapping[int, int]:
+        """Return by rank how many more activations are on its device than if copies to the host took no time."""
+        return self._known.not_gone(self.schedule(activations), _SPANS[1], self.costs(np.array(cuts), activations))
+
+    def _stage_times(
+        self, cuts: npt.NDArray[np.intp], activations: Sequence[ActivationMemory]
+    ) -> tuple[Floats, float, float]:
+        """Return seconds of stages, rows as `StageCost` has them, and of the longest message; bytes of the largest.
+
+        There is a row for copies where any rank may offload.
+        """
+        of, chain = self.of, self._chain
+        forward, first, second = (np.diff(sums[cuts]) * self._slow for sums in self._passes)
+        first = first + forward * self._which(activations, ActivationMemory.RECOMPUTED)
+        crossing, between = chain.crossing[cuts[self._between]], np.array(self._between, int)
+        ends = np.bincount([*between - 1, *between], minlength=of.stages)  # messages of a pass
+        work = self._devices.message_work(float(crossing.max(initial=0.0)), of.depth * of.width)
+        more = ends * work + self._devices.between
+        forward, first = forward + more, first + more
+        second = second + self._devices.between if of.method.halved else second
+        parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())
+        transfer = float((crossing / self._along).max(initial=0.0))
+        rows = [forward, first, second, np.diff(self._steps[cuts]) * self._slow]
+        if of.offloads:
+            assert self._devices.host is not None, "no bandwidth to the host is known"
+            moved = chain.sizes[HeldKind.MOVED][cuts[:-1], cuts[1:]]
+            rows.append(self._which(activations, ActivationMemory.OFFLOADED) * moved / self._devices.host)
+        return np.array(rows), transfer, parameters
+
+    def _which(self, activations: Sequence[ActivationMemory], does: ActivationMemory) -> npt.NDArray[np.bool_]:
+        """Return the stages whose ranks do one thing with their activations."""
+        return np.array([activations[rank] is does for rank in self._ranks])
+
+    def _busiest(self, costs: Costs) -> float:
+        """Return the seconds of a batch in which the busiest rank runs its passes and updates, or copies."""
+        of = [s.step + self.of.microbatches * (s.forward + s.backward_input + s.backward_weight) for s in costs.stages]
+        most = float(np.bincount(self._ranks, of).max())
+        return max(most, self._copying([s.copy or 0.0 for s in costs.stages])) if self.of.offloads else most
+
+    def _copying(self, copy: Iterable[float]) -> float:
+        """Return the seconds of a batch in which the busiest rank copies activations, given those of a copy."""
+        made = self._known.copies(self.of.schedule)
+        return max(float(each) * counts.of_batch for each, counts in zip(copy, made, strict=True))
+
+    def least_batch(self, cuts: Cuts, activations: Sequence[ActivationMemory]) -> float:
+        """Return the seconds that a batch takes at least with these cuts, as `Candidate.of_ranks` says."""
+        of, (times, transfer, parameters) = self.of, self._stage_times(np.array(cuts), activations)
+        forward, first, second, steps, *copies = times
+        ranks = np.arange(of.depth)
+        own, hop = forward + first, 2 * (transfer + self._devices.latency)
+        busy, path, step = (np.bincount(self._ranks, each).astype(float) for each in (own + second, own, steps))
+        before = (np.cumsum(own) - own)[: of.depth] + ranks * hop + (ranks > 0) * step[0]
+        after = np.cumsum(own[::-1])[::-1]  # of a stage and those behind it
+        through, behind = after[: of.depth] + (of.hops - ranks) * hop, (after - own)[-of.depth :] + ranks[::-1] * hop
+        work = RankWork(busy, path, forward[: of.depth], step, before, through, behind)
+        sums = of.after(of.sums(parameters, self._across))
+        lanes = [of.microbatches * of.messages * transfer, *map(self._copying, copies)]
+        least = max(float(of.of_ranks(work, ranks).max()), *lanes)
+        return least + sums if of.method.flushes else max(least, sums)
