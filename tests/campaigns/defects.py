@@ -102,8 +102,8 @@ DEFECTS = (
     Defect(
         "rounds of what 2bw has in flight are rounded up in the bound",
         "plan/candidates",
-        "2 * m // flight * times.through / 2",
-        "-(-m // flight) * times.through",
+        "2 * m // flight * work.through / 2",
+        "-(-m // flight) * work.through",
         ("tests/plan/test_search_against_brute_force.py", "tests/plan/test_simulated.py"),
     ),
     Defect(

@@ -16,7 +16,8 @@ from penstock.cli.plans.plan_tables import _said_of_delay
 from penstock.errors import ConfigError, ScheduleError
 from penstock.plan.candidates import candidate as candidate_module, schedule_cache
 from penstock.plan.candidates.block_chain import BlockChain
-from penstock.plan.candidates.candidate import Candidate, NoPlanError, least_of_largest
+from penstock.plan.candidates.candidate import Candidate, NoPlanError
+from penstock.plan.candidates.candidate_bounds import least_of_largest
 from penstock.plan.candidates.planned_methods import (
     METHODS,
     PLANNED,
@@ -368,7 +369,7 @@ def test_no_plan_is_faster_than_its_bound(method):
         if m < least_microbatches(of, depth):
             continue
         (batch,) = trial.times.batch_times([(cuts, again)])
-        assert made.bound(blocks, devices) * m * width <= batch * (1 + 1e-9)
+        assert trial.uncut.seconds_per_sample() * m * width <= batch * (1 + 1e-9)
         assert next(trial.bounds()) * m * width <= batch * (1 + 1e-9)
         assert trial.times.least_batch(cuts, again) <= batch * (1 + 1e-9)
 
@@ -569,7 +570,7 @@ def test_the_least_recompute_of_ranks_with_several_stages_is_a_bound(name):
         made = Candidate(Sized(graph, 1, 2 * m), method, 2, 2, "full" if method.full else "none")
         devices = limited(random.choice([100.0, 130.0, 160.0, 200.0, 260.0]), count=4)
         trial = CandidateTrial(made, BlockChain(graph, 2.0), devices, KnownSchedules())
-        plain = made.bound(BlockChain(graph, 2.0), devices)
+        plain = trial.uncut.seconds_per_sample()
         fit = trial.fit_of_span()
         cuts = [(c, does) for c in fit.all() if (does := fit.activations(c)) is not None]
         if cuts:

@@ -1,52 +1,27 @@
-"""A configuration before it is cut into stages, and the least that it takes."""
+"""A configuration before it is cut into stages."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.plan.candidates.block_chain import BlockChain, Floats, PassSums
 from penstock.plan.candidates.device_choice import Placement
-from penstock.plan.candidates.planned_methods import PlannedMethod, stage_forecast
+from penstock.plan.candidates.planned_methods import PlannedMethod
 from penstock.plan.candidates.schedule_cache import ScheduleKey
 from penstock.plan.cluster.rank_links import RankLinks, rank_links
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Skipped
-from penstock.schedule.ir.rank_numbers import RANK_ORDERS, RankNumbers, RankOrder
+from penstock.schedule.ir.rank_numbers import RankNumbers, RankOrder
 from penstock.simulate.memory.held import HeldKind
 
 _MANY = 1 << 13  # forwards of a batch of a pipeline that are all played
 _ROUNDS = 3  # that come before every round takes the same time; if they do not, it is noticed
-_GATHERED = 2  # stages of a rank that are whole at once, where weights are divided
-
-
-class RankWork(NamedTuple):
-    """Seconds of ranks: numbers for each, or matrices from cut to cut.
-
-    Attributes:
-        busy: of a microbatch, all passes.
-        path: the part of them that other stages wait for.
-        forward: of the forward of its first stage.
-        step: of an update.
-        before: from the begin of a batch to its first forward, and from its last backward to the end.
-        through: from a forward of its first stage to the end of the backward of the same microbatch.
-        behind: from a forward of its last stage to the backward of the same microbatch.
-    """
-
-    busy: Floats
-    path: Floats
-    forward: Floats
-    step: Floats
-    before: Floats
-    through: Floats
-    behind: Floats
 
 
 @dataclass(frozen=True)
@@ -174,99 +149,6 @@ class Candidate:
             steps = steps + 2 * chain.sizes[HeldKind.OPTIMIZER][0] / devices.host
         return steps / self.shards
 
-    def bound(self, chain: BlockChain, devices: Devices) -> float:
-        """Return the seconds per sample that it takes at least, however it is cut.
-
-        A rank is busy for m microbatches and an update, and a lane of messages for m of these, or more if a rank has
-        several stages. With a flush the batch begins once the forwards of the stages before have run, and ends with
-        their backwards, of halved ones the first halves; then come the sums of gradients. So with one stage on each
-        rank, if T is the time of the batch without these and t_i that of what others wait for in a stage,
-        m t_s + sum of t_i before s <= T for every stage, hence T (1 - (1 - 1/m)^d) is at least the sum of all t. In any
-        case every stage has a block, so that at least r of them come before rank r, as `of_ranks` says.
-        """
-        m, d, passes = self.microbatches, self.depth, self.passes_of(chain)
-        together, fastest = float(self.speeds.sum()), float(self.speeds.max())
-        total, message = float(passes.busy[-1]), self.least_message(chain, devices)
-        longest = least_of_largest(np.diff(passes.busy), d) / fastest
-        busy = max((m * total + float(self.updates(chain, devices)[-1])) / together, m * longest)
-        steady = max(busy, m * self.messages * message, self.least_collectives(chain, devices))
-        after = self.least_after(chain, devices)
-        if not self.method.flushes:
-            return max(steady, after) / self.samples
-        through = (total - float(passes.second[-1])) / fastest
-        path = through + 2 * self.hops * (message + devices.latency)
-        flushed = through / (1 - (1 - 1 / m) ** d) if self.method.chunks == 1 else 0.0
-        hops = (message + devices.latency) * (d - 1)
-        outside = float(passes.path[:d].mean()) / fastest + hops
-        if self.method.forwards_first:
-            outside += float((passes.path[-1] - passes.path[-d:]).mean()) / fastest + hops
-        return (max(steady, path, flushed, m * through / d + outside) + after) / self.samples
-
-    def least_after(self, chain: BlockChain, devices: Devices) -> float:
-        """Return the seconds that sums and gathers take at least, however it is cut, as `after` counts them."""
-        return self.after(self._least_sums(chain, devices))
-
-    def least_collectives(self, chain: BlockChain, devices: Devices) -> float:
-        """Return the seconds that gathers and sums of fully sharded stages take of a rank's lane at least.
-
-        Forwards gather each stage; backwards, too, but for those that are still there where all forwards come first.
-        """
-        if self.sharding != "full":
-            return 0.0
-        reduced, gathered = self._least_sums(chain, devices)
-        v = self.method.chunks
-        return v * reduced + (max(2 * v - _GATHERED, v) if self.method.flushes else v) * gathered
-
-    def _least_sums(self, chain: BlockChain, devices: Devices) -> tuple[float, float]:
-        """Return what `sums` says of a stage of average size."""
-        across, _ = self.bandwidths(devices)
-        return self.sums(float(chain.parameters[0, -1]) / self.stages, across)
-
-    def least_message(self, chain: BlockChain, devices: Devices) -> float:
-        """Return the seconds that a message between ranks takes of its lane at least, however it is cut."""
-        _, along = self.bandwidths(devices)
-        return float(chain.crossing[1:-1].min(initial=math.inf)) / along if self.depth > 1 else 0.0
-
-    def least_hop(self, chain: BlockChain, devices: Devices) -> float:
-        """Return the seconds from the end of a pass to the next rank at least, in any order of ranks."""
-        orders = RANK_ORDERS if len(devices.levels) > 1 else (self.rank_order,)
-        return min(replace(self, rank_order=each).least_message(chain, devices) for each in orders) + devices.latency
-
-    def of_ranks(self, times: RankWork, ranks: npt.NDArray[np.intp]) -> Floats:
-        """Return the seconds that a batch takes at least without sums, as far as each rank shows.
-
-        It is busy for m microbatches and an update. With a flush others run before the rank begins and after it has
-        ended; where all forwards come first, also between its forwards and its backwards. Otherwise, with n
-        microbatches in flight, a forward comes after the backward of the nth one before it, with or without a flush.
-
-        Args:
-            times: of ranks.
-            ranks: their numbers, in the first dimension.
-        """
-        m, method = self.microbatches, self.method
-        busy: Floats = m * times.busy + times.step
-        if method.forwards_first:
-            return np.maximum(busy, times.before + m * times.path + times.behind)
-        if self.only_busy:
-            return busy
-        flight = np.full(len(ranks), m)
-        if method.chunks == 1 and not method.halved:
-            flight = np.array([stage_forecast(method, self.depth, m, rank).activations for rank in ranks.tolist()])
-        flight = flight.reshape(-1, *[1] * (times.busy.ndim - 1))
-        if not method.flushes:  # in the long run; whole rounds of what is in flight, so that two batches show it
-            return np.maximum(busy, 2 * m // flight * times.through / 2)
-        rounds, rest = np.divmod(m - 1, flight)
-        own = np.maximum(m * times.path, rest * times.forward + (rounds + 1) * times.through)
-        return np.maximum(busy, times.before + own)
-
-    @property
-    def only_busy(self) -> bool:
-        """Whether `of_ranks` counts passes and updates alone.
-
-        Of so many microbatches in flight the batches that are simulated may show fewer rounds.
-        """
-        return not self.method.flushes and (self.method.chunks > 1 or self.method.drifts)
-
     @property
     def messages(self) -> int:
         """The most that a lane carries of a microbatch."""
@@ -320,12 +202,3 @@ class NoPlanError(Exception):
     def __init__(self, of: Candidate, why: str, refused: bool = False) -> None:
         super().__init__(why)
         self.skipped, self.refused = Skipped(str(of), why), refused
-
-
-def least_of_largest(times: Floats, ranks: int) -> float:
-    """Return the time of the busiest of some ranks at least, however these blocks are divided among them.
-
-    Of the k ranks + 1 longest blocks some rank has k + 1, which take as long as the shortest of these, or longer.
-    """
-    down = -np.sort(-times)
-    return max(float(down[k * ranks - k : k * ranks + 1].sum()) for k in range((len(times) - 1) // ranks + 1))

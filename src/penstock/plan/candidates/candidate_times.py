@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.plan.candidates.block_chain import BlockChain, Floats, PassSums
-from penstock.plan.candidates.candidate import Candidate, NoPlanError, RankWork
+from penstock.plan.candidates.candidate import Candidate, NoPlanError
+from penstock.plan.candidates.candidate_bounds import RankWork, least_of_ranks
 from penstock.plan.candidates.planned_methods import ActivationMemory
 from penstock.plan.candidates.rank_memory import Cuts
 from penstock.plan.candidates.schedule_cache import KnownSchedules, ScheduleKey
@@ -195,7 +196,7 @@ class CandidateTimes:
         return max(float(each) * counts.of_batch for each, counts in zip(copy, made, strict=True))
 
     def least_batch(self, cuts: Cuts, activations: Sequence[ActivationMemory]) -> float:
-        """Return the seconds that a batch takes at least with these cuts, as `Candidate.of_ranks` says."""
+        """Return the seconds that a batch takes at least with these cuts, as `least_of_ranks` says."""
         of, (times, transfer, parameters) = self.of, self._stage_times(np.array(cuts), activations)
         forward, first, second, steps, *copies = times
         ranks = np.arange(of.depth)
@@ -207,5 +208,5 @@ class CandidateTimes:
         work = RankWork(busy, path, forward[: of.depth], step, before, through, behind)
         sums = of.after(of.sums(parameters, self._across))
         lanes = [of.microbatches * of.messages * transfer, *map(self._copying, copies)]
-        least = max(float(of.of_ranks(work, ranks).max()), *lanes)
+        least = max(float(least_of_ranks(of, work, ranks).max()), *lanes)
         return least + sums if of.method.flushes else max(least, sums)

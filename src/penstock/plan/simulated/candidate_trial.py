@@ -12,6 +12,7 @@ from penstock.byte_sizes import human_bytes
 from penstock.errors import CapabilityError, ScheduleError
 from penstock.plan.candidates.block_chain import BlockChain
 from penstock.plan.candidates.candidate import Candidate, NoPlanError
+from penstock.plan.candidates.candidate_bounds import CandidateBounds
 from penstock.plan.candidates.candidate_memory import CandidateMemory
 from penstock.plan.candidates.candidate_times import CandidateTimes
 from penstock.plan.candidates.planned_methods import ActivationMemory, least_microbatches
@@ -34,6 +35,7 @@ class CandidateTrial:
 
     Attributes:
         of: the configuration.
+        uncut: what it takes at least, however it is cut.
 
     Args:
         candidate: which.
@@ -52,6 +54,7 @@ class CandidateTrial:
         twin: CandidateTrial | None = None,
     ) -> None:
         self.of, self._chain, self._devices, self._known = candidate, chain, devices, known
+        self.uncut = CandidateBounds(candidate, chain, devices)
         self._fits: dict[tuple[bool, bool, bool], FittingCuts] = {} if twin is None else twin._fits
         self._fitting: FittingCuts  # by what is known so far
 
@@ -94,7 +97,7 @@ class CandidateTrial:
             )
         if of.microbatches < least:
             raise NoPlanError(of, f"refused: it needs at least {least} microbatches for each pipeline", refused=True)
-        bound = of.bound(self._chain, self._devices)
+        bound = self.uncut.seconds_per_sample()
         self._fitting = self._fit_once(scheduled=False)
         yield max(self._least(), bound)
         if self._devices.memory is not None:
@@ -161,7 +164,7 @@ class CandidateTrial:
                 self.of, "takes as long as without: no rank has room for its activations only if it moves them"
             )
         if batch is not None:
-            return (batch + of.least_after(self._chain, self._devices) * of.method.flushes) / of.samples
+            return (batch + self.uncut.after() * of.method.flushes) / of.samples
         average, room = self._fitting.least(), sum(of.limits(self._devices)) / of.depth
         least, limit = human_bytes(average, 2), human_bytes(room, 2)
         if average > room:

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.plan.candidates.block_chain import BlockChain, Floats, between
-from penstock.plan.candidates.candidate import Candidate, RankWork
+from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.candidate_bounds import CandidateBounds, RankWork, least_of_ranks, only_busy_counts
 from penstock.plan.candidates.planned_methods import ActivationMemory
 from penstock.plan.candidates.rank_memory import Cuts, RankWays
 from penstock.plan.simulated.divided_blocks import least_divided
@@ -62,7 +63,7 @@ class FittingCuts:
 
     def __init__(self, of: Candidate, chain: BlockChain, devices: Devices, memory: Sequence[RankWays]) -> None:
         self._of, self._chain, self._memory = of, chain, memory
-        self._steps, self._hop = of.updates(chain, devices), of.least_hop(chain, devices)
+        self._steps, self._hop = of.updates(chain, devices), CandidateBounds(of, chain, devices).hop()
         self._limits = of.limits(devices)
         self._depth, self._blocks, self.stages = of.depth, chain.blocks, of.stages
         self._ranks = of.method.ranks(of.depth)
@@ -105,7 +106,7 @@ class FittingCuts:
         more = self._more()
         if _slowest(more) == math.inf:
             return None
-        times = self._of.of_ranks(self._rank_times(more), np.arange(self._depth))
+        times = least_of_ranks(self._of, self._rank_times(more), np.arange(self._depth))
         if self._copies is None:
             return _slowest(times)
         slowest = _slowest(np.maximum(times, self._with_copies(self._copies)))
@@ -241,7 +242,7 @@ class FittingCuts:
         path = self._between(passes.path) * self._slow + more
         step = self._between(self._steps) * self._slow
         before, behind = np.zeros((2, *busy.shape[:2]))
-        if self._of.only_busy:
+        if only_busy_counts(self._of):
             return RankWork(busy, path, forward, step, before[:, :, None], path, behind[:, None, :])
         so_far = (path[0] + step[0])[0]  # others wait for the first update, too
         for rank in range(1, self._depth):

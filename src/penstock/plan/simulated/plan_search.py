@@ -205,8 +205,7 @@ class _Search:
 
     def _bounded(self, trial: CandidateTrial) -> _Waiting:
         """Return a candidate with its first bound."""
-        bound = trial.of.bound(self._chains[trial.of.sized.samples], self._devices)
-        return bound, str(trial.of), 0, trial, trial.bounds()
+        return trial.uncut.seconds_per_sample(), str(trial.of), 0, trial, trial.bounds()
 
     def _may_use_host(self, candidate: Candidate) -> bool:
         """Return whether it is tried with optimizer states or activations in the host's memory, too.

@@ -1,0 +1,160 @@
+"""The least that one configuration takes, however it is cut; and with the work of its ranks, from cut to cut."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.plan.candidates.block_chain import BlockChain, Floats
+from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.planned_methods import stage_forecast
+from penstock.plan.stages.device_hierarchy import Devices
+from penstock.schedule.ir.rank_numbers import RANK_ORDERS
+
+_GATHERED = 2  # stages of a rank that are whole at once, where weights are divided
+
+
+class CandidateBounds:
+    """The least that a configuration takes, however it is cut.
+
+    Args:
+        of: the configuration.
+        chain: its blocks.
+        devices: to plan for.
+    """
+
+    def __init__(self, of: Candidate, chain: BlockChain, devices: Devices) -> None:
+        self._of, self._chain, self._devices = of, chain, devices
+
+    def seconds_per_sample(self) -> float:
+        """Return the seconds per sample that it takes at least.
+
+        A rank is busy for m microbatches and an update, and a lane of messages for m of these, or more if a rank has
+        several stages. With a flush the batch begins once the forwards of the stages before have run, and ends with
+        their backwards, of halved ones the first halves; then come the sums of gradients. So with one stage on each
+        rank, if T is the time of the batch without these and t_i that of what others wait for in a stage,
+        m t_s + sum of t_i before s <= T for every stage, hence T (1 - (1 - 1/m)^d) is at least the sum of all t. In any
+        case every stage has a block, so that at least r of them come before rank r, as `least_of_ranks` says.
+        """
+        of, latency = self._of, self._devices.latency
+        m, d, passes = of.microbatches, of.depth, of.passes_of(self._chain)
+        together, fastest = float(of.speeds.sum()), float(of.speeds.max())
+        total, message = float(passes.busy[-1]), self._message()
+        longest = least_of_largest(np.diff(passes.busy), d) / fastest
+        busy = max((m * total + float(of.updates(self._chain, self._devices)[-1])) / together, m * longest)
+        steady = max(busy, m * of.messages * message, self._collectives())
+        after = self.after()
+        if not of.method.flushes:
+            return max(steady, after) / of.samples
+        through = (total - float(passes.second[-1])) / fastest
+        path = through + 2 * of.hops * (message + latency)
+        flushed = through / (1 - (1 - 1 / m) ** d) if of.method.chunks == 1 else 0.0
+        hops = (message + latency) * (d - 1)
+        outside = float(passes.path[:d].mean()) / fastest + hops
+        if of.method.forwards_first:
+            outside += float((passes.path[-1] - passes.path[-d:]).mean()) / fastest + hops
+        return (max(steady, path, flushed, m * through / d + outside) + after) / of.samples
+
+    def after(self) -> float:
+        """Return the seconds that sums and gathers take at least, as `Candidate.after` counts them."""
+        return self._of.after(self._sums())
+
+    def hop(self) -> float:
+        """Return the seconds from the end of a pass to the next rank at least, in any order of ranks."""
+        of, devices = self._of, self._devices
+        orders = RANK_ORDERS if len(devices.levels) > 1 else (of.rank_order,)
+        in_order = (CandidateBounds(replace(of, rank_order=each), self._chain, devices) for each in orders)
+        return min(each._message() for each in in_order) + devices.latency
+
+    def _message(self) -> float:
+        """Return the seconds that a message between ranks takes of its lane at least."""
+        _, along = self._of.bandwidths(self._devices)
+        return float(self._chain.crossing[1:-1].min(initial=math.inf)) / along if self._of.depth > 1 else 0.0
+
+    def _collectives(self) -> float:
+        """Return the seconds that gathers and sums of fully sharded stages take of a rank's lane at least.
+
+        Forwards gather each stage; backwards, too, but for those that are still there where all forwards come first.
+        """
+        if self._of.sharding != "full":
+            return 0.0
+        (reduced, gathered), method = self._sums(), self._of.method
+        v = method.chunks
+        return v * reduced + (max(2 * v - _GATHERED, v) if method.flushes else v) * gathered
+
+    def _sums(self) -> tuple[float, float]:
+        """Return what `Candidate.sums` says of a stage of average size."""
+        across, _ = self._of.bandwidths(self._devices)
+        return self._of.sums(float(self._chain.parameters[0, -1]) / self._of.stages, across)
+
+
+class RankWork(NamedTuple):
+    """Seconds of ranks: numbers for each, or matrices from cut to cut.
+
+    Attributes:
+        busy: of a microbatch, all passes.
+        path: the part of them that other stages wait for.
+        forward: of the forward of its first stage.
+        step: of an update.
+        before: from the begin of a batch to its first forward, and from its last backward to the end.
+        through: from a forward of its first stage to the end of the backward of the same microbatch.
+        behind: from a forward of its last stage to the backward of the same microbatch.
+    """
+
+    busy: Floats
+    path: Floats
+    forward: Floats
+    step: Floats
+    before: Floats
+    through: Floats
+    behind: Floats
+
+
+def least_of_ranks(of: Candidate, work: RankWork, ranks: npt.NDArray[np.intp]) -> Floats:
+    """Return the seconds that a batch takes at least without sums, as far as each rank shows.
+
+    It is busy for m microbatches and an update. With a flush others run before the rank begins and after it has
+    ended; where all forwards come first, also between its forwards and its backwards. Otherwise, with n
+    microbatches in flight, a forward comes after the backward of the nth one before it, with or without a flush.
+
+    Args:
+        of: the configuration.
+        work: of ranks.
+        ranks: their numbers, in the first dimension.
+    """
+    m, method = of.microbatches, of.method
+    busy: Floats = m * work.busy + work.step
+    if method.forwards_first:
+        return np.maximum(busy, work.before + m * work.path + work.behind)
+    if only_busy_counts(of):
+        return busy
+    flight = np.full(len(ranks), m)
+    if method.chunks == 1 and not method.halved:
+        flight = np.array([stage_forecast(method, of.depth, m, rank).activations for rank in ranks.tolist()])
+    flight = flight.reshape(-1, *[1] * (work.busy.ndim - 1))
+    if not method.flushes:  # in the long run; whole rounds of what is in flight, so that two batches show it
+        return np.maximum(busy, 2 * m // flight * work.through / 2)
+    rounds, rest = np.divmod(m - 1, flight)
+    own = np.maximum(m * work.path, rest * work.forward + (rounds + 1) * work.through)
+    return np.maximum(busy, work.before + own)
+
+
+def only_busy_counts(of: Candidate) -> bool:
+    """Return whether `least_of_ranks` counts passes and updates alone.
+
+    Of so many microbatches in flight the batches that are simulated may show fewer rounds.
+    """
+    return not of.method.flushes and (of.method.chunks > 1 or of.method.drifts)
+
+
+def least_of_largest(times: Floats, ranks: int) -> float:
+    """Return the time of the busiest of some ranks at least, however these blocks are divided among them.
+
+    Of the k ranks + 1 longest blocks some rank has k + 1, which take as long as the shortest of these, or longer.
+    """
+    down = -np.sort(-times)
+    return max(float(down[k * ranks - k : k * ranks + 1].sum()) for k in range((len(times) - 1) // ranks + 1))
