@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from penstock.stage.module import StageModule
+from penstock.stage.blocks.module import StageModule
 from penstock.stage.trained_stage_weights import TrainedWeights
 from support.command_line import run
 

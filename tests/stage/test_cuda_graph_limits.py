@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.runtime.pipeline import Pipeline
-from penstock.stage.loss import sum_and_weight
+from penstock.stage.blocks.loss import sum_and_weight
 from support.recorder import CallsAgain, pairs, tiny
 
 

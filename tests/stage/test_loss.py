@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from penstock import Pipeline
 from penstock.errors import ConfigError
-from penstock.stage.loss import check_loss, count_targets, sum_and_weight
+from penstock.stage.blocks.loss import check_loss, count_targets, sum_and_weight
 
 CLASSES, TOKENS, SAMPLES = 5, 4, 7
 Loss = Callable[[Tensor, Tensor], Any]

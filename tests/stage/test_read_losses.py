@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.runtime.rank.loss_ledger import LossLedger
-from penstock.stage.loss import Loss, UnreadLoss, read_losses
+from penstock.stage.blocks.loss import Loss, UnreadLoss, read_losses
 
 
 def test_numbers_and_tensors_are_read_in_their_order() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.stage.rng import BlockRng, RngKey, may_draw, seed_of
+from penstock.stage.blocks.rng import BlockRng, RngKey, may_draw, seed_of
 from support.cases import (
     METHODS,
     WIDTH,

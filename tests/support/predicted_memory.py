@@ -26,7 +26,7 @@ from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 from penstock.schedule.methods.find_method import find_method
 from penstock.simulate.memory.predicted import MemoryOptions, peak_bytes
 from penstock.simulate.memory.snapshots import Snapshots
-from penstock.stage.loss import LossFunction
+from penstock.stage.blocks.loss import LossFunction
 from penstock.train.config.sections import OptimizerSection
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.weights.corrections.registry import correction_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from penstock.stage.module import StageModule
+from penstock.stage.blocks.module import StageModule
 from penstock.train.config.load import validate_config
 from penstock.train.loop import train
 

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from penstock.checkpoint.format import checkpoints
 from penstock.errors import CheckpointError
 from penstock.runtime.update.decisions import Decisions
-from penstock.stage.loss import Loss
+from penstock.stage.blocks.loss import Loss
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.train.config.load import validate_config
 from penstock.train.graceful_stop import DrainRequest

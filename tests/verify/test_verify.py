@@ -17,7 +17,7 @@ from penstock.models.gpt_shape import GPTConfig
 from penstock.options import passes as passes_module
 from penstock.partition.blocks import LazyBlock
 from penstock.schedule.methods.table import METHODS
-from penstock.stage.module import StageModule
+from penstock.stage.blocks.module import StageModule
 from penstock.train.config.load import load_config
 from penstock.verify import baseline_runs, verify as verify_module
 from penstock.verify.differences import KINDS

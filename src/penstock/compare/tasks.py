@@ -28,7 +28,7 @@ from penstock.models.vocabulary_parallel_gpt import (
     with_targets,
 )
 from penstock.partition.blocks import LazyBlock
-from penstock.stage.loss import LossFunction
+from penstock.stage.blocks.loss import LossFunction
 from penstock.train.data.corpus import load_corpus
 from penstock.train.data.window_sampler import Windows
 

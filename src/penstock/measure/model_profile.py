@@ -15,7 +15,7 @@ from penstock.measure.stages.stage_trial import BlockInput, BlockPlace, StageTri
 from penstock.options.all_options import PipelineOptions
 from penstock.partition.blocks import named_blocks
 from penstock.plan.profile.schema import Numbers, Profile, ProfiledLayer, ProfiledLink
-from penstock.stage.loss import LossFunction
+from penstock.stage.blocks.loss import LossFunction
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 

@@ -34,7 +34,7 @@ from penstock.schedule.methods.choice import MethodChoice
 from penstock.simulate.memory.predicted import MemoryOptions, peak_bytes
 from penstock.simulate.memory.stage_sizes import StageBytes
 from penstock.stage.autograd.recompute import RecomputeMode
-from penstock.stage.loss import LossFunction
+from penstock.stage.blocks.loss import LossFunction
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 _MOST_STAGES = 6  # of a rank that may differ; where it has more, all of them recompute alike

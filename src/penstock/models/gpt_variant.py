@@ -23,7 +23,7 @@ from penstock.models.vocabulary_parallel_gpt import (
     with_targets,
 )
 from penstock.partition.blocks import LazyBlock
-from penstock.stage.loss import LossFunction
+from penstock.stage.blocks.loss import LossFunction
 
 Pair = tuple[Any, Tensor]
 """What the model takes of a microbatch, and what its loss does."""

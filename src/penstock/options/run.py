@@ -82,7 +82,7 @@ class RunOptions:
     """What belongs to a run as a whole.
 
     Attributes:
-        seed: of the random numbers that blocks draw (`penstock.stage.rng`).
+        seed: of the random numbers that blocks draw (`penstock.stage.blocks.rng`).
         timeout, waits: as of `Group`.
         device, cuda_graphs, offload_optimizer: as of `Device`.
         compile: blocks that are modules are compiled by torch.compile, each for every shape that it gets.

@@ -22,8 +22,8 @@ from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.build_ranks import blocks_here, make_ranks
 from penstock.runtime.setup.shared_plan import share_evaluation
 from penstock.schedule.ir.schedule import Stage
+from penstock.stage.blocks.loss import LossFunction
 from penstock.stage.checks.remotely_trained_modules import HeldElsewhere
-from penstock.stage.loss import LossFunction
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.optim.optimizer_factory import OptimizerFactory

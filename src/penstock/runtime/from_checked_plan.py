@@ -15,7 +15,7 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.saved_states import check_idle
 from penstock.runtime.setup.same_plan import check_same_plans
-from penstock.stage.loss import LossFunction, check_loss
+from penstock.stage.blocks.loss import LossFunction, check_loss
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 

@@ -40,7 +40,7 @@ from penstock.runtime.training_run import TrainingRun
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.proof.proof import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
-from penstock.stage.loss import LossFunction, check_loss
+from penstock.stage.blocks.loss import LossFunction, check_loss
 from penstock.weights.corrections.base import Correction
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.update_hooks import UpdateHook

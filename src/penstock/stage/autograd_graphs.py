@@ -26,12 +26,12 @@ from penstock.stage.autograd.recompute import BufferPlace, RecomputeInput, Recom
 from penstock.stage.autograd.saved_bytes import SavedBytes, saved_of, signature
 from penstock.stage.autograd.split_backward import BackwardSplitter
 from penstock.stage.autograd.weight_proxy import ProxyWeights
+from penstock.stage.blocks.loss import UnreadLoss, unread
+from penstock.stage.blocks.module import StageModule
 from penstock.stage.checks.forward_writes import ForwardWrites
 from penstock.stage.checks.saved_tensor_hooks import ForeignHooksCheck
 from penstock.stage.checks.unowned_leaves import LeafCheck
 from penstock.stage.in_flight_microbatch import Microbatch
-from penstock.stage.loss import UnreadLoss, unread
-from penstock.stage.module import StageModule
 from penstock.stage.weight_reads import WeightReads
 from penstock.weights.memory.buffers import Handle, Readable
 

@@ -12,7 +12,7 @@ from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
 from penstock.stage.autograd.forward_graph import Graph
 from penstock.stage.autograd.recompute import RecomputeInput
-from penstock.stage.rng import RngKey
+from penstock.stage.blocks.rng import RngKey
 from penstock.weights.memory.buffers import Handle
 
 

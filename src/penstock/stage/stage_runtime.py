@@ -20,12 +20,12 @@ from penstock.stage.autograd.forward_graph import Graph
 from penstock.stage.autograd.recompute import RecomputeInput
 from penstock.stage.autograd.saved_bytes import storage_bytes
 from penstock.stage.autograd_graphs import StageGraphs
+from penstock.stage.blocks.loss import UnreadLoss
+from penstock.stage.blocks.module import StageModule
+from penstock.stage.blocks.precision_casts import cast
 from penstock.stage.checks.forward_writes import explain_backward
 from penstock.stage.checks.released_weight_placeholders import absent
 from penstock.stage.in_flight_microbatch import InFlightMicrobatch, Microbatch
-from penstock.stage.loss import UnreadLoss
-from penstock.stage.module import StageModule
-from penstock.stage.precision_casts import cast
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.stage.untrained_stage_weights import StageWeights
 from penstock.stage.weight_reads import WeightReads

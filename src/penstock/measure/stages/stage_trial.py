@@ -23,9 +23,9 @@ from penstock.measure.stages.weight_bytes import WeightBytes
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.stage_builder import StageBuilder
+from penstock.stage.blocks.loss import LossFunction
+from penstock.stage.blocks.rng import RngKey
 from penstock.stage.in_flight_microbatch import Microbatch
-from penstock.stage.loss import LossFunction
-from penstock.stage.rng import RngKey
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.stage.untrained_stage_weights import StageWeights
 from penstock.weights.corrections.base import Correction

@@ -15,9 +15,9 @@ from penstock.runtime.ops.post_validation import Draft
 from penstock.runtime.rank.span import RankSpan
 from penstock.schedule.ir.schedule import Kind, Op
 from penstock.schedule.machine.instructions import Instruction
+from penstock.stage.blocks.loss import UnreadLoss
+from penstock.stage.blocks.rng import RngKey
 from penstock.stage.in_flight_microbatch import Microbatch
-from penstock.stage.loss import UnreadLoss
-from penstock.stage.rng import RngKey
 from penstock.timeline import Waiting
 
 _NO_GRADIENTS: tuple[bool, ...] = ()

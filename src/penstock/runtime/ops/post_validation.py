@@ -9,8 +9,8 @@ from penstock.comm.core.coroutine_wait import Wait
 from penstock.comm.message.tensor_message import Header
 from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.ops.messages import Consumer
+from penstock.stage.blocks.rng import RngKey
 from penstock.stage.in_flight_microbatch import Microbatch
-from penstock.stage.rng import RngKey
 
 
 class Draft(NamedTuple):

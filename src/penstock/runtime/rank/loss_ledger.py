@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from penstock.schedule.stage_state.microbatch_state import Piece
-from penstock.stage.loss import Loss, UnreadLoss, read_losses
+from penstock.stage.blocks.loss import Loss, UnreadLoss, read_losses
 
 
 class BatchLoss(NamedTuple):

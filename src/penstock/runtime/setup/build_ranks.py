@@ -16,7 +16,7 @@ from penstock.runtime.setup.same_weights import check_equal
 from penstock.runtime.setup.tensor_division import check_division
 from penstock.runtime.setup.tied_weights_broadcast import equalise
 from penstock.runtime.update.stop_request import StopRequest
-from penstock.stage.loss import LossFunction
+from penstock.stage.blocks.loss import LossFunction
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 

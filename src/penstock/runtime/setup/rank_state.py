@@ -20,7 +20,7 @@ from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.ir.schedule import Stage
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.proof.proof import Proof
-from penstock.stage.loss import LossFunction
+from penstock.stage.blocks.loss import LossFunction
 from penstock.weights.corrections.base import Correction
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 

@@ -36,11 +36,11 @@ from penstock.schedule.split_backward_microbatches import halved_units
 from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.autograd.recompute import parts_to_recompute
 from penstock.stage.autograd_graphs import StageGraphs
+from penstock.stage.blocks.loss import LossFunction
+from penstock.stage.blocks.module import StageModule
 from penstock.stage.chosen_backward_delays import DelayedWeightReads, check_real_delays
 from penstock.stage.cuda_graphs.pass_capturer import PassCapturer
 from penstock.stage.cuda_graphs.recorder import recorder_on
-from penstock.stage.loss import LossFunction
-from penstock.stage.module import StageModule
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.stage.untrained_stage_weights import StageWeights

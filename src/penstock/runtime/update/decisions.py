@@ -11,7 +11,7 @@ from penstock.runtime.update.divergence import DivergenceDetector
 from penstock.runtime.update.run_events import Evaluated, RunEvents
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
-from penstock.stage.loss import Loss
+from penstock.stage.blocks.loss import Loss
 from penstock.weights.decision import Decision, Policy, Scaler, Share, decide
 
 

@@ -14,7 +14,7 @@ from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.gathers_and_reduce_scatters import Gathers
 from penstock.runtime.update.tied_gradients import TiedGradients
 from penstock.schedule.ir.schedule import Op, Stage
-from penstock.stage.loss import Loss
+from penstock.stage.blocks.loss import Loss
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.timeline import Waiting
 from penstock.weights.decision import Decision

@@ -1,10 +1,10 @@
 """Random numbers from other generators than torch's default ones, which a recomputed forward has to draw again.
 
-Torch's own are seeded for every pass (`penstock.stage.rng`). Those of Python and numpy, and generators that a block
-holds, go on from pass to pass as in plain torch; so their states are kept where a forward has drawn from them. A block
-holds a generator that is an attribute of a module, or a variable that its code names, global or of a function around
-it; also in a list, tuple or dict there. Generators that it finds elsewhere (in another object, through a function that
-it calls) are not noticed.
+Torch's own are seeded for every pass (`penstock.stage.blocks.rng`). Those of Python and numpy, and generators that a
+block holds, go on from pass to pass as in plain torch; so their states are kept where a forward has drawn from them. A
+block holds a generator that is an attribute of a module, or a variable that its code names, global or of a function
+around it; also in a list, tuple or dict there. Generators that it finds elsewhere (in another object, through a
+function that it calls) are not noticed.
 """
 
 from __future__ import annotations

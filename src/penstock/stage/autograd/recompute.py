@@ -2,7 +2,8 @@
 
 The recomputed forward sees the module buffers as the first one did, and its changes to them are dropped: buffers are
 updated once, in the order of the forwards. Its random numbers are the same because they depend on the microbatch alone
-(`penstock.stage.rng`), or because the states of other generators are kept (`penstock.stage.autograd.other_generators`).
+(`penstock.stage.blocks.rng`), or because the states of other generators are kept
+(`penstock.stage.autograd.other_generators`).
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from penstock.stage.autograd.graph_walk import edges_of
 from penstock.stage.autograd.saved_bytes import storage_bytes
 from penstock.stage.autograd.split_backward import BackwardSplitter
 from penstock.stage.autograd.weight_proxy import ProxyWeights
+from penstock.stage.blocks.loss import UnreadLoss
 from penstock.stage.cuda_graphs.recorder import GraphRecorder, RecordedWork
-from penstock.stage.loss import UnreadLoss
 from penstock.weights.memory.buffers import Buffer
 
 Compute = Callable[[Any, Any, Tensor], tuple[Any, Tensor | None, UnreadLoss | None]]

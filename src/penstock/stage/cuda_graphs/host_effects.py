@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.stage.autograd.other_generators import drawn_from, generator_states
 from penstock.stage.autograd.saved_bytes import has_memory
-from penstock.stage.module import StageModule
+from penstock.stage.blocks.module import StageModule
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

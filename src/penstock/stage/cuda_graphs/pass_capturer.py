@@ -21,15 +21,15 @@ from penstock.comm.core.devices import on_device
 from penstock.comm.message.trees import detached
 from penstock.stage.autograd.forward_graph import Graph
 from penstock.stage.autograd.saved_bytes import has_memory
+from penstock.stage.blocks.loss import UnreadLoss, count_targets
+from penstock.stage.blocks.module import StageModule
+from penstock.stage.blocks.rng import RngKey
 from penstock.stage.cuda_graphs.captured_pass import CapturedPass, FixedMemory, Given
 from penstock.stage.cuda_graphs.host_effects import ModuleAttributes, noticing_host_effects
 from penstock.stage.cuda_graphs.in_flight_room import InFlightRoom, RecordingKey
 from penstock.stage.cuda_graphs.recorder import GraphRecorder
 from penstock.stage.cuda_graphs.replayed_backward import ReplayedGraph
 from penstock.stage.in_flight_microbatch import Microbatch
-from penstock.stage.loss import UnreadLoss, count_targets
-from penstock.stage.module import StageModule
-from penstock.stage.rng import RngKey
 from penstock.weights.memory.buffers import Buffer, Handle
 
 _LOG = logging.getLogger(__name__)

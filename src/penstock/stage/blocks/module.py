@@ -23,11 +23,11 @@ from penstock.options.all_options import PipelineOptions
 from penstock.partition.parameter_names import prefix_of
 from penstock.partition.tensor_parallel import Division, whole_output
 from penstock.stage.autograd.forward_graph import open_inputs
+from penstock.stage.blocks.loss import LossFunction, call_loss, sum_and_weight
+from penstock.stage.blocks.precision_casts import cast, check_formats, in_full, kept_full
+from penstock.stage.blocks.rng import BlockRng, RngKey
 from penstock.stage.checks.changes_between_runs import check_changes, find_parameters, take_over_values
 from penstock.stage.checks.released_weight_placeholders import hide
-from penstock.stage.loss import LossFunction, call_loss, sum_and_weight
-from penstock.stage.precision_casts import cast, check_formats, in_full, kept_full
-from penstock.stage.rng import BlockRng, RngKey
 
 _TRAINABLE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 LOSS = "loss"  # the name under which the random numbers of the loss are seeded
@@ -50,7 +50,7 @@ class StageModule:
         precision: the dtype that passes compute in; None for that of the parameters.
         device: on which it computes.
         division: what of its parameters other processes share.
-        full: parameters that are not cast to the precision (`penstock.stage.precision_casts.kept_full`).
+        full: parameters that are not cast to the precision (`penstock.stage.blocks.precision_casts.kept_full`).
         bound: the tensors that the modules compute with; None where these are their own parameters.
     """
 
@@ -296,7 +296,7 @@ class StageModule:
     def evaluate_loss(
         self, output: Any, target: Any, key: RngKey, sliced: bool = False, known: float | Tensor | None = None
     ) -> tuple[Tensor, float | Tensor]:
-        """Compute the loss sum of a microbatch and its weight (`penstock.stage.loss`), in float32 if in less before.
+        """Compute the loss sum of a microbatch and its weight (`penstock.stage.blocks.loss`), in float32 at least.
 
         Targets are counted where the data are, so that a GPU is not waited for; not if the weight of a mean is known.
 
