@@ -15,7 +15,7 @@ from penstock.idle_time import split_time
 from penstock.runtime.setup import rank_state
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.text_parser import parse_schedule
-from penstock.stage import autograd_graphs
+from penstock.stage import graph_builder
 from penstock.timeline import Waiting
 from support.cases import Case, make_batches, make_pipeline
 from support.late_copies import LateCopies
@@ -141,7 +141,7 @@ def test_work_that_failed_leaves_no_mark() -> None:
 def test_backwards_of_a_device_wait_for_copies_under_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two microbatches of the first rank are moved in each of three batches (tests/golden/offload.txt)."""
     monkeypatch.setattr(rank_state, "device_clock", lambda _: DeviceClock(SlowDevice(0.01).event))
-    monkeypatch.setattr(autograd_graphs, "side_stream", lambda _: LateCopies())
+    monkeypatch.setattr(graph_builder, "side_stream", lambda _: LateCopies())
     case = Case("gpipe", 2, 4, spans=(3,), skips=())
     pipeline = make_pipeline(case, method=parse_schedule(OFFLOAD.read_text()))
     list(pipeline.run(make_batches(case)))

@@ -19,7 +19,7 @@ from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.machine.instructions import LaneKey
 from penstock.schedule.proof.check import check
 from penstock.schedule.text_parser import parse_schedule
-from penstock.stage import autograd_graphs
+from penstock.stage import graph_builder
 from penstock.stage.autograd import activation_offload
 from support.cases import (
     OPTIMIZERS,
@@ -76,7 +76,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
         streams.append(LateCopies())
         return streams[-1]
 
-    monkeypatch.setattr(autograd_graphs, "side_stream", stream)
+    monkeypatch.setattr(graph_builder, "side_stream", stream)
     return streams
 
 

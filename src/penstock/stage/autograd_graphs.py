@@ -1,50 +1,23 @@
-"""Forwards of a stage that build graphs, and the graphs between forward and backward: kept, moved or recomputed."""
+"""The graphs of a stage between forward and backward: kept, moved away for a while, or recomputed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from penstock.comm.core.host_copy_stream import side_stream
-from penstock.comm.message.structure import check_dense
-from penstock.comm.message.tree_classes import open_dataclasses
 from penstock.comm.message.trees import detached
-from penstock.errors import CapabilityError, ConfigError
-from penstock.partition.sequence_slices import storages
-from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.autograd.activation_offload import ActivationOffload
-from penstock.stage.autograd.forward_graph import Graph, open_inputs
-from penstock.stage.autograd.graph_walk import edges_of, graph_nodes
-from penstock.stage.autograd.recompute import BufferPlace, RecomputeInput, RecomputeInputSaver
-from penstock.stage.autograd.saved_bytes import SavedBytes, saved_of, signature
-from penstock.stage.autograd.split_backward import BackwardSplitter
-from penstock.stage.autograd.weight_proxy import ProxyWeights
-from penstock.stage.blocks.loss import UnreadLoss, unread
+from penstock.stage.autograd.forward_graph import Graph
+from penstock.stage.autograd.recompute import BufferPlace, RecomputeInput, RecomputeInputSaver, copied_buffers, put_back
+from penstock.stage.blocks.loss import UnreadLoss
 from penstock.stage.blocks.module import StageModule
-from penstock.stage.checks.forward_writes import ForwardWrites
-from penstock.stage.checks.saved_tensor_hooks import ForeignHooksCheck
-from penstock.stage.checks.unowned_leaves import LeafCheck
+from penstock.stage.graph_builder import BlockOutput, GraphBuilder
 from penstock.stage.in_flight_microbatch import Microbatch
-from penstock.stage.weight_reads import WeightReads
-from penstock.weights.memory.buffers import Handle, Readable
-
-_NO_HOOKS = "support saved tensor hooks"  # torch.func refuses them in these words
-_NO_STORAGES: frozenset[int] = frozenset()
-
-
-class BlockOutput(NamedTuple):
-    """The graph, output and loss of some blocks; for a slice the output is a pair with what it carries on."""
-
-    graph: Graph
-    output: Any
-    loss: UnreadLoss | None
+from penstock.weights.memory.buffers import Handle
 
 
 class Capturer(Protocol):
@@ -72,50 +45,34 @@ class Capturer(Protocol):
 
 
 class StageGraphs:
-    """Runs the forwards of one stage so that backwards can follow, and accounts for the activations they keep alive.
+    """The graphs of one stage, from the forwards that make them to the backwards that go through them.
+
+    Attributes:
+        hold: notified of the bytes of activations that begin to live, or (negative) cease to.
 
     Args:
         module: the blocks, to which the weights to be read are bound whenever this runs.
-        storages: identities of those of its weights.
-        divisor: c; backward runs on the loss sum divided by it.
+        builder: runs them.
         parts: names of the blocks that are recomputed together; empty where graphs are kept from forward to backward.
-        splits: returns True for a microbatch (or slice) whose backward comes in two halves
-            (`penstock.stage.autograd.split_backward`); None if none does.
-        offloads: saved tensors may be moved away for a while (`penstock.stage.autograd.activation_offload`).
-        hold: notified of the bytes of activations that begin to live, or (negative) cease to.
-        reading: decides which weights its passes read.
+        hold: as the attribute.
         saves_inputs: inputs of forwards to be recomputed are saved; else they come again.
     """
 
     def __init__(
         self,
         module: StageModule,
-        storages: Collection[int],
-        divisor: float,
+        builder: GraphBuilder,
         parts: Sequence[Sequence[str]],
-        splits: Callable[[Piece], bool] | None,
-        offloads: bool,
         hold: Callable[[int], None],
-        reading: WeightReads,
         saves_inputs: bool = True,
     ) -> None:
-        self.hold, self._reading = hold, reading
-        self._module, self._divisor = module, divisor
-        self._blocks = tuple(module.blocks)  # the names of all
+        self.hold = hold
+        self._blocks, self._names = module.blocks, tuple(module.blocks)
         self._parts = [tuple(part) for part in parts]
-        self._splits, self._offloads = splits, offloads
-        self._side = side_stream(module.device) if offloads else None
-        self._trained = bool(storages)
+        self._build, self._compute = builder.build, builder.compute
+        self._known, self._splits, self._side = builder.known, builder.splits, builder.side
         self._inputs = RecomputeInputSaver(module.blocks, module.where, saves_inputs, lambda: module.rng.drawing)
-        # Memory that lives anyway, to tell it from activations.
-        self._known = {*storages, *(t.untyped_storage()._cdata for t in module.fixed)}
-        self._leaf_check = LeafCheck(module.where)
         self._before: Mapping[BufferPlace, Tensor] | None = None  # the buffers, before the first draft
-        self._proxies: WeakKeyDictionary[Readable, ProxyWeights] = WeakKeyDictionary()
-        # By blocks and shapes: the bytes a graph keeps alive, and those of them the second half of a backward needs.
-        self._saved: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._seed_of: object = None  # the type and scale of the last loss, and its gradient
-        self._last_seed = 0.0
         self._capturer: Capturer | None = None
 
     def forward(
@@ -124,7 +81,7 @@ class StageGraphs:
         """Run all blocks; returns what the backward goes through, in the order of the forward, and the output."""
         if self._parts:
             return self._run_in_parts(microbatch, value, wants, handle)
-        build = partial(self._build, self._blocks, microbatch, value, wants, handle)
+        build = partial(self._build, self._names, microbatch, value, wants, handle)
         if self._capturer is None:
             result = build()
         else:
@@ -135,10 +92,6 @@ class StageGraphs:
     def capture_with(self, capturer: Capturer) -> None:
         """Have forwards recorded, and replayed."""
         self._capturer = capturer
-
-    def compute(self, microbatch: Microbatch, value: Any) -> tuple[Any, Tensor | None, UnreadLoss | None]:
-        """Run all blocks; returns the output, the loss in its graph, and its value."""
-        return self._compute(self._blocks, microbatch, value)
 
     def backward_reads(self, handle: Handle | None) -> None:
         """Take note of the weights of a backward that comes now, and of the gradient that it adds to."""
@@ -171,14 +124,13 @@ class StageGraphs:
     def begin_draft(self) -> None:
         """Save the module buffers before a forward on weights not decided on yet, which may have to be undone."""
         if self._before is None:
-            self._before = {place: tensor.clone() for place, tensor in self._buffers.items()}
+            self._before = copied_buffers(self._blocks.values())
 
-    @torch.no_grad()
     def discard_drafts(self, work: Iterable[Graph | RecomputeInput]) -> None:
         """Free the graphs of forwards on rejected weights and restore the module buffers from before them."""
         for piece in work:
             self.hold(-piece.nbytes)
-        self._put_back(self._before or {})
+        put_back(self._before or {}, self._blocks.values())
 
     def accept_drafts(self) -> None:
         """Forget the saved module buffers: the weights are decided on, or the drafts were discarded."""
@@ -210,14 +162,9 @@ class StageGraphs:
             offload.put_bytes(tensors)
         self.hold(sum(tensor.nbytes for tensors in given for tensor in tensors))
 
-    @property
-    def _buffers(self) -> dict[BufferPlace, Tensor]:
-        """The buffers of all modules."""
-        return self._inputs.buffers(self._blocks)
-
     def evaluate(self, microbatch: Microbatch, value: Any) -> tuple[Any, UnreadLoss | None]:
         """Run all blocks and keep nothing."""
-        output, _, loss = self._compute(self._blocks, microbatch, value)
+        output, _, loss = self._compute(self._names, microbatch, value)
         return output, loss
 
     def _run_in_parts(
@@ -242,161 +189,6 @@ class StageGraphs:
         self._inputs.after_forward(kept)
         self.hold(kept.nbytes - result.graph.nbytes)
         return kept, result
-
-    def _build(
-        self, names: Sequence[str], microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
-    ) -> BlockOutput:
-        """Run some of the blocks and keep their graph."""
-        piece = microbatch.piece
-        carried = storages((value[1], ())) if piece else _NO_STORAGES  # they count where they were made
-        known = self._known | carried if carried else self._known
-        value, opened, leaves = open_inputs(value, wants)
-        splits = handle is not None and self._splits is not None and self._splits(microbatch.key)
-        key = (names, splits, signature(value), signature(microbatch.target))
-        offload = ActivationOffload(known, self._side) if self._offloads else None
-        counter: SavedBytes | None = offload
-        guard: AbstractContextManager[object] | None = None
-        if handle is not None and self._reading.looks_up:
-            counter = self._reading.saved_tensor_hooks(known, handle) or offload
-            if counter is not None and key not in self._saved:
-                guard = ForeignHooksCheck(counter.pack_hook, handle.buffer.leaves.values(), self._module.where)
-        if counter is None and key not in self._saved:
-            counter = SavedBytes(known)
-        splitting = self._splitter(handle, counter) if splits and handle is not None else None
-        module, first = self._module, key not in self._saved
-        writes = None
-        if first:
-            writes = ForwardWrites(module.where, module.bound, module.shared_buffers, module.blocks, opened.values())
-        if counter is None and splitting is None:
-            output, total, loss = self._compute(names, microbatch, value)
-        else:
-            contexts = counter or nullcontext(), splitting or nullcontext(), guard or nullcontext()
-            output, total, loss = self._compute_under(contexts, counter, splitting is None, names, microbatch, value)
-        if writes is not None:
-            writes.check()
-        ends = output if total is None else (total, output[1]) if piece else total
-        if counter is not None:
-            if counter.gave_up:
-                counter.add(saved_of(graph_nodes(ends)))
-            counter.add(opened.values())
-            counter.add(pytree.tree_leaves(output[1]) if piece else ())
-            self._saved[key] = counter.total, counter.deferred
-        if counter is not None or self._leaf_check.pending(names):
-            own = [] if splitting is None else [splitting.gate]
-            self._check_leaves(names, ends, handle, [*pytree.tree_leaves(value), *own])
-        edges = edges_of(ends)
-        seed = None
-        if total is not None:
-            if edges[0] is None and (opened or self._trained):
-                raise ConfigError(
-                    f"{self._module.where}: the loss has no graph, so nothing would be learnt; it was detached, or "
-                    "made under torch.no_grad()"
-                )
-            seed = self.seed(total, microbatch.scale)
-        nbytes, deferred_nbytes = self._saved[key]
-        self.hold(nbytes)
-        if offload is not None:  # others keep the inputs alive anyway
-            offload.pin([*opened.values(), *pytree.tree_leaves((value, microbatch.target))])
-        deferred = None if splitting is None else splitting.deferred
-        return BlockOutput(Graph(opened, leaves, edges, seed, nbytes, deferred, deferred_nbytes, offload), output, loss)
-
-    def seed(self, total: Tensor, scale: float) -> Tensor:
-        """Return the gradient of a loss: scale / divisor, in the precision of the loss."""
-        key = total.dtype, scale
-        if key != self._seed_of:
-            one = torch.ones_like(total.detach())
-            self._seed_of, self._last_seed = key, (one / self._divisor * scale).item()
-        return torch.full_like(total, self._last_seed, requires_grad=False)
-
-    def _splitter(self, handle: Handle, counter: SavedBytes | None) -> BackwardSplitter:
-        """Bind proxies of the weights to the modules and make the context that detaches operations on them."""
-        proxies = self._proxies.get(handle.buffer)
-        if proxies is None:
-            proxies = self._proxies[handle.buffer] = ProxyWeights(handle.buffer.leaves)
-        self._module.bind(proxies.tensors)
-        return BackwardSplitter(proxies, counter, moves=self._offloads)
-
-    def _compute_under(
-        self,
-        contexts: Sequence[AbstractContextManager[object]],
-        counter: SavedBytes | None,
-        whole: bool,
-        names: Sequence[str],
-        microbatch: Microbatch,
-        value: Any,
-    ) -> tuple[Any, Tensor | None, UnreadLoss | None]:
-        """Run blocks under saved-tensor hooks; again without them if a block refuses them and they only count."""
-        only_counts = type(counter) is SavedBytes and whole
-        before = {place: tensor.clone() for place, tensor in self._buffers.items()} if only_counts else {}
-        try:
-            with ExitStack() as stack:
-                for context in contexts:
-                    stack.enter_context(context)
-                return self._compute(names, microbatch, value)
-        except RuntimeError as error:
-            if _NO_HOOKS not in str(error):
-                raise
-            if counter is None or not only_counts:
-                raise CapabilityError(
-                    f"{self._module.where}: a block uses torch.func (grad, vjp, jacrev), which does not go with the "
-                    "hooks on saved tensors that this method needs; use torch.autograd.grad(..., create_graph=True) in "
-                    "the block, or a method that keeps graphs as they are, such as 1f1b"
-                ) from error
-        self._put_back(before)
-        counter.give_up()
-        return self._compute(names, microbatch, value)
-
-    @torch.no_grad()
-    def _put_back(self, before: Mapping[BufferPlace, Tensor]) -> None:
-        """Restore the module buffers."""
-        present = self._buffers
-        for place, tensor in before.items():
-            present[place].copy_(tensor)
-
-    def _compute(
-        self, names: Sequence[str], microbatch: Microbatch, value: Any
-    ) -> tuple[Any, Tensor | None, UnreadLoss | None]:
-        """Run blocks; returns the output (for a slice a pair with what is carried on), the loss in its graph, and its
-        value.
-        """
-        try:
-            if microbatch.piece:
-                x, carry = value
-                output: Any = self._module.run_slice(names, x, carry, microbatch.rng_key)
-            else:
-                output = self._module.run(names, value, microbatch.rng_key)
-            if not isinstance(output, Tensor):
-                open_dataclasses(output)
-        except RuntimeError as error:
-            if "a leaf Variable that requires grad" in str(error):
-                raise ConfigError(
-                    f"{self._module.where}: a block writes in place into what the stage received, or into a parameter; "
-                    "let it make a new tensor (inplace=False), or cut the model elsewhere"
-                ) from error
-            raise
-        module = self._module
-        if names[-1] == module.last and (module.loss is None or module.hands_on):
-            for leaf in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
-                if isinstance(leaf, Tensor):
-                    check_dense(leaf, module.where)
-        if module.loss is None or names[-1] != module.last:
-            return output, None, None
-        result = output[0] if microbatch.piece else output
-        sliced = microbatch.piece is not None
-        total, weight = self._module.evaluate_loss(
-            result, microbatch.target, microbatch.rng_key, sliced, microbatch.weight
-        )
-        if total.dtype in (torch.bfloat16, torch.float16):
-            total = total.float()  # S / c may be out of its range on the way
-        kept = result if self._module.hands_on else None
-        return (kept, output[1]) if microbatch.piece else kept, total, UnreadLoss(unread(total), weight)
-
-    def _check_leaves(self, names: Sequence[str], result: Any, handle: Handle | None, own: Collection[object]) -> None:
-        """Make sure that an optimizer steps every tensor that is trained, and that backwards read what they should."""
-        weights = handle.buffer.leaves.values() if handle is not None else ()
-        self._leaf_check.check(names, result, (*own, *weights))
-        if handle is not None:
-            self._reading.check_graph(result, weights)
 
 
 def _offloads(work: Sequence[Graph | RecomputeInput]) -> list[ActivationOffload]:

@@ -41,6 +41,7 @@ from penstock.stage.blocks.module import StageModule
 from penstock.stage.chosen_backward_delays import DelayedWeightReads, check_real_delays
 from penstock.stage.cuda_graphs.pass_capturer import PassCapturer
 from penstock.stage.cuda_graphs.recorder import recorder_on
+from penstock.stage.graph_builder import GraphBuilder
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.stage.untrained_stage_weights import StageWeights
@@ -296,12 +297,11 @@ class StageBuilder:
         halved, parks = _halved(schedule, stage, any(neighbors_of(schedule, stage).returns)), Op.OFFLOAD in ops
         keeps = schedule.segment_before(stage.index) is None
         divisor, hold = self._plan.divisor, self._hold
-        graphs = StageGraphs(module, storages, divisor, parts, halved, parks, hold, reading, keeps)
+        builder = GraphBuilder(module, storages, divisor, halved, parks, hold, reading)
+        graphs = StageGraphs(module, builder, parts, hold, keeps)
         if self._options.run.cuda_graphs:
-            recorder = recorder_on(module.device)
-            graphs.capture_with(
-                PassCapturer(module, recorder, graphs.compute, graphs.seed, hold, partial(_hooked, weights))
-            )
+            recorder, compute = recorder_on(module.device), partial(builder.compute, tuple(module.blocks))
+            graphs.capture_with(PassCapturer(module, recorder, compute, builder.seed, hold, partial(_hooked, weights)))
         return graphs
 
     def _estimates_whole(self, stage: Stage, proof: Proof, corrector: Corrector | None) -> bool:

@@ -8,7 +8,7 @@ updated once, in the order of the forwards. Its random numbers are the same beca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -89,7 +89,7 @@ class RecomputeInputSaver:
             value, wants: their input.
             known: identities of storages that live anyway.
         """
-        leaves, places = pytree.tree_leaves(value), self.buffers(names)
+        leaves, places = pytree.tree_leaves(value), buffers_of([self._blocks[name] for name in names])
         restless = self._restless.get(tuple(names), places.keys())
         buffers = {place: tensor.clone() for place, tensor in places.items() if place in restless}
         states = {place: _state(tensor) for place, tensor in places.items()}
@@ -120,7 +120,7 @@ class RecomputeInputSaver:
             )
         changed = {
             place
-            for place, tensor in self.buffers(kept.names).items()
+            for place, tensor in buffers_of([self._blocks[name] for name in kept.names]).items()
             if kept.states.get(place, _state(tensor)) != _state(tensor)  # one that it has made is there next time, too
             # Batch norm updates its statistics without a word to autograd, so values are compared, too.
             or (place in kept.buffers and not torch.equal(kept.buffers[place], tensor))
@@ -172,11 +172,24 @@ class RecomputeInputSaver:
         named = [pair for name, block in blocks for pair in block.named_parameters(prefix=name)]
         return {name: _state(parameter) for name, parameter in named if not parameter.requires_grad}
 
-    def buffers(self, names: Sequence[str]) -> dict[BufferPlace, Tensor]:
-        """Return the buffers of the modules among some blocks."""
-        blocks = [self._blocks[name] for name in names]
-        modules = [module for block in blocks if isinstance(block, nn.Module) for module in block.modules()]
-        return {(m, key): tensor for m in modules for key, tensor in m._buffers.items() if tensor is not None}
+
+def buffers_of(blocks: Iterable[Any]) -> dict[BufferPlace, Tensor]:
+    """Return the buffers of the modules among some blocks."""
+    modules = [module for block in blocks if isinstance(block, nn.Module) for module in block.modules()]
+    return {(m, key): tensor for m in modules for key, tensor in m._buffers.items() if tensor is not None}
+
+
+def copied_buffers(blocks: Iterable[Any]) -> dict[BufferPlace, Tensor]:
+    """Return copies of the buffers of some blocks, to be put back."""
+    return {place: tensor.clone() for place, tensor in buffers_of(blocks).items()}
+
+
+@torch.no_grad()
+def put_back(before: Mapping[BufferPlace, Tensor], blocks: Iterable[Any]) -> None:
+    """Write what buffers of some blocks held before into those that are there now."""
+    present = buffers_of(blocks)
+    for place, tensor in before.items():
+        present[place].copy_(tensor)
 
 
 def parts_to_recompute(names: Sequence[str], recompute: RecomputeMode, in_schedule: bool) -> list[Sequence[str]]:

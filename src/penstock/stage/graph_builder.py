@@ -1,0 +1,235 @@
+"""Forwards of some blocks of a stage that build a graph, and the bytes that this keeps alive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.comm.core.host_copy_stream import side_stream
+from penstock.comm.message.structure import check_dense
+from penstock.comm.message.tree_classes import open_dataclasses
+from penstock.errors import CapabilityError, ConfigError
+from penstock.partition.sequence_slices import storages
+from penstock.schedule.stage_state.microbatch_state import Piece
+from penstock.stage.autograd.activation_offload import ActivationOffload
+from penstock.stage.autograd.forward_graph import Graph, open_inputs
+from penstock.stage.autograd.graph_walk import edges_of, graph_nodes
+from penstock.stage.autograd.recompute import copied_buffers, put_back
+from penstock.stage.autograd.saved_bytes import SavedBytes, saved_of, signature
+from penstock.stage.autograd.split_backward import BackwardSplitter
+from penstock.stage.autograd.weight_proxy import ProxyWeights
+from penstock.stage.blocks.loss import UnreadLoss, unread
+from penstock.stage.blocks.module import StageModule
+from penstock.stage.checks.forward_writes import ForwardWrites
+from penstock.stage.checks.saved_tensor_hooks import ForeignHooksCheck
+from penstock.stage.checks.unowned_leaves import LeafCheck
+from penstock.stage.in_flight_microbatch import Microbatch
+from penstock.stage.weight_reads import WeightReads
+from penstock.weights.memory.buffers import Handle, Readable
+
+_NO_HOOKS = "support saved tensor hooks"  # torch.func refuses them in these words
+_NO_STORAGES: frozenset[int] = frozenset()
+
+
+class BlockOutput(NamedTuple):
+    """The graph, output and loss of some blocks; for a slice the output is a pair with what it carries on."""
+
+    graph: Graph
+    output: Any
+    loss: UnreadLoss | None
+
+
+class GraphBuilder:
+    """Runs blocks of one stage so that a backward can follow, and counts the activations that their graph keeps alive.
+
+    Attributes:
+        known: identities of memory that lives anyway, to tell it from activations.
+        splits: as below.
+        side: copies saved tensors beside the work of the device; None where none are moved, or it has no such stream.
+
+    Args:
+        module: the blocks, to which the weights to be read are bound whenever this runs.
+        storages: identities of those of its weights.
+        divisor: c; backward runs on the loss sum divided by it.
+        splits: returns True for a microbatch (or slice) whose backward comes in two halves
+            (`penstock.stage.autograd.split_backward`); None if none does.
+        offloads: saved tensors may be moved away for a while (`penstock.stage.autograd.activation_offload`).
+        hold: notified of the bytes of activations that begin to live.
+        reading: decides which weights its passes read.
+    """
+
+    def __init__(
+        self,
+        module: StageModule,
+        storages: Collection[int],
+        divisor: float,
+        splits: Callable[[Piece], bool] | None,
+        offloads: bool,
+        hold: Callable[[int], None],
+        reading: WeightReads,
+    ) -> None:
+        self._module, self._divisor, self._hold, self._reading = module, divisor, hold, reading
+        self.splits, self._offloads = splits, offloads
+        self.side = side_stream(module.device) if offloads else None
+        self._trained = bool(storages)
+        self.known = {*storages, *(t.untyped_storage()._cdata for t in module.fixed)}
+        self._leaf_check = LeafCheck(module.where)
+        self._proxies: WeakKeyDictionary[Readable, ProxyWeights] = WeakKeyDictionary()
+        # By blocks and shapes: the bytes a graph keeps alive, and those of them the second half of a backward needs.
+        self._saved: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._seed_of: object = None  # the type and scale of the last loss, and its gradient
+        self._last_seed = 0.0
+
+    def build(
+        self, names: Sequence[str], microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
+    ) -> BlockOutput:
+        """Run some of the blocks and keep their graph."""
+        piece = microbatch.piece
+        carried = storages((value[1], ())) if piece else _NO_STORAGES  # they count where they were made
+        known = self.known | carried if carried else self.known
+        value, opened, leaves = open_inputs(value, wants)
+        splits = handle is not None and self.splits is not None and self.splits(microbatch.key)
+        key = (names, splits, signature(value), signature(microbatch.target))
+        offload = ActivationOffload(known, self.side) if self._offloads else None
+        counter: SavedBytes | None = offload
+        guard: AbstractContextManager[object] | None = None
+        if handle is not None and self._reading.looks_up:
+            counter = self._reading.saved_tensor_hooks(known, handle) or offload
+            if counter is not None and key not in self._saved:
+                guard = ForeignHooksCheck(counter.pack_hook, handle.buffer.leaves.values(), self._module.where)
+        if counter is None and key not in self._saved:
+            counter = SavedBytes(known)
+        splitting = self._splitter(handle, counter) if splits and handle is not None else None
+        module, first = self._module, key not in self._saved
+        writes = None
+        if first:
+            writes = ForwardWrites(module.where, module.bound, module.shared_buffers, module.blocks, opened.values())
+        if counter is None and splitting is None:
+            output, total, loss = self.compute(names, microbatch, value)
+        else:
+            contexts = counter or nullcontext(), splitting or nullcontext(), guard or nullcontext()
+            output, total, loss = self._compute_under(contexts, counter, splitting is None, names, microbatch, value)
+        if writes is not None:
+            writes.check()
+        ends = output if total is None else (total, output[1]) if piece else total
+        if counter is not None:
+            if counter.gave_up:
+                counter.add(saved_of(graph_nodes(ends)))
+            counter.add(opened.values())
+            counter.add(pytree.tree_leaves(output[1]) if piece else ())
+            self._saved[key] = counter.total, counter.deferred
+        if counter is not None or self._leaf_check.pending(names):
+            own = [] if splitting is None else [splitting.gate]
+            self._check_leaves(names, ends, handle, [*pytree.tree_leaves(value), *own])
+        edges = edges_of(ends)
+        seed = None
+        if total is not None:
+            if edges[0] is None and (opened or self._trained):
+                raise ConfigError(
+                    f"{self._module.where}: the loss has no graph, so nothing would be learnt; it was detached, or "
+                    "made under torch.no_grad()"
+                )
+            seed = self.seed(total, microbatch.scale)
+        nbytes, deferred_nbytes = self._saved[key]
+        self._hold(nbytes)
+        if offload is not None:  # others keep the inputs alive anyway
+            offload.pin([*opened.values(), *pytree.tree_leaves((value, microbatch.target))])
+        deferred = None if splitting is None else splitting.deferred
+        return BlockOutput(Graph(opened, leaves, edges, seed, nbytes, deferred, deferred_nbytes, offload), output, loss)
+
+    def compute(
+        self, names: Sequence[str], microbatch: Microbatch, value: Any
+    ) -> tuple[Any, Tensor | None, UnreadLoss | None]:
+        """Run blocks; returns the output (for a slice a pair with what is carried on), the loss in its graph, and its
+        value.
+        """
+        try:
+            if microbatch.piece:
+                x, carry = value
+                output: Any = self._module.run_slice(names, x, carry, microbatch.rng_key)
+            else:
+                output = self._module.run(names, value, microbatch.rng_key)
+            if not isinstance(output, Tensor):
+                open_dataclasses(output)
+        except RuntimeError as error:
+            if "a leaf Variable that requires grad" in str(error):
+                raise ConfigError(
+                    f"{self._module.where}: a block writes in place into what the stage received, or into a parameter; "
+                    "let it make a new tensor (inplace=False), or cut the model elsewhere"
+                ) from error
+            raise
+        module = self._module
+        if names[-1] == module.last and (module.loss is None or module.hands_on):
+            for leaf in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
+                if isinstance(leaf, Tensor):
+                    check_dense(leaf, module.where)
+        if module.loss is None or names[-1] != module.last:
+            return output, None, None
+        result = output[0] if microbatch.piece else output
+        sliced = microbatch.piece is not None
+        total, weight = self._module.evaluate_loss(
+            result, microbatch.target, microbatch.rng_key, sliced, microbatch.weight
+        )
+        if total.dtype in (torch.bfloat16, torch.float16):
+            total = total.float()  # S / c may be out of its range on the way
+        kept = result if self._module.hands_on else None
+        return (kept, output[1]) if microbatch.piece else kept, total, UnreadLoss(unread(total), weight)
+
+    def seed(self, total: Tensor, scale: float) -> Tensor:
+        """Return the gradient of a loss: scale / divisor, in the precision of the loss."""
+        key = total.dtype, scale
+        if key != self._seed_of:
+            one = torch.ones_like(total.detach())
+            self._seed_of, self._last_seed = key, (one / self._divisor * scale).item()
+        return torch.full_like(total, self._last_seed, requires_grad=False)
+
+    def _splitter(self, handle: Handle, counter: SavedBytes | None) -> BackwardSplitter:
+        """Bind proxies of the weights to the modules and make the context that detaches operations on them."""
+        proxies = self._proxies.get(handle.buffer)
+        if proxies is None:
+            proxies = self._proxies[handle.buffer] = ProxyWeights(handle.buffer.leaves)
+        self._module.bind(proxies.tensors)
+        return BackwardSplitter(proxies, counter, moves=self._offloads)
+
+    def _compute_under(
+        self,
+        contexts: Sequence[AbstractContextManager[object]],
+        counter: SavedBytes | None,
+        whole: bool,
+        names: Sequence[str],
+        microbatch: Microbatch,
+        value: Any,
+    ) -> tuple[Any, Tensor | None, UnreadLoss | None]:
+        """Run blocks under saved-tensor hooks; again without them if a block refuses them and they only count."""
+        only_counts = type(counter) is SavedBytes and whole
+        before = copied_buffers(self._module.blocks.values()) if only_counts else {}
+        try:
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                return self.compute(names, microbatch, value)
+        except RuntimeError as error:
+            if _NO_HOOKS not in str(error):
+                raise
+            if counter is None or not only_counts:
+                raise CapabilityError(
+                    f"{self._module.where}: a block uses torch.func (grad, vjp, jacrev), which does not go with the "
+                    "hooks on saved tensors that this method needs; use torch.autograd.grad(..., create_graph=True) in "
+                    "the block, or a method that keeps graphs as they are, such as 1f1b"
+                ) from error
+        put_back(before, self._module.blocks.values())
+        counter.give_up()
+        return self.compute(names, microbatch, value)
+
+    def _check_leaves(self, names: Sequence[str], result: Any, handle: Handle | None, own: Collection[object]) -> None:
+        """Make sure that an optimizer steps every tensor that is trained, and that backwards read what they should."""
+        weights = handle.buffer.leaves.values() if handle is not None else ()
+        self._leaf_check.check(names, result, (*own, *weights))
+        if handle is not None:
+            self._reading.check_graph(result, weights)
