@@ -62,7 +62,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     for place in (
         "penstock.cli.schedules.commands.prove_asked", "penstock.cli.compare._compare", "penstock.verify.verify.verify",
-        "penstock.simulate.method_facts.facts_of_methods", "penstock.view.tables.facts_of_methods",
+        "penstock.simulate.methods.method_facts.facts_of_methods", "penstock.view.tables.facts_of_methods",
         "penstock.launch.cluster_job_files.job_file", "penstock.plan.profile.files.read_profile",
         "penstock.plan.profile.files.read_profile_text", "penstock.train.export.sample.sample_text",
     ):  # fmt: skip

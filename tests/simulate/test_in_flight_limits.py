@@ -10,9 +10,9 @@ from penstock.errors import ScheduleError
 from penstock.schedule.build import ScheduleRequest, prove
 from penstock.schedule.in_flight_choice import InFlightChoice, with_in_flight
 from penstock.schedule.ir.version_rules import RULES
-from penstock.simulate import auto_in_flight
-from penstock.simulate.auto_in_flight import choose_in_flight
 from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.option_choice import auto_in_flight
+from penstock.simulate.option_choice.auto_in_flight import choose_in_flight
 
 
 def chosen(method: str, ranks: int, m: int, latency: float, most: int | None = None, **options: object) -> object:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from penstock.schedule.methods.table import METHODS
-from penstock.simulate import method_facts, method_figures
-from penstock.simulate.method_facts import STORED, USUAL, Links, derived_facts, facts_of_methods
+from penstock.simulate.methods import method_facts, method_figures
+from penstock.simulate.methods.method_facts import STORED, USUAL, Links, derived_facts, facts_of_methods
 
 _FIGURES = ("weight_copies", "delay", "activations", "bubble", "problem")
 

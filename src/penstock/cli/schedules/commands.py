@@ -62,7 +62,7 @@ def methods(
 ) -> None:
     """List every method with what its schedule costs: weight copies, delay, activations, bubble."""
     from penstock.schedule.ir.in_flight_option import read_in_flight
-    from penstock.simulate.method_facts import Links
+    from penstock.simulate.methods.method_facts import Links
     from penstock.view.tables import combines_table, methods_json, methods_table, table_console, width_to_fit
 
     stages, microbatches = stages or 4, microbatches or 8

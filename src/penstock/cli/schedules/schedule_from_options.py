@@ -45,9 +45,9 @@ def prove_asked(
     from penstock.schedule.methods.compatibility import sharding_of
     from penstock.schedule.methods.find_method import find_method
     from penstock.schedule.methods.method_parsing import check_given_once, written_method
-    from penstock.simulate.auto_in_flight import choose_in_flight
     from penstock.simulate.costs import of_every_rank
-    from penstock.simulate.order_options_from_costs import with_search_options
+    from penstock.simulate.option_choice.auto_in_flight import choose_in_flight
+    from penstock.simulate.option_choice.order_options_from_costs import with_search_options
 
     (file, rule, correction), (stages, microbatches) = own, sizes
     if (method is None) == (file is None):

@@ -23,7 +23,7 @@ from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.schedule.ir.rank_numbers import RankNumbers
 from penstock.schedule.ir.schedule import Payload
-from penstock.simulate.least_in_flight import RankTimes
+from penstock.simulate.option_choice.least_in_flight import RankTimes
 from penstock.timeline import Interval, Waiting
 
 _PASSES = ("F", "B", "I", "W", "R")

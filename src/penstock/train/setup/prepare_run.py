@@ -28,7 +28,7 @@ from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.wave_lags import record_fault, stage_place
-from penstock.simulate.auto_in_flight import later_with
+from penstock.simulate.option_choice.auto_in_flight import later_with
 from penstock.stage.cuda_graphs.recorder import check_records
 from penstock.train.config.own_schedule import own_schedule
 from penstock.train.config.schema import TrainConfig

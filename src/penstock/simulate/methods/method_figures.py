@@ -16,10 +16,10 @@ from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.method import Method
 from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
 from penstock.schedule.proof.proof import Proof
-from penstock.simulate.auto_in_flight import choose_in_flight
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.long_run import steady_bubble
-from penstock.simulate.order_options_from_costs import with_search_options
+from penstock.simulate.option_choice.auto_in_flight import choose_in_flight
+from penstock.simulate.option_choice.order_options_from_costs import with_search_options
 from penstock.simulate.simulate import simulate_schedule
 
 
@@ -31,7 +31,7 @@ def figures_of_methods(
     latency: float = 0.0,
     in_flight: int | tuple[int, ...] | str | None = None,
 ) -> list[dict[str, Any]]:
-    """Derive figures of `penstock.simulate.method_facts`, or a problem; those of one schedule from one proof.
+    """Derive figures of `penstock.simulate.methods.method_facts`, or a problem; those of one schedule from one proof.
 
     Args:
         methods: rows of the table.

@@ -78,7 +78,7 @@ def facts_of_methods(
 
 def derived_facts(rows: Iterable[Method], stages: int, microbatches: int, links: Links = NO_LINKS) -> list[MethodFacts]:
     """Return rows of the table, with figures derived from schedules."""
-    from penstock.simulate.method_figures import figures_of_methods  # not before, as this imports what proves
+    from penstock.simulate.methods.method_figures import figures_of_methods  # not before, as this imports what proves
 
     rows = list(rows)
     found = figures_of_methods(rows, stages, microbatches, links.latency, links.in_flight)
