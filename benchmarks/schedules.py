@@ -25,7 +25,7 @@ from penstock.schedule.proof.check import check
 from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.transforms.apply_version_rule import apply_rule
 from penstock.simulate.costs import Costs
-from penstock.simulate.simulate import play
+from penstock.simulate.play import play
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -17,8 +17,8 @@ from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.schedule.machine.sharing.shared_links import SharedLinks
 from penstock.schedule.proof.proof import Proof
 from penstock.simulate.costs import Costs
+from penstock.simulate.play import play
 from penstock.simulate.sharding_traffic import Network as Traffic
-from penstock.simulate.simulate import play
 
 
 class Inputs(NamedTuple):

@@ -26,8 +26,8 @@ from penstock.schedule.methods.table import METHODS
 from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.play import play
 from penstock.simulate.sharding_traffic import Network
-from penstock.simulate.simulate import play
 from penstock.simulate.unplayed.message_counts import count_messages, receive_buffers
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))

@@ -22,7 +22,8 @@ from penstock.schedule.transforms.apply_version_rule import apply_rule
 from penstock.schedule.transforms.recompute import with_recompute
 from penstock.simulate import simulate as simulation
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.simulate import play, simulate_schedule
+from penstock.simulate.play import play
+from penstock.simulate.simulate import simulate_schedule
 
 METHODS = ("1f1b", "eager", "2bw", "2bw-eager", "interleaved", "breadth-first", "zb-v")
 RECOMPUTING = ("1f1b, recomputing", "2bw, recomputing", "zb-v, recomputing")

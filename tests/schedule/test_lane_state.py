@@ -10,7 +10,8 @@ from penstock.schedule.ir.schedule import Op, Unit, passes
 from penstock.schedule.proof.check import check
 from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.simulate import play, simulate_schedule
+from penstock.simulate.play import play
+from penstock.simulate.simulate import simulate_schedule
 from penstock.view.svg import timeline_svg
 from penstock.view.text import draw_timeline
 

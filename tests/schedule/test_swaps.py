@@ -13,7 +13,8 @@ from penstock.schedule.ir.schedule import Op
 from penstock.schedule.proof.check import check
 from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.simulate import play, simulate_schedule
+from penstock.simulate.play import play
+from penstock.simulate.simulate import simulate_schedule
 
 METHODS = ["1f1b", "gpipe", "2bw", "2bw-ahead", "stash", "zb-h1", "zb-v", "pipemare", "chimera", "bpipe"]
 CHUNKS = ["interleaved", "layered", "2bw-layered", "depth-first-full"]

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.simulate import play
+from penstock.simulate.play import play
 from support.buffer_oracle import bounded_times
 from support.event_oracle import start_times
 from support.examples import examples

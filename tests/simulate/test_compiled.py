@@ -23,8 +23,8 @@ from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate import compiled_span as module
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.play import play, predict
 from penstock.simulate.sharding_traffic import Network
-from penstock.simulate.simulate import play, predict
 from support.schedules import make_schedule
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))

@@ -16,8 +16,9 @@ from penstock.schedule.lowering.send_window_search import unlimited
 from penstock.schedule.proof.check import check
 from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.play import play
 from penstock.simulate.sharding_traffic import Network
-from penstock.simulate.simulate import play, simulate_schedule
+from penstock.simulate.simulate import simulate_schedule
 
 CASES = [
     ("breadth-first", 2, 4, {"chunks": 3}, "full:weights=1:gradients=1"),

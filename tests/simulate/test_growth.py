@@ -12,7 +12,7 @@ from penstock.schedule.orders import ORDERS
 from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.transforms.apply_version_rule import apply_rule
 from penstock.simulate.costs import Costs
-from penstock.simulate.simulate import play
+from penstock.simulate.play import play
 from support.schedules import make_schedule
 
 

@@ -16,7 +16,8 @@ from penstock.schedule.proof.proof import Proof
 from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_bubble
-from penstock.simulate.simulate import play, simulate_schedule
+from penstock.simulate.play import play
+from penstock.simulate.simulate import simulate_schedule
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
 CASES = [(name, decides) for name in METHODS for decides in (False, True) if (name, decides) != ("wpipe", True)]

@@ -16,7 +16,8 @@ from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.orders import ORDERS
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.simulate import Simulation, play, simulate_schedule
+from penstock.simulate.play import play
+from penstock.simulate.simulate import Simulation, simulate_schedule
 
 TIMES = [(1.0, 1.0, 1.0), (1.0, 1.5, 0.5), (10.0, 12.0, 7.0)]
 MEASURED = (18.522, 18.086, 9.337)  # of a model of 1.5 B parameters (arXiv 2401.10241), with a latency of 0.601

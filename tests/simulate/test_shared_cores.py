@@ -26,7 +26,8 @@ from penstock.schedule.proof.proof import Proof
 from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.long_run import steady_batch
-from penstock.simulate.simulate import play, predict, simulate_schedule
+from penstock.simulate.play import play, predict
+from penstock.simulate.simulate import simulate_schedule
 from support.drawn_proofs import maybe, positive, proofs
 from support.examples import examples
 from support.schedules import make_schedule

@@ -21,8 +21,9 @@ from penstock.schedule.proof.check import check
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.transforms.batch_ops import with_reductions
 from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.play import play
 from penstock.simulate.sharding_traffic import Network
-from penstock.simulate.simulate import play, simulate_schedule
+from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Interval
 from support.schedules import make_schedule
 

@@ -30,8 +30,8 @@ from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.memory_simulation import most_held
 from penstock.simulate.memory.predicted import MemoryOptions, peak_of
 from penstock.simulate.memory.stage_sizes import StageBytes
+from penstock.simulate.play import predict
 from penstock.simulate.sharding_traffic import Network
-from penstock.simulate.simulate import predict
 
 LEVELS = ("none", "optimizer", "gradients", "full")
 BATCHES = 6  # of a run whose memory is predicted

@@ -25,7 +25,7 @@ from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.held import Combination, HeldKind
 from penstock.simulate.memory.memory_simulation import most_held
-from penstock.simulate.simulate import predict
+from penstock.simulate.play import predict
 from penstock.timeline import Bubble
 
 _SETTLED = 4  # batches after which a run holds what it always does, where batches overlap
