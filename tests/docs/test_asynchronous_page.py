@@ -12,7 +12,7 @@ from penstock.errors import PenstockError
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.table import METHODS
 from penstock.train.config.load import load_config
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.prepare_run import prepare
 from support.offered_methods import OFFERED
 
 PAGE = (Path(__file__).parents[2] / "docs/asynchronous.md").read_text()

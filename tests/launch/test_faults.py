@@ -24,8 +24,8 @@ from penstock.errors import WorkerError
 from penstock.launch.launch import launch_local
 from penstock.train.config.load import validate_config
 from penstock.train.data.window_sampler import batches
-from penstock.train.setup.build_pipeline import make_pipeline
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.build_pipeline import make_pipeline
+from penstock.train.prepare.prepare_run import prepare
 from support.worker_functions import stop_after_the_end, stop_at_the_end
 
 pytestmark = pytest.mark.processes

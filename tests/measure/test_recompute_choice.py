@@ -17,7 +17,7 @@ from penstock.options.all_options import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.train.config.load import load_config
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.prepare_run import prepare
 from penstock.train.setup.run_folder import make_run_folder
 from support.command_line import TINY
 from support.grouped import grouped

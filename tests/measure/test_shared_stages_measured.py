@@ -28,7 +28,7 @@ from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.plan.schedule_from_arguments import request_of
 from penstock.simulate.memory.predicted import MemoryOptions, peak_bytes
 from penstock.train.config.load import load_config
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.prepare_run import prepare
 from support.pool import Pool
 from support.tensor_parallel_cases import SHAPE
 

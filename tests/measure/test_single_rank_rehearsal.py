@@ -10,8 +10,8 @@ import torch
 from penstock.errors import ConfigError
 from penstock.measure.single_rank_rehearsal import StandIn, rehearse
 from penstock.train.config.load import load_config
-from penstock.train.setup.build_pipeline import make_pipeline
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.build_pipeline import make_pipeline
+from penstock.train.prepare.prepare_run import prepare
 
 SMALL = [
     "model.layers=4", "model.width=16", "model.heads=2", "model.context=8", "microbatches=4", "microbatch_size=2",

@@ -13,8 +13,8 @@ from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.train.config.load import load_config
-from penstock.train.setup.build_pipeline import make_pipeline
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.build_pipeline import make_pipeline
+from penstock.train.prepare.prepare_run import prepare
 
 TINY = (
     "model.layers=6", "model.width=8", "model.heads=2", "model.context=8", "model.vocabulary=300", "threads=1",

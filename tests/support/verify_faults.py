@@ -15,7 +15,7 @@ from penstock.runtime.update.update_step import Updates
 from penstock.stage.autograd.recompute import RecomputeInputSaver
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
-from penstock.train.setup import build_pipeline, prepare_run
+from penstock.train.prepare import build_pipeline, prepare_run
 from penstock.weights.memory.buffers import Buffer, Handle
 from penstock.weights.memory.squared_norm import Squares, squared_norm
 from penstock.weights.mixed_store import MixedStore

@@ -21,7 +21,7 @@ from penstock.train import loop, reporter
 from penstock.train.checkpoint_troubles import Troubles
 from penstock.train.config.load import validate_config
 from penstock.train.graceful_stop import DrainRequest
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.prepare_run import prepare
 from penstock.view.progress import TerminalObserver
 from support.pool import Pool
 from support.simulated import simulated

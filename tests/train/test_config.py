@@ -20,7 +20,7 @@ from penstock.train.config.key_reference import (
 )
 from penstock.train.config.load import load_config, validate_config
 from penstock.train.config.schema import TrainConfig
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.prepare_run import prepare
 from penstock.verify.verify import verify
 from support.offered_methods import OFFERED
 

@@ -10,9 +10,9 @@ import pytest
 from penstock import cli
 from penstock.runtime.from_checked_plan import continue_under
 from penstock.train.config.load import load_config
-from penstock.train.setup.build_pipeline import make_pipeline
+from penstock.train.prepare.build_pipeline import make_pipeline
+from penstock.train.prepare.prepare_run import Prepared, prepare
 from penstock.train.setup.phase_plan import FALLBACK, SYNC
-from penstock.train.setup.prepare_run import Prepared, prepare
 from support.combinations import PAGE, REFUSALS, answer, case_of, stated_on
 
 CHANGES: Mapping[str, tuple[str, ...]] = {

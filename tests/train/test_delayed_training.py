@@ -14,8 +14,8 @@ from penstock.errors import ConfigError
 from penstock.train.config.load import load_config
 from penstock.train.data.window_sampler import batches
 from penstock.train.export.weights_folder import load_weights
-from penstock.train.setup.build_pipeline import make_pipeline
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.build_pipeline import make_pipeline
+from penstock.train.prepare.prepare_run import prepare
 from penstock.verify.verify import verify
 from support.command_line import TINY, Command, only_folder, settings
 

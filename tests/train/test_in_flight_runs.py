@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from penstock.train.config.load import validate_config
 from penstock.train.graceful_stop import DrainRequest
 from penstock.train.loop import _Loop
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.prepare_run import prepare
 from support.pool import Pool
 from support.slow_links import slow_links
 from support.worker_functions import Silent

@@ -19,8 +19,8 @@ from penstock.partition.blocks import LazyBlock
 from penstock.train.config.load import load_config
 from penstock.train.config.schema import TrainConfig
 from penstock.train.config.sections import OptimizerName, OptimizerSection
+from penstock.train.prepare.prepare_run import prepare
 from penstock.train.setup.optimizers import is_hidden, optimizer_factory
-from penstock.train.setup.prepare_run import prepare
 from penstock.weights.corrections.base import StagePlace
 from penstock.weights.corrections.registry import correction_of
 from penstock.weights.memory.buffers import Layout

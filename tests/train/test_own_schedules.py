@@ -14,7 +14,7 @@ from penstock.train.config.load import load_config, validate_config
 from penstock.train.config.schema import TrainConfig
 from penstock.train.config.written_config import note_changes
 from penstock.train.export.weights_folder import load_weights
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.prepare_run import prepare
 from penstock.train.setup.run_folder import make_run_folder
 from support.command_line import Command, only_folder, settings
 

@@ -11,8 +11,8 @@ import pytest
 from penstock.errors import ConfigError, ScheduleError
 from penstock.runtime.update.divergence import Trouble
 from penstock.train.config.load import load_config, validate_config
+from penstock.train.prepare.prepare_run import prepare
 from penstock.train.setup.phase_plan import FALLBACK, MAIN, SYNC, Course
-from penstock.train.setup.prepare_run import prepare
 from penstock.verify.verify import verify
 
 LAG = 7  # of 2 stages and 2 microbatches

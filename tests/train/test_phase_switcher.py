@@ -24,7 +24,7 @@ from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.train.config.load import validate_config
 from penstock.train.graceful_stop import DrainRequest
 from penstock.train.loop import _Loop
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.prepare_run import prepare
 from support.pool import Pool
 from support.worker_functions import Silent
 

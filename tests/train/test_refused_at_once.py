@@ -22,10 +22,10 @@ from penstock.schedule import add_options, build
 from penstock.train.config.load import load_config
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import load_corpus
-from penstock.train.setup import prepare_run
+from penstock.train.prepare import prepare_run
+from penstock.train.prepare.prepare_run import prepare
 from penstock.train.setup.model_shape import model_of, model_shape
 from penstock.train.setup.pipeline_options import pipeline_options
-from penstock.train.setup.prepare_run import prepare
 from penstock.verify.verify import verify
 
 
@@ -156,7 +156,7 @@ def test_nor_is_the_compiler_of_torch_for_a_run_that_can_start(text: str) -> Non
     script = f"""
         import sys
         from penstock.train.config.load import load_config
-        from penstock.train.setup.prepare_run import prepare
+        from penstock.train.prepare.prepare_run import prepare
         prepare(load_config(None, ["stages=2", {text!r}]), local=True)
         print(*(name for name in ("torch", "torch._dynamo") if name in sys.modules))
     """

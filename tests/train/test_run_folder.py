@@ -18,7 +18,7 @@ from penstock.train.config.load import load_config, validate_config
 from penstock.train.config.written_config import note_changes
 from penstock.train.graceful_stop import DrainRequest
 from penstock.train.loop import _Loop
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.prepare_run import prepare
 from penstock.train.setup.run_folder import check_own_files
 from support.pool import Pool
 from support.worker_functions import Silent

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.plan.profile.files import read_profile
 from penstock.train.config.load import load_config
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.prepare_run import prepare
 from support.command_line import Command, only_folder
 from support.same_runs import assert_same_reports, assert_same_weights, train, write_text
 

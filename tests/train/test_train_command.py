@@ -24,10 +24,10 @@ from penstock.train.config.load import load_config
 from penstock.train.data.corpus import load_corpus
 from penstock.train.data.window_sampler import Windows, batches
 from penstock.train.export.weights_folder import load_weights
-from penstock.train.setup.build_pipeline import make_pipeline
+from penstock.train.prepare.build_pipeline import make_pipeline
+from penstock.train.prepare.prepare_run import prepare
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.optimizers import optimizer_factory
-from penstock.train.setup.prepare_run import prepare
 from penstock.verify.reference import train_reference
 from support.command_line import TINY, only_folder, settings, start
 from support.worker_functions import die_on_rank_1, fail_in_training, list_modules, raise_on_rank_1

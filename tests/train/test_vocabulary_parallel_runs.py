@@ -10,7 +10,7 @@ import torch
 
 from penstock.train.config.load import load_config
 from penstock.train.export.weights_folder import load_weights
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.prepare_run import prepare
 from support.command_line import Command, only_folder
 from support.same_runs import assert_same_reports, assert_same_weights, reported, train, write_text
 

@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, WorkerError
 from penstock.models import vocabulary_parallel_functions
 from penstock.train.config.load import load_config, validate_config
 from penstock.train.config.schema import TrainConfig
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.prepare_run import prepare
 from penstock.verify import tensor_parallel_run, verify as verify_module
 from penstock.verify.report import Verification
 from penstock.verify.tensor_parallel_run import show_numbers, write_numbers

@@ -17,7 +17,7 @@ from penstock.simulate.option_choice.least_in_flight import RankTimes
 from penstock.timeline import Timeline
 from penstock.train.config.load import load_config
 from penstock.train.observer import Progress, RunSummary, Switched
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.prepare_run import prepare
 from penstock.view.progress import TerminalObserver
 from penstock.view.tables import bytes_table, time_table
 from penstock.view.train_summary import peak_bytes_table

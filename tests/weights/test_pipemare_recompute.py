@@ -18,7 +18,7 @@ from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.transforms.recompute import with_recompute
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.train.config.load import validate_config
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.prepare_run import prepare
 from penstock.weights.corrections.pipemare import PipeMare
 from penstock.weights.corrections.registry import correction_of
 from support import snapshots as snapshots_in_memory

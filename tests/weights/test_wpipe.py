@@ -13,7 +13,7 @@ from torch.func import functional_call
 from penstock.errors import ConfigError
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.train.config.load import load_config
-from penstock.train.setup.prepare_run import prepare
+from penstock.train.prepare.prepare_run import prepare
 from penstock.weights.decision import LossScale
 from support.cases import (
     BALANCE,

@@ -37,7 +37,7 @@ from penstock.schedule.ir.limits import MOST_BATCHES
 
 if TYPE_CHECKING:
     from penstock.train.config.schema import TrainConfig
-    from penstock.train.setup.prepare_run import Prepared, RecomputeQuestion
+    from penstock.train.prepare.prepare_run import Prepared, RecomputeQuestion
 
 _PRELOAD = __name__, "penstock.view.progress"
 """Imported once for all workers."""
@@ -151,7 +151,7 @@ def _checked(
     say_places(settings)
     if local:
         start_method(_PRELOAD)  # workers are forked from a process that imports torch while this one does, too
-    from penstock.train.setup.prepare_run import prepare  # not before, as it imports torch
+    from penstock.train.prepare.prepare_run import prepare  # not before, as it imports torch
     from penstock.train.setup.run_folder import check_resume
 
     if resume is not None and not restart:

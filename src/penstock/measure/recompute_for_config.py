@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from penstock.measure.recompute_choice import RecomputeChoice, choose_for
 from penstock.partition.blocks import named_blocks
+from penstock.train.prepare.prepare_run import RecomputeQuestion
 from penstock.train.setup.optimizers import optimizer_factory
-from penstock.train.setup.prepare_run import RecomputeQuestion
 
 
 def chosen_recompute(question: RecomputeQuestion) -> RecomputeChoice:

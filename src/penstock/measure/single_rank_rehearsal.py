@@ -37,9 +37,9 @@ from penstock.runtime.pipeline_stats import TOTAL_ON_DEVICE
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.schedule.ir.schedule import Schedule
 from penstock.train.config.schema import TrainConfig
+from penstock.train.prepare.prepare_run import Prepared, prepare
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.pipeline_options import pipeline_options
-from penstock.train.setup.prepare_run import Prepared, prepare
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 _WARM = 2  # batches before those that are timed

@@ -34,11 +34,11 @@ from penstock.train.graceful_stop import DrainRequest
 from penstock.train.metrics_file import Metrics
 from penstock.train.observer import Observer
 from penstock.train.phase_switcher import Phases
+from penstock.train.prepare.build_pipeline import make_pipeline
+from penstock.train.prepare.prepare_run import ChooseRecompute, Prepared, prepare
 from penstock.train.process_group import first_of_the_job, process_group, shared_folder
 from penstock.train.reporter import Reporter
-from penstock.train.setup.build_pipeline import make_pipeline
 from penstock.train.setup.early_stopping import Patience, known_in_run
-from penstock.train.setup.prepare_run import ChooseRecompute, Prepared, prepare
 from penstock.train.setup.recorded_progress import recorded
 from penstock.train.setup.run_folder import check_is_saved, set_aside_run
 

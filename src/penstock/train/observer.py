@@ -11,7 +11,7 @@ from penstock.idle_time import TimeSplit
 from penstock.runtime.in_flight.adapted_in_flight import AdaptedInFlight
 from penstock.runtime.update.run_events import Evaluated
 from penstock.timeline import Timeline
-from penstock.train.setup.prepare_run import Prepared
+from penstock.train.prepare.prepare_run import Prepared
 
 
 class Switched(NamedTuple):

@@ -13,8 +13,8 @@ from penstock.runtime.from_checked_plan import continue_under
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.update.divergence import Trouble
 from penstock.train.observer import Switched
+from penstock.train.prepare.prepare_run import Prepared
 from penstock.train.setup.phase_plan import MAIN, Course
-from penstock.train.setup.prepare_run import Prepared
 
 
 class Phases:

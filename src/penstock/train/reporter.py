@@ -30,8 +30,8 @@ from penstock.train.data.corpus import unigram_entropy
 from penstock.train.export.sample import sample_if_possible
 from penstock.train.metrics_file import Metrics
 from penstock.train.observer import Observer, Progress, RunSummary, Switched
+from penstock.train.prepare.prepare_run import Prepared
 from penstock.train.setup.lr_schedule import rate_schedule
-from penstock.train.setup.prepare_run import Prepared
 
 _POST_EVERY = 0.5  # seconds between two posts of a rank's figures
 

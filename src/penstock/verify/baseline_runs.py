@@ -13,9 +13,9 @@ from penstock.comm.core.devices import find_device, on_device
 from penstock.options.number_formats import boundary_format, low_precision
 from penstock.schedule.ir.schedule import Op, Schedule, passes
 from penstock.train.data.window_sampler import batches
+from penstock.train.prepare.prepare_run import Prepared
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.optimizers import optimizer_factory
-from penstock.train.setup.prepare_run import Prepared
 from penstock.verify.config_to_reference import reference_method, reference_options
 from penstock.verify.derived_delays import order_of
 from penstock.verify.differences import Record, Value

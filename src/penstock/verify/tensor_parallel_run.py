@@ -20,8 +20,8 @@ from penstock.launch.launch import launch_local
 from penstock.runtime.rank.tensor_pieces import joined_pieces, piece_name, pieces_in
 from penstock.train.config.load import validate_config
 from penstock.train.config.schema import TrainConfig
+from penstock.train.prepare.prepare_run import Prepared, prepare
 from penstock.train.process_group import process_group
-from penstock.train.setup.prepare_run import Prepared, prepare
 from penstock.verify.differences import Value
 from penstock.verify.watched_run import See, WatchedRun
 

@@ -27,7 +27,7 @@ from penstock.schedule.ir.schedule import Op, Schedule, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES
 from penstock.train.config.schema import TrainConfig
-from penstock.train.setup.prepare_run import Prepared, prepare
+from penstock.train.prepare.prepare_run import Prepared, prepare
 from penstock.verify.baseline_runs import decides, record_of, run_plain, run_reference
 from penstock.verify.differences import Comparisons
 from penstock.verify.report import ReportRow, Verification

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.ir.version_rules import RULES
-from penstock.train.setup.build_pipeline import make_pipeline
+from penstock.train.prepare.build_pipeline import make_pipeline
+from penstock.train.prepare.prepare_run import Prepared
 from penstock.train.setup.optimizers import optimizer_factory
-from penstock.train.setup.prepare_run import Prepared
 from penstock.verify.baseline_runs import data_of, decides
 from penstock.verify.differences import Value
 from penstock.verify.optimizer_recorder import WatchedFactory

@@ -21,7 +21,7 @@ from penstock.runtime.update.run_events import Evaluated
 from penstock.schedule.ir.sharding import Level
 from penstock.timeline import Timeline
 from penstock.train.observer import Progress, RunSummary, Switched
-from penstock.train.setup.prepare_run import Prepared
+from penstock.train.prepare.prepare_run import Prepared
 from penstock.view.perfetto import write_trace
 from penstock.view.plurals import counted
 from penstock.view.resizable_live import ResizableLive

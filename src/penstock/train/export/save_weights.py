@@ -17,8 +17,8 @@ from penstock.errors import CheckpointError
 from penstock.runtime.full_state import gather_state, with_whole_tensors
 from penstock.runtime.pipeline import Pipeline
 from penstock.train.export.weights_folder import save_index, save_stage
+from penstock.train.prepare.prepare_run import Prepared
 from penstock.train.setup.model_shape import describe_model
-from penstock.train.setup.prepare_run import Prepared
 
 AVERAGED = "averaged"  # a folder in the run folder
 

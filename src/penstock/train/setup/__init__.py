@@ -1,1 +1,1 @@
-"""Preparation of `penstock train` before its processes start."""
+"""The parts of a run of `penstock train` that its configuration asks for."""

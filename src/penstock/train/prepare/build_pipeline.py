@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from penstock.runtime.from_checked_plan import pipeline_of
 from penstock.runtime.pipeline import Pipeline
+from penstock.train.prepare.prepare_run import Prepared
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import Course
-from penstock.train.setup.prepare_run import Prepared
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 

@@ -1,0 +1,1 @@
+"""A run that can start: checked, its schedules proven, its pipeline built."""
