@@ -15,7 +15,7 @@ from penstock.runtime.update.update_step import Updates
 from penstock.stage.autograd.recompute import RecomputeInputSaver
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
-from penstock.train.prepare import build_pipeline, prepare_run
+from penstock.train.prepare import build_pipeline, phase_schedules
 from penstock.weights.memory.buffers import Buffer, Handle
 from penstock.weights.memory.squared_norm import Squares, squared_norm
 from penstock.weights.mixed_store import MixedStore
@@ -63,8 +63,8 @@ def another_rule(name: str) -> Any:
     """The schedule is that of another method: legal in itself, but its versions are not those of this one."""
 
     def plant(patch: Patch) -> None:
-        real = prepare_run.ScheduleRequest
-        patch.setattr(prepare_run, "ScheduleRequest", lambda _, *numbers, **more: real(name, *numbers, **more))
+        real = phase_schedules.ScheduleRequest
+        patch.setattr(phase_schedules, "ScheduleRequest", lambda _, *numbers, **more: real(name, *numbers, **more))
 
     return plant
 

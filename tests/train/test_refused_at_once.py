@@ -22,7 +22,7 @@ from penstock.schedule import add_options, build
 from penstock.train.config.load import load_config
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import load_corpus
-from penstock.train.prepare import prepare_run
+from penstock.train.prepare import phase_schedules, prepare_run
 from penstock.train.prepare.prepare_run import prepare
 from penstock.train.setup.model_shape import model_of, model_shape
 from penstock.train.setup.pipeline_options import pipeline_options
@@ -126,7 +126,7 @@ def test_the_command_says_at_once_that_there_are_too_few_blocks(
 def test_the_text_is_not_read_for_a_model_of_too_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[object] = []
     monkeypatch.setattr(prepare_run, "load_corpus", lambda *given: reads.append(given))
-    monkeypatch.setattr(prepare_run, "UnprovenPlan", None)
+    monkeypatch.setattr(phase_schedules, "UnprovenPlan", None)
     with pytest.raises(ConfigError, match=r"6 blocks, .* 100 stages.*or set model\.layers to at least 98"):
         prepare(load_config(None, ["method=2bw", "stages=100", "microbatches=100"]))
     assert not reads

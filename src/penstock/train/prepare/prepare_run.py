@@ -1,49 +1,36 @@
-"""Checks everything that can be checked before a process starts, and makes the proven plans of a run."""
+"""Checks everything that can be checked before a process starts, and has the plans of a run proven."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from penstock.comm.collective.broadcast_json import from_first
 from penstock.comm.core.devices import find_device
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError
 from penstock.models.gpt_variant import LanguageModel
 from penstock.options.all_options import PipelineOptions
-from penstock.partition.sequence_slices import Slicing, equal_time_lengths
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.setup.shared_plan import Known, shared_plans
-from penstock.runtime.setup.tensor_division import check_steps_parts
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.in_flight_choice import NO_LINKS_HERE
 from penstock.schedule.ir.in_flight_option import write_in_flight
-from penstock.schedule.ir.schedule import Schedule
-from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.methods.find_method import find_method
-from penstock.schedule.methods.wave_lags import record_fault, stage_place
 from penstock.simulate.option_choice.auto_in_flight import later_with
 from penstock.stage.cuda_graphs.recorder import check_records
-from penstock.train.config.own_schedule import own_schedule
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import Once, load_corpus
 from penstock.train.data.window_sampler import Windows
+from penstock.train.prepare.phase_schedules import draft_phases, main_schedule, other_schedules, prove_phase
 from penstock.train.setup.machine_memory import check_machine_memory, check_workers
 from penstock.train.setup.model_shape import check_enough_blocks, model_of, model_shape
-from penstock.train.setup.optimizers import optimizer_factory
-from penstock.train.setup.phase_plan import FALLBACK, MAIN, SYNC
+from penstock.train.setup.phase_plan import MAIN
 from penstock.train.setup.pipeline_options import pipeline_options, tokens_per_batch
 from penstock.train.setup.run_folder import is_of_a_run
-from penstock.weights.corrections.base import StagePlace
-from penstock.weights.memory.buffers import Layout
-from penstock.weights.optim.optimizer_adapters import check_averages
-from penstock.weights.optim.undo import check_undoable
 
 
 class RecomputeQuestion(NamedTuple):
@@ -111,7 +98,7 @@ class Prepared:
         """
         if self.plan.auto is not None and self.config.stages == 1:
             return NO_LINKS_HERE
-        request = _schedule(self.config)
+        request = main_schedule(self.config)
         later = later_with(request) if isinstance(request, ScheduleRequest) else ""
         return later and f"{write_in_flight(self.config.options['in_flight'])}; {later}"
 
@@ -156,7 +143,7 @@ def prepare(
     _check_limit(config, choose)
     if local:
         check_workers(config)
-    request, others = _schedule(config), _other_methods(config)
+    request, others = main_schedule(config), other_schedules(config)
     _check_meetings(config)
     known = None if local else config.model.vocabulary  # the launcher looks through all tokens, for all ranks
     corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)), known, once)
@@ -175,13 +162,13 @@ def prepare(
             "evaluate.patience needs stages that decide together, so that all end after the same batch; set "
             "max_grad_norm, or a width above 1"
         )
-    drafts, said = partial(_drafts, config, model, request, others), ""
+    drafts, said = partial(draft_phases, config, model, request, others), ""
     if choose is not None and config.recompute == "auto":
         question = RecomputeQuestion(config, model, windows, partial(_with_recompute, drafts, options))
         make, what = partial(_chosen, choose, question), "choosing what to recompute"
         modes, said = make() if control is None else from_first(make, what, control)
         config, options = config.model_copy(update={"recompute": modes}), options.changed(recompute=tuple(modes))
-    plans = shared_plans(partial(drafts, options), control, _prove, config.tensor_parallel)
+    plans = shared_plans(partial(drafts, options), control, prove_phase, config.tensor_parallel)
     return Prepared(config, model, plans.pop(MAIN), windows, plans, said)
 
 
@@ -202,33 +189,11 @@ def _decided(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"recompute": "none"}) if config.recompute == "auto" else config
 
 
-def _drafts(
-    config: TrainConfig,
-    model: LanguageModel,
-    request: ScheduleRequest | Schedule,
-    others: Mapping[str, ScheduleRequest],
-    options: PipelineOptions,
-    known: Known,
-) -> dict[str, UnprovenPlan]:
-    """The plans of all phases, but for their proofs."""
-    draft = UnprovenPlan.of(model.blocks, request, options, known.get(MAIN))
-    if draft.schedule.slices > 1:
-        equal_times = Slicing(lengths=equal_time_lengths(1 / (12 * model.shape.width)))
-        draft = replace(draft, options=options.changed(slicing=equal_times))
-    _check_lags(config, draft.schedule)
-    _check_optimizer(config, draft)
-    drafts = {MAIN: draft}
-    for phase, other in others.items():
-        with _of_phase(phase):
-            drafts[phase] = draft.followed_by(other, None, known.get(phase))
-    return drafts
-
-
 def _with_recompute(
     drafts: Callable[[PipelineOptions, Known], Mapping[str, UnprovenPlan]], options: PipelineOptions, recompute: Any
 ) -> list[PipelinePlan]:
     """The proven plans of all phases, given what stages recompute."""
-    return [_prove(phase, draft) for phase, draft in drafts(options.changed(recompute=recompute), {}).items()]
+    return [prove_phase(phase, draft) for phase, draft in drafts(options.changed(recompute=recompute), {}).items()]
 
 
 def _chosen(choose: ChooseRecompute, question: RecomputeQuestion) -> tuple[list[str], str]:
@@ -267,65 +232,6 @@ def _check_limit(config: TrainConfig, choose: ChooseRecompute | None) -> None:
         )
 
 
-def _prove(phase: str, draft: UnprovenPlan) -> PipelinePlan:
-    """Prove the schedule of a phase, whose name is said where it is not the main one."""
-    with nullcontext() if phase == MAIN else _of_phase(phase):
-        return draft.prove()
-
-
-def _schedule(config: TrainConfig) -> ScheduleRequest | Schedule:
-    """The schedule that a configuration asks for."""
-    row, rule = config.row, None
-    if config.schedule is not None:
-        return _own_schedule(config)
-    if config.undo == "in-place":
-        if not RULES[row.rule].provisional:
-            raise ConfigError(f"undo=in-place: method {row.name!r} never takes an update back; leave undo out")
-        rule = "provisional-in-place"
-    return ScheduleRequest(
-        row.name, config.stages, config.microbatches, rule, options=config.options, window=config.window
-    )
-
-
-def _own_schedule(config: TrainConfig) -> Schedule:
-    """The schedule of a user's own.
-
-    Raises:
-        ConfigError: its rule and its correction do not go together, or the rule needs one.
-    """
-    schedule = own_schedule(config.schedule or "", config.corrected_by)
-    if config.undo == "in-place":
-        raise ConfigError("undo=in-place: a schedule of your own says so itself, with rule provisional-in-place")
-    return schedule
-
-
-def _other_methods(config: TrainConfig) -> dict[str, ScheduleRequest]:
-    """The schedules of the methods that go on before or after the main one, by phase."""
-    wanted = {SYNC: config.sync.method} if config.sync.batches else {}
-    if config.fallback.at is not None or config.fallback.when:
-        wanted[FALLBACK] = config.fallback.method
-    found = {}
-    for phase, name in wanted.items():
-        with _of_phase(phase):
-            row = find_method(name)
-        if not RULES[row.rule].flushes:
-            raise ConfigError(
-                f"{phase}.method must be synchronous, so that every batch reads all updates before it; {row.name!r} "
-                "reads delayed weights. Take 1f1b or gpipe"
-            )
-        found[phase] = ScheduleRequest(row.name, config.stages, config.microbatches, window=config.window)
-    return found
-
-
-@contextmanager
-def _of_phase(phase: str) -> Iterator[None]:
-    """Say of what is wrong with the method of a phase that it is this one."""
-    try:
-        yield
-    except PenstockError as error:
-        raise ConfigError(f"{phase}.method: {error}") from None
-
-
 def _check_meetings(config: TrainConfig) -> None:
     """Refuse counts of batches that do not go with meetings of parallel pipelines.
 
@@ -342,38 +248,3 @@ def _check_meetings(config: TrainConfig) -> None:
     for key, count in (("batches", config.batches), ("evaluate.every", config.evaluate.every)):
         if count is not None and count % every:
             raise ConfigError(f"{key} is {count}, but {own}; make it a multiple of {every}")
-
-
-def _check_lags(config: TrainConfig, schedule: Schedule) -> None:
-    """Refuse lags that were recorded in another run than this one.
-
-    Raises:
-        ConfigError: what differs.
-    """
-    combine = config.combine.chosen
-    places = (stage_place(pipeline, stage.name) for pipeline in range(config.width) for stage in schedule.stages)
-    fault = record_fault(combine.lag, places, combine.every, config.batches)
-    if fault is not None:
-        raise ConfigError(f"combine.lag: {fault}")
-
-
-def _check_optimizer(config: TrainConfig, draft: UnprovenPlan) -> None:
-    """What every stage would find out later.
-
-    Raises:
-        CapabilityError: the optimizer is not installed, or does not go with something else.
-    """
-    make = optimizer_factory(config.optimizer)  # refuses one that is not installed
-    schedule, correction = draft.schedule, draft.options.staleness.correction
-    averages, parts = config.combine.optimizer_state == "average", config.tensor_parallel > 1
-    if correction is None and not (config.undo == "in-place" or averages or parts):
-        return  # the first optimizer of a process makes torch import its compiler, which takes a second
-    optimizer = make([("block.weight", torch.nn.Parameter(torch.zeros(1, 1)))])
-    if correction is not None:
-        place = StagePlace(0, schedule.num_stages, schedule.microbatches, 1.0, f"method {schedule.name!r}")
-        correction.on(Layout({}), place).begin(optimizer)
-    if config.undo == "in-place":
-        check_undoable(optimizer)
-    check_averages(optimizer, averages)
-    if parts:
-        check_steps_parts(optimizer)
