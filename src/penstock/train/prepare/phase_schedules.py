@@ -98,7 +98,7 @@ def draft_phases(
         request: its main schedule.
         others: those of other phases.
         options: of its pipeline.
-        known: schedules that have been made already, by phase.
+        known: what another rank has found out of their schedules, by phase; empty if none has.
 
     Raises:
         ConfigError: something of the run does not go with one of these schedules.
