@@ -109,6 +109,9 @@ def test_plans_take_it_into_account():
     (found, *_) = make_plan(request).plans
     seconds = 6 * 1.5 + 9 * 1.25 + 2 * 0.25 + 1.5 * 2 / 4
     assert found.rating.seconds == pytest.approx(seconds)
+    profile.update = 0.125
+    longer = replace(request, profile=profile, devices=devices_of(None, "1", None, None, profile))
+    assert make_plan(longer).plans[0].rating.seconds == pytest.approx(seconds + 2 * 0.125 / 4)
 
 
 def timeline_of(batches=3):

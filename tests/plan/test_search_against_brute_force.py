@@ -73,6 +73,7 @@ def devices_of(draw, unit, limit):
         latency=draw(st.sampled_from([0.0, 0.0, 0.3, 2.0])),
         host=draw(st.sampled_from([None, 3.0 * unit, 50.0 * unit, 50.0 * unit])),
         between=draw(st.sampled_from([0.0, 0.0, 0.1])),
+        update=draw(st.sampled_from([0.0, 0.0, 1.5])),
         kinds=kinds,
     )
 

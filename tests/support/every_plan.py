@@ -305,7 +305,7 @@ class EveryPlan:
                     forward * slow + between,
                     (first + forward * (chosen[rank] is RECOMPUTED)) * slow + between,
                     second * slow + between * self.halved,
-                    step / kind.shards * slow,
+                    (step / kind.shards + self.devices.update) * slow,
                     each.movable / self.devices.host if kind.offloads else None,
                 )
             )

@@ -45,7 +45,8 @@ class CandidateBounds:
         together, fastest = float(of.speeds.sum()), float(of.speeds.max())
         total, message = float(passes.busy[-1]), self._message()
         longest = least_of_largest(np.diff(passes.busy), d) / fastest
-        busy = max((m * total + float(of.updates(self._chain, self._devices)[-1])) / together, m * longest)
+        updates = float(of.updates(self._chain, self._devices)[-1]) + of.stages * self._devices.update
+        busy = max((m * total + updates) / together, m * longest)
         steady = max(busy, m * of.messages * message, self._collectives())
         after = self.after()
         if not of.method.flushes:

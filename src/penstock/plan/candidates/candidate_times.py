@@ -60,7 +60,7 @@ class CandidateTimes:
 
     @cached_property
     def _steps(self) -> Floats:
-        """Seconds of updates of the first 0, 1, .. blocks."""
+        """Seconds of updates of the first 0, 1, .. blocks, without what a stage takes besides them."""
         return self.of.updates(self._chain, self._devices)
 
     @cached_property
@@ -149,7 +149,7 @@ class CandidateTimes:
             for rank, (first, last) in zip(self._ranks, pairwise(cuts), strict=True)
         ]
         busy = (np.diff(self._passes.busy[list(cuts)]) + again_too) * self._slow
-        return busy, np.diff(self._steps[list(cuts)]) * self._slow
+        return busy, self._updates(cuts)
 
     def not_gone(self, cuts: Cuts, activations: Sequence[ActivationMemory]) -> Mapping[int, int]:
         """Return by rank how many more activations are on its device than if copies to the host took no time."""
@@ -173,12 +173,17 @@ class CandidateTimes:
         second = second + self._devices.between if of.method.halved else second
         parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())
         transfer = float((crossing / self._along).max(initial=0.0))
-        rows = [forward, first, second, np.diff(self._steps[cuts]) * self._slow]
+        rows = [forward, first, second, self._updates(cuts)]
         if of.offloads:
             assert self._devices.host is not None, "no bandwidth to the host is known"
             moved = chain.sizes[HeldKind.MOVED][cuts[:-1], cuts[1:]]
             rows.append(self._which(activations, ActivationMemory.OFFLOADED) * moved / self._devices.host)
         return np.array(rows), transfer, parameters
+
+    def _updates(self, cuts: Cuts | npt.NDArray[np.intp]) -> Floats:
+        """Return the seconds of an update of each stage."""
+        found: Floats = (np.diff(self._steps[np.asarray(cuts)]) + self._devices.update) * self._slow
+        return found
 
     def _which(self, activations: Sequence[ActivationMemory], does: ActivationMemory) -> npt.NDArray[np.bool_]:
         """Return the stages whose ranks do one thing with their activations."""
