@@ -59,6 +59,19 @@ def test_a_plan_of_each_kind_is_trained(tmp_path, method):
     run_of(plan, tmp_path)
 
 
+def test_a_plan_whose_order_is_searched_is_trained(tmp_path):
+    """Its sums take so long that it has one pipeline, and its backwards such halves that no other order is as fast."""
+    times = {"forward": 2.0, "backward": 4.0, "backward_input": 3.0, "backward_weight": 1.0, "parameters": 1e6}
+    profile = profile_of()
+    layers = [layer.model_copy(update=times) for layer in profile.layers]
+    profile, devices = profile.model_copy(update={"layers": layers}), Devices((DeviceLevel(4, 1e5),))
+    methods = "zb-h1", "zb-auto"
+    found = make_plan(PlanRequest(profile, devices, cost="simulated", microbatches=8, methods=methods))
+    plan = plan_file(found)
+    assert yaml.safe_load(plan)["method"] == "zb-auto"
+    run_of(plan, tmp_path)
+
+
 @pytest.mark.parametrize(("method", "limit"), [("1f1b", 5_500.0), ("interleaved:chunks=2", 7_000.0)])
 def test_a_plan_that_recomputes_on_some_ranks_is_trained(tmp_path, method, limit):
     devices = Devices((DeviceLevel(2, 1.0),), limit)

@@ -11,7 +11,7 @@ from penstock.errors import CapabilityError, ConfigError
 from penstock.plan.any_links.device_order import Floats, link_matrix, ordered_links
 from penstock.plan.any_links.spp import plan_as_spp
 from penstock.plan.any_links.spp_cost import SppCost
-from penstock.plan.candidates.planned_methods import METHODS
+from penstock.plan.candidates.planned_methods import METHODS, SEARCHED
 from penstock.plan.planners.pipedream import Choices, plan_as_pipedream, plan_for_pipedream_cost
 from penstock.plan.planners.two_bw import Sized, plan_as_two_bw
 from penstock.plan.planners.two_bw_unequal_stages import plan_for_two_bw_cost
@@ -169,10 +169,11 @@ def with_cost(request: PlanRequest) -> PlanRequest:
             raise ConfigError(
                 "methods are tried by cost 'simulated' only; leave --methods out, or give --cost simulated"
             )
-        unknown = next((name for name in request.methods if name not in METHODS), None)
+        there = (*METHODS, SEARCHED.name)
+        unknown = next((name for name in request.methods if name not in there), None)
         if unknown is not None:
             raise ConfigError(
-                f"methods that plans know are {in_words(METHODS)}, got {unknown!r:.80}.{did_you_mean(unknown, METHODS)}"
+                f"methods that plans know are {in_words(there)}, got {unknown!r:.80}.{did_you_mean(unknown, there)}"
             )
     if request.choices.straight and cost != "pipedream":
         raise ConfigError(f"--straight is a choice of cost 'pipedream', not of {cost!r}; leave it out")

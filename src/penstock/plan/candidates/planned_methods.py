@@ -47,6 +47,7 @@ class PlannedMethod(NamedTuple):
         rule: its version rule.
         correction: of stale weights.
         full: parallel pipelines divide all state of stages, weights, too.
+        searched: options of an order that is searched for given times.
     """
 
     name: str
@@ -56,6 +57,7 @@ class PlannedMethod(NamedTuple):
     rule: str = "flush"
     correction: str = "none"
     full: bool = False
+    searched: tuple[tuple[str, int], ...] = ()
 
     @property
     def row(self) -> str:
@@ -65,7 +67,7 @@ class PlannedMethod(NamedTuple):
     @property
     def options(self) -> dict[str, int]:
         """Of its order, where they are not what the method has anyway."""
-        return {"chunks": self.chunks} if ":" in self.name else {}
+        return {"chunks": self.chunks} if ":" in self.name else dict(self.searched)
 
     @property
     def flushes(self) -> bool:
@@ -119,6 +121,9 @@ USUAL = tuple(each.name for each in _USUAL)
 
 METHODS = tuple(PLANNED)
 """All names."""
+
+SEARCHED = PlannedMethod("zb-auto", halved=True)
+"""The method whose order is searched for the times of a plan of another one."""
 
 
 class StageForecast(NamedTuple):
@@ -197,6 +202,6 @@ def _ahead(method: PlannedMethod, behind: int, microbatches: int) -> int:
     """Return how many forwards a stage with so many behind it runs before its first backward."""
     if method.grows:
         return microbatches - 1
-    if method.chunks > 1:
+    if method.chunks > 1 or method.row == SEARCHED.name:
         return 0
     return 2 * behind if method.row in ("eager", "2bw-eager", "zb-h2") else behind

@@ -11,7 +11,8 @@ otherwise those that differ by one block, as long as that helps. Ranks recompute
 otherwise, or move activations to the host. The schedule of the best plan is proven.
 
 The usual methods have a best plan each. The others, whose ranks have several stages or whose backwards come in halves,
-are tried only where they may be faster than all plans so far whose weights are as late.
+are tried only where they may be faster than all plans so far whose weights are as late. At last an order is searched
+for the times of the best plan that flushes (`penstock.plan.candidates.searched_order`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from penstock.gc_pause import no_collection
 from penstock.plan.candidates.block_chain import BlockChain
 from penstock.plan.candidates.candidate import Candidate, NoPlanError
 from penstock.plan.candidates.device_choice import MOST_CHOICES, MOST_ORDERS, Placement, placements
-from penstock.plan.candidates.planned_methods import METHODS, PLANNED, USUAL, PlannedMethod
+from penstock.plan.candidates.planned_methods import METHODS, PLANNED, SEARCHED, USUAL, PlannedMethod
 from penstock.plan.candidates.schedule_cache import KnownSchedules
+from penstock.plan.candidates.searched_order import searched_for
 from penstock.plan.planners.two_bw import Sized, widths
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.simulated.candidate_trial import CandidateTrial
@@ -40,8 +42,8 @@ from penstock.schedule.ir.rank_numbers import RankOrder
 
 _NEVER = Skipped(
     "other methods and options",
-    "this search does not know them: methods and numbers of chunks that --methods does not take, orders made for given "
-    "times (zb-auto, v-auto), tensor parallelism, stages with replicas of their own; others than the usual methods on "
+    "this search does not know them: methods and numbers of chunks that --methods does not take, orders on a V for "
+    "given times (v-auto), tensor parallelism, stages with replicas of their own; others than the usual methods on "
     "a single rank; divided weights but of layered and 2bw-layered; divided gradients of ranks with several stages; "
     "activations and optimizer states on the host at once; activations on the host of ranks that have room for them, "
     "beside ranks that recompute though they could move theirs, or of others than the usual methods",
@@ -79,7 +81,7 @@ def simulated_plans(
             Adam.
         decides: updates wait for a decision of all stages, as with `max_grad_norm` or fp16 of `penstock train`;
             those of parallel pipelines always do.
-        methods: some of `METHODS`; None for all.
+        methods: some of `METHODS`, and of `SEARCHED`; None for all.
 
     Raises:
         ConfigError: the profile does not tell forward and backward apart, or its layers do not stand in an order in
@@ -109,6 +111,8 @@ def simulated_plans(
             )
         else:
             search.look_into(method, _candidates(sizes, devices, method))
+    if methods is None or SEARCHED.name in methods:
+        search.look_for_an_order()
     return search.plans()
 
 
@@ -187,6 +191,24 @@ class _Search:
             self._best[method], best = (trial, found), trial.place(found)
             seconds = best[0]
             self._offer_to_offload(waiting, trial, seconds)
+
+    def look_for_an_order(self) -> None:
+        """Search an order for the times of the best plan that flushes, with fewer and fewer microbatches in flight."""
+        flushed = [each for each in self._best.values() if each[0].of.method.flushes and each[0].of.depth > 1]
+        if not flushed:
+            self.refuse(Skipped(SEARCHED.name, "its order is searched for the times of another plan that flushes"))
+            return
+        base = min(flushed, key=lambda each: each[0].place(each[1]))[0].of
+        try:
+            candidates = list(searched_for(base, self._chains[base.sized.samples], self._devices))
+        except NoPlanError as error:
+            self.refuse(error.skipped)
+            return
+        for of in candidates:
+            known = len(self._best)
+            self.look_into(of.method, [of])
+            if len(self._best) > known:
+                return
 
     def _waiting(self, candidate: Candidate) -> Iterator[_Waiting]:
         """Yield a candidate with its first bound, in every order of ranks that is worth trying."""
