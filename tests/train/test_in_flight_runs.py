@@ -25,7 +25,7 @@ pytestmark = pytest.mark.processes
 def train(group: dist.ProcessGroup, values: dict[str, Any], folder: str) -> tuple[dict[str, Tensor], list[float]]:
     """One rank's run; its weights, and the activations in flight on each rank."""
     del group
-    with slow_links(0.02):  # far longer than a pass, also on a machine with other work
+    with slow_links(0.04):  # far longer than a pass, also on a machine with other work
         request = DrainRequest(None)
         loop = _Loop(prepare(validate_config(values)), Path(folder), _get_default_store(), Silent(), request)
         loop.run()
@@ -74,7 +74,7 @@ def test_what_was_found_is_written_and_goes_on_in_a_resumed_run(
     assert found["from_batch"] == 6  # two are synchronous, four are measured
     assert found["in_flight"] == found["taken"] == numbers
     assert found["taken"] > found["plain"] == [2, 1]
-    assert max(found["hops"][0]) > 0.015
+    assert max(found["hops"][0]) > 0.03
     plain, _ = run(pool, values | {"options": {}}, tmp_path / "plain")
     run(pool, values | {"batches": 8}, tmp_path / "parts")
     again, numbers_then = run(pool, values, tmp_path / "parts")

@@ -196,7 +196,8 @@ class _Search:
         """Search an order for the times of the best plan that flushes, with fewer and fewer microbatches in flight."""
         flushed = [each for each in self._best.values() if each[0].of.method.flushes and each[0].of.depth > 1]
         if not flushed:
-            self.refuse(Skipped(SEARCHED.name, "its order is searched for the times of another plan that flushes"))
+            if self._best:
+                self.refuse(Skipped(SEARCHED.name, "its order is searched for the times of another plan that flushes"))
             return
         base = min(flushed, key=lambda each: each[0].place(each[1]))[0].of
         try:
