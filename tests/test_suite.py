@@ -91,6 +91,8 @@ def test_of_many_cases_a_few_are_chosen():
     assert [len(numbers) for numbers in chosen] == [len(range(chosen[0][0], 9, 5)), 4, 10, 1]
     assert {b - a for numbers in chosen for a, b in pairwise(numbers)} <= {5, 10, 20}
     assert not left & {id(case) for case in (*few, *kept, *one)}
+    pairs = [(*cases(f"pair {n}", 1, ["processes"]), *cases(f"pair {n}", 1, ["processes", "long"])) for n in range(9)]
+    assert cases_left_out([case for pair in pairs for case in pair]) == []
     names = [cases(f"test {n}", 5) for n in range(40)]
     left = {id(case) for case in cases_left_out([case for test in names for case in test])}
     assert {case.number for test in names for case in test if id(case) not in left} == set(range(5))

@@ -15,6 +15,7 @@ from penstock.cli.plans.profile_table import profile_tables
 from penstock.errors import ConfigError
 from penstock.plan.calibration import MeasuredPasses, calibrated, measured_passes
 from penstock.plan.measured_run import compare_with_run, predicted_batch, recalibrated
+from penstock.plan.planned_timeline import what_would_help
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.files import parse_profile, profile_text, read_profile
 from penstock.plan.profile.schema import Calibration, Profile, ProfiledLayer, ProfiledLink
@@ -111,7 +112,10 @@ def test_plans_take_it_into_account():
     assert found.rating.seconds == pytest.approx(seconds)
     profile.update = 0.125
     longer = replace(request, profile=profile, devices=devices_of(None, "1", None, None, profile))
-    assert make_plan(longer).plans[0].rating.seconds == pytest.approx(seconds + 2 * 0.125 / 4)
+    found = make_plan(longer)
+    assert found.plans[0].rating.seconds == pytest.approx(seconds + 2 * 0.125 / 4)
+    faster = next(each for each in what_would_help(found) if each.change == "devices twice as fast")
+    assert faster.seconds == pytest.approx((seconds + 2 * 0.125 / 4) / 2 + 0.25)  # what lies between passes stays
 
 
 def timeline_of(batches=3):

@@ -101,6 +101,11 @@ def test_what_every_update_takes_stays_where_a_run_took_longer():
     assert (better.update, [layer.step for layer in better.layers]) == (0.0625, pytest.approx([0.2, 0.2, 0.3]))
     found = compare_with_run(better, SETTINGS, timeline)
     assert [stage.error("STEP") for stage in found.stages] == pytest.approx([0] * 2, abs=1e-9)
+    shorter = played((3.0, 3.0), (5.0, 4.0), (0.1625, 0.03))  # than every update was taken to be
+    better = recalibrated(profile, SETTINGS, compare_with_run(profile, SETTINGS, shorter), "a run")
+    assert better.update == pytest.approx(0.03)
+    found = compare_with_run(better, SETTINGS, shorter)
+    assert [stage.error("STEP") for stage in found.stages] == pytest.approx([0] * 2, abs=1e-9)
 
 
 def halved_profile(layers):

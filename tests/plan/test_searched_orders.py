@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 import yaml
 
+from penstock.errors import ConfigError
+from penstock.plan.candidates.block_chain import BlockChain
+from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.planned_methods import PLANNED
+from penstock.plan.candidates.searched_order import searched_for
 from penstock.plan.plan_export import plan_file
+from penstock.plan.planned_timeline import planned_timeline
+from penstock.plan.planners.two_bw import Sized
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.files import parse_profile
+from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.profile.schema import Profile
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.plan.stages.planned import Plan
@@ -68,7 +76,7 @@ def test_a_limit_of_memory_leaves_it_fewer_microbatches() -> None:
     [
         ({"microbatches": 256}, "1,024 passes are too many to search an order for them here (512)"),
         ({"methods": ("1f1b", "zb-auto"), "profile": profile_of(halves=False)}, "does not tell the halves"),
-        ({"methods": ("2bw", "zb-auto")}, "its order is searched for the times of another plan that flushes"),
+        ({"methods": ("2bw", "zb-auto")}, "another plan that flushes, and none has several ranks"),
     ],
 )
 def test_where_no_order_is_searched_a_plan_says_why(changes: dict[str, object], said: str) -> None:
@@ -79,9 +87,34 @@ def test_where_no_order_is_searched_a_plan_says_why(changes: dict[str, object], 
     assert any(said in skipped.bound for skipped in found.skipped if skipped.what.startswith("zb-auto"))
 
 
-def test_the_file_of_such_a_plan_has_its_options() -> None:
+def test_the_file_and_the_timeline_of_such_a_plan_are_those_of_its_options() -> None:
     devices = Devices((DeviceLevel(4, 1e5),), latency=0.25)
     found = make_plan(PlanRequest(profile_of(), devices, cost="simulated", microbatches=8, methods=BOTH))
     (plan, *_) = found.plans
     assert plan.planner == "zb-auto"
     assert yaml.safe_load(plan_file(found))["options"] == plan.settings["options"]
+    ends = [each.end for each in planned_timeline(found).work(0) if each.what == "STEP"]
+    assert ends[-1] - ends[-2] == pytest.approx(8 * plan.seconds_per_sample)
+
+
+def test_by_itself_it_has_no_plan_to_begin_with() -> None:
+    with pytest.raises(ConfigError, match="zb-auto takes depth, width and microbatch size from the best plan of"):
+        planned(profile_of(), methods=("zb-auto",))
+
+
+def test_limits_become_fewer_by_a_quarter_of_the_ranks_until_one_fits() -> None:
+    """Those that do not fit are told apart; of five ranks six are followed by five."""
+    profile = profile_of()
+    profile = profile.model_copy(update={"layers": [*profile.layers, *profile.layers[:2]]})
+    for n, layer in enumerate(profile.layers):
+        profile.layers[n] = layer.model_copy(update={"name": f"b{n}"})
+    (base, chain, devices), found = searching(profile, 5), dict[int, bool]()
+    for of in searched_for(base, chain, devices):
+        found[dict(of.method.searched)["limit"]] = f"zb-auto, limit {dict(of.method.searched)['limit']}," in str(of)
+    assert found == {10: True, 8: True, 6: True, 5: True}
+
+
+def searching(profile: Profile, depth: int) -> tuple[Candidate, BlockChain, Devices]:
+    graph = layer_graph(profile, None)
+    of = Candidate(Sized(graph, 1, 10), PLANNED["zb-h1"], depth, 1)
+    return of, BlockChain(graph, 2.0), Devices((DeviceLevel(depth, 1e5),), 1e9)

@@ -13,14 +13,14 @@ def cases_left_out(items: Iterable[Any]) -> list[Any]:
     """Return the collected cases that `make test` leaves to `make test-all`.
 
     Of a test with more than four cases these are all but every fifth, tenth from ten on, and twentieth from a hundred
-    on; of one with several that take processes all but one. The name of a test says with which case it begins, so the
-    cases are the same in every run and on every worker, and not all tests try the same methods. A test marked
-    `all_cases` keeps them.
+    on; of one with two to four that take processes all but one. The name of a test says with which case it begins, so
+    the cases are the same in every run and on every worker, and not all tests try the same methods. A test marked
+    `all_cases` keeps them, and those marked `long` are left to others to choose.
 
     Args:
         items: pytest's items, in the order of their files, those that take processes marked.
     """
-    tests = [(item, (item.path, item.originalname)) for item in items]
+    tests = [(item, (item.path, item.originalname)) for item in items if not item.get_closest_marker("long")]
     cases, seen = Counter(test for _, test in tests), Counter[Any]()
     found = []
     for item, test in tests:

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -238,6 +239,20 @@ def test_workers_are_forked_where_a_socket_can_lie(tmp_path, monkeypatch):
     assert set(found["listening"]) == {"127.0.0.1"}
     monkeypatch.setattr(tempfile, "tempdir", f"/tmp/{'x' * 80}")
     assert start_method() == "spawn"
+
+
+def test_the_process_that_workers_are_forked_from_starts_before_torch_is_imported(tmp_path):
+    """With what all workers need: it imports nothing more once it runs."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    code = (
+        "import sys, penstock.cli.train as t\n"
+        "def start(preload): sys.exit(f'{\"torch\" in sys.modules} {preload == t._PRELOAD} {t.__name__ in preload}')\n"
+        "t.start_method = start\n"
+        f"sys.argv = ['penstock', 'train', '--data', {str(tmp_path / 'text.txt')!r}]\n"
+        "from penstock.cli import main; main()"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.stderr.split()[-3:] == ["False", "True", "True"]
 
 
 def test_a_worker_that_raises_ends_the_job_with_its_traceback():

@@ -37,7 +37,7 @@ def start_method(preload: Sequence[str] = ()) -> str:
 
 @contextmanager
 def workers_environment() -> Iterator[None]:
-    """Set variables that the server and workers inherit, for as long as it takes."""
+    """Set variables that the server and workers inherit, while the block runs."""
     changes = {"PYTHONSAFEPATH": "1"}  # else the fork server, and spawned workers, import from the working folder first
     if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
         changes["GLOO_SOCKET_IFNAME"] = "lo"

@@ -101,10 +101,11 @@ def recalibrated(profile: Profile, settings: RunSettings, comparison: RunCompari
     """
     at = sizes_of(profile).index(settings.microbatch_size) if profile.microbatch_sizes else 0
     profile = _folded(profile)
-    layers = list(profile.layers)
+    layers, before = list(profile.layers), profile.update
+    update = min([before, *(stage.measured["STEP"] for stage in comparison.stages if "STEP" in stage.measured)])
     ends = pairwise((0, *accumulate(settings.balance)))
     for stage, (first, last), recomputed in zip(comparison.stages, ends, settings.recompute, strict=True):
-        forward, step = _factor(stage, "F"), _factor(stage, "STEP", profile.update)
+        forward, step = _factor(stage, "F"), _factor(stage, "STEP", (before, update))
         for number in range(first, last):
             layer = layers[number]
             again = _value(layer.forward, at) if recomputed else 0.0
@@ -118,7 +119,7 @@ def recalibrated(profile: Profile, settings: RunSettings, comparison: RunCompari
                 parts = backward, backward
             layers[number] = _with_times(layer, forward, backward, parts, step)
     source = f"{profile.source}; recalibrated from {run}"[:2_000]
-    return profile.model_copy(update={"layers": layers, "source": source})
+    return profile.model_copy(update={"layers": layers, "source": source, "update": update})
 
 
 def _folded(profile: Profile) -> Profile:
@@ -173,12 +174,12 @@ def _batch_seconds(timeline: Timeline) -> float:
     return statistics.median(b - a for a, b in pairwise(ends))
 
 
-def _factor(stage: StageTimes, kind: str, fixed: float = 0.0) -> float:
-    """Return by what the predicted time must be multiplied, but for a part of it that stays as it is."""
+def _factor(stage: StageTimes, kind: str, fixed: tuple[float, float] = (0.0, 0.0)) -> float:
+    """Return by what the predicted time must be multiplied, but for a part of it, given before and after."""
     predicted, measured = stage.predicted.get(kind), stage.measured.get(kind)
-    if not predicted or not measured or predicted <= fixed:
+    if not predicted or not measured or predicted <= fixed[0]:
         return 1.0
-    return max(measured - fixed, 0.0) / (predicted - fixed)
+    return max(measured - fixed[1], 0.0) / (predicted - fixed[0])
 
 
 def _factor_of_part(stage: StageTimes, kind: str, base: float, again: float, forward: float) -> float:

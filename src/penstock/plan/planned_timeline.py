@@ -14,7 +14,7 @@ from penstock.idle_time import Idle, split_time
 from penstock.plan.candidates.block_chain import BlockChain
 from penstock.plan.candidates.candidate import Candidate
 from penstock.plan.candidates.candidate_times import CandidateTimes
-from penstock.plan.candidates.planned_methods import PLANNED, activations_of
+from penstock.plan.candidates.planned_methods import activations_of, method_of
 from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.planning import Planning, PlanRequest, make_plan
 from penstock.plan.profile.schema import Numbers, Profile
@@ -44,7 +44,7 @@ def planned_timeline(planning: Planning) -> Timeline:
             f"a timeline of {settings['stages']} x {settings['microbatches']} passes is too long to be drawn; plan for "
             "a smaller batch"
         )
-    method, sharding = PLANNED[plan.planner], settings.get("sharding", "none")
+    method, sharding = method_of(plan.planner, settings), settings.get("sharding", "none")
     away = "offload_optimizer" in settings
     on = tuple(stage.on for stage in plan.stages[: settings["stages"]] if stage.on is not None)
     order = settings.get("rank_order", RANK_ORDERS[0])
@@ -92,7 +92,8 @@ def what_would_help(planning: Planning) -> Iterator[WhatIf]:
 def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     """Yield changes of a request."""
     devices = request.devices
-    yield "devices twice as fast", replace(request, profile=_faster(request.profile))
+    twice = replace(devices, update=devices.update / 2)
+    yield "devices twice as fast", replace(request, profile=_faster(request.profile), devices=twice)
     if devices.count > 1:
         levels = tuple(DeviceLevel(level.units, 2 * level.bandwidth) for level in devices.levels)
         yield "links of twice the bandwidth", replace(request, devices=replace(devices, levels=levels))
@@ -127,4 +128,4 @@ def _faster(profile: Profile) -> Profile:
         options = [option.model_copy(update={"seconds": half(option.seconds)}) for option in layer.options]
         times = {key: half(getattr(layer, key)) for key in ("forward", "backward", "backward_input", "backward_weight")}
         layers.append(layer.model_copy(update=times | {"step": layer.step / 2, "options": options}))
-    return profile.model_copy(update={"layers": layers})
+    return profile.model_copy(update={"layers": layers, "update": profile.update / 2})

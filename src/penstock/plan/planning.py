@@ -170,6 +170,11 @@ def with_cost(request: PlanRequest) -> PlanRequest:
                 "methods are tried by cost 'simulated' only; leave --methods out, or give --cost simulated"
             )
         there = (*METHODS, SEARCHED.name)
+        if set(request.methods) == {SEARCHED.name}:
+            raise ConfigError(
+                f"{SEARCHED.name} takes depth, width and microbatch size from the best plan of another method that "
+                f"flushes: name one, too, as in --methods 1f1b,{SEARCHED.name}"
+            )
         unknown = next((name for name in request.methods if name not in there), None)
         if unknown is not None:
             raise ConfigError(

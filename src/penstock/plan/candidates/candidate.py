@@ -177,7 +177,9 @@ class Candidate:
         shards = "" if self.sharding == "none" else f", sharded {self.sharding}"
         away = ", optimizer on the host" * self.away + ", activations on the host" * self.offloads
         order = "" if self.rank_order == "tp-pp-dp" else f", {self.rank_order}"
-        of = f"{self.method.name}, depth {self.depth}, width {self.width}"
+        limit = dict(self.method.searched).get("limit")
+        name = self.method.name if limit is None else f"{self.method.name}, limit {limit}"
+        of = f"{name}, depth {self.depth}, width {self.width}"
         return f"{of}{size}{shards}{away}{order}{self._said_of_devices}"
 
     @property

@@ -120,10 +120,22 @@ USUAL = tuple(each.name for each in _USUAL)
 """Those with one stage on each rank whose backward is one pass: the best plan of each is found."""
 
 METHODS = tuple(PLANNED)
-"""All names."""
+"""Their names."""
 
 SEARCHED = PlannedMethod("zb-auto", halved=True)
-"""The method whose order is searched for the times of a plan of another one."""
+"""The method whose order is searched for given times."""
+
+
+def method_of(planner: str, settings: Mapping[str, Any]) -> PlannedMethod:
+    """Return the method of a plan.
+
+    Args:
+        planner: its name.
+        settings: keys of `penstock train` that run the plan.
+    """
+    if planner == SEARCHED.name:
+        return SEARCHED._replace(searched=tuple(settings["options"].items()))
+    return PLANNED[planner]
 
 
 class StageForecast(NamedTuple):

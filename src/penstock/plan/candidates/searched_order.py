@@ -1,4 +1,4 @@
-"""Configurations whose order is searched for the times of their passes (zb-auto), as another plan takes them."""
+"""Configurations whose order is searched for the times of their blocks (zb-auto), on as many ranks as another plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _MOST_SEARCHED = 1 << 9  # forwards of a batch for which an order is searched, w
 def searched_for(base: Candidate, chain: BlockChain, devices: Devices) -> Iterator[Candidate]:
     """Yield the same configuration with orders searched for its times: ZB-2p, and with a limit of memory down to ZB-1p.
 
-    A search knows one time for each kind of pass, the mean over ranks, however blocks are cut.
+    With a limit the microbatches in flight become fewer by a quarter of the ranks at a time. A search knows one time
+    for each kind of pass, the mean over ranks, of blocks that are not recomputed; messages are those of even cuts.
 
     Args:
         base: with the depth, width and microbatch size to take.
@@ -42,6 +43,6 @@ def searched_for(base: Candidate, chain: BlockChain, devices: Devices) -> Iterat
     times = with_search_options(SEARCHED.row, None, {}, costs, of.depth)
     sharding = "none" if base.sharding == "none" else "gradients"  # as others with one stage on each rank
     most, step = 2 * of.depth, -(-of.depth // 4)
-    for limit in (most,) if devices.memory is None else range(most, of.depth - 1, -step):
+    for limit in (most,) if devices.memory is None else (*range(most, of.depth, -step), of.depth):
         method = SEARCHED._replace(searched=tuple({**times, "limit": limit}.items()))
         yield replace(of, method=method, sharding=sharding)

@@ -135,7 +135,7 @@ class Calibration(_Strict):
     """What work takes in runs on one machine, beside what was measured of each layer alone.
 
     Attributes:
-        forward, backward, step: factors on the times of layers.
+        forward, backward, step: factors on the times of layers; that of `step` also on `Profile.update`.
         between: seconds of a rank from one pass to the next one, besides waits for other ranks.
         runs: that it was fitted to.
     """
@@ -161,7 +161,7 @@ class Profile(_Strict):
         cores: how many ranks can work at full speed at once, of all those on the machine where the layers and links
             were measured; None if every device computes by itself.
         calibration: by how much more work takes in runs; None if that is not known.
-        update: seconds of the update of a stage, besides those of its layers.
+        update: seconds of the update of a stage, besides those of its layers; every stage is taken to have one.
         layers: in any order in which a layer without `inputs` follows the one that it reads.
     """
 

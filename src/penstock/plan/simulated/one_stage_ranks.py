@@ -37,7 +37,7 @@ class OneStageRanks:
     def __init__(self, of: Candidate, chain: BlockChain, devices: Devices, memory: Sequence[RankWays]) -> None:
         self._of, self._chain, self._memory = of, chain, memory
         self._steps, self._hop = of.updates(chain, devices), CandidateBounds(of, chain, devices).hop()
-        self._limits = of.limits(devices)
+        self._update, self._limits = devices.update, of.limits(devices)
         self._slow = (1 / of.speeds)[:, None, None]  # of matrices of each rank
         self._on_host = [m.on_host for of_rank in memory for m in of_rank.values() if m.on_host is not None]
         self.held = [_matrices(each, devices.host_memory) for each in memory]
@@ -143,7 +143,7 @@ class OneStageRanks:
         forward = self._bands(passes.forward) * self._slow
         busy = self._bands(passes.busy) * self._slow + more
         path = self._bands(passes.path) * self._slow + more
-        step = self._bands(self._steps) * self._slow
+        step = (self._bands(self._steps) + self._update) * self._slow
         before, behind = np.zeros((2, *busy.shape[:2]))
         if only_busy_counts(self._of):
             return RankWork(busy, path, forward, step, before[:, :, None], path, behind[:, None, :])

@@ -12,7 +12,7 @@ otherwise, or move activations to the host. The schedule of the best plan is pro
 
 The usual methods have a best plan each. The others, whose ranks have several stages or whose backwards come in halves,
 are tried only where they may be faster than all plans so far whose weights are as late. At last an order is searched
-for the times of the best plan that flushes (`penstock.plan.candidates.searched_order`).
+for the ranks of the best plan that flushes (`penstock.plan.candidates.searched_order`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def simulated_plans(
             Adam.
         decides: updates wait for a decision of all stages, as with `max_grad_norm` or fp16 of `penstock train`;
             those of parallel pipelines always do.
-        methods: some of `METHODS`, and of `SEARCHED`; None for all.
+        methods: names of `METHODS`, and of `SEARCHED`; None for all.
 
     Raises:
         ConfigError: the profile does not tell forward and backward apart, or its layers do not stand in an order in
@@ -193,23 +193,38 @@ class _Search:
             self._offer_to_offload(waiting, trial, seconds)
 
     def look_for_an_order(self) -> None:
-        """Search an order for the times of the best plan that flushes, with fewer and fewer microbatches in flight."""
+        """Search an order for the ranks of the best plan that flushes and has several of them."""
         flushed = [each for each in self._best.values() if each[0].of.method.flushes and each[0].of.depth > 1]
         if not flushed:
             if self._best:
-                self.refuse(Skipped(SEARCHED.name, "its order is searched for the times of another plan that flushes"))
+                said = "it takes its depth and width from another plan that flushes, and none has several ranks"
+                self.refuse(Skipped(SEARCHED.name, said))
             return
         base = min(flushed, key=lambda each: each[0].place(each[1]))[0].of
+        chain = self._chains[base.sized.samples]
         try:
-            candidates = list(searched_for(base, self._chains[base.sized.samples], self._devices))
+            candidates = list(searched_for(base, chain, self._devices))
         except NoPlanError as error:
             self.refuse(error.skipped)
             return
-        for of in candidates:
-            known = len(self._best)
-            self.look_into(of.method, [of])
-            if len(self._best) > known:
+        for of in candidates:  # with fewer microbatches in flight it may fit with better cuts
+            try:
+                self._offer(CandidateTrial(of, chain, self._devices, self._schedules))
                 return
+            except NoPlanError as error:
+                self.refuse(error.skipped)
+
+    def _offer(self, trial: CandidateTrial) -> None:
+        """Take a candidate for the best plan of its method.
+
+        Raises:
+            NoPlanError: it does not fit, or is no faster than others.
+        """
+        best = self._best_of(trial.of.method.flushes)
+        bound = max(trial.bounds())
+        if bound >= best[0]:
+            raise NoPlanError(trial.of, f"takes {bound:.4g} s per sample at least, the best plan so far {best[0]:.4g}")
+        self._best[trial.of.method] = trial, trial.fastest(best)
 
     def _waiting(self, candidate: Candidate) -> Iterator[_Waiting]:
         """Yield a candidate with its first bound, in every order of ranks that is worth trying."""

@@ -178,7 +178,7 @@ def _needs(schedule: Schedule, periods: Sequence[_Period]) -> Iterator[_Wait]:
     sends = {key: event for key, event, op in _messages(schedule, periods) if op is Op.SEND}
     for rank, period in enumerate(periods):
         for place, instruction in enumerate(period):
-            for route, first in instruction.needs:  # HOLD and FETCH wait for theirs later, which is not asked here
+            for route, first in instruction.needs:  # of HOLD and FETCH, too, so what is awaited behind them is implied
                 lag, rest = divmod(first, _stride(instruction.action.unit, schedule.microbatches))
                 yield _Wait(_Event(rank, place, lag), sends[route, rest])
 
