@@ -30,6 +30,34 @@ class Defect(NamedTuple):
 DEFECTS = (
     # --- plans -------------------------------------------------------------------------------------------------------
     Defect(
+        "a plan counts what every update takes for its layers alone",
+        "plan/candidates",
+        "(np.diff(self._steps[np.asarray(cuts)]) + self._devices.update) * self._slow",
+        "np.diff(self._steps[np.asarray(cuts)]) * self._slow",
+        ("tests/plan/test_calibration.py",),
+    ),
+    Defect(
+        "a searched order knows nothing of messages",
+        "plan/candidates",
+        "latency=costs.latency + costs.transfer, transfer=0.0)",
+        "latency=0.0, transfer=0.0)",
+        ("tests/plan/test_searched_orders.py",),
+    ),
+    Defect(
+        "what the update of two blocks shares is what it takes",
+        "measure",
+        "return sum(weights.step for weights in alone) - together",
+        "return together",
+        ("tests/measure/test_model_profile.py",),
+    ),
+    Defect(
+        "workers are forked from a process that has not imported what they need",
+        "cli",
+        "start_method(_PRELOAD)",
+        "start_method(())",
+        ("tests/train/test_train_command.py",),
+    ),
+    Defect(
         "the ending of stages behind DAPPLE's pivot counts the wrong way",
         "plan/stages",
         "end = max(end, block.reduction - ending)",
