@@ -82,7 +82,11 @@ def sends_half(group: dist.ProcessGroup, case: Case) -> tuple[str, str]:
 def test_a_sender_that_is_stopped_in_the_midst_of_an_activation() -> None:
     _, (kind, said) = submit(sends_half, Case("1f1b", 2, 2))
     assert kind == "TransportError"
-    assert said == f"rank 1, stage 1, F0: the activation lane from rank 0 to rank 1 broke: {STOPPED}"
+    lane = "the activation lane from rank 0 to rank 1"
+    waited = (
+        f"nothing moved on {lane} within 1 seconds; the peer is stalled or dead"  # where it began long after the wait
+    )
+    assert said in {f"rank 1, stage 1, F0: {found}" for found in (f"{lane} broke: {STOPPED}", waited)}
 
 
 def message(number: int, size: int) -> TensorMessage:
