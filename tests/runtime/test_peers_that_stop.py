@@ -83,9 +83,7 @@ def test_a_sender_that_is_stopped_in_the_midst_of_an_activation() -> None:
     _, (kind, said) = submit(sends_half, Case("1f1b", 2, 2))
     assert kind == "TransportError"
     lane = "the activation lane from rank 0 to rank 1"
-    waited = (
-        f"nothing moved on {lane} within 1 seconds; the peer is stalled or dead"  # if it began late
-    )
+    waited = f"nothing moved on {lane} within 1 seconds; the peer is stalled or dead"  # if it began late
     assert said in {f"rank 1, stage 1, F0: {found}" for found in (f"{lane} broke: {STOPPED}", waited)}
 
 
