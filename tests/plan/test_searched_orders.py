@@ -9,6 +9,7 @@ from penstock.errors import ConfigError
 from penstock.plan.candidates.block_chain import BlockChain
 from penstock.plan.candidates.candidate import Candidate
 from penstock.plan.candidates.planned_methods import PLANNED
+from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.candidates.searched_order import searched_for
 from penstock.plan.plan_export import plan_file
 from penstock.plan.planned_timeline import planned_timeline
@@ -102,14 +103,14 @@ def test_by_itself_it_has_no_plan_to_begin_with() -> None:
         planned(profile_of(), methods=("zb-auto",))
 
 
-def test_limits_become_fewer_by_a_quarter_of_the_ranks_until_one_fits() -> None:
-    """Those that do not fit are told apart; of five ranks six are followed by five."""
+def test_limits_go_down_by_a_quarter_of_the_ranks_to_as_many() -> None:
+    """Of five ranks six are followed by five; what is skipped says which limit it had."""
     profile = profile_of()
     profile = profile.model_copy(update={"layers": [*profile.layers, *profile.layers[:2]]})
     for n, layer in enumerate(profile.layers):
         profile.layers[n] = layer.model_copy(update={"name": f"b{n}"})
     (base, chain, devices), found = searching(profile, 5), dict[int, bool]()
-    for of in searched_for(base, chain, devices):
+    for of in searched_for(base, chain, devices, KnownSchedules()):
         found[dict(of.method.searched)["limit"]] = f"zb-auto, limit {dict(of.method.searched)['limit']}," in str(of)
     assert found == {10: True, 8: True, 6: True, 5: True}
 

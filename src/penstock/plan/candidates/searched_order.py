@@ -18,7 +18,7 @@ from penstock.simulate.option_choice.order_options_from_costs import with_search
 _MOST_SEARCHED = 1 << 9  # forwards of a batch for which an order is searched, which takes about a second
 
 
-def searched_for(base: Candidate, chain: BlockChain, devices: Devices) -> Iterator[Candidate]:
+def searched_for(base: Candidate, chain: BlockChain, devices: Devices, known: KnownSchedules) -> Iterator[Candidate]:
     """Yield the same configuration with orders searched for its times: ZB-2p, and with a limit of memory down to ZB-1p.
 
     With a limit the microbatches in flight become fewer by a quarter of the ranks at a time. A search knows one time
@@ -28,6 +28,7 @@ def searched_for(base: Candidate, chain: BlockChain, devices: Devices) -> Iterat
         base: with the depth, width and microbatch size to take.
         chain: its blocks.
         devices: to plan for.
+        known: schedules of other candidates.
 
     Raises:
         NoPlanError: the halves of backwards are not known, or it has too many passes.
@@ -38,7 +39,7 @@ def searched_for(base: Candidate, chain: BlockChain, devices: Devices) -> Iterat
     if of.passes > _MOST_SEARCHED:
         raise NoPlanError(of, f"{of.passes:,} passes are too many to search an order for them here ({_MOST_SEARCHED})")
     cuts = np.linspace(0, chain.blocks, of.depth + 1).astype(int)
-    costs = CandidateTimes(of, chain, devices, KnownSchedules()).costs(cuts, [ActivationMemory.KEPT] * of.depth)
+    costs = CandidateTimes(of, chain, devices, known).costs(cuts, [ActivationMemory.KEPT] * of.depth)
     costs = replace(costs, latency=costs.latency + costs.transfer, transfer=0.0)
     times = with_search_options(SEARCHED.row, None, {}, costs, of.depth)
     sharding = "none" if base.sharding == "none" else "gradients"  # as others with one stage on each rank

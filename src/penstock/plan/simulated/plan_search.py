@@ -203,7 +203,7 @@ class _Search:
         base = min(flushed, key=lambda each: each[0].place(each[1]))[0].of
         chain = self._chains[base.sized.samples]
         try:
-            candidates = list(searched_for(base, chain, self._devices))
+            candidates = list(searched_for(base, chain, self._devices, self._schedules))
         except NoPlanError as error:
             self.refuse(error.skipped)
             return
