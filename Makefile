@@ -14,10 +14,10 @@ check: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m smoke
 
 test: lint
-	$(BIN)/python -m pytest -n 3 --dist worksteal --some-cases -m "not long"
+	$(BIN)/python -m pytest -n 4 --dist worksteal --some-cases -m "not long"
 
 test-all: lint
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 faults: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m campaigns.faults $(ARGS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from support.chosen_cases import MANY, cases_left_out
+from support.chosen_cases import SHARE, cases_left_out
 from support.command_line import Command, run
 from support.examples import ALL
 from support.pool import Pool
@@ -17,7 +17,7 @@ from support.smoke import smoke_tests
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no fault
 settings.load_profile("untimed")
-settings.register_profile("some cases", deadline=None, max_examples=ALL // MANY)
+settings.register_profile("some cases", deadline=None, max_examples=ALL // SHARE)
 
 
 @pytest.fixture(scope="session", autouse=True)

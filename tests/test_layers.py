@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import penstock
@@ -35,8 +36,13 @@ def modules():
             yield ".".join(("penstock", *parts)).removesuffix(".__init__"), path
 
 
+@cache
 def imports(name, path):
     """The dotted names that a module imports, wherever the import stands: at the top, in a function, for typing."""
+    return tuple(_imports(name, path))
+
+
+def _imports(name, path):
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for stage in ast.walk(ast.parse(path.read_text())):
         if isinstance(stage, ast.Import):
@@ -50,14 +56,16 @@ def imports(name, path):
                 yield module
 
 
-def definitions(kind):
-    """The modules that define each name at their top, of classes or of functions."""
-    found = {}
+@cache
+def definitions():
+    """The modules that define each name at their top: of classes, and of functions."""
+    classes, functions = {}, {}
     for name, path in modules():
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, kind):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                found = classes if isinstance(node, ast.ClassDef) else functions
                 found.setdefault(node.name, []).append(name)
-    return found
+    return classes, functions
 
 
 def room_of(name):
@@ -108,14 +116,15 @@ def test_folders_are_small():
 
 def test_no_class_name_stands_twice():
     """A name on a stack trace or in a search means one thing."""
-    found = definitions(ast.ClassDef)
+    found, _ = definitions()
+    assert len(found) > 500
     assert {cls: where for cls, where in found.items() if len(where) > 1} == {}
 
 
 def test_no_public_function_name_stands_twice():
     """But for functions of users, which have the name of what stands behind them."""
     for_users = ("penstock.cli", "penstock.proven_schedule")
-    found = {name: where for name, where in definitions(ast.FunctionDef).items() if not name.startswith("_")}
+    found = {name: where for name, where in definitions()[1].items() if not name.startswith("_")}
     behind = {name: [each for each in where if not each.startswith(for_users)] for name, where in found.items()}
     assert len(found) > 500
     assert {name: where for name, where in behind.items() if len(where) > 1} == {}

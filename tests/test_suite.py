@@ -1,9 +1,11 @@
 """The test suite itself: names that can be told apart, modules that stand alone, a choice for `make check`."""
 
 import ast
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
@@ -15,13 +17,37 @@ TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("test_*.py"))
 
 
+class _Module(NamedTuple):
+    """What is asked here of a module: its tests, its docstring, and what it imports in which line."""
+
+    tests: tuple[str, ...]
+    says: str
+    imports: tuple[tuple[int, str], ...]
+
+
+@cache
+def _modules():
+    """All modules of the suite by their paths, each parsed once."""
+    found = {}
+    for path in TESTS.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        tests = [n.name for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
+        imports = []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                imports += [(node.lineno, alias.name) for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                imports.append((node.lineno, node.module or ""))
+        found[path] = _Module(tuple(tests), ast.get_docstring(tree) or "", tuple(imports))
+    return found
+
+
 def test_no_test_name_stands_in_two_files():
     """So that `pytest -k` picks one test, and a name in a report says which one it is."""
     found = {}
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                found.setdefault(node.name, []).append(str(path.relative_to(TESTS)))
+        for name in dict.fromkeys(_modules()[path].tests):
+            found.setdefault(name, []).append(str(path.relative_to(TESTS)))
     assert len(found) > 1000
     assert {name: where for name, where in found.items() if len(where) > 1} == {}
 
@@ -30,21 +56,18 @@ def test_no_test_module_imports_another():
     """What several of them need is in tests/support."""
     names = {path.stem for path in FILES}
     assert names >= {"test_suite", "test_layers"}
-    found = []
-    for path in TESTS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            if isinstance(node, ast.ImportFrom):
-                modules.append(node.module or "")
-            if any(part in names for module in modules for part in module.split(".")):
-                found.append(f"{path.relative_to(TESTS)}, line {node.lineno}")
+    found = [
+        f"{path.relative_to(TESTS)}, line {line}"
+        for path, module in _modules().items()
+        for line, imported in module.imports
+        if names.intersection(imported.split("."))
+    ]
     assert found == []
 
 
 def test_every_module_says_what_it_is():
     """In one sentence on its first line."""
-    files = [path for path in TESTS.rglob("*.py") if path.stat().st_size]
-    said = {path: ast.get_docstring(ast.parse(path.read_text())) or "" for path in files}
+    said = {path: module.says for path, module in _modules().items() if path.stat().st_size}
     first = {str(path.relative_to(TESTS)): text.partition("\n")[0] for path, text in said.items()}
     assert {path: line for path, line in first.items() if not line.endswith(".")} == {}
 
@@ -82,15 +105,15 @@ def test_of_many_cases_a_few_are_chosen():
             for k in range(number)
         ]
 
-    wide, few, kept = cases("wide", 9), cases("few", 4), cases("kept", 9, ["all_cases"])
+    wide, few, two, kept = cases("wide", 9), cases("few", 4), cases("two", 2), cases("kept", 9, ["all_cases"])
     wider, widest = cases("wider", 40), cases("widest", 200)
-    processes, one = cases("processes", 3, ["processes"]), cases("one", 1, ["processes"])
-    tests = [*wide[:4], *few, *wide[4:], *kept, *wider, *widest, *processes, *one]
+    processes, one = cases("processes", 2, ["processes"]), cases("one", 1, ["processes"])
+    tests = [*wide[:4], *few, *wide[4:], *two, *kept, *wider, *widest, *processes, *one]
     left = {id(case) for case in cases_left_out(tests)}
-    chosen = [[c.number for c in t if id(c) not in left] for t in (wide, wider, widest, processes)]
-    assert [len(numbers) for numbers in chosen] == [len(range(chosen[0][0], 9, 5)), 4, 10, 1]
+    chosen = [[c.number for c in t if id(c) not in left] for t in (wide, few, wider, widest, processes)]
+    assert [len(numbers) for numbers in chosen] == [len(range(chosen[0][0], 9, 5)), 1, 4, 10, 1]
     assert {b - a for numbers in chosen for a, b in pairwise(numbers)} <= {5, 10, 20}
-    assert not left & {id(case) for case in (*few, *kept, *one)}
+    assert not left & {id(case) for case in (*two, *kept, *one)}
     pairs = [(*cases(f"pair {n}", 1, ["processes"]), *cases(f"pair {n}", 1, ["processes", "long"])) for n in range(9)]
     assert cases_left_out([case for pair in pairs for case in pair]) == []
     names = [cases(f"test {n}", 5) for n in range(40)]

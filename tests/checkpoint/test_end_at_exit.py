@@ -76,6 +76,7 @@ def test_what_is_being_written_is_completed(tmp_path: Path, how: str, wanted: in
     assert "FATAL" not in err
 
 
+@pytest.mark.long
 def test_a_disk_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
     process = script(tmp_path, 1, 600.0, 2.0)
     _, err = process.communicate(timeout=60)
@@ -85,6 +86,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == []
 
 
+@pytest.mark.long
 def test_the_files_of_another_rank_are_waited_for_less_long(tmp_path: Path) -> None:
     """It may have failed: here nobody writes the second stage."""
     process = script(tmp_path, 2, 0.0, 8.0)
@@ -93,6 +95,7 @@ def test_the_files_of_another_rank_are_waited_for_less_long(tmp_path: Path) -> N
     assert "told 4 a stage was not written within 2 seconds" in printed
 
 
+@pytest.mark.long
 def test_another_interrupt_ends_it_at_once(tmp_path: Path) -> None:
     process = script(tmp_path, 1, 600.0, 300.0)
     assert process.stdout is not None

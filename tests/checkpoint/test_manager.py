@@ -86,6 +86,7 @@ def damage(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("index", range(3))
 def test_a_damaged_file_is_seen_by_all_whoever_reads_it(tmp_path: Path, pool: Pool, index: int) -> None:
     whole = pool.submit(train, str(tmp_path), ranks=3)
@@ -102,6 +103,7 @@ def test_a_damaged_file_is_seen_by_all_whoever_reads_it(tmp_path: Path, pool: Po
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.long
 def test_when_none_is_whole_all_ranks_say_so(tmp_path: Path, pool: Pool) -> None:
     pool.submit(train, str(tmp_path), ranks=3)
     damage(checkpoint_folder(tmp_path, 8) / "stage-1.safetensors")

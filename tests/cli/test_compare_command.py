@@ -99,6 +99,7 @@ def test_keys_are_listed(monkeypatch, capsys):
     assert "keys of --set" in out
 
 
+@pytest.mark.long
 def test_an_optimizer_for_hidden_layers(tmp_path):
     """Goes with a GPT; of a CNN, whose only matrix is that of its head, it would step nothing."""
     done = compare("2bw", "pipeoptim", "--set", "optimizer.name=muon", "--seeds", 1, "--out", tmp_path / "a")

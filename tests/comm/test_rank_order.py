@@ -116,6 +116,7 @@ def in_flight_and_more(group: dist.ProcessGroup) -> list[Any]:
     return [reports[0].loss is not None, sorted(sends), loss, whole]
 
 
+@pytest.mark.long
 def test_measured_messages_traces_and_gathers_in_the_other_order(pool: Pool) -> None:
     found = pool.submit(in_flight_and_more, ranks=4)
     assert [reports for reports, *_ in found] == [False, False, True, True]
@@ -134,6 +135,7 @@ def trained(group: dist.ProcessGroup, folder: str, order: str, batches: int) -> 
     return Outcome(weights=dict(pipeline.state_dict()))
 
 
+@pytest.mark.long
 def test_checkpoints_do_not_depend_on_the_order(pool: Pool, tmp_path: Path) -> None:
     half, all_ = 1, len(make_batches(CASE))
     pool.submit(trained, str(tmp_path / "a"), RANK_ORDERS[0], half, ranks=4)

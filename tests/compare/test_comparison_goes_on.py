@@ -44,6 +44,7 @@ def test_an_interrupted_comparison_goes_on(tmp_path: Path, monkeypatch: pytest.M
     assert as_csv(findings.rows(), EvaluationRow) == as_csv(expected.rows(), EvaluationRow)
 
 
+@pytest.mark.long
 def test_rates_are_tried_with_some_seeds_alone(tmp_path: Path) -> None:
     changes, observer = ("methods=1f1b,2bw", "batches=3", "seeds=3", "lr=0.3,0.01,0.0001"), Quiet()
     everything = compared(tmp_path / "all", *changes)
@@ -84,6 +85,7 @@ def keys(findings: Findings) -> list[tuple[str, int, float]]:
     return [tuple(key) for key in findings.results]
 
 
+@pytest.mark.long
 def test_what_is_not_named_stays_as_it_is(tmp_path: Path) -> None:
     """Methods come behind those that are there; seeds and rates are for all of them."""
     few = [change for change in TINY if not change.startswith(("seeds=", "optimizer.lr="))] + ["batches=2"]
@@ -196,6 +198,7 @@ def test_a_run_beside_others_that_dies_ends_the_comparison(tmp_path: Path, monke
         ComparisonRun(configured("methods=1f1b,2bw"), tmp_path, Quiet()).run(jobs=2)
 
 
+@pytest.mark.long
 def test_a_run_beside_others_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_pool, "_train", failed)
     with pytest.raises(CapabilityError, match="seed 0, lr 0.01 cannot be trained"):
@@ -207,6 +210,7 @@ def ends_or_not(_: Any, __: Any, key: Key) -> Key:
     return key
 
 
+@pytest.mark.long
 def test_runs_under_way_are_ended_where_nobody_waits_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an interrupt of this process alone."""
     monkeypatch.setattr(process_pool, "_train", ends_or_not)

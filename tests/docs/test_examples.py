@@ -274,6 +274,7 @@ def train_gpt2(names: dict[str, Any], *, copies: bool) -> tuple[nn.Module, list[
     return model, losses
 
 
+@pytest.mark.long
 def test_a_tied_gpt2_comes_back_as_plain_torch_trains_it() -> None:
     pytest.importorskip("transformers", reason="needs transformers: pip install penstock[hf]")
     names = example("gpt2")

@@ -53,6 +53,7 @@ def test_the_script_of_the_page_has_the_numbers_of_a_run_without_sharding(
         assert all(torch.equal(tensor, plain["weights"][name]) for name, tensor in names["weights"].items())
 
 
+@pytest.mark.long
 def test_the_table_is_that_of_the_simulator() -> None:
     assert sharded_anew(TEXT) == TEXT, "run python tests/support/drawings.py"
 

@@ -156,6 +156,7 @@ def measure_shared(group: dist.ProcessGroup, seconds: float) -> list[Any]:
     return list(profile_of("shared", found, settings={"tensor_parallel": 2}).layers)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_blocks_are_measured_by_the_processes_that_share_them(pool: Pool) -> None:
     """Bytes are those of a part, and the same for each; the time is up for both at once."""

@@ -96,6 +96,7 @@ def test_the_command_says_whether_a_rank_fits(command, text, tmp_path):
     assert found["peak"]["total"] > 1000
 
 
+@pytest.mark.long
 def test_rehearse_recomputes_what_auto_chooses(text):
     method = "method=1f1b", "stages=2"
     most = rehearse(config_for(text, *method), 0, batches=1).peak

@@ -33,6 +33,7 @@ def train(method, stages):
     return pipeline, losses, {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["1f1b", "zb-h1"])
 def test_eight_stages_train_what_one_does(method):
     whole, expected, weights = train("sequential", 1)

@@ -96,6 +96,7 @@ def assert_near(found: Numbers, wanted: Numbers) -> None:
         assert torch.linalg.vector_norm(found[name] - value) <= 2e-5 * torch.linalg.vector_norm(value), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_a_divided_head_learns_like_a_whole_one(stages: int) -> None:
     """Losses, weights and moments, to rounding: 29 tokens of a vocabulary do not divide evenly."""

@@ -60,6 +60,7 @@ def train_twice(group: dist.ProcessGroup | None) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_guarded_layer_with_layers_inside_is_trained_in_several_runs(pool: Pool) -> None:
     _, found = pool.submit(train_twice, ranks=2)
     assert found == train_twice(None)

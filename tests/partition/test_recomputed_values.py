@@ -143,6 +143,7 @@ def train(group: dist.ProcessGroup | None) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 def test_between_processes_the_input_travels_for_its_sizes(pool: Pool) -> None:
     _, found = pool.submit(train, ranks=2)
     assert found == train(None)

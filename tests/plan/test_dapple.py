@@ -93,6 +93,7 @@ def test_latency_is_the_formula():
         assert latency(blocks, m) == pytest.approx(latency_of(blocks, m))
 
 
+@pytest.mark.long
 def test_latency_bounds_eager_1f1b():
     """Never above what the schedule takes, and equal to it for equal stages."""
     random = Random(2)

@@ -87,7 +87,6 @@ def assert_equal_but_for_a_message(planned, found):
     assert 0 <= planned[0] - found[0] <= 2 * WIDTH * 4
 
 
-@pytest.mark.all_cases
 @pytest.mark.parametrize("does", [KEPT, OFFLOADED, RECOMPUTED])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("method", ["1f1b", "2bw", "2bw-ahead", "gpipe"])

@@ -172,6 +172,7 @@ def test_plans_of_ranks_that_share_cores_are_the_best_of_all():
         assert slowed > 1.05 * alone
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("parameters", "balance"), [(40000, [2, 2]), (32, [4])], ids=["pipeline", "one stage"])
 def test_a_plan_is_trained(command, tmp_path, parameters, balance):
     """Four blocks: an embedding, two layers and a head; two copies of all where their sums of gradients are cheap."""

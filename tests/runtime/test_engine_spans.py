@@ -137,6 +137,7 @@ def test_stopping_between_two_microbatches(method: str, depth: int, m: int) -> N
         check_interrupted(case, "inside", at, *interrupted(None, case, "inside", at))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "depth", "m"),
     [

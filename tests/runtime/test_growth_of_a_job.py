@@ -112,6 +112,7 @@ def share(monkeypatch: pytest.MonkeyPatch, ranks: int) -> tuple[int, int]:
     return own, max(count for rank, count in ends.network.messages.items() if rank)
 
 
+@pytest.mark.long
 def test_messages_and_bytes_of_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank receives the facts of the stages, and its own program, which does not grow with the ranks."""
     few, many = (share(monkeypatch, ranks) for ranks in RANKS)

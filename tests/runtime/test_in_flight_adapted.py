@@ -144,6 +144,7 @@ def test_slow_links_get_more_and_the_bits_are_those_of_plain_2bw(pool: Pool) -> 
     assert_same(together([each.outcome for each in ran]), expected(CASE))
 
 
+@pytest.mark.long
 def test_evaluations_and_snapshots_are_those_of_a_run_that_does_not_halt(pool: Pool) -> None:
     ran = run_on_ranks(pool, CASE, every=2, evaluates=2)
     plain = run(None, CASE, {}, every=2, evaluates=2)
@@ -164,6 +165,7 @@ def test_an_evaluation_is_not_lost_where_older_weights_are_not_kept(pool: Pool) 
     assert [version for version, _ in last.evaluated] == [3]  # 6 would be due before batch 7
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [2, 4, 6])
 def test_a_resumed_run_goes_on_with_what_was_found(pool: Pool, batch: int) -> None:
     first = run_on_ranks(pool, CASE, every=2)
@@ -239,6 +241,7 @@ def test_parallel_pipelines_choose_alike(pool: Pool) -> None:
     assert ran[0].numbers == [3, 1]
 
 
+@pytest.mark.long
 def test_interleaved_gets_a_larger_group_and_keeps_its_bits(pool: Pool) -> None:
     case = Case("interleaved", 2, 6, spans=(6,), skips=(), clip=0.6)
     ran = run_on_ranks(pool, case, hold=2 * HOLD)
@@ -308,6 +311,7 @@ def test_a_limit_of_bytes_for_numbers_is_refused() -> None:
         Microbatches(8, 7, 2e9)
 
 
+@pytest.mark.long
 def test_another_limit_of_bytes_asks_for_another_choice(pool: Pool) -> None:
     first = run_on_ranks(pool, replace(CASE, spans=(6,)), every=5)
     again = run_on_ranks(pool, replace(CASE, spans=(10,)), limit=1.0, kept=saved(first, 5))
@@ -356,6 +360,7 @@ def test_a_window_that_lets_no_more_through_leaves_what_the_order_has(method: st
     assert wider.numbers > wider.choice.plain
 
 
+@pytest.mark.long
 def test_stages_on_a_v_get_more_and_keep_their_bits(pool: Pool) -> None:
     case = Case("zb-v", 2, 4, spans=(6,), skips=(), clip=0.6)
     ran = run_on_ranks(pool, case, hold=4 * HOLD)

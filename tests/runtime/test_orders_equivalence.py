@@ -93,6 +93,7 @@ def test_endless_breadth_first_has_the_numbers_of_2bw(p: int, m: int, chunks: in
     assert_same(train(None, case, method=whole), expected(case))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", ["optimizer", "gradients"])
 def test_endless_breadth_first_divides_its_state(level: str) -> None:
     case = Case("2bw-layered", 2, 3, spans=(3, 2), skips=(3,), clip=0.6, width=2)

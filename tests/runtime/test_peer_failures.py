@@ -169,6 +169,7 @@ def goes_on_without(group: dist.ProcessGroup, case: Case, deed: str) -> list[str
     return [*said, str(lost.value)]
 
 
+@pytest.mark.long
 def test_a_peer_that_stalls_between_runs(pool: Pool) -> None:
     said = pool.submit(goes_on_without, Case("1f1b", 3, 2), "stalls", ranks=3, fresh=True)
     check_lost(said, 3)

@@ -118,6 +118,7 @@ def sends_in_one(group: dist.ProcessGroup) -> str:
         return why(lane.receive(), 20.0)
 
 
+@pytest.mark.long
 def test_a_sender_that_is_stopped_in_the_midst_of_a_shorter_message() -> None:
     said = ""
     for _ in range(3):  # on a busy machine all of it may come before anybody sees its beginning

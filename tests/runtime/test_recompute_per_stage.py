@@ -49,6 +49,7 @@ def test_the_memory_of_a_mixture_is_predicted_to_the_byte(method):
     assert predicted == found
 
 
+@pytest.mark.long
 def test_a_mixture_takes_memory_between_none_and_all():
     """Stages 1 and 2 hold less, stage 0 holds what it holds without recompute."""
     _, none = peaks_of_a_run(Run("1f1b", 4, 5, "none"))

@@ -176,6 +176,7 @@ def test_predictions_go_on_under_another_sharding(
     assert_equal_tensors({n: outcome.weights[n] for n in wanted.weights}, wanted.weights, "weights")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["2bw-ahead", MOTION])
 def test_any_width_and_level_goes_on_from_any_other(kind: str) -> None:
     """Of one batch: its sums are those of another width up to roundings, so the run that is not sharded is compared."""
@@ -189,6 +190,7 @@ def test_any_width_and_level_goes_on_from_any_other(kind: str) -> None:
         assert_equal_tensors(found.weights, wanted.weights, f"width {width}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_state_of_a_method_without_predictions_is_read_as_it_is(precision: str) -> None:
     """Of such a state passes read the weights until updates have made predictions."""

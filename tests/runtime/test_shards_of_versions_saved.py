@@ -143,6 +143,7 @@ def test_of_two_versions_none_is_whole_in_a_run() -> None:
     assert pipeline.is_finite()
 
 
+@pytest.mark.long
 def test_the_same_method_may_follow() -> None:
     """With other places, or as many microbatches in flight; its versions stay."""
     case = layered(4, 2, spans=(8,), skips=())

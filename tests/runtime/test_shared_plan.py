@@ -210,6 +210,7 @@ def proves_slowly(_: dist.ProcessGroup) -> int:
     return len(list(pipeline.run([(torch.ones(12, 3), torch.ones(12, 3))] * 2)))
 
 
+@pytest.mark.long
 def test_ranks_wait_for_a_proof_as_long_as_it_takes(pool: Pool) -> None:
     """The time-out is that of a rank 0 that says nothing; ranks that hear of it through others wait as well."""
     assert pool.submit(proves_slowly, ranks=4) == [2] * 4

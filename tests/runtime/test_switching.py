@@ -74,6 +74,7 @@ def test_switching_in_one_process(which: tuple[Phases, Case], monkeypatch: pytes
     assert_same(train_phases(None, case, phases), expected_of(case, phases, monkeypatch))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", [RUNS[1], RUNS[4], RUNS[7]], ids=name_of)
 def test_switching_on_ranks(which: tuple[Phases, Case], monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     phases, case = which
@@ -284,6 +285,7 @@ AROUND = [
 ]
 
 
+@pytest.mark.long
 def test_no_version_is_left_out_or_evaluated_twice(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     """Each rule has its own border for the evaluation of a version: a batch later, or with the pipeline drained."""
     phases = [*AROUND, ("1f1b", 1)]

@@ -103,6 +103,7 @@ def assert_moments(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor], in
         assert close(saved[name], part_of(parameter, whole, index, size)), name
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("method", ["1f1b", "2bw"])
 def test_a_run_goes_on_from_its_checkpoint_to_the_same_bits(pool: Pool, tmp_path: Path, method: str) -> None:
@@ -356,6 +357,7 @@ def skipped(group: dist.ProcessGroup | None, case: TensorCase) -> list[tuple[boo
     return [(decision.skipped, decision.scale) for decision in (*decided, *pipeline.decided())]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_all_skip_an_update_whose_gradient_overflows(pool: Pool) -> None:
     wanted = skipped(None, TensorCase().alone)
@@ -364,6 +366,7 @@ def test_all_skip_an_update_whose_gradient_overflows(pool: Pool) -> None:
     assert {skips for skips, _ in wanted} == {True, False}
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("method", ["1f1b", "2bw"])
 def test_low_precision_is_off_by_its_own_roundings(pool: Pool, method: str) -> None:

@@ -55,6 +55,7 @@ def die(group: dist.ProcessGroup, case: TensorCase, victim: int) -> str:
     return "it has ended"
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_process_that_dies_ends_the_run_of_those_that_share_its_stage() -> None:
     alone = Pool(4)

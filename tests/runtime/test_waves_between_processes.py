@@ -74,6 +74,7 @@ def recorded(group: dist.ProcessGroup | None, case: Case) -> tuple[dict[int, Sta
     return states_of(pipeline), pipeline.lags()
 
 
+@pytest.mark.long
 def test_what_has_come_is_taken_and_taken_down() -> None:
     """In one process pipelines take turns, so lags differ, and a loop by hand makes the same of them."""
     case = case_of("stash", 2, 2, 2, "adamw", spans=(6, 9))

@@ -156,6 +156,7 @@ def with_actions(schedule, rank, part, actions):
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS + RECOMPUTING)
 def test_the_short_proof_refuses_what_the_long_one_refuses(method):
     """One defect each; where one is none (two forwards that may be swapped), both derive the same."""

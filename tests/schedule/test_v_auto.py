@@ -60,6 +60,7 @@ def test_no_worse_than_the_orders_for_equal_times(p: int, m: int) -> None:
         assert found.bubble.makespan <= known.bubble.makespan
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("p", "m", "times"), [(3, 6, times) for times in UNEQUAL] + [(4, 8, UNEQUAL[0])])
 def test_no_worse_than_these_for_unequal_times(p: int, m: int, times: Times) -> None:
     better = 0

@@ -222,6 +222,7 @@ def test_v_min_on_five_ranks_holds_less_on_some() -> None:
     assert peaks(run("v-min", 5, 15)) == [2.5, 3, 3, 2, 3]
 
 
+@pytest.mark.long
 def test_unequal_passes_cost_v_min_more_with_every_microbatch() -> None:
     """And V-Half and ZB-V a constant."""
     times = (10.0, 11.0, 8.0)

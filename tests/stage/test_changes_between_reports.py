@@ -131,6 +131,7 @@ def said_on_ranks(group: dist.ProcessGroup, change: Change, options: dict[str, A
     return str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", [clipped, zeroed])
 @pytest.mark.parametrize("how", ["alone", "wide", "tied"])
 def test_gradients_changed_between_processes(pool: Pool, how: str, change: Change) -> None:

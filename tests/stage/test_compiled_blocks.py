@@ -58,6 +58,7 @@ def losses(method: str, m: int, options: PipelineOptions, graphs: list[object]) 
     return found, counts
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own look at inputs
 @pytest.mark.parametrize(
     ("method", "m", "options"),

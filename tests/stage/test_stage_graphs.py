@@ -81,6 +81,7 @@ def test_stage_graphs_in_one_process(name: str, recompute: Any) -> None:
     assert_close(trained(None, name, recompute=recompute), name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [name for name, shape in SHAPES.items() if shape.num_stages <= 4]
 )  # processes of the pool

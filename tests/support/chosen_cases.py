@@ -5,17 +5,18 @@ from collections.abc import Iterable
 from typing import Any
 from zlib import crc32
 
-MANY = 5
-_EVERY = (100, 20), (10, 10), (MANY, 5)  # of so many cases or more, which are chosen
+SHARE = 5
+"""Of so many examples that a test of a property may draw, one is tried."""
+_EVERY = (100, 20), (10, 10), (3, 5)  # of so many cases or more, which are chosen
 
 
 def cases_left_out(items: Iterable[Any]) -> list[Any]:
     """Return the collected cases that `make test` leaves to `make test-all`.
 
-    Of a test with more than four cases these are all but every fifth, tenth from ten on, and twentieth from a hundred
-    on; of one with two to four that take processes all but one. The name of a test says with which case it begins, so
-    the cases are the same in every run and on every worker, and not all tests try the same methods. A test marked
-    `all_cases` keeps them, and those marked `long` are left to others to choose.
+    Of a test with more than two cases these are all but every fifth (so of three or four all but one), tenth from ten
+    on, and twentieth from a hundred on; of one with two that take processes all but one. The name of a test says with
+    which case it begins, so the cases are the same in every run and on every worker, and not all tests try the same
+    methods. A test marked `all_cases` keeps them, and those marked `long` are left to others to choose.
 
     Args:
         items: pytest's items, in the order of their files, those that take processes marked.

@@ -66,6 +66,7 @@ def lines(folder: Path, key: str) -> list[dict[str, Any]]:
     return [line for line in found if key in line]
 
 
+@pytest.mark.long
 def test_what_was_found_is_written_and_goes_on_in_a_resumed_run(
     pool: Pool, values: dict[str, Any], tmp_path: Path
 ) -> None:

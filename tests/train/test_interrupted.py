@@ -160,6 +160,7 @@ def test_nobody_is_left_when_one_that_looks_after_workers_is_killed(tmp_path, te
         assert "Traceback" not in err
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_it_at_once(tmp_path, text):
     """Here no batch ever ends again, because a worker has been stopped."""
     command = [sys.executable, "-m", "penstock", "train", "--data", str(text)]

@@ -168,6 +168,7 @@ def test_weights_that_are_no_numbers_are_those_of_a_checkpoint_again(
     assert_equal(weights, run(pool, planned, tmp_path / "planned")[0])
 
 
+@pytest.mark.long
 def test_a_spike_may_send_the_run_back_as_well(pool: Pool, values: dict[str, Any], tmp_path: Path) -> None:
     values["fallback"] |= {"restore": "always", "batches": 2}
     values["checkpoint"] = {"every": 4, "keep": 1}

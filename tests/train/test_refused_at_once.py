@@ -151,6 +151,7 @@ def test_nor_is_torch_imported() -> None:
     assert not ended.stdout.strip()
 
 
+@pytest.mark.long
 def test_nor_is_the_compiler_of_torch_for_a_run_that_can_start(text: str) -> None:
     """The first optimizer of a process imports it, which takes a second; the fork server has done so for workers."""
     script = f"""

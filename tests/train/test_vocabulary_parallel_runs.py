@@ -50,6 +50,7 @@ def test_a_divided_output_layer_trains_like_a_whole_one(
     assert samples[0].stdout == samples[1].stdout
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_run_with_a_divided_output_layer_resumes_to_the_same_bits(
     tmp_path: Path, text: Path, command: Command

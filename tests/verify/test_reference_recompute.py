@@ -102,6 +102,7 @@ def test_recompute_by_hand(case: str, d: int, m: int, early: int, segment: int) 
     assert_equal(referred(d, one_block), referred(d, found))
 
 
+@pytest.mark.long
 def test_what_segments_and_early_runs_change() -> None:
     """Each choice has its own numbers."""
     orders = [

@@ -182,6 +182,7 @@ def test_every_pipeline_shows_its_updates(text: str) -> None:
         assert double.reference.compared == times * single.reference.compared
 
 
+@pytest.mark.long
 def test_plain_torch_stays_as_near_after_many_batches(text: str) -> None:
     """In one long run, rounding would grow a hundredfold in ten batches here."""
     found = verified(text, "method=1f1b", "optimizer.name=nadam", count=12)
@@ -190,6 +191,7 @@ def test_plain_torch_stays_as_near_after_many_batches(text: str) -> None:
     assert 0 < max(worst) < TOLERANCE / 10
 
 
+@pytest.mark.long
 def test_skipped_updates(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss scale that is too high at first."""
     for module in (passes_module, baseline_runs):
@@ -334,6 +336,7 @@ def test_the_pipeline_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert place(verified(text, "width=2"), "gradients").endswith(" of pipeline 1")
 
 
+@pytest.mark.long
 def test_plain_torch_sees_it_too(text: str) -> None:
     """What both it and the reference see in gradients and norms; the order of microbatches is rounding to it."""
     for plant, kinds in (

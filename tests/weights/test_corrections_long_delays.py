@@ -15,6 +15,7 @@ from support.smallest_batch import least
 SPANS = (13, 9)  # one of them skipped
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("depth", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("method", "m", "optimizer"),
@@ -32,6 +33,7 @@ def sixteen() -> dict[str, Any]:
     return {"table": nn.Embedding(VOCABULARY, WIDTH), **middle, "head": nn.Linear(WIDTH, VOCABULARY)}
 
 
+@pytest.mark.long
 def test_two_groups_on_eight_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """WPipe, which has two stages on each rank."""
     monkeypatch.setitem(MODELS, "sixteen", sixteen)

@@ -97,6 +97,7 @@ def test_delay_tolerant_optimizers_with_other_features(name: str, changes: dict[
     assert_same(train(None, case), expected(case))
 
 
+@pytest.mark.long
 def test_delay_tolerant_optimizers_on_ranks(pool: Pool) -> None:
     case = case_of("soap", spans=(5,), clip=0.6)
     assert_same(train_on_ranks(pool, case), expected(case))

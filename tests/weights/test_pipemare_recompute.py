@@ -43,6 +43,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("depth", "m", "segments", "optimizer"), SHAPES)
 def test_stages_recompute_on_estimates(depth: int, m: int, segments: int, optimizer: str) -> None:
     case = case_of(depth, m, recompute="stage", optimizer=optimizer)

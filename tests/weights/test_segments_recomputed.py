@@ -88,6 +88,7 @@ def kept(depth: int, segments: int | None) -> int:
     return total
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("depth", [9, 16])
 def test_activations_with_segments_of_the_square_root(depth: int) -> None:
     """The paper's P^2 to P^(3/2), by about 1 / sqrt(P). Here P (P+1) / 2 to not quite P^(3/2), by about 2 / sqrt(P)."""

@@ -94,6 +94,7 @@ def test_the_stability_limit_of_delayed_descent() -> None:
     assert first == 927  # after update 926, counted from 0
 
 
+@pytest.mark.long
 def test_momentum_lowers_the_limit_of_double_buffering() -> None:
     """z^2 - (1 + beta) z + beta + rate: with a delay of one, rates below 1 - beta are stable; without, 2 (1 + beta)."""
     betas = (0.0, 0.5, 0.9)
@@ -105,6 +106,7 @@ def test_momentum_lowers_the_limit_of_double_buffering() -> None:
     check(trials, descend(trials, "gpipe", 2, 2, steps=100), 100)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("beta", [0.9, 0.95])
 @pytest.mark.parametrize(
     ("point", "options"),

@@ -88,6 +88,7 @@ def test_discrepancy_correction_moves_the_limit_of_the_rate() -> None:
     assert abs(corrected) < 0.1
 
 
+@pytest.mark.long
 def test_lower_rates_make_up_for_long_delays_at_first() -> None:
     """T1 with K without end: the stage behind a delay of 10 steps by a tenth, which is below the limit of 0.0176."""
     found = trajectory("pipemare", 11, 0.1, 250, reschedule=10**9, decay=None)

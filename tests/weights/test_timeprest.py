@@ -231,6 +231,7 @@ def final(method: str, depth: int, m: int, **changes: Any) -> Tensor:
     return torch.cat([w.flatten() for w in run(method, depth, m, "momentum", **changes)[0].state_dict().values()])
 
 
+@pytest.mark.long
 def test_the_methods_differ_where_there_is_a_delay_and_only_there() -> None:
     deep = [final(method, 4, 3) for method in METHODS]
     assert all(float((a - b).abs().max()) > 1e-3 for i, a in enumerate(deep) for b in deep[:i])
@@ -239,6 +240,7 @@ def test_the_methods_differ_where_there_is_a_delay_and_only_there() -> None:
         assert torch.equal(final(method, 1, 2), plain), method  # a blend of a version with itself is that version
 
 
+@pytest.mark.long
 def test_the_ends_of_the_blend() -> None:
     """All of the forward's weights is stashing, none of them the newest everywhere."""
     assert torch.equal(final("i-timeprest", 4, 3, beta=0.0), final("v-timeprest", 4, 3))
@@ -263,6 +265,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torch_s_own_checkpoint_reads_the_newest(reentrant: bool) -> None:
     """And not what lies by then where the weights of the forward were: another version, or a gradient."""
