@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-_NAME = "gloo_tcp"  # the beginning of the name that gloo gives its threads
+_NAME = b"gloo_tcp"  # the beginning of the name that gloo gives its threads
 _FEW = 1.0 + 1e-6  # cores of a rank, of which gloo finds none that the rank does not use
 
 
@@ -78,9 +78,15 @@ def _find_threads() -> list[_Thread]:
 def _is_gloo(thread: int) -> bool:
     """Whether it is one of gloo's still; the system gives its number to others when it has ended."""
     try:
-        return Path(f"/proc/self/task/{thread}/comm").read_text().startswith(_NAME)
+        file = os.open(f"/proc/self/task/{thread}/comm", os.O_RDONLY)  # twice a batch, so without what a Path makes of it
     except OSError:
         return False
+    try:
+        return os.read(file, len(_NAME)) == _NAME
+    except OSError:  # it has ended in this moment
+        return False
+    finally:
+        os.close(file)
 
 
 def _set_policy(thread: int, policy: int) -> None:
