@@ -782,8 +782,8 @@ DEFECTS = (
     Defect(
         "a skipped update moves the averaged weights",
         "stage",
-        "        if not factor:\n            return\n        if self.average is not None and",
-        "        if self.average is not None and",
+        "        if not factor:\n            return\n        if self.average is not None:",
+        "        if self.average is not None:",
         ("tests/runtime/test_evaluation.py", "tests/runtime/test_combinations.py"),
     ),
     # --- runtime: updates, ranks, a run -------------------------------------------------------------------------------
@@ -980,7 +980,7 @@ DEFECTS = (
     Defect(
         "further pipelines save no rows of the optimizer's state",
         "runtime/rank",
-        "elif isinstance(weights, TrainedWeights) and isinstance(weights.store, ShardedStore):",
+        "elif isinstance(weights, ShardedWeights):",
         "elif False:",
         ("tests/runtime/test_sharded_snapshots.py",),
     ),
@@ -988,7 +988,7 @@ DEFECTS = (
         "the average moves when only the own shard of a version is there",
         "stage",
         "self.pending = factor  # the rest of the version comes later",
-        "self._updated(factor)",
+        "super()._updated(factor)",
         ("tests/runtime/test_sharded_snapshots.py",),
     ),
     # --- weights as shards --------------------------------------------------------------------------------------------

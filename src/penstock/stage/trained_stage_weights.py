@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError
 from penstock.options.updates import UpdateOptions
 from penstock.schedule.ir.schedule import Copy
 from penstock.stage.untrained_stage_weights import StageWeights
@@ -18,13 +17,10 @@ from penstock.weights.corrections.base import Corrector
 from penstock.weights.decision import Decision
 from penstock.weights.memory.buffers import Buffer, Handle
 from penstock.weights.memory.emulated_delay_buffers import OlderVersions
-from penstock.weights.memory.sharded_buffer import DividedRows
 from penstock.weights.memory.squared_norm import Squares, squared_norm
 from penstock.weights.memory.user_parameter_hooks import ParameterHooks
-from penstock.weights.optim.step_hooks import HOOKS_ON_ROWS, hooks_take_rows
 from penstock.weights.provisional_update import Provisional
 from penstock.weights.replica_averaging import Agreement
-from penstock.weights.sharded_store import ShardedStore
 from penstock.weights.store import VersionStore
 from penstock.weights.update_hooks import UpdateHooks, call_hooks
 from penstock.weights.updates.updater import Updater
@@ -35,21 +31,21 @@ from penstock.weights.writes_between_runs import WrittenCheck
 
 @dataclass
 class TrainedWeights(StageWeights):
-    """The weights of a stage that trains parameters.
+    """The weights of a stage that trains parameters, all of which are here.
+
+    `ShardedWeights` are those that parallel pipelines divide among them.
 
     Attributes:
         store: the versions and gradients.
         updater: the optimizer.
         options: of updates.
         average: exponential moving average of the weights, A(t+1) = decay A(t) + (1 - decay) W(t+1) at every update
-            that is made, A(0) = W(0); None where none is kept, or only its rows are here.
-        average_rows: its own rows, where weights are rows while a span trains, as it is then.
+            that is made, A(0) = W(0); None where none is kept.
         counted_elsewhere: parameters whose gradients count in the norm of another stage, which shares them.
         older: versions that training passes read instead of the newest; None where none is delayed.
         corrector: what is done about staleness; None for nothing.
         apart: where updates are provisional, copies are kept to undo them.
         provisional: the update that is not decided on yet.
-        pending: where updates are sharded, the factor of the last one, until the rest of its version has come.
         mean: c / N by the last batch that an update was made with and that had a loss weight.
         hooks: of the user, called after every update that is made.
         watch: detects writes into the newest weights between two runs, where the next one would read older ones, too.
@@ -59,14 +55,12 @@ class TrainedWeights(StageWeights):
     updater: Updater
     options: UpdateOptions
     average: Buffer | None = None
-    average_rows: DividedRows | None = None
     counted_elsewhere: Collection[str] = ()
     older: OlderVersions | None = None
     agreement: Agreement | WaveWeights | None = None
     corrector: Corrector | None = None
     apart: bool = False
     provisional: Provisional | None = None
-    pending: float = 0.0
     mean: float = 1.0
     watch: WrittenCheck | None = None
     hooks: UpdateHooks = field(default_factory=UpdateHooks)
@@ -141,16 +135,6 @@ class TrainedWeights(StageWeights):
         """Return the squared norm of the whole gradient."""
         return squared_norm(self.store.summed(batch).values())[0]
 
-    def gradient_shards(self, batch: int) -> list[list[Tensor]]:
-        """Return the gradient of a batch, by the pipeline that owns a shard of its sum."""
-        assert isinstance(self.store, ShardedStore)
-        return self.store.gradient_shards(batch)
-
-    def settle_sum(self, batch: int) -> None:
-        """Go on with a gradient whose shard of the sum is here."""
-        assert isinstance(self.store, ShardedStore)
-        self.store.settle(batch)
-
     # --- updates ----------------------------------------------------------------------------------------------------
 
     def step(self, batch: int, factor: float, keeps_old: bool) -> None:
@@ -163,12 +147,30 @@ class TrainedWeights(StageWeights):
             self.corrector.before_step(self.store.gradient(batch), self.store.master, factor)
         ahead = self.corrector.ahead if self.corrector is not None and self.corrector.reads_ahead else None
         self.store.update(batch, VersionStep(self.updater, factor, stepped, ahead), keeps_old)
-        if not isinstance(self.store, ShardedStore):
-            self._updated(factor)
+        self._updated(factor)
+
+    @property
+    def _towards(self) -> float:
+        """Return how far the average goes towards the new weights at an update."""
+        return 1.0 - (self.options.ema_decay or 0.0)
+
+    def _updated(self, factor: float) -> None:
+        """Move the average towards the new version and call the hooks, unless the update was skipped."""
+        if not factor:
             return
-        self.pending = factor  # the rest of the version comes later
-        if factor and self.average_rows is not None and self.store.rows is not None:
-            self.average_rows.own.approach(self.store.rows.own, self._towards)
+        if self.average is not None:
+            self.average.approach(self.store.master, self._towards)
+        if self.hooks:
+            call_hooks(self.hooks, self.updater.updates, self.store)
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether there is an average of the weights."""
+        return self.average is not None
+
+    def decided(self, mean: float) -> None:
+        """Take note of c / N by the last batch that an update was made with."""
+        self.mean = mean
 
     def swap(self, *, away: bool) -> None:
         """Begin to bring the optimizer state from the host's memory, or to move it there."""
@@ -178,84 +180,6 @@ class TrainedWeights(StageWeights):
         """Return what has the device wait for a state that is on its way; None where there is none."""
         offloaded = self.updater.offloaded
         return offloaded.settle if offloaded is not None and offloaded.arrives else None
-
-    def version_shards(self, version: int) -> list[list[Tensor]] | None:
-        """Return the memory of a version of which only the own shard is there, by owner; None if it is whole."""
-        assert isinstance(self.store, ShardedStore)
-        return self.store.version_shards(version)
-
-    def complete(self, version: int) -> None:
-        """Go on with a version whose other shards have come."""
-        assert isinstance(self.store, ShardedStore)
-        self.store.complete(version)
-        pending, self.pending = self.pending, 0.0  # weights that are shards are gathered several times
-        self._updated(pending)
-
-    # --- weights as shards ------------------------------------------------------------------------------------------
-
-    def release(self, version: int) -> None:
-        """Give the memory of a gathered version back, or of what an evaluation has read."""
-        assert isinstance(self.store, ShardedStore)
-        self.store.release(version)
-
-    def is_whole(self, version: int) -> bool:
-        """Return whether the version that an evaluation reads is whole, or is being gathered."""
-        return not isinstance(self.store, ShardedStore) or self.store.is_whole(version)
-
-    def evaluation_shards(self, version: int) -> list[list[Tensor]] | None:
-        """Allocate what evaluations read, where it is not whole; returns its memory, by owner of the rows."""
-        assert isinstance(self.store, ShardedStore)
-        return self.store.evaluation_shards(version)
-
-    @property
-    def keeps_average(self) -> bool:
-        """Whether there is an average of the weights."""
-        return self.average is not None or self.average_rows is not None
-
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether weights are rows while a span trains."""
-        return isinstance(self.store, ShardedStore) and self.store.rows is not None
-
-    @property
-    def keeps_sums_apart(self) -> bool:
-        """Whether gradients give their memory back when their sums have ended."""
-        return isinstance(self.store, ShardedStore) and self.store.keeps_sums_apart
-
-    def begin_run(self) -> None:
-        """Begin a span of training with the own rows of weights and average."""
-        assert isinstance(self.store, ShardedStore)
-        self.store.begin_run()
-        if self.average_rows is not None:
-            self.average_rows.divide()
-            self.average = None
-
-    def end_run(self) -> list[list[Tensor]]:
-        """End it: allocate the newest weights and their average."""
-        assert isinstance(self.store, ShardedStore)
-        parts = self.store.end_run()
-        if self.average_rows is None:
-            return parts
-        return [[*mine, *theirs] for mine, theirs in zip(parts, self.average_rows.begin_whole(), strict=True)]
-
-    def completed(self) -> None:
-        """Show whole weights until the next span begins."""
-        assert isinstance(self.store, ShardedStore)
-        self.store.completed()
-        pending, self.pending = self.pending, 0.0
-        self._updated(pending)
-        if self.average_rows is not None:
-            self.average = self.average_rows.whole
-
-    def fit_average(self) -> None:
-        """Keep rows of the average where weights are rows while a span trains, and all of it elsewhere."""
-        rows = self.store.rows if isinstance(self.store, ShardedStore) else None
-        if (rows is None) is (self.average_rows is None):
-            return
-        if rows is None:
-            self.average_rows = None
-        elif self.average is not None and isinstance(self.store, ShardedStore):
-            self.average_rows = DividedRows(self.average, self.store.layout, self.store.shards)
 
     # --- updates that may be taken back -----------------------------------------------------------------------------
 
@@ -274,35 +198,10 @@ class TrainedWeights(StageWeights):
         self.provisional = None
         self._updated(decision.factor)
 
-    def decided(self, mean: float) -> None:
-        """Take note of c / N by the last batch that an update was made with."""
-        self.mean = mean
-
-    @property
-    def _towards(self) -> float:
-        """Return how far the average goes towards the new weights at an update."""
-        return 1.0 - (self.options.ema_decay or 0.0)
-
-    def _updated(self, factor: float) -> None:
-        """Move the average towards the new version and call the hooks, unless the update was skipped."""
-        if not factor:
-            return
-        if self.average is not None and self.average_rows is None:
-            self.average.approach(self.store.master, self._towards)
-        if self.hooks:
-            call_hooks(self.hooks, self.updater.updates, self.store)
-
     # --- between spans ----------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Adopt what was written into the newest version, and what was set in the optimizer, between two runs.
-
-        Raises:
-            ConfigError: the optimizer steps rows, and has got step hooks since it was made.
-        """
-        optimizer = self.updater.optimizer
-        if isinstance(self.store, ShardedStore) and optimizer is not None and not hooks_take_rows(optimizer):
-            raise ConfigError(f"{self.store.where}: {self.updater.name} {HOOKS_ON_ROWS}")
+        """Adopt what was written into the newest version, and what was set in the optimizer, between two runs."""
         self.updater.rates.take_over(self.updater.updates)
         self.store.refresh()
         if self.watch is not None and self.watch.written:
@@ -355,8 +254,7 @@ class TrainedWeights(StageWeights):
     def bytes_by_role(self) -> dict[str, int]:
         """Return the parameter-sized bytes by role, without the optimizer's."""
         roles = self.store.bytes_by_role()
-        average = self.average if self.average_rows is None else self.average_rows
-        parts = {"averaged weights": average, "delayed weights": self.older, "correction": self.corrector}
+        parts = {"averaged weights": self.average, "delayed weights": self.older, "correction": self.corrector}
         roles |= {role: part.nbytes for role, part in parts.items() if part is not None}
         if self.agreement is not None:
             roles |= self.agreement.bytes_by_role()

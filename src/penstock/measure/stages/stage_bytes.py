@@ -19,13 +19,12 @@ from penstock.schedule.ir.sharding import Level, read_sharding
 from penstock.schedule.methods.data_parallel_sync import REDUCE
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.stage_sizes import SliceBytes, SnapshotBytes, StageBytes
+from penstock.stage.sharded_stage_weights import ShardedWeights
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.corrections.base import StagePlace
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.memory.gradient_scratch import Scratch
 from penstock.weights.optim.optimizer_adapters import is_separable
-from penstock.weights.sharded_store import ShardedStore
-from penstock.weights.store import VersionStore
 
 
 class _Joined(nn.Module):
@@ -250,17 +249,18 @@ def _of_pipelines(
             layout, optimizer = weights.store.own_layout, weights.updater.optimizer
             scratch = Scratch(layout, is_separable(optimizer)).nbytes if _takes_scratch(training, optimizer) else 0
             remembered = sum(tensor.nbytes for tensor in weights.updater.tensors)
-            rows = _version_rows(weights.store)
+            rows = _version_rows(weights)
             found.append(
                 _OfPipeline(remembered, scratch, layout.nbytes, rows, trial.weight_bytes.shares_for_snapshots())
             )
     return found
 
 
-def _version_rows(store: VersionStore) -> int:
+def _version_rows(weights: TrainedWeights) -> int:
     """Return the bytes of the own rows of a version."""
-    if not isinstance(store, ShardedStore):
+    if not isinstance(weights, ShardedWeights):
         return 0
+    store = weights.store
     return Layout(store.shards.own(store.versions[store.newest].views)).nbytes
 
 

@@ -30,7 +30,6 @@ from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.stage.untrained_stage_weights import StageWeights
 from penstock.weights.corrections.base import Correction
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
-from penstock.weights.sharded_store import ShardedStore
 
 _ACTIVATIONS = "activations"
 
@@ -260,8 +259,7 @@ class StageTrial:
         self._batch += 1
         if isinstance(weights, TrainedWeights):
             weights.store.retain([self._batch])
-            if isinstance(weights.store, ShardedStore):  # the other rows never come
-                weights.complete(self._batch)
+        weights.complete(self._batch)  # where parallel pipelines have other rows, these never come
         return seconds
 
     def _forward(self, given: BlockInput, piece: tuple[int, int] | None = None) -> tuple[Any, Any]:

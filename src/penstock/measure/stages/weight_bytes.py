@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from penstock.runtime.rank.snapshot import optimizer_state
+from penstock.stage.sharded_stage_weights import ShardedWeights
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.mixed_store import MixedStore
-from penstock.weights.sharded_store import ShardedStore
 
 
 class WeightBytes:
@@ -64,7 +64,7 @@ class WeightBytes:
     def shares_for_snapshots(self) -> tuple[int, int, int]:
         """Return the bytes of what this pipeline copies for a snapshot, as `SnapshotBytes.shares` has them."""
         weights = self._weights
-        if not isinstance(weights, TrainedWeights) or not isinstance(weights.store, ShardedStore):
+        if not isinstance(weights, ShardedWeights):
             return 0, 0, 0
         store, optimizer = weights.store, optimizer_state(weights, Tensor.detach)[0]
         own = (store.shards.own(views) for views in (store.master.views, store.versions[store.newest].views))

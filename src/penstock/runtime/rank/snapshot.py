@@ -39,9 +39,9 @@ from penstock.errors import ConfigError
 from penstock.runtime.rank.tensor_pieces import own_pieces
 from penstock.runtime.update.decisions import Decisions
 from penstock.stage.checks.tensor_sums import tensor_sums
+from penstock.stage.sharded_stage_weights import ShardedWeights
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
-from penstock.weights.sharded_store import ShardedStore
 
 Older = Mapping[int, Mapping[str, Tensor]]
 """Copies of versions before the newest, by how many updates before, and by name."""
@@ -167,13 +167,13 @@ def take_snapshot(
     values: dict[str, Any] = {}
     weights = stage.weights
     if (not stage.place or _has_own(stage)) and isinstance(weights, TrainedWeights):
-        rows_alone = isinstance(weights.store, ShardedStore) and batch - 1 in weights.store.older_rows
+        rows_alone = isinstance(weights, ShardedWeights) and batch - 1 in weights.store.older_rows
         older = dict(older or {})
         for version in () if rows_alone else sorted(weights.store.versions.keys() - {batch}):
             older.setdefault(batch - version, weights.store.copies(version))
         settled = torch.clone if side is None or weights.agreement is not None else torch.Tensor.detach
         _add_trained(weights, batch, older, tensors, values, facts, settled)
-    elif isinstance(weights, TrainedWeights) and isinstance(weights.store, ShardedStore):
+    elif isinstance(weights, ShardedWeights):
         settled = torch.clone if side is None else torch.Tensor.detach
         rows, values = optimizer_state(weights, settled)
         tensors |= rows | _rows_of_weights(weights, settled) | _older_rows(weights, batch)
@@ -223,7 +223,7 @@ def _add_trained(
     store, updater, agreement, corrector = weights.store, weights.updater, weights.agreement, weights.corrector
     own = suffix(0 if agreement is None else agreement.pipeline)
     apart = agreement is not None and not agreement.agrees(batch)
-    divided = isinstance(store, ShardedStore) and store.rows is not None
+    divided = weights.keeps_rows
     if divided:
         tensors |= _rows_of_weights(weights, settled)
     elif not own or apart:
@@ -257,9 +257,9 @@ def _add_trained(
 
 def _rows_of_weights(weights: TrainedWeights, settled: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """Return the own rows of the newest weights and of their average, where weights are divided; else nothing."""
-    store = weights.store
-    if not isinstance(store, ShardedStore) or store.rows is None:
+    if not isinstance(weights, ShardedWeights) or not weights.keeps_rows:
         return {}
+    store = weights.store
     found = {store.shards.saved_as("weights", name): t for name, t in store.newest_copies(settled).items()}
     if weights.average_rows is not None:
         rows = weights.average_rows.present
@@ -269,9 +269,9 @@ def _rows_of_weights(weights: TrainedWeights, settled: Callable[[Tensor], Tensor
 
 def _older_rows(weights: TrainedWeights, batch: int) -> dict[str, Tensor]:
     """Return copies of the own rows of the version before the newest, where these are all that is here of it."""
-    store = weights.store
-    if not isinstance(store, ShardedStore) or batch - 1 not in store.older_rows:
+    if not isinstance(weights, ShardedWeights) or batch - 1 not in weights.store.older_rows:
         return {}
+    store = weights.store
     return {store.shards.saved_as("older", name): t.clone() for name, t in store.older_rows[batch - 1].items()}
 
 
@@ -284,7 +284,7 @@ def optimizer_state(
     """
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
-    shards = weights.store.shards if isinstance(weights.store, ShardedStore) else None
+    shards = weights.store.shards if isinstance(weights, ShardedWeights) else None
     for (kind, name), value in weights.updater.state(settled).items():
         kept, whose = tensors if isinstance(value, Tensor) else values, kind
         if shards is not None:

@@ -17,11 +17,11 @@ from penstock.runtime.rank.snapshot import older_kind
 from penstock.runtime.restore.saved_rows import SavedTensors
 from penstock.runtime.restore.saved_state import SavedState
 from penstock.runtime.restore.stage_reader import StageReader
+from penstock.stage.sharded_stage_weights import ShardedWeights
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.corrections.base import Corrector
 from penstock.weights.replica_averaging import COMMON
-from penstock.weights.sharded_store import ShardedStore
 
 
 class Restored:
@@ -91,12 +91,11 @@ class Restored:
             kind: what they are called in the saved state, by name.
             rows_alone: these are places for the own rows, and not for all.
         """
-        store = weights.store
-        shards = store.shards if isinstance(store, ShardedStore) and not rows_alone else None
+        shards = weights.store.shards if isinstance(weights, ShardedWeights) and not rows_alone else None
         for name, view in views.items():
             rows = self._reader.rows(name)
             place = view if shards is None else rows.of(view)
-            self._reader.fill(kind(name), name, store.layout.slots[name].shape, place, rows)
+            self._reader.fill(kind(name), name, weights.store.layout.slots[name].shape, place, rows)
         if shards is not None and shards.holders > 1:
             parts = shards.flat(views)
             self.rest = [[*mine, *more] for mine, more in zip(self.rest or [[]] * len(parts), parts, strict=True)]

@@ -14,9 +14,9 @@ from penstock.runtime.data.checksum import checksum
 from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.data_parallel_sync import Combine
+from penstock.stage.sharded_stage_weights import ShardedWeights
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.stage.untrained_stage_weights import StageWeights
-from penstock.weights.sharded_store import ShardedStore
 
 
 def follow_first(ranks: Sequence[RankState]) -> None:
@@ -90,9 +90,7 @@ def check_equal(schedule: Schedule, grid: RankGrid, ranks: Sequence[RankState]) 
 
 def _division(weights: StageWeights) -> int:
     """Return a checksum of who owns which rows of a stage; 0 where nothing is divided."""
-    if not isinstance(weights, TrainedWeights) or not isinstance(weights.store, ShardedStore):
-        return 0
-    return crc32(repr(weights.store.shards.table).encode())
+    return crc32(repr(weights.store.shards.table).encode()) if isinstance(weights, ShardedWeights) else 0
 
 
 def check_written(combine: Combine, grid: RankGrid, ranks: Sequence[RankState]) -> None:

@@ -83,12 +83,11 @@ def divide_updates(store: ShardedStore, updater: Updater, ties: Sequence[Tie], s
     updater.divide(store.shards, store.own_of(store.master))
 
 
-def fit_sums(store: VersionStore, proof: Proof, stage: Stage, low_precision: bool) -> None:
+def fit_sums(store: ShardedStore, proof: Proof, stage: Stage, low_precision: bool) -> None:
     """Decide where sums of gradients wait for their update, under a schedule."""
-    if isinstance(store, ShardedStore):
-        period = proof.schedule.program(stage.rank).period
-        parts = sum(action.op is Op.REDUCE and action.stage == stage for action in period)
-        store.keep_sums_apart(sums_wait(proof.schedule, stage.rank, low_precision), max(parts, 1))
+    period = proof.schedule.program(stage.rank).period
+    parts = sum(action.op is Op.REDUCE and action.stage == stage for action in period)
+    store.keep_sums_apart(sums_wait(proof.schedule, stage.rank, low_precision), max(parts, 1))
 
 
 def average_of(store: VersionStore, where: str) -> Buffer:

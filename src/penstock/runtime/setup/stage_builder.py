@@ -42,6 +42,7 @@ from penstock.stage.chosen_backward_delays import DelayedWeightReads, check_real
 from penstock.stage.cuda_graphs.pass_capturer import PassCapturer
 from penstock.stage.cuda_graphs.recorder import recorder_on
 from penstock.stage.graph_builder import GraphBuilder
+from penstock.stage.sharded_stage_weights import ShardedWeights
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.stage.untrained_stage_weights import StageWeights
@@ -197,7 +198,9 @@ class StageBuilder:
             check_real_delays(module.trained, module.where)
         # `_fit` says whether it rotates.
         updater = Updater(self._optimizer, store.layout, store.master, rotates=False, scheduler=update.lr_scheduler)
+        kind: type[TrainedWeights] = TrainedWeights
         if isinstance(store, ShardedStore):
+            kind = ShardedWeights
             divide_updates(store, updater, ties, stage)
         if module.division.splits and updater.optimizer is not None:
             check_steps_parts(updater.optimizer)
@@ -206,7 +209,7 @@ class StageBuilder:
         elsewhere = {name for tie in ties for name in tie.names_at(stage.index) if tie.stages[0] != stage.index}
         if module.division.index:  # the first tensor rank counts what all have
             elsewhere |= module.trained.keys() - module.division.splits.keys()
-        return TrainedWeights(
+        return kind(
             store,
             updater,
             update,
@@ -260,8 +263,9 @@ class StageBuilder:
             corrector = weights.corrector = self._make_corrector(stage, weights, proof, correction)
             weights.apart = _steps_apart(proof)
             store.read_ahead(corrector is not None and corrector.reads_ahead)
-            weights.fit_average()
-            fit_sums(store, proof, stage, self._low is not None)
+            if isinstance(weights, ShardedWeights):
+                weights.fit_average()
+                fit_sums(weights.store, proof, stage, self._low is not None)
             updater.follow(store.own_of(store.master))
             if store.reads_ahead:
                 weights.watch_writes()
