@@ -761,8 +761,8 @@ DEFECTS = (
     Defect(
         "a rejected update leaves forwards that have read it",
         "stage",
-        "if flight.version == batch + 1]",
-        "if flight.version == batch]",
+        "self.passes.discard_forwards(batch + 1)",
+        "self.passes.discard_forwards(batch)",
         ("tests/runtime/test_post_validation.py",),
     ),
     Defect(

@@ -94,7 +94,8 @@ def trained(
     pipeline = Pipeline(model(), schedule, loss=exact_loss, optimizer=sgd, group=Group(group, 20.0), **grouped(more))
     losses = [report.loss for report in pipeline.run(data(batches, m)) if report.loss is not None]
     for stage in pipeline.stages.values():
-        assert not any((stage.flights, stage.carry, stage.carry_gradients))
+        passes = stage.passes
+        assert not any((passes.flights, passes.carry, passes.carry_gradients))
     return {name: value.clone() for name, value in pipeline.state_dict().items()}, losses
 
 

@@ -62,7 +62,7 @@ def trained(group: dist.ProcessGroup | None, name: str, **more: Any) -> tuple[di
     )
     losses = [report.loss for report in pipeline.run(data(shape)) if report.loss is not None]
     for stage in pipeline.stages.values():
-        assert not stage.flights
+        assert not stage.passes.flights
     assert all(live.get("activations", 0) == 0 for live in pipeline.live_bytes().values())
     return {key: value.clone() for key, value in pipeline.state_dict().items()}, losses
 

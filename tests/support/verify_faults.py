@@ -13,7 +13,7 @@ from penstock.runtime.data.batch_source import BatchSource
 from penstock.runtime.update import decisions
 from penstock.runtime.update.update_step import Updates
 from penstock.stage.autograd.recompute import RecomputeInputSaver
-from penstock.stage.stage_runtime import StageRuntime
+from penstock.stage.stage_passes import StagePasses
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.train.prepare import build_pipeline, phase_schedules
 from penstock.weights.memory.buffers import Buffer, Handle
@@ -50,13 +50,13 @@ def older_copies(patch: Patch) -> None:
 
 def newest_in_recompute(patch: Patch) -> None:
     """Forwards are run again on the newest weights."""
-    real = StageRuntime.recompute
+    real = StagePasses.recompute
 
-    def recompute(self: StageRuntime, key: tuple[int, int], version: int, value: Any = None) -> Any:
+    def recompute(self: StagePasses, key: tuple[int, int], version: int, value: Any = None) -> Any:
         weights = self.weights
         return real(self, key, weights.store.newest if isinstance(weights, TrainedWeights) else version, value)
 
-    patch.setattr(StageRuntime, "recompute", recompute)
+    patch.setattr(StagePasses, "recompute", recompute)
 
 
 def another_rule(name: str) -> Any:
@@ -83,10 +83,10 @@ def stale_casts(patch: Patch) -> None:
 
 def dropped_microbatch(patch: Patch) -> None:
     """The gradient of microbatch 1 is not added on stage 0."""
-    real = StageRuntime.backward
+    real = StagePasses.backward
 
-    def backward(self: StageRuntime, key: tuple[int, int], batch: int, *more: Any, **named: Any) -> Any:
-        if key != (1, 0) or self.key.index != 0:
+    def backward(self: StagePasses, key: tuple[int, int], batch: int, *more: Any, **named: Any) -> Any:
+        if key != (1, 0) or not self.module.where.startswith(("stage 0 ", "stage 0.")):
             return real(self, key, batch, *more, **named)
         before = {name: view.clone() for name, view in self.weights.store.gradients[batch].views.items()}
         result = real(self, key, batch, *more, **named)
@@ -94,7 +94,7 @@ def dropped_microbatch(patch: Patch) -> None:
             view.copy_(before[name])
         return result
 
-    patch.setattr(StageRuntime, "backward", backward)
+    patch.setattr(StagePasses, "backward", backward)
 
 
 def doubled_norm_share(patch: Patch) -> None:

@@ -59,7 +59,7 @@ def test_inputs_that_come_again_are_let_go_of() -> None:
         for stage, runtime in pipeline.stages.items():
             waiting = [
                 piece
-                for flight in runtime.flights.values()
+                for flight in runtime.passes.flights.values()
                 for piece in flight.work
                 if isinstance(piece, RecomputeInput)
             ]

@@ -254,17 +254,17 @@ def test_autograd_stands_behind_the_handles(method: str, monkeypatch: pytest.Mon
     """With the handles switched off, reading a buffer after its rewrite fails all the same."""
 
     def rewrite_after_reading(pipeline: Pipeline) -> None:
-        stage = next(iter(pipeline.stages.values()))
-        forward = stage.forward
+        passes = next(iter(pipeline.stages.values())).passes
+        forward = passes.forward
 
         def rewriting(*args: Any) -> Any:
             result = forward(*args)
-            handle = stage.flights[args[0].key].handle
+            handle = passes.flights[args[0].key].handle
             assert handle is not None
             handle.buffer.rewrite()
             return result
 
-        monkeypatch.setattr(stage, "forward", rewriting)
+        monkeypatch.setattr(passes, "forward", rewriting)
 
     monkeypatch.setattr(Handle, "check", lambda self, who: None)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

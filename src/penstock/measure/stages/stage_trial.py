@@ -205,7 +205,7 @@ class StageTrial:
         live = self._recorder.live
         forward, most_forward, (output, _) = self._timed(lambda: self._forward(given))
         stored = live.get(_ACTIVATIONS, 0)
-        movable = self._runtime.graphs.movable_bytes(self._runtime.flights[self._k, 0].work)
+        movable = self._movable_bytes(0)
         sent = 0 if self._place.last else _bytes_of(leaves_of(output))
         first, most_backward, found = self._timed(lambda: self._backward_for_inputs(output))
         late = live.get(_ACTIVATIONS, 0)
@@ -220,12 +220,12 @@ class StageTrial:
         Args:
             given: to each.
         """
-        runtime, live, pieces = self._runtime, self._recorder.live, range(self._slices)
+        live, pieces = self._recorder.live, range(self._slices)
         outputs, stored, backwards = [], [live.get(_ACTIVATIONS, 0)], {}
         for j, each in enumerate(given):
             outputs.append(self._forward(each, (j, self._slices))[0])
             stored.append(live[_ACTIVATIONS])
-        movable = [runtime.graphs.movable_bytes(runtime.flights[self._k, j].work) for j in pieces]
+        movable = [self._movable_bytes(j) for j in pieces]
         for j in reversed(pieces):
             before = live[_ACTIVATIONS]
             gradients = _bytes_of_each(self._backward_for_inputs(outputs[j], j))
@@ -265,7 +265,8 @@ class StageTrial:
     def _forward(self, given: BlockInput, piece: tuple[int, int] | None = None) -> tuple[Any, Any]:
         runtime, key = self._runtime, RngKey(self._batch, self._k)
         value = runtime.module.take(given.value) if self._place.first else given.value
-        return runtime.forward(Microbatch(self._k, key, given.target, piece=piece), value, given.wants, self._batch)
+        microbatch = Microbatch(self._k, key, given.target, piece=piece)
+        return runtime.passes.forward(microbatch, value, given.wants, self._batch)
 
     def _backward(self, output: Any) -> None:
         self._backward_for_inputs(output)
@@ -274,15 +275,20 @@ class StageTrial:
 
     def _backward_for_inputs(self, output: Any, piece: int = 0) -> list[Tensor | None]:
         """Run the first half of a backward, or all of it; returns the gradients of the input."""
-        runtime, key = self._runtime, (self._k, piece)
-        gradients = None if runtime.has_loss else self._gradients(output)
-        run = runtime.backward_for_inputs if self.halved else runtime.backward
+        passes, key = self._runtime.passes, (self._k, piece)
+        gradients = None if self._runtime.module.has_loss else self._gradients(output)
+        run = passes.backward_for_inputs if self.halved else passes.backward
         return run(key, self._batch, self._batch, gradients)
 
     def _backward_for_weights(self, piece: int = 0) -> None:
         """Run the second half of a backward, if there is one."""
         if self.halved:
-            self._runtime.backward_for_weights((self._k, piece), self._batch, self._batch)
+            self._runtime.passes.backward_for_weights((self._k, piece), self._batch, self._batch)
+
+    def _movable_bytes(self, piece: int) -> int:
+        """Return the bytes of what a forward has left that can be moved away."""
+        passes = self._runtime.passes
+        return passes.graphs.movable_bytes(passes.flights[self._k, piece].work)
 
     def _gradients(self, output: Any) -> list[Tensor | None]:
         """Return gradients for the leaves of an output, made once for each shape."""

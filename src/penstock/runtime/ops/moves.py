@@ -28,10 +28,11 @@ class HostMove(Consumer):
 
     def work(self, turn: Turn) -> None:
         """Move them."""
-        away, flight = self.op is Op.OFFLOAD, self._runtime.flights[turn.first, self._keys[0][1]]
+        away, passes = self.op is Op.OFFLOAD, self._runtime.passes
+        flight = passes.flights[turn.first, self._keys[0][1]]
         if not away:  # what comes back must not count twice meanwhile
-            self._recorder.change(_OFFLOADED, -self._runtime.graphs.movable_bytes(flight.work))
-        nbytes = self._runtime.graphs.offload(flight.work, away=away)
+            self._recorder.change(_OFFLOADED, -passes.graphs.movable_bytes(flight.work))
+        nbytes = passes.graphs.offload(flight.work, away=away)
         if away:
             self._recorder.change(_OFFLOADED, nbytes)
 
@@ -50,7 +51,8 @@ class MoveToPeer(Consumer):
         """Lay them ready to be sent."""
         key: Piece = turn.first, self._keys[0][1]
         if self.op is Op.OFFLOAD:
-            tree = self._runtime.graphs.take_bytes(self._runtime.flights[key].work)
+            passes = self._runtime.passes
+            tree = passes.graphs.take_bytes(passes.flights[key].work)
         else:
             message = self._held.pop(key)
             _begin_use(message)
@@ -87,7 +89,8 @@ class MoveFromPeer(BoundAction):
     def _put_back(self, key: Piece) -> None:
         message = self._in.take(key)
         _begin_use(message)
-        self._runtime.graphs.put_bytes(self._runtime.flights[key].work, message.tree)
+        passes = self._runtime.passes
+        passes.graphs.put_bytes(passes.flights[key].work, message.tree)
 
 
 class SwapAction(BoundAction):

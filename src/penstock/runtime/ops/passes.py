@@ -33,7 +33,7 @@ class Forward(Consumer):
         self._slice, runtime = self.action.unit.slice, self._runtime
         self._number = self._slice[0] if self._slice else 0
         self._routes = self.stage.routes
-        self._has_loss = runtime.has_loss
+        self._has_loss = runtime.module.has_loss
         self._reads = self._routes.enters or self._has_loss
 
     def begins_backward(self, after: BoundAction) -> bool:
@@ -75,7 +75,7 @@ class Forward(Consumer):
             )
         span.more = header.more  # no older batch comes later: all forwards of a period are of its own (`check_offered`)
         if span.provisional and stage.books.provisional:
-            self._runtime.graphs.begin_draft()
+            self._runtime.passes.graphs.begin_draft()
             stage.drafts[k, self._number] = Draft(header, value, wants, sample.target)
         output, loss = self.compute(turn, value, wants, sample.target)
         if loss is not None and stage.is_last:
@@ -121,7 +121,7 @@ class TrainingForward(Forward):
         scale = self._span.decisions.scale(turn.batch) if self._has_loss else 1.0
         microbatch = Microbatch(turn.first, self.draw(turn), target, scale, self._slice)
         copy = None if self._derive is None else self.copy(turn)
-        return self._runtime.forward(microbatch, value, wants, turn.version, copy)
+        return self._runtime.passes.forward(microbatch, value, wants, turn.version, copy)
 
 
 class UntrainedForward(Forward):
@@ -129,7 +129,7 @@ class UntrainedForward(Forward):
 
     def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, UnreadLoss | None]:  # noqa: ARG002
         """Run the blocks and keep nothing."""
-        return self._runtime.pass_on(Microbatch(turn.first, self.draw(turn), target), value)
+        return self._runtime.passes.pass_on(Microbatch(turn.first, self.draw(turn), target), value)
 
 
 class EvaluationForward(Forward):
@@ -161,7 +161,7 @@ class EvaluationForward(Forward):
 
     def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, UnreadLoss | None]:  # noqa: ARG002
         """Run the blocks in evaluation mode and keep nothing."""
-        return self._runtime.evaluate(Microbatch(turn.first, RngKey(-1, turn.first), target), value)
+        return self._runtime.passes.evaluate(Microbatch(turn.first, RngKey(-1, turn.first), target), value)
 
 
 def bind_forward(instruction: Instruction, span: RankSpan) -> Forward:
@@ -177,7 +177,8 @@ class Backward(Consumer):
 
     def __init__(self, instruction: Instruction, span: RankSpan) -> None:
         super().__init__(instruction, span)
-        self._run = self._runtime.backward if self.op is Op.B else self._runtime.backward_for_inputs
+        passes = self._runtime.passes
+        self._run = passes.backward if self.op is Op.B else passes.backward_for_inputs
 
     def work(self, turn: Turn) -> float | None:
         """Run them one after the other, so that gradients are added in the order of the microbatches."""
@@ -199,9 +200,9 @@ class Backward(Consumer):
 
     def _wait_for_copies(self, turn: Turn) -> float | None:
         """Have a device wait for activations that come back from the host; returns when its work can begin."""
-        flights = self._runtime.flights
+        passes = self._runtime.passes
         keys = [(k + turn.t * self._m, piece) for k, piece in self._keys]
-        copies = [copy for key in keys for copy in self._runtime.graphs.arriving(flights[key].work)]
+        copies = [copy for key in keys for copy in passes.graphs.arriving(passes.flights[key].work)]
         if not copies:
             return None
 
@@ -218,7 +219,7 @@ class WeightBackward(Consumer):
     def work(self, turn: Turn) -> None:
         """Run it."""
         key = turn.first, self._keys[0][1]
-        self._runtime.backward_for_weights(key, turn.batch, turn.version, self.copy(turn))
+        self._runtime.passes.backward_for_weights(key, turn.batch, turn.version, self.copy(turn))
 
 
 class RecomputeForward(Consumer):
@@ -229,7 +230,7 @@ class RecomputeForward(Consumer):
         span, routes, version = self._span, self.stage.routes, turn.version
         for k, piece in self._keys:
             k += turn.t * self._m
-            again = self._runtime.recompute((k, piece), version, routes.recomputed_input((k, piece)))
+            again = self._runtime.passes.recompute((k, piece), version, routes.recomputed_input((k, piece)))
             routes.put_recomputed(Header(turn.batch, k, span.more, piece=piece), again)
 
 

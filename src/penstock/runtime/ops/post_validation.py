@@ -30,10 +30,10 @@ class Redo(Consumer):
         span, runtime, key = self._span, self._runtime, (turn.first, 0)
         header, value, wants, target = self.stage.drafts.pop(key)
         value = self.stage.routes.repaired(key, value)
-        scale = span.decisions.scale(turn.batch) if runtime.has_loss else 1.0
+        scale = span.decisions.scale(turn.batch) if runtime.module.has_loss else 1.0
         draw = RngKey(turn.batch, span.pipeline * self._m + turn.first % self._m)
         microbatch = Microbatch(turn.first, draw, target, scale)
-        output, loss = runtime.forward(microbatch, value, wants, turn.version, self.copy(turn))
+        output, loss = runtime.passes.forward(microbatch, value, wants, turn.version, self.copy(turn))
         if loss is not None and self.stage.is_last:
             span.losses.add(header.batch, key, loss)
         if runtime.module.hands_on:

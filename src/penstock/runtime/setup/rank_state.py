@@ -106,9 +106,9 @@ class RankState:
         """
         stages = list(self.stages.values())
         for stage in stages:
-            stage.averaged, stage.evaluated = stage.evaluated_leaves(averaged), version
+            stage.passes.averaged, stage.passes.evaluated = stage.evaluated_leaves(averaged), version
         try:
             yield
         finally:
             for stage in stages:
-                stage.averaged = stage.evaluated = None
+                stage.passes.averaged = stage.passes.evaluated = None

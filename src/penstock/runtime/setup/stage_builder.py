@@ -43,6 +43,7 @@ from penstock.stage.cuda_graphs.pass_capturer import PassCapturer
 from penstock.stage.cuda_graphs.recorder import recorder_on
 from penstock.stage.graph_builder import GraphBuilder
 from penstock.stage.sharded_stage_weights import ShardedWeights
+from penstock.stage.stage_passes import StagePasses
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.stage.untrained_stage_weights import StageWeights
@@ -106,9 +107,9 @@ class StageBuilder:
         weights = self._make_weights(stage, module, ties) if module.trained else StageWeights()
         warn_of_scale(module.trained, self._options.precision.divisor)
         self._check(stage, module, weights, proof, correction)
-        reading, graphs = self._fit(stage, module, weights, proof, correction)
+        passes = self._fit(stage, module, weights, proof, correction)
         place = self._key.pipeline * plan.schedule.directions + stage.direction
-        runtime = StageRuntime(stage, module, weights, reading, graphs, ties, place)
+        runtime = StageRuntime(stage, module, weights, passes, ties, place)
         runtime.restore()  # from here on the modules' parameters live in the store's memory, not beside it
         return runtime
 
@@ -140,7 +141,7 @@ class StageBuilder:
             store.resize(proof.stages[runtime.key], range(store.newest - older, store.newest + 1))
             if isinstance(store, MixedStore):
                 store.step_apart(_steps_apart(proof))
-        runtime.reading, runtime.graphs = self._fit(runtime.key, runtime.module, weights, proof, correction)
+        runtime.passes = self._fit(runtime.key, runtime.module, weights, proof, correction)
         runtime.restore()
 
     # --- what a stage has whatever its schedule -----------------------------------------------------------------------
@@ -255,8 +256,8 @@ class StageBuilder:
 
     def _fit(
         self, stage: Stage, module: StageModule, weights: StageWeights, proof: Proof, correction: Correction | None
-    ) -> tuple[WeightReads, StageGraphs]:
-        """Prepare the weights for a schedule; returns how passes read them there, and the graphs of forwards."""
+    ) -> StagePasses:
+        """Prepare the weights for a schedule; returns the passes under it."""
         reading, storages = WeightReads(), set[int]()
         if isinstance(weights, TrainedWeights):
             store, updater = weights.store, weights.updater
@@ -274,7 +275,8 @@ class StageBuilder:
             updater.prepare(store.own_layout, self._rotates(stage, proof, corrector, updater))
             reading = _reading(RULES[proof.schedule.rule], weights, self._plan.backward_delays)
             storages = store.storages | (set() if weights.older is None else weights.older.storages)
-        return reading, self._make_graphs(stage, module, weights, storages, reading, proof.schedule)
+        graphs = self._make_graphs(stage, module, weights, storages, reading, proof.schedule)
+        return StagePasses(module, weights, reading, graphs)
 
     def _make_corrector(
         self, stage: Stage, weights: TrainedWeights, proof: Proof, correction: Correction | None
