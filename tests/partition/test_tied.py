@@ -139,7 +139,7 @@ def test_within_one_stage_a_tie_is_one_parameter() -> None:
     case = Case("1f1b", 1, 2, tied=True, clip=0.3)
     pipeline = make_pipeline(case)
     (stage,) = pipeline.stages.values()
-    assert not {NAMES[0]} & stage.module.trained.keys()
+    assert not {NAMES[0]} & stage.module.tensors.trained.keys()
     list(pipeline.run(make_batches(case)))
     deep = train(None, Case("1f1b", 2, 2, tied=True, clip=0.3))
     assert torch.allclose(pipeline.state_dict()[NAMES[1]], deep.weights[NAMES[1]], atol=1e-5)

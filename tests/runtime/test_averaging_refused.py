@@ -108,7 +108,7 @@ def overwrite(pipeline: Pipeline, pipelines: tuple[int, ...] = (0, 1)) -> None:
     """Give some of the pipelines other weights, the same to each."""
     for rank in pipeline._ranks:
         for stage in rank.stages.values() if rank.key.pipeline in pipelines else ():
-            for name, parameter in stage.module.trained.items():
+            for name, parameter in stage.module.tensors.trained.items():
                 draw = torch.Generator().manual_seed(len(name))
                 with torch.no_grad():
                     parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))

@@ -234,7 +234,7 @@ def test_buffers_are_those_that_evaluations_read() -> None:
     state = pipeline.state_dict()
     for stage, runtime in pipeline.stages.items():
         if not stage.direction:
-            for key, value in runtime.module.state().items():
+            for key, value in runtime.module.tensors.state().items():
                 assert torch.equal(state[key], value), key
 
 

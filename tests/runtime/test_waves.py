@@ -140,7 +140,7 @@ def test_weights_that_somebody_writes_between_two_runs_are_nobodys_update() -> N
     list(pipeline.run(batches[:2]))
     for rank in pipeline._ranks:
         for stage in rank.stages.values():
-            for parameter in stage.module.trained.values():
+            for parameter in stage.module.tensors.trained.values():
                 with torch.no_grad():
                     parameter.add_(1.0)
     before = states_of(pipeline)[0].weights

@@ -18,7 +18,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> CallsAgain:
 
     def keeping_buffers(self: PassCapturer, *given: Any) -> CapturedPass:
         """What is recorded is run, too, so buffers change."""
-        buffers = [buffer for block in self._module.modules for buffer in block.buffers()]
+        buffers = [buffer for block in self._module.modules.values() for buffer in block.buffers()]
         before = [buffer.clone() for buffer in buffers]
         found = recording(self, *given)
         for buffer, content in zip(buffers, before, strict=True):

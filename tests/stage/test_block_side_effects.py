@@ -205,4 +205,4 @@ def test_evaluation_changes_no_buffer() -> None:
     before = {name: value.clone() for name, value in pipeline.state_dict().items()}
     pipeline.evaluate(make_batches(case))
     assert_equal_tensors(pipeline.state_dict(), before, "state")
-    assert all(module.training for stage in pipeline.stages.values() for module in stage.module.modules)
+    assert all(module.training for stage in pipeline.stages.values() for module in stage.module.modules.values())

@@ -151,7 +151,8 @@ def test_a_gradient_elsewhere_than_expected(recorder: CallsAgain) -> None:
         store._free.append(store._make("another"))
         losses += [report.loss for report in pipeline.run(pairs(3))]
         assert (recorder.recorded > before) == cuda_graphs
-        return [*losses, *(float(buffer.sum()) for block in stage.module.modules for buffer in block.buffers())]
+        buffers = (buffer for block in stage.module.modules.values() for buffer in block.buffers())
+        return [*losses, *(float(buffer.sum()) for buffer in buffers)]
 
     assert train_moving(cuda_graphs=True) == train_moving(cuda_graphs=False)
 

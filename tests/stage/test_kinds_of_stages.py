@@ -133,7 +133,7 @@ def test_frozen_parameters_stay_as_they_are() -> None:
     list(pipeline.run(make_batches(Case("2bw", 2, 2))))
     assert blocks["first"].wide.weight.equal(before)
     assert pipeline.state_dict()["first.wide.weight"].equal(before)
-    trained = {name for stage in pipeline.stages.values() for name in stage.module.trained}
+    trained = {name for stage in pipeline.stages.values() for name in stage.module.tensors.trained}
     assert "first.wide.weight" not in trained
     assert sum(live["frozen parameters and buffers"] for live in pipeline.live_bytes().values()) == 4 * (
         2 * WIDTH * WIDTH + 2 * WIDTH + WIDTH

@@ -52,7 +52,7 @@ def with_all_names(state: Mapping[str, Tensor], stages: Iterable[StageRuntime]) 
     """Return copies on the CPU, shared parameters under each of their names, as the unsplit model has them."""
     whole = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
     for stage in stages:
-        whole |= {name: whole[first] for name, first in stage.module.aliases().items()}
+        whole |= {name: whole[first] for name, first in stage.module.tensors.aliases().items()}
     return whole
 
 
@@ -67,7 +67,7 @@ def names_in(model: nn.Module, stages: Iterable[StageRuntime]) -> dict[str, list
         names.setdefault(id(tensor), []).append(name)
     found = {}
     for stage in stages:
-        for prefix, block in stage.module.named_modules():
+        for prefix, block in stage.module.modules.items():
             for name, tensor in tensors_in(prefix, block).items():
                 if isinstance(block, ModelPart):  # of which a bare buffer is another tensor on another device
                     found[name] = names.get(id(tensor), [name])
@@ -212,7 +212,7 @@ def with_whole_tensors(own: Mapping[str, Tensor], grid: RankGrid, stages: Iterab
 def own_parts(state: Mapping[str, Tensor], stages: Iterable[StageRuntime]) -> dict[str, Tensor]:
     """Return a state of the whole model with the parts of this process in place of what its stages share."""
     splits = {name: split for stage in stages for name, split in stage.module.division.splits.items()}
-    now = {name: tensor.shape for stage in stages for name, tensor in stage.module.trained.items()}
+    now = {name: tensor.shape for stage in stages for name, tensor in stage.module.tensors.trained.items()}
 
     def of(name: str, tensor: Tensor) -> Tensor:
         split = splits.get(name)

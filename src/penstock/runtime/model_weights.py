@@ -113,7 +113,7 @@ class ModelWeights(BuiltPipeline):
         for stage in stages:
             if self._spans.life.at_rest:
                 (stage.adopt if stage.weights.agreement is None else stage.refresh)()
-            state.update(stage.module.state())
+            state.update(stage.module.tensors.state())
             state.update(stage.weights.newest_tensors())  # in the middle of a run another version may be bound
             state.update(stage.weights.presented(averaged))
         return state
@@ -143,7 +143,7 @@ class ModelWeights(BuiltPipeline):
             return
         if self.grid.tensor.size > 1 and isinstance(state, Mapping):
             state = own_parts(state, self._by_place())
-        here = dict(pair for stage in self._by_place() for pair in stage.module.named_modules())
+        here = dict(pair for stage in self._by_place() for pair in stage.module.modules.items())
         own = here | {name: blocks[name] for name in here if isinstance(blocks[name], nn.Module)}
         shares = shares_of(state, blocks, own)
         for name, share in shares.items():  # a block that another process trains has the same weights then

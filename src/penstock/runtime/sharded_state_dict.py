@@ -59,11 +59,11 @@ class ShardedStateDict(ModelWeights):
 
         mesh, found, buffers = self._mesh_of_holders(), dict[str, Tensor](), list[list[Tensor]]()
         for stage in self._in_order():
-            kept = stage.module.unversioned().keys() - stage.module.frozen().keys()
+            kept = stage.module.tensors.unversioned().keys() - stage.module.tensors.frozen().keys()
             buffers.append([])
             for first, tensor in self._state_of([stage], averaged).items():
                 shown = tensor.detach()
-                if first in stage.module.trained and shown.dim():
+                if first in stage.module.tensors.trained and shown.dim():
                     rows = self._chunk(shown).clone()
                     form = shown.shape, shown.stride()
                     shown = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=form[0], stride=form[1])
@@ -110,7 +110,7 @@ class ShardedStateDict(ModelWeights):
         with torch.no_grad():
             for first, tensor in self._state_of([stage], averaged=False).items():
                 given = _local(state[self._names(stage)[first][0]])
-                if first not in stage.module.trained or not tensor.dim():
+                if first not in stage.module.tensors.trained or not tensor.dim():
                     tensor.copy_(given)
                     continue
                 self._chunk(tensor).copy_(given)
@@ -126,7 +126,7 @@ class ShardedStateDict(ModelWeights):
             if not isinstance(given, Tensor):
                 yield f"there is no tensor {name!r}; pass what sharded_state_dict() returned, with other values in it"
                 continue
-            divided = first in stage.module.trained and tensor.dim() > 0
+            divided = first in stage.module.tensors.trained and tensor.dim() > 0
             wanted = self._chunk(tensor).shape if divided else tensor.shape
             other = divided and getattr(given, "device_mesh", None) != mesh
             if given.shape != tensor.shape or other or _local(given).shape != wanted:
@@ -143,8 +143,8 @@ class ShardedStateDict(ModelWeights):
         """Return, by the names that tensors of a stage have in the pipeline, those of `full_state_dict`."""
         if isinstance(self._given[1], ModelBlocks):
             return names_in(self._given[1].model, [stage])
-        names = {name: [name] for name in stage.module.state()}
-        for name, first in stage.module.aliases().items():
+        names = {name: [name] for name in stage.module.tensors.state()}
+        for name, first in stage.module.tensors.aliases().items():
             names[first].append(name)
         return names
 

@@ -78,7 +78,7 @@ class GraphBuilder:
         self.splits, self._offloads = splits, offloads
         self.side = side_stream(module.device) if offloads else None
         self._trained = bool(storages)
-        self.known = {*storages, *(t.untyped_storage()._cdata for t in module.fixed)}
+        self.known = {*storages, *(t.untyped_storage()._cdata for t in module.tensors.fixed)}
         self._leaf_check = LeafCheck(module.where)
         self._proxies: WeakKeyDictionary[Readable, ProxyWeights] = WeakKeyDictionary()
         # By blocks and shapes: the bytes a graph keeps alive, and those of them the second half of a backward needs.
@@ -109,7 +109,8 @@ class GraphBuilder:
         module, first = self._module, key not in self._saved
         writes = None
         if first:
-            writes = ForwardWrites(module.where, module.bound, module.shared_buffers, module.blocks, opened.values())
+            bound = module.tensors.bound
+            writes = ForwardWrites(module.where, bound, module.shared_buffers, module.blocks, opened.values())
         if counter is None and splitting is None:
             output, total, loss = self.compute(names, microbatch, value)
         else:
@@ -194,7 +195,7 @@ class GraphBuilder:
         proxies = self._proxies.get(handle.buffer)
         if proxies is None:
             proxies = self._proxies[handle.buffer] = ProxyWeights(handle.buffer.leaves)
-        self._module.bind(proxies.tensors)
+        self._module.tensors.bind(proxies.tensors)
         return BackwardSplitter(proxies, counter, moves=self._offloads)
 
     def _compute_under(

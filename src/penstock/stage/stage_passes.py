@@ -93,8 +93,8 @@ class StagePasses:
         """Run the blocks in evaluation mode on the weights chosen for evaluation, and keep nothing."""
         if self.averaged is None:
             self._bind(self.weights.handle(self.evaluated))
-        elif self.module.bound is not self.averaged:
-            self.module.bind(self.averaged)
+        elif self.module.tensors.bound is not self.averaged:
+            self.module.tensors.bind(self.averaged)
         with self.module.evaluating(), self.module.rng.preserved():
             return self.graphs.evaluate(microbatch, value)
 
@@ -219,6 +219,6 @@ class StagePasses:
 
     def _bind(self, handle: Handle | None) -> None:
         """Bind the weights of a handle to the modules."""
-        leaves = _NO_LEAVES if handle is None else handle.buffer.leaves
-        if self.module.bound is not leaves:
-            self.module.bind(leaves)
+        leaves, tensors = _NO_LEAVES if handle is None else handle.buffer.leaves, self.module.tensors
+        if tensors.bound is not leaves:
+            tensors.bind(leaves)

@@ -45,7 +45,7 @@ class StageRuntime:
 
     def __repr__(self) -> str:
         """Return where it is, and what it holds."""
-        numbers = sum(parameter.numel() for parameter in self.module.trained.values())
+        numbers = sum(parameter.numel() for parameter in self.module.tensors.trained.values())
         return f"<{self.module.where}: blocks {', '.join(self.module.blocks)}; {numbers} trained parameters>"
 
     # --- updates ----------------------------------------------------------------------------------------------------
@@ -70,24 +70,24 @@ class StageRuntime:
             return
         if self.absent is None:
             self.absent = absent(self.weights.newest_tensors(), self.module.where)
-        self.module.hide()
-        self.module.bind(self.absent)
+        self.module.tensors.hide()
+        self.module.tensors.bind(self.absent)
         self.weights.begin_run()
 
     def retain(self, alive: Iterable[int]) -> None:
         """Free all versions of trained weights but some; modules let go of one whose memory is given back."""
         assert isinstance(self.weights, TrainedWeights)
-        store = self.weights.store
-        bound = next((each for each in store.versions.values() if each.leaves is self.module.bound), None)
+        store, tensors = self.weights.store, self.module.tensors
+        bound = next((each for each in store.versions.values() if each.leaves is tensors.bound), None)
         store.retain(alive)
         if self.absent is not None and bound is not None and not allocated(bound):
-            self.module.bind(self.absent)
+            tensors.bind(self.absent)
 
     def release(self, version: int) -> None:
         """Give the memory of a gathered version back, where weights are shards."""
         self.weights.release(version)
         if self.absent is not None:
-            self.module.bind(self.absent)
+            self.module.tensors.bind(self.absent)
 
     # --- between passes ---------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class StageRuntime:
         model = self.weights.common_model(averaged)
         if model is None:
             return None
-        low, full = self.module.precision, self.module.full
+        low, full = self.module.precision, self.module.tensors.full
         return {name: cast(view, None if name in full else low) for name, view in model.views.items()}
 
     def adopt(self) -> None:
@@ -105,7 +105,7 @@ class StageRuntime:
         Raises:
             ConfigError: modules have changed so that the optimizer could not follow.
         """
-        self.module.adopt(self.weights.newest_tensors())
+        self.module.tensors.adopt(self.weights.newest_tensors())
 
     def refresh(self) -> None:
         """Adopt what was written into the modules' parameters between two runs.
@@ -120,4 +120,4 @@ class StageRuntime:
 
     def restore(self) -> None:
         """Give the modules their own parameters back, over the newest weights."""
-        self.module.restore(self.weights.newest_tensors())
+        self.module.tensors.restore(self.weights.newest_tensors())

@@ -26,7 +26,7 @@ class WeightBytes:
     @property
     def parameters(self) -> int:
         """Bytes of its trained parameters."""
-        return sum(p.nbytes for p in self._module.trained.values())
+        return sum(p.nbytes for p in self._module.tensors.trained.values())
 
     @property
     def buffer(self) -> int:
@@ -45,14 +45,14 @@ class WeightBytes:
     @property
     def frozen(self) -> int:
         """Bytes of its frozen parameters and buffers."""
-        return sum(tensor.nbytes for tensor in self._module.fixed)
+        return sum(tensor.nbytes for tensor in self._module.tensors.fixed)
 
     def copied_for_snapshots(self) -> tuple[int, int, int, int, int]:
         """Return the bytes of copies for a snapshot, as `SnapshotBytes` has them."""
         weights, module = self._weights, self._module
-        frozen = module.frozen()
+        frozen = module.tensors.frozen()
         fixed = (
-            _bytes_of(t for name, t in module.unversioned().items() if name not in frozen),
+            _bytes_of(t for name, t in module.tensors.unversioned().items() if name not in frozen),
             _bytes_of(frozen.values()),
         )
         if not isinstance(weights, TrainedWeights):

@@ -55,7 +55,7 @@ class Spans:
         self._schedules = Schedules(ranks[0].options.update.lr_scheduler, stages, grid)
         self._borders = SpanBorders(grid, ranks, combine, held)
         alone = grid.group is None or (grid.width == 1 and not any(stage.ties for stage in stages))
-        self._watch = ParameterWatch([stage.module for stage in stages], partial(_stepped, stages), alone=alone)
+        self._watch = ParameterWatch([stage.module.tensors for stage in stages], partial(_stepped, stages), alone=alone)
         entrances = {n.rank for n in setup.schedule.stages if not setup.schedule.predecessors[n.index]}
         self._stop.alone = grid.group is None or grid.width * grid.tensor.size * len(entrances) == 1
         self.reporter = ranks[setup.last if grid.group is None else 0]

@@ -91,13 +91,13 @@ class SpanBorders:
         """How many parameters of the model are trained here, and how many are not; copies of stages do not count."""
         if not self._grid.tensor.counts:
             return 0, 0
-        modules = [
-            stage.module
+        tensors = [
+            stage.module.tensors
             for state in self._ranks
             for stage in state.stages.values()
             if (state.key.pipeline, stage.key.direction) == (0, 0)
         ]
-        return sum(len(module.trained) for module in modules), sum(len(module.frozen()) for module in modules)
+        return sum(len(each.trained) for each in tensors), sum(len(each.frozen()) for each in tensors)
 
     def _take_over(self) -> ConfigError | None:
         """Adopt what users have changed between two runs; return what is wrong with it."""

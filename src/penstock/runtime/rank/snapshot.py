@@ -326,8 +326,8 @@ def take_fixed(stage: StageRuntime) -> Fixed:
 
     That is asked of their bits, since a user, or a block, may set them in ways that leave no other trace.
     """
-    frozen = stage.module.frozen()
+    frozen = stage.module.tensors.frozen()
     sums = tensor_sums(frozen)
     shared, stage.frozen_sums = sums == stage.frozen_sums, sums
-    tensors = stage.module.unversioned().items()
+    tensors = stage.module.tensors.unversioned().items()
     return Fixed({name: t if shared and name in frozen else t.clone() for name, t in tensors}, sums, shared)

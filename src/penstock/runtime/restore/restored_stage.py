@@ -55,7 +55,7 @@ class Restored:
         self._ahead = False
         self._reader.check(blocks)
         own = f"fixed.{stage.place}"
-        for name, tensor in stage.module.unversioned().items():
+        for name, tensor in stage.module.tensors.unversioned().items():
             kind = own if f"{own}/{name}" in saved.names else "fixed"
             self._reader.fill(kind, name, tensor.shape, tensor)
         if isinstance(stage.weights, TrainedWeights):

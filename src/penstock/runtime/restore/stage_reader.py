@@ -63,7 +63,7 @@ class StageReader:
                     f"the checkpoint has the state of {kinds.pop()}, but {stage.module.where} is stepped by "
                     f"{here or 'nothing'}; use the same optimizer, or begin a new run from the weights alone"
                 )
-        for block, module in stage.module.named_modules():
+        for block, module in stage.module.modules.items():
             known = {f"{prefix_of(block, module)}{name}" for name in module.state_dict()}
             for name in saved.names:
                 kind, _, rest = name.partition("/")

@@ -68,7 +68,7 @@ class RankState:
         devices = [stage.module.device for stage in self.stages.values()]
         recorder.use_clock(next(filter(None, map(device_clock, devices)), None))
         self.side = next(filter(None, map(side_stream, devices)), None)  # on which snapshots are copied
-        fixed = sum(tensor.nbytes for stage in self.stages.values() for tensor in stage.module.fixed)
+        fixed = sum(tensor.nbytes for stage in self.stages.values() for tensor in stage.module.tensors.fixed)
         recorder.hold("frozen parameters and buffers", fixed)
 
     def check_switch(self, proof: Proof, correction: Correction | None) -> None:

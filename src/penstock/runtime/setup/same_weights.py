@@ -32,7 +32,7 @@ def follow_hooks(ranks: Sequence[RankState]) -> None:
     """Take the hooks that parameters of every stage have; other copies in this process have those of the first."""
     for state in ranks:
         for stage in state.stages.values():
-            stage.weights.take_hooks(stage.module.trained)
+            stage.weights.take_hooks(stage.module.tensors.trained)
     for weights, first in _copies(ranks):
         weights.store.hooks = first.store.hooks
 
@@ -66,7 +66,7 @@ def check_equal(schedule: Schedule, grid: RankGrid, ranks: Sequence[RankState]) 
     if grid.width * schedule.directions == 1 or grid.group is None:
         return
     mine = [
-        (n.index, checksum(sorted(r.module.state().items()), None), _division(r.weights))
+        (n.index, checksum(sorted(r.module.tensors.state().items()), None), _division(r.weights))
         for w in ranks
         for n, r in w.stages.items()
     ]

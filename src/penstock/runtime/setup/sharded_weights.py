@@ -48,12 +48,12 @@ def make_sharded_store(
         kind = ShardedMixedStore
         if level is Level.FULL:
             kind = MixedShardsOfVersions if overlapping else FullyShardedMixedStore
-        return kind(module.trained, facts, where, level, holders, place, low, module.full)
+        return kind(module.tensors.trained, facts, where, level, holders, place, low, module.tensors.full)
     if level is not Level.FULL:
-        return ShardedStore(module.trained, facts.buffers, where, level, holders, place)
+        return ShardedStore(module.tensors.trained, facts.buffers, where, level, holders, place)
     if overlapping:
-        return ExactShardsOfVersions(module.trained, facts.buffers, where, holders, place)
-    return FullyShardedExactStore(module.trained, where, holders, place)
+        return ExactShardsOfVersions(module.tensors.trained, facts.buffers, where, holders, place)
+    return FullyShardedExactStore(module.tensors.trained, where, holders, place)
 
 
 def divide_updates(store: ShardedStore, updater: Updater, ties: Sequence[Tie], stage: Stage) -> None:

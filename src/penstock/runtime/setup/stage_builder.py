@@ -104,8 +104,8 @@ class StageBuilder:
         plan, proof, correction = self._plan, self._plan.proof, self._options.staleness.correction
         module = self._make_module(stage, {name: self._made(name, block) for name, block in blocks.items()})
         ties = [tie for tie in plan.ties if stage.index in tie.stages]
-        weights = self._make_weights(stage, module, ties) if module.trained else StageWeights()
-        warn_of_scale(module.trained, self._options.precision.divisor)
+        weights = self._make_weights(stage, module, ties) if module.tensors.trained else StageWeights()
+        warn_of_scale(module.tensors.trained, self._options.precision.divisor)
         self._check(stage, module, weights, proof, correction)
         passes = self._fit(stage, module, weights, proof, correction)
         place = self._key.pipeline * plan.schedule.directions + stage.direction
@@ -174,9 +174,9 @@ class StageBuilder:
         module = StageModule(blocks, loss, where, self._options, hands_on, self._device, plan.shared_buffers)
         module.division = division
         self._options.precision.kernels.check_device(module.device)
-        if module.trained and stage.index in schedule.frozen:
+        if module.tensors.trained and stage.index in schedule.frozen:
             raise ConfigError(
-                f"{where} is frozen in the schedule, but {next(iter(module.trained))} wants gradients; set "
+                f"{where} is frozen in the schedule, but {next(iter(module.tensors.trained))} wants gradients; set "
                 "requires_grad=False on its parameters"
             )
         return module
@@ -196,7 +196,7 @@ class StageBuilder:
         store = self._make_store(stage, module)
         older = _older_versions(module, store, plan.delays, plan.backward_delays)
         if older is not None and plan.backward_delays is not None:
-            check_real_delays(module.trained, module.where)
+            check_real_delays(module.tensors.trained, module.where)
         # `_fit` says whether it rotates.
         updater = Updater(self._optimizer, store.layout, store.master, rotates=False, scheduler=update.lr_scheduler)
         kind: type[TrainedWeights] = TrainedWeights
@@ -209,7 +209,7 @@ class StageBuilder:
             updater.offload(away == "pieces", side_stream(module.device))
         elsewhere = {name for tie in ties for name in tie.names_at(stage.index) if tie.stages[0] != stage.index}
         if module.division.index:  # the first tensor rank counts what all have
-            elsewhere |= module.trained.keys() - module.division.splits.keys()
+            elsewhere |= module.tensors.trained.keys() - module.division.splits.keys()
         return kind(
             store,
             updater,
@@ -227,9 +227,9 @@ class StageBuilder:
             where = self._options.data_parallel.width, self._key.pipeline
             return make_sharded_store(module, stage, proof, *where, low)
         if low is None:
-            return VersionStore(module.trained, facts.buffers, module.where, facts.copies)
+            return VersionStore(module.tensors.trained, facts.buffers, module.where, facts.copies)
         numbers = facts.versions, facts.gradients
-        return MixedStore(module.trained, *numbers, low, module.where, apart, facts.copies, module.full)
+        return MixedStore(module.tensors.trained, *numbers, low, module.where, apart, facts.copies, module.tensors.full)
 
     def _make_agreement(self, stage: Stage, store: VersionStore, updater: Updater) -> Agreement | WaveWeights | None:
         parallel = self._options.data_parallel
@@ -248,7 +248,7 @@ class StageBuilder:
         rule = RULES[proof.schedule.rule]
         if not isinstance(weights, TrainedWeights) or weights.updater.optimizer is None:
             return
-        check_real(rule, module.trained, module.where)
+        check_real(rule, module.tensors.trained, module.where)
         if rule.provisional and not _steps_apart(proof):
             weights.updater.check_undoable()
         if correction is not None:
@@ -365,8 +365,8 @@ def _older_versions(
 ) -> OlderVersions | None:
     """Room for the versions that passes of a stage read late; None where they read none."""
     forward, late = (
-        delays.by_parameter(module.trained, module.blocks),
-        None if backward is None else backward.by_parameter(module.trained, module.blocks),
+        delays.by_parameter(module.tensors.trained, module.blocks),
+        None if backward is None else backward.by_parameter(module.tensors.trained, module.blocks),
     )
     if not any((*forward.values(), *(late or {}).values())):
         return None

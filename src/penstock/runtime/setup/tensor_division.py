@@ -66,7 +66,7 @@ def check_division(grid: RankGrid, stages: Iterable[StageRuntime]) -> None:
     mine, tied = [], []
     for runtime in stages:
         splits, index = runtime.module.division.splits, runtime.key.index
-        same = sorted((name, tensor) for name, tensor in runtime.module.state().items() if name not in splits)
+        same = sorted((name, tensor) for name, tensor in runtime.module.tensors.state().items() if name not in splits)
         mine.append((index, checksum(same, None)))
         for tie in runtime.ties:
             for first_name, name in zip(tie.names[0], tie.names_at(index), strict=True):

@@ -101,7 +101,7 @@ def _values(tie: Tie, index: int, stage: StageRuntime) -> list[Tensor]:
     Raises:
         ConfigError: the stage does not train one of them.
     """
-    names, trained = tie.names_at(index), stage.module.trained
+    names, trained = tie.names_at(index), stage.module.tensors.trained
     missing = [name for name in names if name not in trained]
     if missing or not isinstance(stage.weights, TrainedWeights):
         raise ConfigError(f"tied: {stage.module.where} trains no parameter {missing[0] if missing else names[0]!r}")

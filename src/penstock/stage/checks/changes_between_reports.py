@@ -36,8 +36,8 @@ class _Seen(NamedTuple):
     gradient_version: int | None
 
 
-class _Module(Protocol):
-    """The blocks of a stage, their own parameters, and the tensors that they compute with while a run is under way."""
+class _Tensors(Protocol):
+    """The parameters of a stage, and the tensors that its blocks compute with while a run is under way."""
 
     where: str
     bound: Mapping[str, Tensor] | None
@@ -57,15 +57,15 @@ class ParameterWatch:
     after the other is looked at. An optimizer of the caller's own sees no gradients, and would do nothing.
 
     Args:
-        modules: of the stages.
+        stages: the parameters of each.
         stepped: returns what the optimizers of the stages step.
         alone: no other rank has part in weights or gradients of these stages.
     """
 
     def __init__(
-        self, modules: Iterable[_Module], stepped: Callable[[], Iterable[Tensor]] = tuple, *, alone: bool = True
+        self, stages: Iterable[_Tensors], stepped: Callable[[], Iterable[Tensor]] = tuple, *, alone: bool = True
     ) -> None:
-        self._modules, self._stepped, self._alone = list(modules), stepped, alone
+        self._stages, self._stepped, self._alone = list(stages), stepped, alone
         self._seen: list[_Seen] = []
         self._placed: list[list[tuple[str, Tensor | None]]] = []
         self._looks, self._sampled = 0, (0, b"")
@@ -95,7 +95,7 @@ class ParameterWatch:
     def _note(self, summing: bool) -> None:
         self._seen = [
             _Seen(
-                module.where,
+                stage.where,
                 name,
                 leaf,
                 leaf._version if self._alone else None,
@@ -103,22 +103,22 @@ class ParameterWatch:
                 leaf.grad,
                 None if summing or leaf.grad is None else leaf.grad._version,
             )
-            for module in self._modules
-            for name, leaf in (module.bound or {}).items()
+            for stage in self._stages
+            for name, leaf in (stage.bound or {}).items()
             if not isinstance(leaf, AbsentWeight)  # which refuses whatever is done to it
         ]
-        self._placed = [module.placed() for module in self._modules]
+        self._placed = [stage.placed() for stage in self._stages]
         self._looks += 1
         if self._seen and self._alone and self._looks <= _LOOKS:
             which = self._looks % len(self._seen)
             self._sampled = which, _sample(self._seen[which].leaf)
 
     def _check(self) -> None:
-        for module, before in zip(self._modules, self._placed, strict=True):
-            for (name, was), (_, now) in zip(before, module.placed(), strict=True):
+        for stage, before in zip(self._stages, self._placed, strict=True):
+            for (name, was), (_, now) in zip(before, stage.placed(), strict=True):
                 if now is not was:
                     raise ConfigError(
-                        f"{module.where}: another tensor was put in the place of {name} in the loop over reports (as "
+                        f"{stage.where}: another tensor was put in the place of {name} in the loop over reports (as "
                         "by module.weight = nn.Parameter(...), register_parametrization or load_state_dict("
                         f"assign=True)), which no update would know of; change modules between two runs. {_AGAIN}"
                     )
@@ -149,7 +149,7 @@ class ParameterWatch:
         Raises:
             ConfigError: it would step parameters of the pipeline.
         """
-        ours = {id(tensor) for module in self._modules for tensor in (*module.trained.values(), *_bound(module))}
+        ours = {id(tensor) for stage in self._stages for tensor in (*stage.trained.values(), *_bound(stage))}
         ours |= {id(tensor) for tensor in self._stepped()}
         if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
             raise ConfigError(
@@ -160,8 +160,8 @@ class ParameterWatch:
             )
 
 
-def _bound(module: _Module) -> Iterable[Tensor]:
-    return (module.bound or {}).values()
+def _bound(stage: _Tensors) -> Iterable[Tensor]:
+    return (stage.bound or {}).values()
 
 
 def _refuse_write(where: str, name: str) -> NoReturn:

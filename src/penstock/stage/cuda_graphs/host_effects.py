@@ -38,12 +38,12 @@ class ModuleAttributes:
     def _now(self) -> tuple[list[Any], pytree.TreeSpec, list[int]]:
         """The values, the lists and dicts that they are in, and where the memory of fixed tensors is."""
         values, shape = pytree.tree_flatten([_attributes(module) for module in _modules(self._module)])
-        return values, shape, [tensor.data_ptr() for tensor in self._module.fixed if has_memory(tensor)]
+        return values, shape, [tensor.data_ptr() for tensor in self._module.tensors.fixed if has_memory(tensor)]
 
 
 def _modules(module: StageModule) -> list[nn.Module]:
     """All modules that a stage computes with."""
-    roots = [*module.modules, *([module.loss] if isinstance(module.loss, nn.Module) else [])]
+    roots = [*module.modules.values(), *([module.loss] if isinstance(module.loss, nn.Module) else [])]
     return [inner for root in roots for inner in root.modules()]
 
 

@@ -138,15 +138,16 @@ class PassCapturer:
         """
         found = room.passes.get((key, weights, gradient))
         if found is None:
-            module, before = self._module, self._module.bound
+            module, tensors = self._module, self._module.tensors
+            before = tensors.bound
             drawing, module.rng.drawing = module.rng.drawing, frozenset()  # generators cannot be seeded meanwhile
             try:
                 memory, pair = room.memories[key], (weights, gradient)
-                found = CapturedPass(self._recorder, self._run, module.bind, memory, *pair, key.halves, self._written)
+                found = CapturedPass(self._recorder, self._run, tensors.bind, memory, *pair, key.halves, self._written)
             finally:
                 module.rng.drawing = drawing
                 if before is not None:
-                    module.bind(before)
+                    tensors.bind(before)
             room.passes[key, weights, gradient] = found
         return found
 
@@ -166,7 +167,7 @@ class PassCapturer:
         return captured
 
     def _module_buffers(self) -> list[Tensor]:
-        return [buffer for block in self._module.modules for buffer in block.buffers() if has_memory(buffer)]
+        return [buffer for block in self._module.modules.values() for buffer in block.buffers() if has_memory(buffer)]
 
     def _given(self, microbatch: Microbatch, value: Any, wants: tuple[bool, ...]) -> Given | None:
         """What the forward of a microbatch gets; None if it is not dense tensors, or a target wants a gradient."""
