@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.setup import stage_builder
+from penstock.runtime.setup import schedule_fitter
 from penstock.stage.cuda_graphs.captured_pass import CapturedPass
 from penstock.stage.cuda_graphs.pass_capturer import PassCapturer
 from support.recorder import CallsAgain
@@ -26,5 +26,5 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> CallsAgain:
         return found
 
     monkeypatch.setattr(PassCapturer, "_recording", keeping_buffers)
-    monkeypatch.setattr(stage_builder, "recorder_on", lambda _: made)
+    monkeypatch.setattr(schedule_fitter, "recorder_on", lambda _: made)
     return made

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.runtime.ops.bound import BoundAction
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.setup.stage_builder import _halved
+from penstock.runtime.setup.schedule_fitter import _halved
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.text_parser import parse_schedule
 from support.cases import OPTIMIZERS, Residual

@@ -14,6 +14,7 @@ from penstock.comm.core.tensor_group import TensorGroup
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.rank.snapshot import Snapshot
+from penstock.runtime.setup.schedule_fitter import ScheduleFitter
 from penstock.runtime.setup.stage_builder import StageBuilder
 from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.stop_request import StopRequest
@@ -63,8 +64,8 @@ class RankState:
             stop,
             counts=tensor.counts,
         )
-        self._builder = StageBuilder(key, plan, loss, optimizer, recorder, tensor)
-        self.stages = {stage: self._builder.build(stage, blocks[stage]) for stage in plan.schedule.on_rank(key.rank)}
+        self._plan, builder = plan, StageBuilder(key, plan, loss, optimizer, recorder, tensor)
+        self.stages = {stage: builder.build(stage, blocks[stage]) for stage in plan.schedule.on_rank(key.rank)}
         devices = [stage.module.device for stage in self.stages.values()]
         recorder.use_clock(next(filter(None, map(device_clock, devices)), None))
         self.side = next(filter(None, map(side_stream, devices)), None)  # on which snapshots are copied
@@ -78,11 +79,12 @@ class RankState:
             CapabilityError: an optimizer cannot take back what the schedule may have it take back, or does not go with
                 the correction.
         """
+        fitter = ScheduleFitter(self._plan, proof, correction, self.recorder)
         for stage in self.stages.values():
-            self._builder.check_refit(stage, proof, correction)
+            fitter.check(stage.key, stage.module, stage.weights)
 
     def switch(self, proof: Proof, older: int, correction: Correction | None) -> None:
-        """Go on under another schedule with the same stages, with nothing in flight (`StageBuilder.refit`).
+        """Go on under another schedule with the same stages, with nothing in flight (`ScheduleFitter.refit`).
 
         Args:
             proof: of the schedule.
@@ -90,8 +92,9 @@ class RankState:
             correction: of the method.
         """
         self.decisions.delay = RULES[proof.schedule.rule].delay
+        fitter = ScheduleFitter(self._plan, proof, correction, self.recorder)
         for stage in self.stages.values():
-            self._builder.refit(stage, proof, correction, older=older)
+            fitter.refit(stage, older=older)
 
     @property
     def has_loss(self) -> bool:
