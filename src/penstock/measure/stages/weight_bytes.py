@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from penstock.runtime.rank.snapshot import optimizer_state
+from penstock.runtime.rank.stage_snapshot import optimizer_state
 from penstock.stage.sharded_stage_weights import ShardedWeights
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights

@@ -20,7 +20,8 @@ from penstock.runtime.engine.span_runner import Spans
 from penstock.runtime.engine.span_setup import SpanSetup
 from penstock.runtime.execute.evaluation_without_draining import Evaluating, readable
 from penstock.runtime.rank.batch_reports import Report
-from penstock.runtime.rank.snapshot import Saving, Snapshot, take_snapshot
+from penstock.runtime.rank.snapshot import Saving, Snapshot
+from penstock.runtime.rank.stage_snapshot import take_snapshot
 from penstock.runtime.update.run_events import Evaluated
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.proof.proof import Proof

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from penstock.comm.core.host_copy_stream import Done, SideStream
 from penstock.comm.core.trace_recorder import Recorder
-from penstock.runtime.rank.snapshot import Fixed, Saving, Snapshot, take_fixed, take_snapshot
+from penstock.runtime.rank.snapshot import Saving, Snapshot
+from penstock.runtime.rank.stage_snapshot import Fixed, take_fixed, take_snapshot
 from penstock.runtime.update.decisions import Decisions
 from penstock.schedule.ir.schedule import Stage
 from penstock.stage.stage_runtime import StageRuntime
