@@ -348,3 +348,43 @@ def test_a_folder_is_not_taken_from_another_process(tmp_path: Path, pool: Pool) 
     assert "another Checkpoints of process" in said
     assert "a folder of its own" in said
     assert pool.submit(hold, str(tmp_path), 1.0, ranks=2) == ["held", "claimed"]  # it waits for one that ends
+
+
+def test_another_run_is_not_mixed_with_a_longer_one(tmp_path: Path) -> None:
+    """Its checkpoints would be passed over for those of that one; what was loaded, or goes on, is no other run."""
+    first = make(None)
+    saved = penstock.Checkpoints(first, tmp_path)
+    list(first.run(batches()[:5], save=saved.every(2)))
+    saved.save()
+    del saved
+    other = make(None)
+    mixed = penstock.Checkpoints(other, tmp_path)
+    with pytest.raises(ConfigError, match=r"after 5 batches in .* trained on 0, .*: call checkpoints.load\(\) first"):
+        mixed.every(2)
+    list(other.run(batches()[:3]))
+    with pytest.raises(ConfigError, match=r"after 5 batches in .* trained on 3"):
+        mixed.save()
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000004", "batch-00000005"]
+    list(first.run(batches()[5:6]))
+    penstock.Checkpoints(first, tmp_path).save()  # of the same training, further
+    mixed.load()
+    list(other.run(batches()[6:], save=mixed.every(1)))
+    mixed.wait()
+    assert [path.name for path in checkpoints(tmp_path)] == ["batch-00000007", "batch-00000008"]
+
+
+def test_ranks_refuse_the_folder_of_a_longer_run_together(tmp_path: Path, pool: Pool) -> None:
+    train(None, str(tmp_path))
+    gc.collect()
+    found = pool.submit(saved_after_two, str(tmp_path), ranks=3)
+    assert all("after 8 batches in" in said and "trained on 2" in said for said in found)
+
+
+def saved_after_two(group: dist.ProcessGroup, folder: str) -> str:
+    pipeline = make(group)
+    list(pipeline.run(batches()[:2]))
+    try:
+        penstock.Checkpoints(pipeline, folder).save()
+    except ConfigError as error:
+        return str(error)
+    return "saved"

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from penstock.cli.plans.profile_table import profile_tables
 from penstock.plan.profile.files import parse_profile
-from penstock.plan.profile.schema import Profile
+from penstock.plan.profile.schema import UNRESOLVED, Profile
 
 MEASURED = """
 format: penstock profile 1
@@ -78,3 +78,9 @@ def test_columns_that_do_not_fit_are_left_out_as_a_whole() -> None:
     assert max(map(len, lines)) <= 60
     assert "Left out at this width: optimizer, output, update ms (--json has all)." in " ".join(lines)
     assert cells(lines, "embedding")[:3] == ["embedding", "3", "5"]
+
+
+def test_of_a_link_whose_bytes_took_no_time_no_bandwidth_is_told() -> None:
+    lines = shown(parse_profile(MEASURED.replace("1.25e9", f"{UNRESOLVED}"), "a"))
+    said = "A message takes 250 us (its bytes are lost in the noise: measure again, or give plan --bandwidth)."
+    assert said in lines

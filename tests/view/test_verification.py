@@ -45,6 +45,14 @@ def test_nothing_is_named_where_nothing_differs() -> None:
     assert "most in" not in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_it_says_with_which_options_of_the_order() -> None:
+    several = replace(found(None), config=load_config(None, ["method=interleaved", "options.chunks=3"]))
+    console = Console(file=StringIO(), width=200)
+    print_verification(console, several)
+    assert console.file.getvalue().lstrip().startswith("interleaved:chunks=3: stages")  # type: ignore[attr-defined]
+    assert "the pipeline trains what interleaved:chunks=3 says" in replace(several, rows=several.rows[:1]).verdict
+
+
 @pytest.mark.parametrize("batches", [1, 2, 3])
 def test_it_says_where_too_few_batches_were_compared(batches: int) -> None:
     """To see a delay of one update."""

@@ -113,7 +113,7 @@ def checkpoints(run: Path, limit: int | None = None) -> list[Path]:
 
     Of how many batches one is, its index says; its folder says so only where the index cannot be read.
     """
-    found = sorted((_batch_of(path), path.name, path) for path in _places(run))
+    found = sorted((batch_of(path), path.name, path) for path in _places(run))
     return [path for batch, _, path in found if limit is None or batch <= limit]
 
 
@@ -122,8 +122,8 @@ def _places(run: Path) -> list[Path]:
     return sorted((run / FOLDER).glob("batch-*"))
 
 
-def _batch_of(place: Path) -> int:
-    """Return of how many batches a checkpoint is."""
+def batch_of(place: Path) -> int:
+    """Return of how many batches a checkpoint is, by its index, or else by its folder; -1 if neither says so."""
     try:
         return int(_read_index(place)["facts"]["batch"])
     except CheckpointError:

@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from penstock.checkpoint.folder_claim import Owner
 from penstock.checkpoint.format import (
     Checkpoint,
+    batch_of,
     check_folder,
     checkpoints,
     clear_parts,
@@ -126,6 +127,7 @@ class Checkpoints:
         self._writer = self._make_writer()
         self._written = -1  # the batch of the last checkpoint that was loaded or waited for
         self._failure: str | None = None  # why that was not written
+        self._known = False  # what is in the folder was looked at by `load`, or written by this object
 
     def __repr__(self) -> str:
         """Return the folder."""
@@ -151,8 +153,25 @@ class Checkpoints:
         )
 
     def every(self, batches: int) -> Saving:
-        """Return the `save` argument of `Pipeline.run` that writes a checkpoint every so many batches."""
+        """Return the `save` argument of `Pipeline.run` that writes a checkpoint every so many batches.
+
+        Raises:
+            ConfigError: there are checkpoints of a longer training in the folder, and `load` has not been called.
+        """
+        if (fault := self._of_another_run()) is not None:
+            raise ConfigError(fault)
         return Saving(batches, self._sink, self._make_room, shares=True)
+
+    def _of_another_run(self) -> str | None:
+        """Say what is wrong if `load` would prefer a checkpoint of another training to those of this one."""
+        newest = None if self._known else next(reversed(checkpoints(self._folder)), None)
+        if newest is None or batch_of(newest) <= self._pipeline.batches:
+            return None
+        return (
+            f"there is a checkpoint after {batch_of(newest)} batches in {str(self._folder)!r} already, and this "
+            f"pipeline has trained on {self._pipeline.batches}, so it would be taken for the newer one: call "
+            "checkpoints.load() first to go on with it, or give this run a folder of its own"
+        )
 
     def load(
         self, *, limit: int | None = None, ready: Callable[[int, Mapping[str, Any]], None] = lambda *_: None
@@ -172,6 +191,7 @@ class Checkpoints:
         """
         check_idle(self._pipeline)
         self.wait()
+        self._known = True
         self._writer, self._failure = self._make_writer(), None
         found: list[str] = []
         failure: str | None = None
@@ -220,7 +240,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: it was not written; earlier ones are intact. Or nothing has been trained yet.
-            ConfigError: a process has weights from before another one trained them further, for another pipeline.
+            ConfigError: a process has weights from before another one trained them further, for another pipeline; or
+                as `every`.
             PenstockError: a run is under way (`every` saves within one), or the pipeline broke in an earlier one.
         """
         check_idle(self._pipeline, _WITHIN_A_RUN)
@@ -229,7 +250,7 @@ class Checkpoints:
             raise CheckpointError(
                 "there is nothing to save: nothing has been trained yet, and no checkpoint was loaded"
             )
-        stale = None
+        stale = self._of_another_run()
         try:
             check_fresh(self._pipeline)
         except ConfigError as error:
@@ -243,7 +264,7 @@ class Checkpoints:
             return
         if batch == self._written:
             self._writer = self._make_writer()
-        if self._writer.make_room(batch):
+        if self._make_room(batch):
             save_between_runs(self._pipeline, self.every(1))
         self._written = -1
         failure = self.wait()
@@ -261,6 +282,7 @@ class Checkpoints:
         self._writer.sink(snapshot)  # looked up late, as `load` makes a new writer
 
     def _make_room(self, batch: int) -> bool:
+        self._known = True
         return self._writer.make_room(batch)
 
     def _open(self, path: Path) -> Checkpoint:

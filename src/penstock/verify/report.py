@@ -9,6 +9,11 @@ from penstock.train.config.schema import TrainConfig
 from penstock.verify.differences import Difference
 
 
+def method_and_options(config: TrainConfig) -> str:
+    """Return the method of a configuration with the options of its order, as in interleaved:chunks=3."""
+    return ":".join([config.row.name, *(f"{name}={value}" for name, value in config.options.items())])
+
+
 @dataclass(frozen=True)
 class ReportRow:
     """The comparison of one kind of numbers.
@@ -51,7 +56,7 @@ class Verification:
     @property
     def verdict(self) -> str:
         """The result in one sentence."""
-        method = self.config.row.name
+        method = method_and_options(self.config)
         if self.error is not None:
             notes = "".join(f", {note}" for note in getattr(self.error, "__notes__", ()))
             return f"the pipeline of {method} ended with {type(self.error).__name__}{notes}: {self.error}"

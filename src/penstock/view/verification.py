@@ -11,7 +11,7 @@ from rich.text import Text
 
 from penstock.checks import finite_or_none
 from penstock.verify.differences import Difference, TensorPlace
-from penstock.verify.report import Verification
+from penstock.verify.report import Verification, method_and_options
 
 _DELAYED = 3
 """Batches of a run in which a delay of one update shows."""
@@ -82,7 +82,7 @@ def _table(found: Verification, apart: bool) -> Group:
     table.add_row("[bold]plain torch[/bold]", "" if plain else "[dim]left out[/dim]")
     for kind, difference in plain.items():
         table.add_row(f"  {kind}", *_cells(difference, found.batches))
-    return Group(Text(f"{config.row.name}: {shape}", "table.title"), table)
+    return Group(Text(f"{method_and_options(config)}: {shape}", "table.title"), table)
 
 
 def _notes(found: Verification, apart: bool) -> Text:

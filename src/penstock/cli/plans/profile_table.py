@@ -11,7 +11,7 @@ from rich.text import Text
 from penstock.byte_sizes import human_bytes
 from penstock.cli.plans.terminal_width_table import FittedTable
 from penstock.plan.profile.layer_graph import GraphLayer, layer_graph, sizes_of
-from penstock.plan.profile.schema import Profile
+from penstock.plan.profile.schema import UNRESOLVED, Profile, ProfiledLink
 from penstock.view.plurals import counted
 
 _LEAST_NEEDED = ("ways", "optimizer", "output", "update ms", "kept", "parameters")
@@ -36,7 +36,7 @@ def profile_tables(profile: Profile, width: int) -> Group:
         for size, layers in zip(sizes, graphs, strict=True)
     ]
     parts += [*FittedTable("the whole model", _filled(whole), _LEAST_NEEDED).fitted(width)]
-    links = [f"{link.latency * 1e6:.4g} us + bytes / ({link.bandwidth / 1e9:.4g} GB/s)" for link in profile.links]
+    links = list(map(_said_of_link, profile.links))
     if links:
         parts += [Text(), Text(f"A message takes {', between the next units '.join(links)}.")]
     if profile.cores is not None:
@@ -64,6 +64,12 @@ def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
             yield from _flat(value, f"{before}{key}.")
         else:
             yield f"{before}{key}", value
+
+
+def _said_of_link(link: ProfiledLink) -> str:
+    if link.bandwidth >= UNRESOLVED:
+        return f"{link.latency * 1e6:.4g} us (its bytes are lost in the noise: measure again, or give plan --bandwidth)"
+    return f"{link.latency * 1e6:.4g} us + bytes / ({link.bandwidth / 1e9:.4g} GB/s)"
 
 
 def _said_of(profile: Profile) -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from penstock.comm.message.tensor_message import Header, TensorMessage
 from penstock.comm.p2p.gloo import GlooTransport
 from penstock.measure.machine.local_processes import in_processes
-from penstock.plan.profile.schema import ProfiledLink
+from penstock.plan.profile.schema import UNRESOLVED, ProfiledLink
 from penstock.schedule.ir.schedule import Payload
 from penstock.schedule.machine.instructions import LaneKey
 from penstock.train.config.schema import TrainConfig
@@ -116,7 +116,7 @@ def fit(pings: Sequence[Ping]) -> ProfiledLink:
     work, work_per_byte = _line([(p.nbytes, max(p.work, 1e-9)) for p in pings])
     return ProfiledLink(
         latency=_rounded(latency),
-        bandwidth=_rounded(1 / max(per_byte, 1e-15)),  # faster than any link: noise of messages that take no time
+        bandwidth=_rounded(1 / max(per_byte, 1 / UNRESOLVED)),
         work=_rounded(work),
         work_per_byte=_rounded(work_per_byte),
     )

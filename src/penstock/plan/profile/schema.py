@@ -116,6 +116,10 @@ class ProfiledLayer(_Strict):
     options: Annotated[list[LayerOption], Field(max_length=64)] = Field(default_factory=list)
 
 
+UNRESOLVED = 1e15
+"""Bytes per second, more than any link has: where what bytes take was lost in the noise of the measurement."""
+
+
 class ProfiledLink(_Strict):
     """A link between two devices, on which a message takes latency + bytes / bandwidth.
 

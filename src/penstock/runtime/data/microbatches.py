@@ -122,8 +122,8 @@ def _either(number: int) -> str:
 def _no_batch(batch: Any, count: int, number: int) -> str:
     """What to say of something that is no batch."""
     takes = (
-        f"a batch is a pair (inputs, targets) of tensors, as a DataLoader yields it, or a list of {count} "
-        "microbatches, each a pair (input, target)"
+        f"a batch is a pair (inputs, targets) of tensors, as a DataLoader yields it, or a list of "
+        f"{count} {'microbatch' if count == 1 else 'microbatches'}, each a pair (input, target)"
     )
     if isinstance(batch, Mapping) and len(batch) > 1:
         keys = list(batch)
