@@ -183,7 +183,6 @@ def test_plans_are_the_best_of_all_that_there_are(case):
     assert faults(case) == []
 
 
-@pytest.mark.long
 @seed(0)
 @settings(max_examples=5, deadline=None, database=None, phases=[Phase.generate])
 @given(moving_cases())

@@ -165,7 +165,6 @@ def test_an_evaluation_is_not_lost_where_older_weights_are_not_kept(pool: Pool) 
     assert [version for version, _ in last.evaluated] == [3]  # 6 would be due before batch 7
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("batch", [2, 4, 6])
 def test_a_resumed_run_goes_on_with_what_was_found(pool: Pool, batch: int) -> None:
     first = run_on_ranks(pool, CASE, every=2)

@@ -74,7 +74,6 @@ def test_switching_in_one_process(which: tuple[Phases, Case], monkeypatch: pytes
     assert_same(train_phases(None, case, phases), expected_of(case, phases, monkeypatch))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("which", [RUNS[1], RUNS[4], RUNS[7]], ids=name_of)
 def test_switching_on_ranks(which: tuple[Phases, Case], monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     phases, case = which

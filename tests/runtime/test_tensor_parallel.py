@@ -103,7 +103,6 @@ def assert_moments(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor], in
         assert close(saved[name], part_of(parameter, whole, index, size)), name
 
 
-@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("method", ["1f1b", "2bw"])
 def test_a_run_goes_on_from_its_checkpoint_to_the_same_bits(pool: Pool, tmp_path: Path, method: str) -> None:

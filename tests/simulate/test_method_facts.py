@@ -24,7 +24,6 @@ def derived() -> dict[str, dict[str, Any]]:
     return {name: {key: of[key] for key in _FIGURES if of[key] is not None} for name, of in facts.items()}
 
 
-@pytest.mark.long
 def test_stored_figures_are_those_that_are_derived() -> None:
     """To the last bit."""
     assert json.loads(STORED.read_text()) == derived(), "run python tests/simulate/test_method_facts.py"

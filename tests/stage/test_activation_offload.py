@@ -280,7 +280,6 @@ def test_parked_activations_of_changing_size(pool: Pool) -> None:
     assert_same(together(pool.submit(train_trees, case, ranks=4)), expected_of_trees(case))
 
 
-@pytest.mark.long
 def test_offload_on_ranks(pool: Pool) -> None:
     case = Case("bpipe", 4, 8, spans=(2, 1))
     assert_same(train_on_ranks(pool, case), expected(case))

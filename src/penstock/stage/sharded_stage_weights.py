@@ -45,7 +45,7 @@ class ShardedWeights(TrainedWeights):
 
     # --- versions ---------------------------------------------------------------------------------------------------
 
-    def _updated(self, factor: float) -> None:
+    def _stepped(self, factor: float) -> None:
         """Move the own rows of the average towards those of the new version, unless the update was skipped."""
         self.pending = factor  # the rest of the version comes later
         if factor and self.average_rows is not None and self.store.rows is not None:
@@ -59,7 +59,7 @@ class ShardedWeights(TrainedWeights):
         """Go on with a version whose other shards have come."""
         self.store.complete(version)
         pending, self.pending = self.pending, 0.0  # weights that are shards are gathered several times
-        super()._updated(pending)
+        self._updated(pending)
 
     def release(self, version: int) -> None:
         """Give the memory of a gathered version back, or of what an evaluation has read."""
@@ -113,7 +113,7 @@ class ShardedWeights(TrainedWeights):
         """Show whole weights until the next span begins."""
         self.store.completed()
         pending, self.pending = self.pending, 0.0
-        super()._updated(pending)
+        self._updated(pending)
         if self.average_rows is not None:
             self.average = self.average_rows.whole
 

@@ -147,12 +147,16 @@ class TrainedWeights(StageWeights):
             self.corrector.before_step(self.store.gradient(batch), self.store.master, factor)
         ahead = self.corrector.ahead if self.corrector is not None and self.corrector.reads_ahead else None
         self.store.update(batch, VersionStep(self.updater, factor, stepped, ahead), keeps_old)
-        self._updated(factor)
+        self._stepped(factor)
 
     @property
     def _towards(self) -> float:
         """Return how far the average goes towards the new weights at an update."""
         return 1.0 - (self.options.ema_decay or 0.0)
+
+    def _stepped(self, factor: float) -> None:
+        """Go on after the optimizer's update: here all of the new version is there."""
+        self._updated(factor)
 
     def _updated(self, factor: float) -> None:
         """Move the average towards the new version and call the hooks, unless the update was skipped."""

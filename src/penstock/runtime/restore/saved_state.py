@@ -112,8 +112,8 @@ def check_names(saved: SavedState, blocks: Mapping[str, Any]) -> None:
     if foreign:
         raise CheckpointError(
             f"the checkpoint has {len(foreign)} tensors of blocks that the model does not have, the first of them "
-            f"{foreign[0].rpartition('/')[2]}; blocks of the model: {', '.join(blocks)}. Load it into the model that it "
-            "was saved from, or give this one a folder of its own"
+            f"{foreign[0].rpartition('/')[2]}; blocks of the model: {', '.join(blocks)}. Load it into the model that "
+            "it was saved from, or give this one a folder of its own"
         )
 
 
