@@ -988,7 +988,7 @@ DEFECTS = (
         "the average moves when only the own shard of a version is there",
         "stage",
         "self.pending = factor  # the rest of the version comes later",
-        "super()._updated(factor)",
+        "self._updated(factor)",
         ("tests/runtime/test_sharded_snapshots.py",),
     ),
     # --- weights as shards --------------------------------------------------------------------------------------------
