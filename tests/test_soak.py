@@ -31,6 +31,7 @@ def test_nothing_grows_in_one_process(method: str, tmp_path: Path) -> None:
     assert without_memory(soak(method, 200, None, tmp_path, 10, window=50), 2) == []
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_nothing_grows_in_two_processes(pool: Pool, tmp_path: Path) -> None:
     assert pool.submit(run_in_pool, "2bw", str(tmp_path), ranks=2, fresh=True) == [[], []]

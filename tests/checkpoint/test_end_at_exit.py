@@ -107,6 +107,7 @@ def test_another_interrupt_ends_it_at_once(tmp_path: Path) -> None:
     assert "the checkpoint after 4 batches was not written: interrupted" in err
 
 
+@pytest.mark.long
 def test_who_ends_at_once_does_not_wait(tmp_path: Path) -> None:
     """As workers do that have failed."""
     process = script(tmp_path, 1, 600.0, 300.0, "at once")

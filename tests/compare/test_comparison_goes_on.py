@@ -175,6 +175,7 @@ def test_own_files_are_no_data(tmp_path: Path) -> None:
     assert observer.seen["began"] == 0
 
 
+@pytest.mark.long
 def test_runs_side_by_side(tmp_path: Path) -> None:
     """They have the bits of runs one after the other; the best rate is asked for when all of its runs are there."""
     changes = ("methods=2bw", "batches=3", "seeds=2", "lr=0.3,0.01", "tune=1")

@@ -215,6 +215,7 @@ def evaluations(
     return pipeline.evaluations, pipeline.evaluate(batches[:2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["1f1b", "2bw"])
 @pytest.mark.parametrize("combine", FEW, ids=lambda c: c.kind)
 def test_evaluations_are_of_what_pipelines_agree_on(pool: Pool, method: str, combine: Combine) -> None:

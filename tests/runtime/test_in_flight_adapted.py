@@ -220,6 +220,7 @@ def test_nothing_is_chosen_by_a_run_that_ends_before(pool: Pool, how: dict[str, 
         assert (ran[0].found, ran[0].batches) == (None, 3)
 
 
+@pytest.mark.long
 def test_memory_limits_it(pool: Pool) -> None:
     ran = run_on_ranks(pool, CASE, limit=1.0)
     found = ran[0].found

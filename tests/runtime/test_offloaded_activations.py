@@ -53,6 +53,7 @@ def test_the_memory_of_all_kinds_is_predicted(method):
 MIXED = ("none", "block", "none", "stage")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "run",
     [

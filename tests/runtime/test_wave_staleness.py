@@ -64,6 +64,7 @@ class Pass(nn.Module):
         return x + 0.0 * self.idle
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("in_flight", "distance", "missing", "precision"),
     [

@@ -182,6 +182,7 @@ def test_a_window_can_be_chosen() -> None:
     assert extend(schedule, decides=True, recomputes=True).lowered.window == 9
 
 
+@pytest.mark.long
 def test_a_chosen_window_that_is_too_small_is_refused() -> None:
     with pytest.raises(ScheduleError, match="deadlock"):
         prove("zb-interleaved", 8, 16, window=1)

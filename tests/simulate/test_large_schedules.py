@@ -26,6 +26,7 @@ def lowered(method, stages, microbatches, window, **options):
     return ArrayLowering(ScheduleRequest(method, stages, microbatches, options=options).schedule).at(window)
 
 
+@pytest.mark.long
 def test_random_schedules_of_arrays_are_equal_to_the_last_bit():
     random, found = Random(4), []
     while found.count("equal") < 40:

@@ -359,6 +359,7 @@ def test_bpipe_stops_nobody(p: int, m: int, times: tuple[float, float, float], l
     assert found.bubble.makespan == pytest.approx(plain.bubble.makespan)
 
 
+@pytest.mark.long
 def test_where_bpipe_costs_time() -> None:
     """A RETURN stands in the partner's program where it costs no wait if B = 2F and messages take no time.
 

@@ -191,8 +191,7 @@ class Checkpoints:
         """
         check_idle(self._pipeline)
         self.wait()
-        self._known = True
-        self._writer, self._failure = self._make_writer(), None
+        self._writer, self._failure, self._known = self._make_writer(), None, True
         found: list[str] = []
         failure: str | None = None
         if self._rank == 0:
