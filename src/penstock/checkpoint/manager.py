@@ -164,13 +164,13 @@ class Checkpoints:
 
     def _of_another_run(self) -> str | None:
         """Say what is wrong if `load` would prefer a checkpoint of another training to those of this one."""
-        newest = None if self._known else next(reversed(checkpoints(self._folder)), None)
-        if newest is None or batch_of(newest) <= self._pipeline.batches:
+        newest = -1 if self._known else max(map(batch_of, checkpoints(self._folder)), default=-1)
+        if newest <= self._pipeline.batches:
             return None
         return (
-            f"there is a checkpoint after {batch_of(newest)} batches in {str(self._folder)!r} already, and this "
-            f"pipeline has trained on {self._pipeline.batches}, so it would be taken for the newer one: call "
-            "checkpoints.load() first to go on with it, or give this run a folder of its own"
+            f"there is a checkpoint after {newest} batches in {str(self._folder)!r} already, and this pipeline has "
+            f"trained on {self._pipeline.batches}, so it would be taken for the newer one: call checkpoints.load() "
+            "first to go on with it, or give this run a folder of its own"
         )
 
     def load(
