@@ -109,8 +109,8 @@ PARTS = {
         processes=STAGES,
         per_pass=False,
         microbatches=16,
-        count=320,
-        turn=160,
+        count=1280,
+        turn=640,
     ),
     "c": Part(
         "time of Penstock / time of torch.distributed.pipelining, a GPT",

@@ -317,8 +317,9 @@ class ReceiveLane(LaneEnd):
         self._largest, self._usual = max(self._largest, size), size
         if continued:
             return self.decode(self._with_rest(block, size, patience))
-        # Do not keep a block alive if the message uses less than half of it.
-        return self.decode(block[:size].clone()) if size < len(raw) // 2 else self.decode(block, raw)
+        # Do not keep a large block alive if the message uses less than half of it.
+        wasteful = size < len(raw) // 2 and len(raw) > _FIRST_CAPACITY
+        return self.decode(block[:size].clone()) if wasteful else self.decode(block, raw)
 
     def _with_rest(self, block: Tensor, size: int, patience: timedelta | None) -> Tensor:
         whole = torch.empty(size, dtype=torch.uint8)

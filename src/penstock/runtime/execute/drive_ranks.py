@@ -36,9 +36,8 @@ def drive_one(run: Run, timeout: float, polling: Polling, gloo: GlooThreads) -> 
                 gloo.follow()
                 event.ticket.wait(timeout, event.what, polling)
             else:
-                gloo.restore()  # while the caller works
                 yield event
-                gloo.give_way()
+                gloo.give_way()  # again: an evaluation of the caller's has taken it back
     finally:
         gloo.restore()
 

@@ -27,6 +27,8 @@ class MemoryLedger:
 
     def __init__(self, recorder: Recorder, stages: Collection[StageRuntime]) -> None:
         self._recorder, self._stages, self.stale = recorder, stages, False
+        self._held: list[dict[str, int]] = []  # by stage, as last reported
+        self._optimizers: list[tuple[int, int]] = []
 
     def freed(self) -> None:
         """Note that memory was freed, in whatever thread; the next action reports it."""
@@ -39,16 +41,25 @@ class MemoryLedger:
             optimizers: optimizer states may have changed since the last time, too.
         """
         self.stale = False
+        weights = [stage.weights for stage in self._stages]
+        held = [each.bytes_by_role() for each in weights]
+        states = [(each.optimizer_bytes, each.offloaded_bytes) for each in weights] if optimizers else self._optimizers
+        if held != self._held or states != self._optimizers:
+            self._held, self._optimizers = held, states
+            self._report(optimizers=optimizers)
+
+    def _report(self, *, optimizers: bool) -> None:
+        """Report what has changed."""
         totals: Counter[str] = Counter()
-        for stage in self._stages:
-            totals.update(stage.weights.bytes_by_role())
+        for part in self._held:
+            totals.update(part)
         roles, live = totals.keys(), self._recorder.live
         for role in self._recorder.roles - roles:  # of a method before this one
             self._recorder.hold(role, 0)
         self._recorder.roles = set(roles)
         if optimizers:
-            held = [(stage.weights.optimizer_bytes, stage.weights.offloaded_bytes) for stage in self._stages]
-            for role, bytes_of_stages in zip((_OPTIMIZER, _OFFLOADED), zip(*held, strict=True), strict=False):
+            by_role = zip(*self._optimizers, strict=True)
+            for role, bytes_of_stages in zip((_OPTIMIZER, _OFFLOADED), by_role, strict=False):
                 if any(bytes_of_stages) or role in live:
                     totals[role] = sum(bytes_of_stages)
         # First those that shrink: a buffer that changes its role must not count twice meanwhile.

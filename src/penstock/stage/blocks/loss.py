@@ -275,8 +275,11 @@ def read_losses(losses: Sequence[UnreadLoss]) -> list[Loss]:
         ConfigError: a weight is negative.
     """
     on_gpu = [value.double() for loss in losses for value in loss if isinstance(value, Tensor)]
-    numbers = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
-    read = [Loss(*(next(numbers) if isinstance(value, Tensor) else value for value in loss)) for loss in losses]
+    if on_gpu:
+        numbers = iter(torch.stack(on_gpu).tolist())
+        read = [Loss(*(next(numbers) if isinstance(value, Tensor) else value for value in loss)) for loss in losses]
+    else:
+        read = [Loss._make(loss) for loss in losses]
     wrong = next((loss.weight for loss in read if not loss.weight >= 0), None)
     if wrong is not None:
         raise ConfigError(_negative(wrong))
