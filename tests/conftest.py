@@ -77,7 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose how many examples tests of properties try, before these are imported."""
-    if config.getoption("some_cases"):
+    if config.getoption("some_cases") or config.option.markexpr == "smoke":
         settings.load_profile("some cases")
 
 

@@ -42,6 +42,7 @@ def _modules():
     return found
 
 
+@pytest.mark.slow
 def test_no_test_name_stands_in_two_files():
     """So that `pytest -k` picks one test, and a name in a report says which one it is."""
     found = {}

@@ -20,6 +20,7 @@ def compare(*arguments):
     return CliRunner().invoke(make_app(), [str(part) for part in (*TINY, *arguments)], env={"COLUMNS": "160"})
 
 
+@pytest.mark.slow
 def test_the_command_from_beginning_to_end_and_again(tmp_path):
     out = tmp_path / "out"
     first = compare("--out", out)

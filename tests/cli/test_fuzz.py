@@ -8,6 +8,7 @@ from campaigns.fuzz import Findings, edited, fuzz, report
 from penstock.errors import ConfigError
 
 
+@pytest.mark.slow
 def test_nothing_but_documented_errors() -> None:
     findings = fuzz(300, start=1)
     assert findings.tried.total() >= 300

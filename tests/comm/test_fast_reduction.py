@@ -97,6 +97,7 @@ def test_four_pipelines_stay_equal_and_near_the_reference(pool: Pool, method: st
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_in_one_process_it_is_the_ordered_sum() -> None:
     case = Case("2bw", 2, 2, width=3, reduce="fast")
     found = train(None, case)

@@ -53,6 +53,7 @@ def pipeline_of(config: ComparisonConfig, method: str, **more: Any) -> Pipeline:
     )
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_a_pipeline(found: Findings) -> None:
     """Of 2bw, which is evaluated in the run without a drain; norms are those that its stages decide by."""
     config, task = found.config, found.task

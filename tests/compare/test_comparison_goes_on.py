@@ -23,6 +23,7 @@ from penstock.view.comparison_progress import caption
 from support.comparisons import TEXT, TINY, Quiet, compared, configured
 
 
+@pytest.mark.slow
 def test_an_interrupted_comparison_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes, real, begun = ["methods=1f1b,2bw", "seeds=2", "batches=2"], run.run_trial, []
     expected = compared(tmp_path / "at once", *changes)

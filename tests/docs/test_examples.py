@@ -93,6 +93,7 @@ def transformer() -> tuple[nn.Module, list[float]]:
     return model, losses
 
 
+@pytest.mark.slow
 def test_the_transformer_learns_what_plain_torch_does(
     transformer: tuple[nn.Module, list[float]],
     tmp_path: Path,

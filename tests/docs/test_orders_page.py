@@ -11,6 +11,7 @@ from penstock.simulate.simulate import simulate_schedule
 from support.drawings import PAGE, drawing, made_anew
 
 
+@pytest.mark.slow
 def test_drawings_and_figures_are_those_of_the_schedules() -> None:
     text = PAGE.read_text()
     assert made_anew(text) == text, "run python tests/support/drawings.py"

@@ -32,6 +32,7 @@ def run_script(sharding: str) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.slow
 def test_the_script_of_the_page_has_the_numbers_of_a_run_without_sharding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

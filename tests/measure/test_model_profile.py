@@ -48,6 +48,7 @@ def measured(blocks, sizes=(2,), loss=squares, options=OPTIONS, told=lambda name
     return measure_blocks(blocks, samples, loss, adam, options, 0.0, told)
 
 
+@pytest.mark.slow
 def test_every_distinct_block_is_measured_once():
     """Blocks of the same class with other attributes are others; so are those whose input does not want a gradient."""
     blocks = [Multiplied(1), Multiplied(1), Multiplied(2), Multiplied(1), Multiplied(1)]

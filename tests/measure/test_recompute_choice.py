@@ -65,6 +65,7 @@ def trained(recompute, method="1f1b", stages=4, blocks=4):
     return losses, pipeline.state_dict(), peaks
 
 
+@pytest.mark.slow
 def test_what_fits_recomputes_nothing():
     found = choose(1e9)
     assert found.recompute == ("none",) * 4

@@ -75,12 +75,17 @@ def test_too_few_blocks() -> None:
         ),
         ([nn.DataParallel(nn.Linear(2, 2))], r"block '0' is of type DataParallel; .*model.module.*data_parallel=2"),
         (nn.DataParallel(nn.Linear(2, 2)), r"the model is of type DataParallel; .*model.module.*data_parallel=2"),
-        (torch.compile(nn.Linear(2, 2), backend="eager"), r"the model is compiled as a whole; .*block.compile\(\)"),
     ],
 )
 def test_what_is_no_block(blocks: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_pipeline(Case("1f1b", 1, 2), blocks=blocks, balance=None)
+
+
+def test_a_compiled_model_is_no_block() -> None:
+    compiled = torch.compile(nn.Linear(2, 2), backend="eager")
+    with pytest.raises(ConfigError, match=r"the model is compiled as a whole; .*block.compile\(\)"):
+        make_pipeline(Case("1f1b", 1, 2), blocks=compiled, balance=None)
 
 
 @pytest.mark.parametrize("container", [list, nn.Sequential, nn.ModuleList, lambda b: nn.ModuleDict(enumerate_names(b))])

@@ -104,6 +104,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-13, msg=lambda text, n=name: f"{n}: {text}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["seq1f1b", "terapipe"])
 @pytest.mark.parametrize(("p", "m", "slices"), [(1, 2, 3), (2, 1, 2), (2, 3, 4), (3, 4, 2), (4, 2, 3)])
 def test_sequence_slices_in_one_process(method: str, p: int, m: int, slices: int) -> None:

@@ -117,6 +117,7 @@ def tried(graph: LayerGraph, shape: Sequence[Any], devices: Devices, m: int) -> 
             yield max(each), max(depths), batch / m
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_graphpipe_is_the_best_of_all_divisions(shape: str) -> None:
     """The slowest stage is as fast as can be; and what the plan is said to take is what the formulas say."""

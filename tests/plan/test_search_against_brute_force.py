@@ -176,6 +176,7 @@ def faults(case):
     return said
 
 
+@pytest.mark.slow
 @seed(0)
 @settings(max_examples=15, deadline=None, database=None, phases=[Phase.generate])
 @given(cases())

@@ -33,6 +33,7 @@ def plans(devices: Devices, known: Profile, methods: tuple[str, ...] = ("1f1b",)
 HEAVY = profile(20.0, parameters=1e5)
 
 
+@pytest.mark.slow
 def test_a_message_has_the_whole_link_while_no_other_is_under_way() -> None:
     """Outputs of 20 bytes take 2 s by a device's part, and 1 s by all of it: as if every device had it to itself."""
     alone = replace(SERVERS, shares_link=False)

@@ -91,6 +91,7 @@ def limited(limit=None, bandwidth=1e4, count=3):
     return Devices((DeviceLevel(count, bandwidth),), limit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, 230.0])
 def test_simulated_plans_are_the_best_of_all(limit):
     """Four layers, three devices: depths, widths, cuts, recompute of each rank, sharding."""

@@ -60,6 +60,7 @@ class Ends:
         return found
 
 
+@pytest.mark.slow
 def test_messages_of_a_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of figures, lags, votes and agreements between spans: each message is a size and a block."""
     most = {}

@@ -39,6 +39,7 @@ def take_and_free(how: object) -> tuple[int, int]:
     return faults, resident
 
 
+@pytest.mark.slow
 def test_freed_memory_stays() -> None:
     assert take_and_free(LARGEST)[0] < take_and_free("default")[0] / 10
 

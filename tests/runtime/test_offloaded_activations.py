@@ -22,6 +22,7 @@ def trained(method, recompute, stages=4, m=6, **more):
     return losses, pipeline.state_dict(), pipeline.peak_bytes(), pipeline
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["1f1b", "2bw", "zb-h1", "interleaved:chunks=2"])
 def test_offload_does_not_change_a_bit(method):
     stages = 2 if method.startswith("interleaved") else 4

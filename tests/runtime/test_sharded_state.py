@@ -47,6 +47,7 @@ said = cache(expected)
 """What the reference says, which is the same at every level."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["optimizer", "gradients"])
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda c: f"{c.method}-{c.depth}-{c.width}-{c.model}-{c.optimizer}-{c.precision}"

@@ -56,6 +56,7 @@ def read_slowly(group: dist.ProcessGroup | None) -> TimeSplit:
     return split_time(pipeline.timeline())
 
 
+@pytest.mark.slow
 def test_a_slow_dataset_is_data(pool: Pool) -> None:
     """The first sample is read before the first work; those of the other batches, and these themselves, are not."""
     alone, (both, _) = read_slowly(None), pool.submit(read_slowly, ranks=2)

@@ -35,6 +35,7 @@ def found_by_search(p: int, m: int, times: Times, limit: int, hop: int = 0, held
     return simulated("v-auto", p, m, times, hop, held / 100, options)
 
 
+@pytest.mark.slow
 @given(
     p=st.integers(1, 4),
     m=st.integers(1, 6),

@@ -52,6 +52,7 @@ def expected(rows):
     return [[(start, end) for action, start, end in row if action.op.value not in BESIDE] for row in rows]
 
 
+@pytest.mark.slow
 @SWEEP
 @given(st.data(), straight_schedules(), st.integers(1, 4), st.sampled_from([(2, 2), (0, 2), (0, 3), (1, 1), (3, 4)]))
 def test_every_method_on_the_documented_machine(data, schedule, batches, machine):

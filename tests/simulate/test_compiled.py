@@ -30,6 +30,7 @@ from support.schedules import make_schedule
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
 
 
+@pytest.mark.slow
 def test_random_spans_are_equal_to_the_last_bit():
     assert run(count=60, seed=11)["equal"] == 60
 

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from penstock.schedule.ir.absolute_actions import actions_of
@@ -26,6 +27,7 @@ def runs(draw, golden=True):
     return simulate_schedule(proof, costs, batches), proof, costs, batches
 
 
+@pytest.mark.slow
 @SWEEP
 @given(runs())
 def test_a_rank_does_one_thing_at_a_time(run):

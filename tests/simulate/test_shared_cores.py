@@ -61,6 +61,7 @@ def recorded(kind: type[Machine], proof: Proof, costs: Costs, *more: Any) -> tup
     return beside, sorted(messages, key=repr), machine.clock
 
 
+@pytest.mark.slow
 @SWEEP
 @given(st.data(), proofs())
 def test_enough_cores_change_nothing_to_the_last_bit(data: st.DataObject, proof: Proof) -> None:

@@ -72,6 +72,7 @@ class Carried(SharedMachine):
         return super()._go_on_with(number, ended)
 
 
+@pytest.mark.slow
 @SWEEP
 @given(st.data(), st.sampled_from(PROOFS), st.sampled_from([1, 2, None]))
 def test_what_is_carried_is_rate_over_time(data: st.DataObject, proof: Proof, per_host: int | None) -> None:

@@ -58,6 +58,7 @@ def peak(recompute: RecomputeMode, method: str = "gpipe") -> int:
     return pipeline.peak_bytes()[0]["activations"]
 
 
+@pytest.mark.slow
 def test_less_is_kept() -> None:
     """Per block only its input; per stage only the stage's input (tokens here), and one graph at a time."""
     none, block, stage = peak("none"), peak("block"), peak("stage")

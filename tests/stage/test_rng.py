@@ -37,6 +37,7 @@ def test_dropout_and_buffers_equal_the_reference(pool: Pool, method: str, depth:
         assert_same(train_on_ranks(pool, case), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["1f1b", "2bw"])
 def test_dropout_falls_alike_at_every_depth(method: str) -> None:
     """Losses of the first batch, which all read the same weights, are the same bits."""

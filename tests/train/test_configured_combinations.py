@@ -67,6 +67,7 @@ def built(prepared: Prepared) -> None:
                 continue_under(pipeline, prepared.plan_of(other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_sharded_updates_are_built_or_refused_before(optimizer: str, data: Path) -> None:
     changes = [*changes_of("2bw", "width", data), f"optimizer.name={optimizer}"]

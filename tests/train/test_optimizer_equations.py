@@ -14,6 +14,7 @@ from penstock.weights.optim.directions import check_predictable, direction
 from support.named_parameters import gradients, made, orthogonalised, run, some
 
 
+@pytest.mark.slow
 def test_adan_s_equations() -> None:
     """Xie et al., arXiv 2208.06677, Algorithm 1, with bias corrections and the proximal decay; m, v, n as there."""
     (name, p) = some(dtype=torch.float64)[0]

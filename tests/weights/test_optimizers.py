@@ -36,6 +36,7 @@ from support.cases import (
 from support.pool import Pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["1f1b", "2bw", "stash"])
 @pytest.mark.parametrize(("model", "optimizer"), [("gpt", "adamw"), ("matrices", "muon"), ("mixed", "adafactor")])
 def test_models_and_optimizers(method: str, model: str, optimizer: str) -> None:

@@ -48,6 +48,7 @@ def test_low_precision_equals_the_reference(
         assert_same(train_on_ranks(pool, case), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["block", "stage"])
 @pytest.mark.parametrize("method", ["1f1b", "2bw"])
 def test_together_with_everything_else(method: str, recompute: RecomputeMode) -> None:

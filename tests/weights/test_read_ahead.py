@@ -30,6 +30,7 @@ def loss_of(case: Case, weights: dict[str, torch.Tensor], data: list) -> float:
     return found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_evaluations_read_the_weights_and_not_what_is_predicted(name: str) -> None:
     case = case_named(name, 7)

@@ -35,6 +35,7 @@ def peaks(case: Case, segments: int = 1) -> list[int]:
     return [peak["activations"] for peak in pipeline.peak_bytes().values()]
 
 
+@pytest.mark.slow
 def test_only_the_first_of_a_segment_keeps_its_input() -> None:
     """Byte by byte, and as the schedule's proof says."""
     case = case_of(8, 1, spans=(20,), recompute="stage")
