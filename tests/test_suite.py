@@ -85,6 +85,7 @@ def test_every_file_is_part_of_make_check(request):
         (["", "", ""], [0]),
         (["processes", "slow", ""], [2]),
         (["processes", "slow"], [0]),
+        (["long", "slow", "", ""], [2]),
         (["", "smoke", "", "smoke"], [1, 3]),
         (["processes smoke", ""], [0]),
     ],

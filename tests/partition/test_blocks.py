@@ -82,6 +82,13 @@ def test_what_is_no_block(blocks: Any, message: str) -> None:
         make_pipeline(Case("1f1b", 1, 2), blocks=blocks, balance=None)
 
 
+def test_a_block_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        blocks = [nn.Linear(2, 2) for _ in range(2)]
+    with pytest.raises(ConfigError, match=r"stage 0 on rank 0: 0.weight is on the device 'meta', .*LazyBlock"):
+        make_pipeline(Case("1f1b", 2, 2), blocks=blocks, balance=None)
+
+
 def test_a_compiled_model_is_no_block() -> None:
     compiled = torch.compile(nn.Linear(2, 2), backend="eager")
     with pytest.raises(ConfigError, match=r"the model is compiled as a whole; .*block.compile\(\)"):

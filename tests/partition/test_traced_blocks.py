@@ -159,6 +159,11 @@ class Pairs(Base):
         return x, self.second(x)
 
 
+class Names(Base):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.second(self.first(x))}
+
+
 class Joins(Base):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.first(x) + self.second(y)  # type: ignore[no-any-return]
@@ -197,7 +202,8 @@ REFUSED: dict[Callable[[], nn.Module], str] = {
     Noise: "it makes a tensor of its own, whatever the input",
     Asks: r"it asks for types \(isinstance\)",
     Shares: "it calls first more than once",
-    Pairs: "it does not return one value",
+    Pairs: "it does not return one value that its modules compute, but a sequence of 2; let it return only what the",
+    Names: "it does not return one value that its modules compute, but a dict with 'logits'; let it return only",
     Joins: r"it takes 2 values \(x, y\), and a block takes one",
     Writes: "it writes into scale",
     LayerDrop: "it draws random numbers beside its modules",

@@ -58,7 +58,7 @@ class ForwardCuts:
         (self._input,) = (n for n in nodes if n.op == "placeholder")
         self._output = next(n for n in nodes if n.op == "output").args[0]
         if not isinstance(self._output, Node) or not self._steps:
-            raise CannotFollowError("it does not return one value that its modules compute")
+            raise CannotFollowError(f"it does not return one value that its modules compute{_returned(self._output)}")
         self._sizes = sizes_among(self._steps)
         written = [step.all_input_nodes[0] for step in self._steps if self._writes(step)]
         self._in_place = bool(written) or any(getattr(module, "inplace", False) for module in self._modules.values())
@@ -201,3 +201,11 @@ class ForwardCuts:
 def name_of_step(step: Node) -> str:
     """Return the name of what a step calls."""
     return str(step.target) if isinstance(step.target, str) else str(getattr(step.target, "__name__", "function"))
+
+
+def _returned(output: object) -> str:
+    """What a forward returns in place of one value, and what to do."""
+    if not isinstance(output, dict | tuple | list) or not output:
+        return ""
+    named = f"dict with {', '.join(map(repr, output))}" if isinstance(output, dict) else f"sequence of {len(output)}"
+    return f", but a {named}; let it return only what the loss takes"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import CapabilityError
+from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.parameter_names import prefix_of
 from penstock.stage.blocks.precision_casts import kept_full
 from penstock.stage.checks.changes_between_runs import check_changes, find_parameters, take_over_values
@@ -40,6 +40,7 @@ class BlockTensors:
         self.bound: Mapping[str, Tensor] | None = None
         self._found = find_parameters(modules)
         for name, parameter in self._originals.items():
+            self._check_values(name, parameter)
             self._check_dtype(name, parameter)
             for module, _ in self._found.places[name]:
                 self._check_max_norm(name, module, parameter)
@@ -51,6 +52,14 @@ class BlockTensors:
             for name, p in self._originals.items()
             if precision is not None and not p.requires_grad and p.dtype == torch.float32 and name not in self.full
         }
+
+    def _check_values(self, name: str, parameter: nn.Parameter) -> None:
+        if parameter.is_meta:
+            raise ConfigError(
+                f"{self.where}: {name} is on the device 'meta', which holds shapes and no values; give it memory and "
+                "values first (model.to_empty(device='cpu'), then its initialization or load_state_dict), or pass "
+                "LazyBlock(lambda: ..., seed=0), which is made where it is needed"
+            )
 
     def _check_dtype(self, name: str, parameter: nn.Parameter) -> None:
         if parameter.requires_grad and parameter.dtype not in _TRAINABLE:
