@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -82,11 +83,18 @@ def test_what_is_no_block(blocks: Any, message: str) -> None:
         make_pipeline(Case("1f1b", 1, 2), blocks=blocks, balance=None)
 
 
-def test_a_block_without_values_is_refused() -> None:
-    with torch.device("meta"):
-        blocks = [nn.Linear(2, 2) for _ in range(2)]
-    with pytest.raises(ConfigError, match=r"stage 0 on rank 0: 0.weight is on the device 'meta', .*LazyBlock"):
-        make_pipeline(Case("1f1b", 2, 2), blocks=blocks, balance=None)
+class Cached(nn.Linear):
+    """A layer with a buffer that no checkpoint has, such as the angles of rotary embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("angles", torch.ones(2, device="meta"), persistent=False)
+
+
+@pytest.mark.parametrize(("make", "name"), [(lambda: nn.Linear(2, 2, device="meta"), "weight"), (Cached, "angles")])
+def test_a_block_without_values_is_refused(make: Callable[[], nn.Module], name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"stage 0 on rank 0: 0.{name} is on the device 'meta', .*LazyBlock"):
+        make_pipeline(Case("1f1b", 2, 2), blocks=[make(), nn.Linear(2, 2)], balance=None)
 
 
 def test_a_compiled_model_is_no_block() -> None:

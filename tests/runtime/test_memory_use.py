@@ -165,7 +165,7 @@ def test_the_ledger_is_right(method: str, depth: int) -> None:
             moving = tracker.live - static
             activations = of_kind(pipeline, "activations")
             assert activations <= moving <= activations + of_kind(pipeline, "messages") + 4 * m * depth
-            assert activations > 0 or depth == 1  # where a report comes after the last backward
+            assert (activations == 0) is (depth == 1 and method != "gpipe")  # a report comes after the last backward
         assert static == of_kind(pipeline, "weights", "gradients", "idle buffers", "optimizer") == tracker.live
 
 

@@ -1,4 +1,4 @@
-"""Gloo's threads of this process, and how the system schedules them while a rank with no more than one core runs.
+"""Gloo's threads of this process, and how the system schedules them while a rank with no more than one core works.
 
 Each process group has a thread that moves its messages. One that arrives wakes it, often on the core of a rank that is
 in the midst of a send, which it takes away. To go on it needs the lock of the connection; while the sender holds that,
@@ -40,10 +40,11 @@ class GlooThreads:
         self._changed, self._cpu = False, -1  # -1: none is known
 
     def give_way(self) -> None:
-        """Have them take no core away, and run where this thread does, unless they do so already."""
-        if self._current_cpu is not None and not self._changed:
+        """Have them take no core away, and run where this thread does."""
+        if self._current_cpu is not None:
             self._changed = True
-            for thread in self._alive():
+            self._threads = [thread for thread in self._threads if _is_gloo(thread.number)]
+            for thread in self._threads:
                 _set_policy(thread.number, os.SCHED_BATCH)
             self.follow()
 
@@ -51,21 +52,16 @@ class GlooThreads:
         """Have them run where this thread does, which the system may have moved."""
         if self._changed and self._current_cpu is not None and (cpu := self._current_cpu()) != self._cpu and cpu >= 0:
             self._cpu = cpu
-            for thread in self._alive():
+            for thread in self._threads:
                 _set_cpus(thread.number, {cpu})
 
     def restore(self) -> None:
         """Have the system schedule them as before."""
         if self._changed:
             self._changed, self._cpu = False, -1
-            for thread in self._alive():
+            for thread in self._threads:
                 _set_policy(thread.number, os.SCHED_OTHER)
                 _set_cpus(thread.number, thread.cpus)
-
-    def _alive(self) -> list[_Thread]:
-        """Forget those that have ended, and return the others."""
-        self._threads = [thread for thread in self._threads if _is_gloo(thread.number)]
-        return self._threads
 
 
 def _find_threads() -> list[_Thread]:
@@ -82,7 +78,7 @@ def _find_threads() -> list[_Thread]:
 def _is_gloo(thread: int) -> bool:
     """Whether it is one of gloo's still; the system gives its number to others when it has ended."""
     try:
-        file = os.open(f"/proc/self/task/{thread}/comm", os.O_RDONLY)  # Path takes four times as long
+        file = os.open(f"/proc/self/task/{thread}/comm", os.O_RDONLY)  # twice a batch: Path takes four times as long
     except OSError:
         return False
     try:

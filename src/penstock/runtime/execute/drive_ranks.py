@@ -36,8 +36,9 @@ def drive_one(run: Run, timeout: float, polling: Polling, gloo: GlooThreads) -> 
                 gloo.follow()
                 event.ticket.wait(timeout, event.what, polling)
             else:
+                gloo.restore()  # while the caller works
                 yield event
-                gloo.give_way()  # again: an evaluation of the caller's has taken it back
+                gloo.give_way()
     finally:
         gloo.restore()
 

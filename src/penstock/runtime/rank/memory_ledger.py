@@ -41,7 +41,7 @@ class MemoryLedger:
             optimizers: optimizer states may have changed since the last time, too.
         """
         self.stale = False
-        weights = [stage.weights for stage in self._stages]
+        weights = [stage.weights for stage in self._stages]  # mostly as before, and compared faster than reported
         held = [each.bytes_by_role() for each in weights]
         states = [(each.optimizer_bytes, each.offloaded_bytes) for each in weights] if optimizers else self._optimizers
         if held != self._held or states != self._optimizers:
@@ -49,7 +49,7 @@ class MemoryLedger:
             self._report(optimizers=optimizers)
 
     def _report(self, *, optimizers: bool) -> None:
-        """Report what has changed."""
+        """Report the bytes of all roles to the recorder."""
         totals: Counter[str] = Counter()
         for part in self._held:
             totals.update(part)

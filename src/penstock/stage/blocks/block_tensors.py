@@ -39,8 +39,12 @@ class BlockTensors:
         self._modules, self.where = modules, where
         self.bound: Mapping[str, Tensor] | None = None
         self._found = find_parameters(modules)
+        buffers = {
+            f"{prefix_of(name, block)}{path}": b for name, block in modules.items() for path, b in block.named_buffers()
+        }
+        for name, tensor in {**self._originals, **buffers}.items():
+            self._check_values(name, tensor)
         for name, parameter in self._originals.items():
-            self._check_values(name, parameter)
             self._check_dtype(name, parameter)
             for module, _ in self._found.places[name]:
                 self._check_max_norm(name, module, parameter)
@@ -53,12 +57,12 @@ class BlockTensors:
             if precision is not None and not p.requires_grad and p.dtype == torch.float32 and name not in self.full
         }
 
-    def _check_values(self, name: str, parameter: nn.Parameter) -> None:
-        if parameter.is_meta:
+    def _check_values(self, name: str, tensor: Tensor) -> None:
+        if tensor.is_meta:
             raise ConfigError(
                 f"{self.where}: {name} is on the device 'meta', which holds shapes and no values; give it memory and "
-                "values first (model.to_empty(device='cpu'), then its initialization or load_state_dict), or pass "
-                "LazyBlock(lambda: ..., seed=0), which is made where it is needed"
+                "values first (model.to_empty(device='cpu'), then its initialization or load_state_dict), or make the "
+                "block where it is needed and on a device with memory: LazyBlock(lambda: ..., seed=0)"
             )
 
     def _check_dtype(self, name: str, parameter: nn.Parameter) -> None:
