@@ -57,14 +57,14 @@ def adam(named):
     return torch.optim.AdamW(named, lr=0.01)
 
 
-def planned_and_found(method, precision, frozen=0, does=KEPT, count=4, width=1, sharding="none", depth=2):
+def planned_and_found(method, precision, frozen=0, does=KEPT, count=4, width=1, sharding="none", depth=2, m=M):
     """Plan some ranks with a profile of the blocks, run the plan; returns both peaks on each device."""
     options = PipelineOptions().changed(precision=precision, max_grad_norm=None)
     sample = {2: (torch.randn(2, WIDTH), torch.randn(2, WIDTH))}
     measured = measure_blocks(blocks(frozen, count), sample, squared, adam, options, 0.0)
     graph = layer_graph(parse_profile(profile_text(profile_of("model", measured, [], "", {})), "again"), 2)
     candidate = Candidate(
-        Sized(graph, 2, M * width), PLANNED[method], depth, width, sharding, offloads=does is OFFLOADED
+        Sized(graph, 2, m * width), PLANNED[method], depth, width, sharding, offloads=does is OFFLOADED
     )
     trial = CandidateTrial(candidate, BlockChain(graph, 2.0), DEVICES, KnownSchedules(decides=precision == "fp16"))
     cuts = (0, 3, 4) if frozen else (*range(0, count, count // candidate.stages), count)  # no stage is frozen whole
@@ -74,7 +74,8 @@ def planned_and_found(method, precision, frozen=0, does=KEPT, count=4, width=1, 
     del run["microbatch_size"]
     whole = {"blocks": blocks(frozen, count), "loss": squared, "optimizer": adam, "max_grad_norm": None}
     pipeline = Pipeline(**grouped(whole | run | {"precision": precision}))
-    list(pipeline.run([[(torch.randn(2, WIDTH), torch.randn(2, WIDTH)) for _ in range(M * width)] for _ in range(4)]))
+    batch = [(torch.randn(2, WIDTH), torch.randn(2, WIDTH)) for _ in range(m * width)]
+    list(pipeline.run([batch] * (4 if m == M else 6)))
     peaks = list(pipeline.peak_bytes().values())[:depth]
     assert [fit.held_on_host(rank, cuts, does) for rank in range(depth)] == [each.get(AWAY, 0) for each in peaks]
     found = [each.get(TOTAL_ON_DEVICE, each["total"]) for each in peaks]
@@ -99,6 +100,17 @@ def test_planned_memory_is_that_of_the_ledger(method, precision, does):
     assert_equal_but_for_a_message(planned, found)
     if method == "gpipe":
         assert planned == found
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize(
+    ("method", "precision", "does", "depth", "m"),
+    [("3bw", "fp32", KEPT, 4, 2), ("3bw", "bf16", RECOMPUTED, 3, 1), ("3bw-ahead", "fp16", KEPT, 4, 2)],
+)
+def test_planned_memory_with_three_versions_is_that_of_the_ledger(method, precision, does, depth, m):
+    """With as few microbatches as may be, so that up to three gradients of a stage are there at a time."""
+    planned, found = planned_and_found(method, precision, does=does, depth=depth, count=depth, m=m)
+    assert_equal_but_for_a_message(planned, found)
 
 
 @pytest.mark.parametrize("method", ["1f1b", "eager", "2bw"])

@@ -39,14 +39,17 @@ KINDS = {
 }
 
 
-def run_of(plan, tmp_path):
-    """Train a batch by the file of a plan."""
+def run_of(plan, tmp_path, batches=1):
+    """Train some batches by the file of a plan."""
     (tmp_path / "plan.yaml").write_text(plan)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 50)
     config = load_config(tmp_path / "plan.yaml", [*TINY, f"data={tmp_path / 'text.txt'}", "held_out=0.2"])
     tokens = torch.randint(256, (config.width * config.microbatches * config.microbatch_size, 8))
-    (report,) = make_pipeline(prepare(config)).run([(tokens, tokens)])
-    assert math.isfinite(report.loss)
+    reports = list(make_pipeline(prepare(config)).run([(tokens, tokens)] * batches))
+    assert len(reports) == batches
+    assert all(math.isfinite(report.loss) for report in reports)
+    if batches > 3:
+        assert reports[-1].loss < reports[0].loss
 
 
 @pytest.mark.parametrize("method", KINDS)
@@ -57,6 +60,16 @@ def test_a_plan_of_each_kind_is_trained(tmp_path, method):
     assert settings.items() <= yaml.safe_load(plan).items()
     assert found.plans[0].devices == 2
     run_of(plan, tmp_path)
+
+
+@pytest.mark.parametrize(("method", "depth", "m"), [("3bw", 2, 1), ("3bw-ahead", 3, 1), ("3bw", 4, 2)])
+def test_a_plan_with_three_versions_is_trained(tmp_path, method, depth, m):
+    """Of three ranks and one microbatch, and of four and two: too few for 2bw."""
+    devices = Devices((DeviceLevel(depth, 1.0),))
+    found = make_plan(PlanRequest(profile_of(), devices, cost="simulated", microbatches=m, methods=(method,)))
+    plan = plan_file(found)
+    assert {"method": method, "stages": depth, "microbatches": m}.items() <= yaml.safe_load(plan).items()
+    run_of(plan, tmp_path, batches=5)
 
 
 def test_a_plan_whose_order_is_searched_is_trained(tmp_path):

@@ -204,7 +204,7 @@ class EveryPlan:
         """All that fit, with what a batch of a long run takes.
 
         Five batches less three of some methods may take less than two batches of the busiest rank, which a long run
-        does not.
+        does not. With three versions of the weights what repeats may be three batches long, and begins later.
         """
         stages, blocks = len(self.ranks), len(self.graph.layers)
         limited, found = self.devices.memory is not None, []
@@ -237,7 +237,8 @@ class EveryPlan:
         """Some plans with their times."""
         costs = [self.costs(cuts, chosen, place) for cuts, chosen, place, _ in plans]
         several = list(zip(costs, (self._key(chosen) for _, chosen, _, _ in plans), strict=True))
-        spans = [self.spans(several, batches) for batches in (3, 5)]
+        fewer, more = (6, 12) if METHODS[self.kind.name.partition(":")[0]].rule == "triple-buffer" else (3, 5)
+        spans = [self.spans(several, batches) for batches in (fewer, more)]
         for (cuts, chosen, place, held), of, a, b in zip(plans, costs, *spans, strict=True):
             busy = [0.0] * self.kind.depth
             for rank, each in zip(self.ranks, of.stages, strict=True):
@@ -246,7 +247,7 @@ class EveryPlan:
             if self.kind.offloads:
                 made = copies_of(proof_of(*self._key(chosen)).schedule)
                 busy += [each.copy * count for each, (count, _) in zip(of.stages, made, strict=True)]
-            batch = (b.makespan - a.makespan) / 2
+            batch = (b.makespan - a.makespan) / (more - fewer)
             if self.kind.offloads:
                 late = not_gone(proof_of(*self._key(chosen)).lowered, of)
                 moved = [movable_of(self.graph.layers[first:last]) for first, last in itertools.pairwise(cuts)]

@@ -16,13 +16,14 @@ from penstock.plan.planned_timeline import idle_shares
 from penstock.plan.profile.layer_graph import sizes_of
 from penstock.plan.profile.schema import Calibration, Numbers, Profile, ProfiledLayer
 from penstock.plan.run_forecast import RunSettings, run_forecast
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.proof.proof import Proof
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import Simulation, simulate_schedule
 from penstock.timeline import Timeline
 
 _WORK = ("F", "R", "B", "I", "W", "STEP")
-_SPAN = 4  # batches that are simulated
+_SPAN, _SPAN_OF_THREE = 4, 6  # batches that are simulated; with three versions of the weights they settle later
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def compare_with_run(profile: Profile, settings: RunSettings, timeline: Timeline
     """
     proof, costs = run_forecast(profile, settings)
     played, longer = _spans(proof, costs)
-    batch = (longer.bubble.makespan - played.bubble.makespan) / _SPAN
+    batch = (longer.bubble.makespan - played.bubble.makespan) / _span(proof)
     stages, between = [], profile.in_runs.between
     for at in range(proof.schedule.num_stages):
         predicted = _medians(longer.timeline, at, range(settings.stages))
@@ -86,8 +87,9 @@ def predicted_batch(profile: Profile, settings: RunSettings) -> float:
     Raises:
         ConfigError, ScheduleError: as `run_forecast`.
     """
-    played, longer = _spans(*run_forecast(profile, settings))
-    return (longer.bubble.makespan - played.bubble.makespan) / _SPAN
+    proof, costs = run_forecast(profile, settings)
+    played, longer = _spans(proof, costs)
+    return (longer.bubble.makespan - played.bubble.makespan) / _span(proof)
 
 
 def recalibrated(profile: Profile, settings: RunSettings, comparison: RunComparison, run: str) -> Profile:
@@ -148,8 +150,12 @@ def _with_times(
 
 
 def _spans(proof: Proof, costs: Costs) -> tuple[Simulation, Simulation]:
-    """Return two simulated spans of a schedule, one of which has `_SPAN` batches more."""
-    return simulate_schedule(proof, costs, _SPAN), simulate_schedule(proof, costs, 2 * _SPAN)
+    """Return two simulated spans of a schedule, one of which has as many batches more as `_span` says."""
+    return simulate_schedule(proof, costs, _span(proof)), simulate_schedule(proof, costs, 2 * _span(proof))
+
+
+def _span(proof: Proof) -> int:
+    return _SPAN_OF_THREE if RULES[proof.schedule.rule].delay > 1 else _SPAN
 
 
 def _medians(timeline: Timeline, stage: int, ranks: Collection[int]) -> dict[str, float]:

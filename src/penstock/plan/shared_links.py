@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.errors import ScheduleError
+from penstock.plan.candidates.planned_methods import steady_spans
 from penstock.plan.profile.schema import Profile
 from penstock.plan.run_forecast import RunSettings, run_forecast
 from penstock.plan.simulated.chosen_plan import in_order
@@ -23,7 +24,6 @@ from penstock.schedule.machine.sharing.shared_links import SharedLinks
 from penstock.simulate.simulate import simulate_schedule
 
 _MOST_PASSES = 1 << 11  # forwards of a batch of a pipeline; all is played in the order of time
-_SPANS = (3, 5)  # batches: what two more of them take
 
 
 def with_shared_links(plans: Sequence[Plan], profile: Profile, devices: Devices) -> list[Plan]:
@@ -78,8 +78,9 @@ def _batch(plan: Plan, profile: Profile, settings: RunSettings, devices: Devices
         network = costs.network and replace(costs.network, bandwidth=costs.network.bandwidth * whole)
         costs = replace(costs, collective=costs.collective / whole, network=network)
     costs = replace(costs, links=SharedLinks(ranks))
-    short, long = (simulate_schedule(proof, costs, batches).bubble.makespan for batches in _SPANS)
-    return (long - short) / (_SPANS[1] - _SPANS[0])
+    spans = steady_spans(proof.schedule.rule)
+    short, long = (simulate_schedule(proof, costs, each).bubble.makespan for each in spans)
+    return (long - short) / (spans[1] - spans[0])
 
 
 def _on_servers(settings: RunSettings, inner: int) -> tuple[int, int]:

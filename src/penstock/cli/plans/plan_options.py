@@ -124,7 +124,11 @@ PlannedCluster = Annotated[
 ]
 MethodsToTry = Annotated[
     str | None,
-    typer.Option("--methods", metavar="A,B..", help="With cost simulated: only these methods, as in 1f1b,gpipe."),
+    typer.Option(
+        "--methods",
+        metavar="A,B..",
+        help="With cost simulated: only these methods, as in 1f1b,gpipe; 3bw and 3bw-ahead are tried only if named.",
+    ),
 ]
 Objective = Annotated[
     str,

@@ -16,6 +16,7 @@ from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import places_in_words
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, StageRating
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.find_method import find_method
 from penstock.view.plurals import counted
 from penstock.view.tables import UNBOUNDED
@@ -71,16 +72,17 @@ def planning_tables(planning: Planning, width: int = UNBOUNDED) -> Group:
 
 def _said_of_delay(planning: Planning) -> Iterator[str]:
     """Yield what the best plan's method costs beside time: weights that are read late."""
-    flushes = [_flushes(plan) for plan in planning.plans]
-    if flushes[0]:
+    rules = [_rule(plan) for plan in planning.plans]
+    if rules[0] == "flush":
         return
-    other = f"plan {flushes.index(True) + 1} is the first without" if True in flushes else "no plan here is without"
-    yield f"Plan 1 reads weights that are late, which costs loss for each sample (docs/which-method.md); {other}."
+    other = f"plan {rules.index('flush') + 1} is the first without" if "flush" in rules else "no plan here is without"
+    late = "late" if RULES[rules[0]].delay < 2 else f"{RULES[rules[0]].delay} updates late"
+    yield f"Plan 1 reads weights that are {late}, which costs loss for each sample (docs/which-method.md); {other}."
 
 
-def _flushes(plan: Plan) -> bool:
+def _rule(plan: Plan) -> str:
     method = plan.settings.get("method")
-    return method is None or find_method(str(method)).rule == "flush"
+    return "flush" if method is None else find_method(str(method)).rule
 
 
 def _part(rating: StageRating, part: str) -> float:

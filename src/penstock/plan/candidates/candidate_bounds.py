@@ -137,8 +137,9 @@ def least_of_ranks(of: Candidate, work: RankWork, ranks: npt.NDArray[np.intp]) -
     if method.chunks == 1 and not method.halved:
         flight = np.array([stage_forecast(method, of.depth, m, rank).activations for rank in ranks.tolist()])
     flight = flight.reshape(-1, *[1] * (work.busy.ndim - 1))
-    if not method.flushes:  # in the long run; whole rounds of what is in flight, so that two batches show it
-        return np.maximum(busy, 2 * m // flight * work.through / 2)
+    if not method.flushes:  # in the long run; whole rounds of what is in flight, so that the batches played show it
+        batches = method.spans[1] - method.spans[0]
+        return np.maximum(busy, batches * m // flight * work.through / batches)
     rounds, rest = np.divmod(m - 1, flight)
     own = np.maximum(m * work.path, rest * work.forward + (rounds + 1) * work.through)
     return np.maximum(busy, work.before + own)

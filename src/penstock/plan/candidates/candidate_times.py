@@ -22,7 +22,6 @@ from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.sharding_traffic import Network
 
 _SAME = 1e-3  # by how much the times of rounds of microbatches may differ
-_SPANS = (3, 5)  # batches: what two more of them take
 _NO_BYTES = 1e-30  # of a network, which has to carry something
 
 
@@ -87,12 +86,12 @@ class CandidateTimes:
         alike, busiest = dict[ScheduleKey, list[int]](), np.array([self._busiest(each) for each in costs])
         for n, (_, activations) in enumerate(several):
             alike.setdefault(self.schedule(activations), []).append(n)
-        found = np.zeros((len(self.of.played), len(costs)))
+        found, (fewer, batches) = np.zeros((len(self.of.played), len(costs))), self.of.method.spans
         for (key, own), (row, m) in product(alike.items(), enumerate(self.of.played)):
             played = key._replace(microbatches=m)
-            short, long = (self._known.span(played, batches)([costs[n] for n in own]) for batches in _SPANS)
+            short, long = (self._known.span(played, each)([costs[n] for n in own]) for each in (fewer, batches))
             more = [b.makespan - a.makespan for a, b in zip(short, long, strict=True)]
-            found[row, own] = np.array(more) / (_SPANS[1] - _SPANS[0])
+            found[row, own] = np.array(more) / (batches - fewer)
         return list(map(float, np.maximum(self._of_all_rounds(found), busiest)))
 
     def _of_all_rounds(self, times: Floats) -> Floats:
@@ -153,7 +152,8 @@ class CandidateTimes:
 
     def not_gone(self, cuts: Cuts, activations: Sequence[ActivationMemory]) -> Mapping[int, int]:
         """Return by rank how many more activations are on its device than if copies to the host took no time."""
-        return self._known.not_gone(self.schedule(activations), _SPANS[1], self.costs(np.array(cuts), activations))
+        batches = self.of.method.spans[1]
+        return self._known.not_gone(self.schedule(activations), batches, self.costs(np.array(cuts), activations))
 
     def _stage_times(
         self, cuts: npt.NDArray[np.intp], activations: Sequence[ActivationMemory]

@@ -7,6 +7,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.proof.proof import StageFacts
 from penstock.schedule.stage_state.stage_state import Delay
 from penstock.simulate.memory.predicted import AlwaysThere
@@ -34,6 +35,18 @@ def activations_of(settings: Mapping[str, Any], ranks: Sequence[int]) -> list[Ac
         kept = ActivationMemory.KEPT if word == "none" else ActivationMemory.OFFLOADED
         found[rank] = kept if mode == "none" else ActivationMemory.RECOMPUTED
     return [found[rank] for rank in sorted(found)]
+
+
+def steady_spans(rule: str) -> tuple[int, int]:
+    """Return the batches of two spans, the longer of which takes more by what as many batches of a long run take.
+
+    Where batches overlap, what they do repeats every two batches, or every two or three if there are three versions of
+    the weights; with these it also settles later.
+
+    Args:
+        rule: of versions.
+    """
+    return (6, 12) if RULES[rule].delay > 1 else (3, 5)
 
 
 class PlannedMethod(NamedTuple):
@@ -65,6 +78,11 @@ class PlannedMethod(NamedTuple):
         return self.name.partition(":")[0]
 
     @property
+    def plain(self) -> str:
+        """The name of the method whose orders and versions it has without its correction; its own if it has none."""
+        return self.row.removesuffix("-ahead") if self.correction != "none" else self.name
+
+    @property
     def options(self) -> dict[str, int]:
         """Of its order, where they are not what the method has anyway."""
         return {"chunks": self.chunks} if ":" in self.name else dict(self.searched)
@@ -73,6 +91,26 @@ class PlannedMethod(NamedTuple):
     def flushes(self) -> bool:
         """Whether no weights are read late."""
         return self.rule == "flush"
+
+    @property
+    def delay(self) -> int:
+        """By how many updates its weights are late."""
+        return RULES[self.rule].delay
+
+    @property
+    def on_request(self) -> bool:
+        """Whether it is tried only where it is asked for: weights that are two updates late cost far more loss."""
+        return self.delay > 1
+
+    @property
+    def divides(self) -> bool:
+        """Whether parallel pipelines may divide its state; not where stages have three versions."""
+        return self.delay < 2
+
+    @property
+    def spans(self) -> tuple[int, int]:
+        """The batches of two spans: `steady_spans` of its rule."""
+        return steady_spans(self.rule)
 
     @property
     def drifts(self) -> bool:
@@ -108,6 +146,8 @@ _OTHERS = (
     PlannedMethod("v-min", 2, folded=True, halved=True),
     PlannedMethod("zb-interleaved:chunks=2", 2, halved=True),
     PlannedMethod("2bw-ahead", rule="double-buffer", correction="2bw-ahead"),
+    PlannedMethod("3bw", rule="triple-buffer"),
+    PlannedMethod("3bw-ahead", rule="triple-buffer", correction="2bw-ahead"),
     *(PlannedMethod(f"{name}:chunks={n}", n) for name in ("interleaved", "breadth-first") for n in (2, 4)),
     *(PlannedMethod(f"layered:chunks={n}", n, full=True) for n in (4, 8)),
     PlannedMethod("2bw-layered:chunks=4", 4, rule="double-buffer", full=True),
@@ -170,7 +210,7 @@ def least_microbatches(method: PlannedMethod, depth: int) -> int:
     """Return the fewest microbatches of a pipeline that the proof of a method accepts."""
     if method.flushes or method.chunks > 1:
         return 1
-    return max(depth, 2 * (depth - 1)) if method.drifts else max(depth - 1, 1)
+    return max(depth, 2 * (depth - 1)) if method.drifts else RULES[method.rule].least_microbatches(depth)
 
 
 def stage_forecast(
@@ -184,14 +224,14 @@ def stage_forecast(
         stage: which.
         divided: pipelines divide updates, which a gradient is free again for earlier.
     """
-    doubled, behind = not method.flushes, depth - 1 - stage
+    late, behind = method.delay, depth - 1 - stage
     ahead = _ahead(method, behind, microbatches)
     if method.row == "interleaved":
         ahead = _interleaved(method.chunks, depth, microbatches, stage) - 1
-    flight = ahead + 1 if doubled else min(ahead + 1, microbatches)
+    flight = ahead + 1 if late else min(ahead + 1, microbatches)
     early = divided and not method.full
-    gradients = 2 if doubled and ahead + early < microbatches and not (method.full and stage < depth) else 1
-    facts = StageFacts(1 + doubled, 0, gradients, 2 + doubled, Delay(float(doubled), float(doubled)))
+    whole = 0 if method.full and stage < depth else late - min((ahead + early) // microbatches, late)
+    facts = StageFacts(1 + late, 0, 1 + whole, 2 + late, Delay(float(late), float(late)))
     return StageForecast(method.rule, facts, flight)
 
 

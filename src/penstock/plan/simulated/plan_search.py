@@ -27,7 +27,7 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.gc_pause import no_collection
 from penstock.plan.candidates.block_chain import BlockChain
 from penstock.plan.candidates.candidate import Candidate, NoPlanError
-from penstock.plan.candidates.device_choice import MOST_CHOICES, MOST_ORDERS, Placement, placements
+from penstock.plan.candidates.device_choice import Placement, placements
 from penstock.plan.candidates.planned_methods import METHODS, PLANNED, SEARCHED, USUAL, PlannedMethod
 from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.candidates.searched_order import searched_for
@@ -36,27 +36,11 @@ from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.simulated.chosen_plan import chosen_plan, rank_orders
 from penstock.plan.simulated.fitting_cuts import TimedCuts, place_of
+from penstock.plan.simulated.never_tried import never_tried, why_not_tried
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, Skipped
 from penstock.schedule.ir.rank_numbers import RankOrder
 
-_NEVER = Skipped(
-    "other methods and options",
-    "this search does not know them: methods and numbers of chunks that --methods does not take, orders on a V for "
-    "given times (v-auto), tensor parallelism, stages with replicas of their own; others than the usual methods on "
-    "a single rank; divided weights but of layered and 2bw-layered; divided gradients of ranks with several stages; "
-    "activations and optimizer states on the host at once; activations on the host of ranks that have room for them, "
-    "beside ranks that recompute though they could move theirs, or of others than the usual methods",
-)
-_WHOLE = Skipped("divided state", "what parallel pipelines may divide is tried under a limit (--memory) only")
-_ACTIVATIONS = "activations on the host"
-_ON_THE_HOST = f"optimizer states or {_ACTIVATIONS}"
-_OTHER_PLACES = Skipped(
-    "other places of stages",
-    "no device is left out for one that is no faster and has no more memory; replicas of a stage are of one kind where "
-    f"that can be; of more than {MOST_ORDERS} orders along a pipeline those with equal devices side by side are tried, "
-    f"and of more than {MOST_CHOICES} choices of devices for a depth and a width those with the fastest",
-)
 _MOST_TRIED = 1 << 11  # passes of all candidates of a method that is not one of the usual ones
 _MOST_OF_FULL = 1 << 8  # the same of one that is fully sharded, where others fit
 
@@ -81,7 +65,7 @@ def simulated_plans(
             Adam.
         decides: updates wait for a decision of all stages, as with `max_grad_norm` or fp16 of `penstock train`;
             those of parallel pipelines always do.
-        methods: names of `METHODS`, and of `SEARCHED`; None for all.
+        methods: names of `METHODS`, and of `SEARCHED`; None for all but those that are tried on request.
 
     Raises:
         ConfigError: the profile does not tell forward and backward apart, or its layers do not stand in an order in
@@ -91,43 +75,17 @@ def simulated_plans(
         _check_chain(sized.graph)
     chains = {s.samples: BlockChain(s.graph, optimizer_copies) for s in sizes.values()}
     search = _Search(chains, devices, KnownSchedules(decides))
-    search.refuse(_NEVER)
-    if devices.memory is None:
-        search.refuse(_WHOLE)
-    if devices.kinds:
-        search.refuse(_OTHER_PLACES)
-    for skipped in _not_on_host(devices, chains.values()):
+    for skipped in never_tried(devices, chains.values(), methods or ()):
         search.refuse(skipped)
-    names = METHODS if methods is None else [name for name in METHODS if name in methods]
-    for name in names:
-        method = PLANNED[name]
-        if method.correction != "none" and "2bw" in names:
-            search.refuse(Skipped(name, "takes as long as 2bw, whose orders it has, and more memory"))
-        elif method.halved and any(chain.halved is None for chain in chains.values()):
-            search.refuse(Skipped(name, "the profile does not tell the halves of backwards of every layer apart"))
-        elif method.full and devices.memory is None:
-            search.refuse(
-                Skipped(name, "divides weights among pipelines, which is tried under a limit (--memory) only")
-            )
+    for name in METHODS if methods is None else [name for name in METHODS if name in methods]:
+        why = why_not_tried(PLANNED[name], devices, chains.values(), methods)
+        if why is None:
+            search.look_into(PLANNED[name], _candidates(sizes, devices, PLANNED[name]))
         else:
-            search.look_into(method, _candidates(sizes, devices, method))
+            search.refuse(Skipped(name, why))
     if methods is None or SEARCHED.name in methods:
         search.look_for_an_order()
     return search.plans()
-
-
-def _not_on_host(devices: Devices, chains: Iterable[BlockChain]) -> Iterator[Skipped]:
-    """Yield what is not tried in the memory of the host, of what might be there."""
-    if devices.kinds:
-        yield Skipped(_ON_THE_HOST, "not tried where devices differ")
-    elif devices.memory is not None and devices.host is None:
-        said = "the bandwidth to the memory of the host is not known: give --host-bandwidth, or --cluster"
-        yield Skipped(_ON_THE_HOST, said)
-    elif devices.memory is not None and devices.cores is not None:
-        yield Skipped(_ACTIVATIONS, "ranks compute on the cores of their host, so they are there already")
-    elif devices.memory is not None and not all(chain.movable for chain in chains):
-        said = "the profile does not say how much of them can be moved (movable); measure it again"
-        yield Skipped(_ACTIVATIONS, said)
 
 
 class _Search:
@@ -157,7 +115,7 @@ class _Search:
         """
         waiting = [each for of in candidates for each in self._waiting(of)]
         usual, tried = method.name in USUAL, 0
-        best = (math.inf, 0) if usual else self._best_of(method.flushes)
+        best = (math.inf, 0) if usual else self._best_of(method)
         seconds = best[0]
         most = _MOST_OF_FULL if method.full and seconds < math.inf else _MOST_TRIED
         heapify(waiting)
@@ -220,7 +178,7 @@ class _Search:
         Raises:
             NoPlanError: it does not fit, or is no faster than others.
         """
-        best = self._best_of(trial.of.method.flushes)
+        best = self._best_of(trial.of.method)
         bound = max(trial.bounds())
         if bound >= best[0]:
             raise NoPlanError(trial.of, f"takes {bound:.4g} s per sample at least, the best plan so far {best[0]:.4g}")
@@ -267,9 +225,10 @@ class _Search:
         """Return whether it may take as long as the best plan so far, but for rounding, and move or recompute less."""
         return best[1] > 0 and not (candidate.away or candidate.offloads) and place_of(bound, ())[0] <= best[0]
 
-    def _best_of(self, flushes: bool) -> tuple[float, int]:
-        """Return the place of the best plan so far whose weights are late, or are not."""
-        known = (each for each in self._best.values() if each[0].of.method.flushes == flushes)
+    def _best_of(self, method: PlannedMethod) -> tuple[float, int]:
+        """Return the place of the best plan so far whose weights are no later than those of a method, if these are."""
+        rivals = [each for each in self._best if each.flushes == method.flushes and each.delay <= method.delay]
+        known = (self._best[each] for each in rivals)
         return min((trial.place(found) for trial, found in known), default=(math.inf, 0))
 
     def plans(self) -> tuple[list[Plan], list[Skipped]]:
@@ -310,8 +269,8 @@ def _check_chain(graph: LayerGraph) -> None:
 def _candidates(sizes: Mapping[int, Sized], devices: Devices, method: PlannedMethod) -> Iterator[Candidate]:
     """Return all configurations of a method; on one rank the others are as the usual ones.
 
-    State is divided where memory is limited. With one stage on each rank the gradients are, too: these sums take less
-    time than those of whole gradients, and as many bytes.
+    State is divided where memory is limited and the method can. With one stage on each rank the gradients are, too:
+    these sums take less time than those of whole gradients, and as many bytes.
     """
     first, level = (1, "gradients") if method.name in USUAL else (2, "gradients" if method.chunks == 1 else "optimizer")
     first, level = (1, "full") if method.full else (first, level)
@@ -321,5 +280,5 @@ def _candidates(sizes: Mapping[int, Sized], devices: Devices, method: PlannedMet
                 for on in placements(devices, depth, width):
                     if not method.full:
                         yield Candidate(sized, method, depth, width, on=on)
-                    if devices.memory is not None and width > 1:
+                    if devices.memory is not None and width > 1 and method.divides:
                         yield Candidate(sized, method, depth, width, level, on=on)
