@@ -212,6 +212,21 @@ def test_no_rank_waits_for_one_that_stands_still_after_its_last_forward(method: 
             found.run(batch)
 
 
+@pytest.mark.parametrize(("stages", "microbatches"), [(3, 1), (4, 2)])
+@pytest.mark.parametrize("decided", [False, True])
+def test_no_rank_waits_where_the_last_stage_decides_two_batches_ahead(
+    stages: int, microbatches: int, decided: bool
+) -> None:
+    """As under 3bw with few microbatches, where there was no place while votes were taken to wait for each other."""
+    plain = prove("3bw", stages, microbatches, decides=True).lowered
+    lowered = with_report_places(plain, decided=decided)
+    found, batches = standstill(lowered, settled(lowered.schedule) + 3), settled(lowered.schedule) + 2
+    for batch in range(batches):
+        found.run(batch)
+        if decided:
+            check_decided(found, batch)
+
+
 def test_most_reports_come_of_their_own_accord() -> None:
     """With clipping, too; not where a rank reports a batch before it has joined the decision on the one before."""
     for method, marked in [("1f1b", False), ("2bw", False), ("timeprest", True)]:

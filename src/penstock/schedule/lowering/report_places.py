@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, Unit, passes
+from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, Stage, Unit, passes
 from penstock.schedule.machine.collective_state import Collectives, is_collective
 from penstock.schedule.machine.evaluation_without_draining_check import border_fault, first_forward
 from penstock.schedule.machine.instructions import Instruction, LaneKey, Lowered, LoweredProgram
@@ -148,15 +148,32 @@ def _borders(lowered: Lowered, periods: Sequence[_Period]) -> Iterator[_Wait]:
 
 
 def _collectives(schedule: Schedule, periods: Sequence[_Period]) -> Iterator[_Wait]:
-    """Yield that all members of a collective wait for each other."""
-    collectives, joined = Collectives(schedule, lambda _: 0.0), defaultdict[object, list[_Event]](list)
+    """Yield that members of a collective wait for each other; of what blocks nobody, that updates wait for all of them.
+
+    Such are decisions and sums of shared parameters. Where a pipeline holds more than two batches, its last stage has
+    joined them two batches before the first one does.
+    """
+    collectives, joined = Collectives(schedule, lambda _: 0.0), defaultdict[tuple[Op, Stage], list[_Event]](list)
     for rank, period in enumerate(periods):
         for place, (action, *_) in enumerate(period):
             members = collectives.members(action.op, action.stage) if is_collective(action) else ()
             if len(members) > 1:
                 joined[action.op, members[0]].append(_Event(rank, place, action.unit.first))
-    for events in joined.values():
-        yield from _all_of(events)
+    for (op, _), events in joined.items():
+        if op in (Op.DECIDE, Op.TIE):
+            yield from (_Wait(update, event) for update in _waiting_for(op, periods) for event in events)
+        else:
+            yield from _all_of(events)
+
+
+def _waiting_for(op: Op, periods: Sequence[_Period]) -> Iterator[_Event]:
+    """Yield what waits for a decision or a sum of shared parameters: updates, or what settles whether they stay."""
+    found: dict[Op, list[_Event]] = {Op.STEP: [], Op.VALIDATE: []}
+    for rank, period in enumerate(periods):
+        for place, (action, *_) in enumerate(period):
+            if action.op in found:
+                found[action.op].append(_Event(rank, place, action.unit.first))
+    yield from (op is Op.DECIDE and found[Op.VALIDATE]) or found[Op.STEP]
 
 
 def _all_of(events: Sequence[_Event]) -> Iterator[_Wait]:
