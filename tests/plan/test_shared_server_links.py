@@ -48,7 +48,7 @@ def test_a_message_has_the_whole_link_while_no_other_is_under_way() -> None:
     assert found.rating.stages[0].parts["bubble"] == pytest.approx(fast.rating.stages[0].parts["bubble"])
 
 
-def test_a_batch_with_three_versions_is_that_of_a_long_run() -> None:
+def test_a_batch_with_three_versions_on_shared_links_is_that_of_a_long_run() -> None:
     """It repeats every three batches, and later than others; two batches of five took 34.1 s here."""
     times = ((4, 5, 0), (2, 1, 2), (3, 1, 0), (4, 3, 0))
     layers = [ProfiledLayer(name=f"l{n}", forward=f, backward=b, output=2, step=s) for n, (f, b, s) in enumerate(times)]
