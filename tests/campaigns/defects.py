@@ -130,7 +130,7 @@ DEFECTS = (
     Defect(
         "rounds of what 2bw has in flight are rounded up in the bound",
         "plan/candidates",
-        "2 * m // flight * work.through / 2",
+        "batches * m // flight * work.through / batches",
         "-(-m // flight) * work.through",
         ("tests/plan/test_search_against_brute_force.py", "tests/plan/test_simulated.py"),
     ),
@@ -186,8 +186,8 @@ DEFECTS = (
     Defect(
         "a plan's batch is one of a short run, with fill and drain",
         "plan/candidates",
-        "_SPANS = (3, 5)",
-        "_SPANS = (0, 2)",
+        "if RULES[rule].delay > 1 else (3, 5)",
+        "if RULES[rule].delay > 1 else (0, 2)",
         ("tests/plan/test_simulated.py",),
     ),
     Defect(

@@ -247,7 +247,8 @@ def test_interleaved_gets_a_larger_group_and_keeps_its_bits(pool: Pool) -> None:
     ran = run_on_ranks(pool, case, hold=2 * HOLD)
     found = ran[0].found
     assert found is not None
-    assert (found.choice.plain, found.numbers, found.choice.group) == ((5,), (7,), 3)
+    assert (found.choice.plain, found.choice.group) == ((5,), 3)
+    assert found.numbers[0] in (6, 7)  # on a busy machine passes take longer, so fewer fill the time of a message
     assert ran[0].numbers[0] == found.numbers[0] / 2  # each pass takes a microbatch through half of the rank's share
     assert AdaptedInFlight.of_state(found.state()) == found
     assert_same(together([each.outcome for each in ran]), expected(case))
