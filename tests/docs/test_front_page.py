@@ -155,7 +155,7 @@ def test_the_gpt2_of_the_start_page_is_trained_and_put_together(project: ModuleT
 
 
 def test_the_other_code_of_the_start_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    *_, blocks, options, _, resume = code_on("start.md")  # others: above, below, test_shuffled_epochs.py
+    *_, blocks, options, _, resume, _ = code_on("start.md")  # others: above, below, test_shuffled_epochs.py
     monkeypatch.chdir(tmp_path)
     names = readme_names() | {"model": Model(), "loss": nn.functional.mse_loss, "penstock": penstock, "torch": torch}
     names |= {"batches": names["batches"] * 20, "validation_loader": names["loader"]}
@@ -177,6 +177,20 @@ def test_the_other_code_of_the_start_page_runs(tmp_path: Path, monkeypatch: pyte
         exec(compile(resume, "start.md", "exec"), names)
     assert re.fullmatch(r"held-out loss [\d.]+ after 50 batches\n", printed.getvalue())
     assert [path.name for path in (tmp_path / "runs/mine/checkpoints").iterdir()] == ["batch-00000060"]
+
+
+def test_the_code_that_reads_metrics_takes_the_last_of_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a batch that was trained again, and no line that was cut."""
+    file = tmp_path / "runs/FOLDER/metrics.jsonl"
+    file.parent.mkdir(parents=True)
+    lines = ['{"batch": 0, "loss": 3.0}', '{"update": 0, "loss": 3.0}', '{"batch": 1, "lo', '{"batch": 0, "loss": 2.0}']
+    file.write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(code_on("start.md")[-1], "start.md", "exec"), names)
+    assert names["losses"] == {0: 2.0}
 
 
 def run_divided_block(group: dist.ProcessGroup | None, tensor_parallel: int) -> dict[str, torch.Tensor]:

@@ -93,7 +93,7 @@ class Cached(nn.Linear):
 
 @pytest.mark.parametrize(("make", "name"), [(lambda: nn.Linear(2, 2, device="meta"), "weight"), (Cached, "angles")])
 def test_a_block_without_values_is_refused(make: Callable[[], nn.Module], name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"stage 0 on rank 0: 0.{name} is on the device 'meta', .*LazyBlock"):
+    with pytest.raises(ConfigError, match=rf"block '0': {name} is on the device 'meta', .*LazyBlock"):
         make_pipeline(Case("1f1b", 2, 2), blocks=[make(), nn.Linear(2, 2)], balance=None)
 
 

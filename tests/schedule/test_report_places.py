@@ -213,12 +213,14 @@ def test_no_rank_waits_for_one_that_stands_still_after_its_last_forward(method: 
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(3, 1), (4, 2)])
-@pytest.mark.parametrize("decided", [False, True])
-def test_no_rank_waits_where_the_last_stage_decides_two_batches_ahead(
-    stages: int, microbatches: int, decided: bool
+@pytest.mark.parametrize(("decided", "tied"), [(False, False), (True, False), (False, True)])
+def test_no_rank_waits_where_the_last_stage_joins_two_batches_ahead(
+    stages: int, microbatches: int, decided: bool, tied: bool
 ) -> None:
-    """As under 3bw with few microbatches, where there was no place while votes were taken to wait for each other."""
-    plain = prove("3bw", stages, microbatches, decides=True).lowered
+    """As under 3bw with few microbatches, where there was no place while members were taken to wait for each other."""
+    proof = prove("3bw", stages, microbatches, decides=not tied)
+    plain = (extend(proof.schedule, decides=False, tied={0, stages - 1}) if tied else proof).lowered
+    with_report_places(in_one_order(plain), decided=decided, in_order=True)  # finds places, too
     lowered = with_report_places(plain, decided=decided)
     found, batches = standstill(lowered, settled(lowered.schedule) + 3), settled(lowered.schedule) + 2
     for batch in range(batches):

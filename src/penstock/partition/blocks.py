@@ -131,6 +131,21 @@ def check_shapes(name: str, block: Any) -> None:
             )
 
 
+def check_values(name: str, block: nn.Module) -> None:
+    """Refuse a block with parameters or buffers that have no values.
+
+    Raises:
+        ConfigError: it has some, on the device "meta".
+    """
+    for path, tensor in (*block.named_parameters(), *block.named_buffers()):
+        if tensor.is_meta:
+            raise ConfigError(
+                f"block {name!r}: {path} is on the device 'meta', which holds shapes and no values; give it memory and "
+                "values first (model.to_empty(device='cpu'), then its initialization or load_state_dict), or make the "
+                "block where it is needed and on a device with memory: LazyBlock(lambda: ..., seed=0)"
+            )
+
+
 def _check_block(name: str, block: Any) -> None:
     """Refuse a block that cannot be called with the output of the one before."""
     what = f"block {name!r} is of type {type(block).__name__}"

@@ -44,7 +44,7 @@ def never_tried(devices: Devices, chains: Collection[BlockChain], asked: Collect
         yield _OTHER_PLACES
     yield from _not_on_host(devices, chains)
     for name in METHODS:
-        if name in asked and not PLANNED[name].divides and devices.memory is not None:
+        if name in asked and not PLANNED[name].divides:
             yield Skipped(f"divided state of {name}", "sharding does not go with three versions of the weights")
 
 

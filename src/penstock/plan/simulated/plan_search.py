@@ -226,7 +226,10 @@ class _Search:
         return best[1] > 0 and not (candidate.away or candidate.offloads) and place_of(bound, ())[0] <= best[0]
 
     def _best_of(self, method: PlannedMethod) -> tuple[float, int]:
-        """Return the place of the best plan so far whose weights are no later than those of a method, if these are."""
+        """Return the place of the best plan so far that a method has to beat.
+
+        Of those that flush, if it does; else of those whose weights are late, by no more updates than its own.
+        """
         rivals = [each for each in self._best if each.flushes == method.flushes and each.delay <= method.delay]
         known = (self._best[each] for each in rivals)
         return min((trial.place(found) for trial, found in known), default=(math.inf, 0))

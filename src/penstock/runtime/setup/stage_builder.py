@@ -15,7 +15,7 @@ from penstock.comm.core.trace_recorder import Recorder
 from penstock.comm.p2p.stage_routes import neighbors_of
 from penstock.errors import ConfigError
 from penstock.partition.aliased_parameters import check_shared_memory
-from penstock.partition.blocks import LazyBlock, check_shapes
+from penstock.partition.blocks import LazyBlock, check_shapes, check_values
 from penstock.partition.emulated_delays import BlockDelays
 from penstock.partition.sequence_slices import check_sliceable
 from penstock.partition.tied import Tie, share_inside
@@ -101,6 +101,8 @@ class StageBuilder:
             check_shapes(name, made)
         if not isinstance(made, nn.Module):
             return made
+        if self._device is None or self._device.type != "meta":
+            check_values(name, made)
         if self._options.run.compile:
             made.compile(dynamic=False)
         return made if self._device is None else made.to(self._device)

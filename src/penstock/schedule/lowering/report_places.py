@@ -148,10 +148,10 @@ def _borders(lowered: Lowered, periods: Sequence[_Period]) -> Iterator[_Wait]:
 
 
 def _collectives(schedule: Schedule, periods: Sequence[_Period]) -> Iterator[_Wait]:
-    """Yield that members of a collective wait for each other; of what blocks nobody, that updates wait for all of them.
+    """Yield that updates wait for all members of a decision or of a sum of shared parameters.
 
-    Such are decisions and sums of shared parameters. Where a pipeline holds more than two batches, its last stage has
-    joined them two batches before the first one does.
+    To join one waits for nobody: where a pipeline holds more than two batches, its last stage has done so two batches
+    before the first one does. Members of all other collectives are taken to wait for each other.
     """
     collectives, joined = Collectives(schedule, lambda _: 0.0), defaultdict[tuple[Op, Stage], list[_Event]](list)
     for rank, period in enumerate(periods):
@@ -173,7 +173,8 @@ def _waiting_for(op: Op, periods: Sequence[_Period]) -> Iterator[_Event]:
         for place, (action, *_) in enumerate(period):
             if action.op in found:
                 found[action.op].append(_Event(rank, place, action.unit.first))
-    yield from (op is Op.DECIDE and found[Op.VALIDATE]) or found[Op.STEP]
+    settles = Op.VALIDATE if op is Op.DECIDE and found[Op.VALIDATE] else Op.STEP
+    yield from found[settles]
 
 
 def _all_of(events: Sequence[_Event]) -> Iterator[_Wait]:

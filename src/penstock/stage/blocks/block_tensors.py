@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import CapabilityError, ConfigError
+from penstock.errors import CapabilityError
 from penstock.partition.parameter_names import prefix_of
 from penstock.stage.blocks.precision_casts import kept_full
 from penstock.stage.checks.changes_between_runs import check_changes, find_parameters, take_over_values
@@ -39,11 +39,6 @@ class BlockTensors:
         self._modules, self.where = modules, where
         self.bound: Mapping[str, Tensor] | None = None
         self._found = find_parameters(modules)
-        buffers = {
-            f"{prefix_of(name, block)}{path}": b for name, block in modules.items() for path, b in block.named_buffers()
-        }
-        for name, tensor in {**self._originals, **buffers}.items():
-            self._check_values(name, tensor)
         for name, parameter in self._originals.items():
             self._check_dtype(name, parameter)
             for module, _ in self._found.places[name]:
@@ -56,14 +51,6 @@ class BlockTensors:
             for name, p in self._originals.items()
             if precision is not None and not p.requires_grad and p.dtype == torch.float32 and name not in self.full
         }
-
-    def _check_values(self, name: str, tensor: Tensor) -> None:
-        if tensor.is_meta:
-            raise ConfigError(
-                f"{self.where}: {name} is on the device 'meta', which holds shapes and no values; give it memory and "
-                "values first (model.to_empty(device='cpu'), then its initialization or load_state_dict), or make the "
-                "block where it is needed and on a device with memory: LazyBlock(lambda: ..., seed=0)"
-            )
 
     def _check_dtype(self, name: str, parameter: nn.Parameter) -> None:
         if parameter.requires_grad and parameter.dtype not in _TRAINABLE:

@@ -88,7 +88,7 @@ def check_changes(before: FoundParameters, now: FoundParameters, trained: Mappin
                 f"{where}: {name} has shape {tuple(parameter.shape)} now, and had {tuple(known.shape)} when the "
                 f"pipeline was made; {_INSTEAD}"
             )
-        if parameter.is_meta:
+        if parameter.is_meta and not known.is_meta:
             raise ConfigError(
                 f"{where}: {name} has no values any more (it is on the device 'meta' now); load some with "
                 "load_state_dict(assign=True) before the next run"
