@@ -86,6 +86,7 @@ def test_every_file_is_part_of_make_check(request):
         (["processes", "slow", ""], [2]),
         (["processes", "slow"], [0]),
         (["long", "slow", "", ""], [2]),
+        (["long", "processes"], [1]),
         (["", "smoke", "", "smoke"], [1, 3]),
         (["processes smoke", ""], [0]),
     ],

@@ -8,8 +8,8 @@ def smoke_tests(items: Iterable[Any]) -> list[Any]:
     """Select the collected tests that `make check` runs.
 
     Of a file these are the tests marked `smoke`; where none is marked, the first test that starts no processes and is
-    neither slow nor long; where there is none either, the first test. So a new file takes part without anybody
-    thinking of it.
+    neither slow nor long; where there is none either, the first that is not long, or the first of all. So a new file
+    takes part without anybody thinking of it.
 
     Args:
         items: pytest's items, in the order of their files.
@@ -22,5 +22,6 @@ def smoke_tests(items: Iterable[Any]) -> list[Any]:
 
 def _of_one_file(tests: Sequence[Any]) -> Sequence[Any]:
     marked = [test for test in tests if test.get_closest_marker("smoke")]
-    cheap = [test for test in tests if not any(map(test.get_closest_marker, ("processes", "slow", "long", "skip")))]
-    return marked or (cheap or tests)[:1]
+    short = [test for test in tests if not any(map(test.get_closest_marker, ("long", "skip")))]
+    cheap = [test for test in short if not any(map(test.get_closest_marker, ("processes", "slow")))]
+    return marked or (cheap or short or tests)[:1]
