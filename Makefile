@@ -11,7 +11,7 @@ train: $(STAMP)
 	$(BIN)/penstock train $(ARGS)
 
 check: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m smoke
+	$(BIN)/python -m pytest -n 2 --dist worksteal --few-examples -m smoke
 
 test: lint
 	$(BIN)/python -m pytest -n 4 --dist worksteal --some-cases -m "not long"

@@ -71,13 +71,14 @@ def command(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option of `make test`."""
+    """Add the options of `make test` and `make check`."""
     parser.addoption("--some-cases", action="store_true", help="of tests with many cases or examples, a few")
+    parser.addoption("--few-examples", action="store_true", help="of tests with many examples, a few")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose how many examples tests of properties try, before these are imported."""
-    if config.getoption("some_cases") or config.option.markexpr == "smoke":
+    if config.getoption("some_cases") or config.getoption("few_examples"):
         settings.load_profile("some cases")
 
 

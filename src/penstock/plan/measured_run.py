@@ -23,7 +23,9 @@ from penstock.simulate.simulate import Simulation, simulate_schedule
 from penstock.timeline import Timeline
 
 _WORK = ("F", "R", "B", "I", "W", "STEP")
-_SPAN, _SPAN_OF_THREE = 4, 6  # batches that are simulated; with three versions of the weights they settle later
+# Batches that are simulated: more than planners need (`steady_spans`), as idle shares are those of a long run; with
+# three versions of the weights they settle later.
+_SPAN, _SPAN_OF_THREE = 4, 6
 
 
 @dataclass(frozen=True)
