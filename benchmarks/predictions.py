@@ -5,12 +5,12 @@
     python -m benchmarks.predictions --summary FILE
 
 A profile is measured first, in this process and alone, through `penstock.measure`: blocks, and each link by pings. In
-turns with that, two other configurations of each model run for some seconds, on two ranks of the loopback, and tell by
-how much passes take longer there (`penstock.plan.calibration`). What the profile then predicts
-is written to the raw file *before* any configuration runs. Then all of them take turns in random order, for so many
-rounds; some of them are there twice, which tells the noise. A turn is a span of so many batches, of which the first two
-and the last one do not count. Links are those of `benchmarks.links`: network namespaces whose interfaces are limited;
-loopback is a namespace without other hosts.
+turns with that, two other configurations of each model run for some seconds on the loopback, with as many ranks as
+those that are predicted, and tell by how much passes take longer there (`penstock.plan.calibration`). What the profile
+then predicts is written to the raw file *before* any configuration runs. Then all of them take turns in random order,
+for so many rounds; some of them are there twice, which tells the noise. A turn is a span of so many batches, of which
+the first two and the last one do not count. Links are those of `benchmarks.links`: network namespaces whose interfaces
+are limited; loopback is a namespace without other hosts.
 
 `grid` does the same with an exhaustive grid of configurations, cut into stages as the planner does, for two and for
 four processes: the planner takes the one that is predicted to be fastest. Its throughput over that of the fastest one
@@ -34,7 +34,7 @@ from benchmarks.links import stop
 from benchmarks.machine import core_seconds
 from benchmarks.network.hosts import LINKS, Network, why_not
 from benchmarks.network.team import Team
-from benchmarks.predicted.configurations import CALIBRATING, LOOPBACK, Configuration, grid, timed
+from benchmarks.predicted.configurations import LOOPBACK, Configuration, calibrating, grid, timed
 from benchmarks.predicted.forecasts import CalibratingRuns, measured_link, planned, predicted, profiled
 from benchmarks.predicted.report import print_errors, print_regret
 from benchmarks.throughput import RESULTS, open_raw, read_raw
@@ -44,7 +44,6 @@ Teams = Mapping[tuple[int, bool], Team]
 """By their number of ranks, and whether they are on the loopback."""
 
 _REPLICATED = 4  # every so many configurations one is there twice
-_CALIBRATING = 2, True  # ranks on the loopback
 _RANKS = "benchmarks.predicted.ranks"
 
 
@@ -60,22 +59,23 @@ def measure(part: str, configurations: Sequence[Configuration], arguments: argpa
     sizes = dict[str, list[int]]()
     for of in configurations:
         sizes.setdefault(of.model, []).append(of.samples)
-    for of in CALIBRATING:
-        if of.model in sizes:
-            sizes[of.model].append(of.samples)
+    worlds = sorted({of.ranks for of in configurations})
+    for model, found in sizes.items():
+        found += [of.samples for of in calibrating(model, worlds[0])]
     with ExitStack() as stack, out.open("a") as file:
         network = stack.enter_context(Network(max(of.ranks for of in configurations)))
-        keys = dict.fromkeys([_CALIBRATING, *((of.ranks, LINKS[of.link].mbit is None) for of in configurations)])
+        keys = dict.fromkeys([*((ranks, True) for ranks in worlds), *map(_key, configurations)])
         teams = {key: stack.enter_context(Team(network, *key, _RANKS)) for key in keys}
         paces = [pace(next(iter(teams.values())))]
-        runs = CalibratingRuns(teams[_CALIBRATING], sizes, arguments.batches)
-        profiles, links = profiled(sizes, arguments.seconds, runs.turn), measured_links(configurations, teams)
+        runs = CalibratingRuns({ranks: teams[ranks, True] for ranks in worlds}, sizes, arguments.batches)
+        alone, links = profiled(sizes, arguments.seconds, runs.turn), measured_links(configurations, teams)
         messages = {of.shape.message for of in configurations}
-        profiles = runs.calibrated(profiles, measured_link(teams[_CALIBRATING], LINKS[LOOPBACK], messages))
+        loopback = {ranks: measured_link(teams[ranks, True], LINKS[LOOPBACK], messages) for ranks in worlds}
+        profiles = runs.calibrated(alone, loopback)
         paces.append(pace(next(iter(teams.values()))))
         say(file, pace=sum(paces) / 2, paces=paces)
-        for name, profile in profiles.items():
-            say(file, profile=name, **profile.model_dump(exclude_none=True))
+        for (name, ranks), profile in profiles.items():
+            say(file, profile=name, ranks=ranks, **profile.model_dump(exclude_none=True))
         for (ranks, name), link in links.items():
             say(file, link=name, ranks=ranks, **link.model_dump())
         run(forecast(part, configurations, profiles, links, file), network, teams, arguments, file)
@@ -102,14 +102,14 @@ def measured_links(configurations: Sequence[Configuration], teams: Teams) -> dic
 def forecast(
     part: str,
     configurations: Sequence[Configuration],
-    profiles: Mapping[str, Profile],
+    profiles: Mapping[tuple[str, int], Profile],
     links: Mapping[tuple[int, str], ProfiledLink],
     file: TextIO,
 ) -> list[tuple[Configuration, int]]:
     """Write down what every configuration is predicted to take; return them and their replicas."""
     arms = list[tuple[Configuration, int]]()
     for number, given in enumerate(configurations):
-        of, profile, link = given, profiles[given.model], links[given.ranks, given.link]
+        of, profile, link = given, profiles[given.model, given.ranks], links[given.ranks, given.link]
         if part != "times":
             ((of, seconds),) = planned([of], profile, link)
         else:

@@ -80,16 +80,20 @@ class Configuration(NamedTuple):
         )
 
 
-CALIBRATING = (
-    Configuration("few", "1f1b", 2, 1, 8, 8),
-    Configuration("few", "2bw", 2, 1, 8, 16),
-    Configuration("many", "1f1b", 2, 1, 4, 2),
-    Configuration("many", "2bw", 2, 1, 8, 4),
-    Configuration("middle", "1f1b", 2, 1, 4, 2),
-    Configuration("middle", "2bw", 2, 1, 8, 4),
-    Configuration("tiny", "1f1b", 2, 1, 4, 1),
+_CALIBRATING = (
+    ("few", "1f1b", 8, 8),
+    ("few", "2bw", 8, 16),
+    ("many", "1f1b", 4, 2),
+    ("many", "2bw", 8, 4),
+    ("middle", "1f1b", 4, 2),
+    ("middle", "2bw", 8, 4),
+    ("tiny", "1f1b", 4, 1),
 )
-"""Those that are run before anything is predicted; none of them is predicted."""
+
+
+def calibrating(model: str, ranks: int) -> list[Configuration]:
+    """Return what so many ranks run of a model before anything is predicted of it; none of these is predicted."""
+    return [Configuration(name, method, ranks, 1, m, size) for name, method, m, size in _CALIBRATING if name == model]
 
 
 def of_row(row: dict[str, Any]) -> Configuration:

@@ -6,7 +6,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import median
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from benchmarks.arms import make_optimizer, mean_loss
 from benchmarks.network.hosts import Link
 from benchmarks.network.team import Team
-from benchmarks.predicted.configurations import ALL_MODELS, CALIBRATING, Configuration
+from benchmarks.predicted.configurations import ALL_MODELS, Configuration, calibrating
 from penstock import gpt_blocks, keep_freed_memory
 from penstock.measure.machine.links import Ping, fit, sizes_around
 from penstock.measure.model_profile import measure_blocks, profile_of
@@ -67,45 +67,47 @@ def profiled(
 
 
 class CalibratingRuns:
-    """Runs of a few configurations on two ranks, which tell what passes take there beside their profile.
+    """Runs of a few configurations on the loopback, which tell what passes take there beside their profile.
 
     Args:
-        team: of two ranks, on the loopback.
+        teams: by their number of ranks; what is predicted of so many is calibrated with them.
         models: those that are predicted.
         batches: of a turn.
     """
 
-    def __init__(self, team: Team, models: Iterable[str], batches: int) -> None:
-        self._team, self._batches = team, batches
-        self._found = {of: list[MeasuredPasses]() for of in CALIBRATING if of.model in models}
-        for of in self._found:
-            team.ask("build", name=str(of), configuration=of._asdict())
+    def __init__(self, teams: Mapping[int, Team], models: Iterable[str], batches: int) -> None:
+        self._teams, self._batches = teams, batches
+        of_all = product(models, teams)
+        self._found = {key: {of: list[MeasuredPasses]() for of in calibrating(*key)} for key in of_all}
+        for of, _ in self._runs():
+            teams[of.ranks].ask("build", name=str(of), configuration=of._asdict())
+
+    def _runs(self) -> list[tuple[Configuration, list[MeasuredPasses]]]:
+        return [run for runs in self._found.values() for run in runs.items()]
 
     def turn(self) -> None:
         """Run each once."""
-        for of, found in self._found.items():
-            ranks = self._team.ask("calibrate", name=str(of), batches=self._batches)
+        for of, found in self._runs():
+            ranks = self._teams[of.ranks].ask("calibrate", name=str(of), batches=self._batches)
             intervals = [Interval(*each) for rank in ranks for each in rank["intervals"]]
             found.append(measured_passes(Timeline(len(ranks), intervals), of.depth, range(of.depth)))
 
-    def calibrated(self, profiles: Mapping[str, Profile], link: ProfiledLink) -> dict[str, Profile]:
-        """Return profiles of models with what was found, in the mean of all turns.
+    def calibrated(
+        self, profiles: Mapping[str, Profile], links: Mapping[int, ProfiledLink]
+    ) -> dict[tuple[str, int], Profile]:
+        """Return profiles of models on so many ranks, with what was found in the mean of all turns.
 
         Args:
             profiles: by the name of the model.
-            link: between the two ranks.
+            links: between ranks of each team.
         """
-        found = {}
-        for name, profile in profiles.items():
-            runs = {
-                f"{of}, turn {n}": (of.settings, turn)
-                for of, turns in self._found.items()
-                for n, turn in enumerate(turns)
-                if of.model == name
-            }
-            fitted = calibrated(profile.model_copy(update={"links": [link]}), runs).calibration
-            found[name] = profile.model_copy(update={"calibration": fitted})
-        return found
+        better = {}
+        for (name, ranks), turns in self._found.items():
+            every = [(of, number, passes) for of, found in turns.items() for number, passes in enumerate(found)]
+            runs = {f"{of}, turn {number}": (of.settings, passes) for of, number, passes in every}
+            fitted = calibrated(profiles[name].model_copy(update={"links": [links[ranks]]}), runs).calibration
+            better[name, ranks] = profiles[name].model_copy(update={"calibration": fitted})
+        return better
 
 
 def typical(several: Sequence[Profile]) -> Profile:

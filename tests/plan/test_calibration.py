@@ -49,7 +49,7 @@ def as_measured(settings, machine=MACHINE, work=0.0):
         else:
             times["B"] = (first + second) * machine.backward + work
         found.append(times)
-    return MeasuredPasses(tuple(found), machine.between)
+    return MeasuredPasses(tuple(found), machine.between, batch=10.0)
 
 
 @pytest.mark.parametrize("work", [0.0, 0.125])
@@ -69,6 +69,35 @@ def test_runs_count_alike():
     assert calibrated(profile_with(), runs).calibration == Calibration(
         forward=2.0, backward=1.25, step=2.0, between=0.5, runs=["a", "b"]
     )
+
+
+CROWDED = RunSettings("1f1b", 3, 1, 4, 1, (False,) * 3, (1, 1, 1))
+"""Three ranks on two cores."""
+
+
+def crowded(batch):
+    """What such a run took; by the clock its passes count what other ranks did meanwhile, so they tell nothing."""
+    return MeasuredPasses(({"F": 99.0, "B": 99.0, "STEP": 99.0},) * 3, 99.0, batch)
+
+
+def test_ranks_that_share_cores_calibrate_by_their_batches():
+    """Every pass takes 1.75 times as long, and so does a batch; passes of other runs are told apart as ever."""
+    profile = profile_with(work=1e-9)
+    run = CROWDED, crowded(1.75 * predicted_batch(profile, CROWDED))
+    found = calibrated(profile, {"a": run}).calibration
+    assert [found.forward, found.backward, found.step, found.between] == pytest.approx([1.75] * 3 + [0], rel=1e-3)
+    between = Calibration(forward=1.6, backward=1.6, step=1.6, between=0.25)
+    seconds = predicted_batch(profile.model_copy(update={"calibration": between}), CROWDED)
+    found = calibrated(profile, {"a": (CROWDED, crowded(seconds)), "b": (PLAIN, as_measured(PLAIN))}).calibration
+    expected = [(3 * 1.6 + 2 * 1.5) / 5, (3 * 1.6 + 2 * 1.25) / 5, (3 * 1.6 + 2 * 2.0) / 5, 0.25]
+    assert [found.forward, found.backward, found.step, found.between] == pytest.approx(expected, rel=1e-3)
+
+
+def test_ranks_that_share_cores_and_only_wait_for_links_do_not_calibrate():
+    profile = profile_with(work=1e-9)
+    profile.links = [ProfiledLink(bandwidth=1e9, latency=5.0)]
+    with pytest.raises(ConfigError, match="run a: no factor on passes and updates makes its batches take the 3 s"):
+        calibrated(profile, {"a": (CROWDED, crowded(3.0))})
 
 
 @pytest.mark.parametrize("settings", [PLAIN, HALVED], ids=lambda settings: settings.method)
@@ -97,7 +126,7 @@ def test_every_stage_has_an_update_of_its_own_once():
     said.print(profile_tables(profile, 200))
     assert "The update of a stage takes 125 ms besides those of its layers." in said.export_text()
     taken = [stage.step for stage in run_forecast(profile.model_copy(update={"calibration": None}), PLAIN)[1].stages]
-    measured = MeasuredPasses(tuple({"F": 3, "B": 5, "STEP": 3 * step} for step in taken), 0.25)
+    measured = MeasuredPasses(tuple({"F": 3, "B": 5, "STEP": 3 * step} for step in taken), 0.25, 10.0)
     assert calibrated(profile, {"a": (PLAIN, measured)}).calibration.step == pytest.approx(3)
 
 
@@ -131,7 +160,7 @@ def timeline_of(batches=3):
 
 
 def test_what_is_measured_of_a_run():
-    assert measured_passes(timeline_of(), 1, [0]) == MeasuredPasses(({"F": 2.0, "B": 3.0, "STEP": 1.0},), 0.5)
+    assert measured_passes(timeline_of(), 1, [0]) == MeasuredPasses(({"F": 2.0, "B": 3.0, "STEP": 1.0},), 0.5, 10.5)
     with pytest.raises(ConfigError, match="fewer than two updates of every stage; train for more batches"):
         measured_passes(timeline_of(1), 1, [0])
 

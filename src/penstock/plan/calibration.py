@@ -3,6 +3,9 @@
 A profile measures blocks one by one, with warm caches and nothing between them. In a run the same pass takes longer,
 and between two passes a rank samples, posts messages and keeps its books. Ratios of methods hardly depend on that, but
 seconds do.
+
+By the clock, passes of ranks that share cores include what other ranks do in between, which the simulation counts by
+itself. So of such runs one factor on all passes and updates is fitted, with which batches take what they took.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import ConfigError
+from penstock.plan.measured_run import batch_seconds, predicted_batch
 from penstock.plan.profile.schema import Calibration, Profile
 from penstock.plan.run_forecast import RunSettings, profiled_devices, run_forecast
 from penstock.simulate.costs import StageCost
@@ -25,6 +29,8 @@ _PASSES = {
     "STEP": "step",
 }
 """Kinds of work -> what `StageCost` calls them."""
+_ROUNDS, _EXACT = 32, 1e-4  # of fitting a factor to batches
+_LEAST, _MOST = 1e-9, 1e6
 _FOR_PEERS = (Waiting.MESSAGE, Waiting.ROOM, Waiting.CONTROL)
 
 
@@ -35,10 +41,12 @@ class MeasuredPasses:
     Attributes:
         stages: of each, mean seconds by kind of work: F, B, I, W and STEP.
         between: mean seconds of a rank from one pass or update to the next one, but for waits for other ranks.
+        batch: median seconds from one update to the next.
     """
 
     stages: tuple[Mapping[str, float], ...]
     between: float
+    batch: float
 
 
 def measured_passes(timeline: Timeline, stages: int, ranks: Iterable[int]) -> MeasuredPasses:
@@ -63,7 +71,7 @@ def measured_passes(timeline: Timeline, stages: int, ranks: Iterable[int]) -> Me
     if not all("F" in each and "STEP" in each for each in found) or not gaps:
         raise ConfigError("the timeline of the run has fewer than two updates of every stage; train for more batches")
     means = tuple({kind: statistics.fmean(times) for kind, times in each.items()} for each in found)
-    return MeasuredPasses(means, statistics.fmean(gaps))
+    return MeasuredPasses(means, statistics.fmean(gaps), batch_seconds(timeline))
 
 
 def _gaps(intervals: Sequence[Interval]) -> list[float]:
@@ -87,21 +95,53 @@ def calibrated(profile: Profile, runs: Mapping[str, tuple[RunSettings, MeasuredP
         runs: by name; what was configured, and what was measured.
 
     Raises:
-        ConfigError: there is no run, one recomputes, or as `run_forecast`.
+        ConfigError: there is no run, one recomputes or waits for its links only, or as `run_forecast`.
         ScheduleError: there is no such schedule.
     """
     plain = profile.model_copy(update={"calibration": None})
     factors: dict[str, list[float]] = {"forward": [], "backward": [], "step": []}
-    for name, (settings, measured) in runs.items():
+    for name, (settings, _) in runs.items():
         if any(settings.recompute) or settings.whole:
             raise ConfigError(f"run {name}: backwards that recompute do not tell how long they take; take another one")
+    crowded = {name: run for name, run in runs.items() if _shares_cores(plain, run[0])}
+    alone = [run for name, run in runs.items() if name not in crowded]
+    for settings, measured in alone:
         for kind, ratio in _ratios(plain, settings, measured):
             factors[kind].append(ratio)
+    between = float(f"{statistics.fmean([measured.between for _, measured in alone] or [0.0]):.4g}")
+    for name, (settings, measured) in crowded.items():
+        factor = _factor_of_batches(plain, settings, measured.batch, between, name)
+        for found in factors.values():
+            found += [factor] * len(measured.stages)
     if not factors["forward"] or not factors["backward"] or not factors["step"]:
         raise ConfigError("a calibration takes at least one run, whose passes and updates the profile knows")
     fitted = {kind: float(f"{statistics.fmean(found):.4g}") for kind, found in factors.items()}
-    between = float(f"{statistics.fmean(measured.between for _, measured in runs.values()):.4g}")
     return profile.model_copy(update={"calibration": Calibration(**fitted, between=between, runs=list(runs))})
+
+
+def _shares_cores(profile: Profile, settings: RunSettings) -> bool:
+    """Return whether ranks of a run wait for a core."""
+    costs = run_forecast(profile, settings)[1]
+    return costs.cores is not None and not costs.cores.suffice(settings.stages)
+
+
+def _factor_of_batches(profile: Profile, settings: RunSettings, seconds: float, between: float, name: str) -> float:
+    """Return by what all passes and updates are multiplied for a batch to take so many seconds.
+
+    Raises:
+        ConfigError: something else decides how long a batch takes.
+    """
+    factor = 1.0
+    for _ in range(_ROUNDS):
+        given = Calibration(forward=factor, backward=factor, step=factor, between=between)
+        ratio = seconds / predicted_batch(profile.model_copy(update={"calibration": given}), settings)
+        if abs(ratio - 1) < _EXACT:
+            return factor
+        factor = min(max(factor * ratio, _LEAST), _MOST)
+    raise ConfigError(
+        f"run {name}: no factor on passes and updates makes its batches take the {seconds:.4g} s that they took, as "
+        "its links decide that; take a run without slow links"
+    )
 
 
 def _ratios(profile: Profile, settings: RunSettings, measured: MeasuredPasses) -> list[tuple[str, float]]:

@@ -80,7 +80,7 @@ def compare_with_run(profile: Profile, settings: RunSettings, timeline: Timeline
             raise ConfigError(f"the timeline of the run has no forwards of stage {at}; runs write it when they end")
         stages.append(StageTimes({k: v for k, v in predicted.items() if k in measured}, measured))
     shares = idle_shares(longer.timeline), idle_shares(timeline)
-    return RunComparison(tuple(stages), (batch, _batch_seconds(timeline)), shares)
+    return RunComparison(tuple(stages), (batch, batch_seconds(timeline)), shares)
 
 
 def predicted_batch(profile: Profile, settings: RunSettings) -> float:
@@ -169,7 +169,7 @@ def _medians(timeline: Timeline, stage: int, ranks: Collection[int]) -> dict[str
     return {kind: statistics.median(times) for kind, times in found.items()}
 
 
-def _batch_seconds(timeline: Timeline) -> float:
+def batch_seconds(timeline: Timeline) -> float:
     """Return the median time from an update of the first stage to its next one, on the first rank.
 
     Raises:
