@@ -41,17 +41,27 @@ def said_of_usage(error: Exception) -> tuple[str, str] | None:
         message = f"there is no option {option}"
         known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
         hint = _instead(str(option), command, known) or hint
+    elif context is not None and "unexpected extra" in message:
+        hint = _as_option(context, sys.argv) or hint
     return f"{message[0].lower()}{message[1:]}".replace(": Input", ": input"), hint
 
 
 def _given_for(parameter: Any, words: Sequence[str]) -> str | None:
-    """Return the value that an option has among the words of a command line; None if it has none there."""
-    names = tuple(getattr(parameter, "opts", ()))
+    """Return the value that an option has at last among the words of a command line; None if it has none there."""
+    names, found = tuple(getattr(parameter, "opts", ())), None
     for place, word in enumerate(words):
         name, _, value = word.partition("=")
         if name in names:
-            return value or next(iter(words[place + 1 :]), None)
-    return None
+            found = value or next(iter(words[place + 1 :]), None)
+    return found
+
+
+def _as_option(context: Any, words: Sequence[str]) -> str:
+    """Return how a profile is given that stands alone; empty if the command takes none, or has one."""
+    takes_it = any("--profile" in parameter.opts for parameter in context.command.params)
+    alone = next((word for word in words[2:] if word.endswith((".yaml", ".yml"))), "")
+    given = any(word.partition("=")[0] == "--profile" for word in words)
+    return f"write {context.command_path} --profile {alone}" if takes_it and alone and not given else ""
 
 
 _SIMILAR = 0.7
