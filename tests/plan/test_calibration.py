@@ -14,11 +14,12 @@ from penstock.cli.plans.plan_devices import devices_of
 from penstock.cli.plans.profile_table import profile_tables
 from penstock.errors import ConfigError
 from penstock.plan.calibration import MeasuredPasses, calibrated, measured_passes
-from penstock.plan.measured_run import compare_with_run, predicted_batch, recalibrated
+from penstock.plan.measured_run import RunComparison, compare_with_run, predicted_batch
 from penstock.plan.planned_timeline import what_would_help
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.files import parse_profile, profile_text, read_profile
 from penstock.plan.profile.schema import Calibration, Profile, ProfiledLayer, ProfiledLink
+from penstock.plan.recalibration import recalibrated
 from penstock.plan.run_forecast import RunSettings, run_forecast
 from penstock.timeline import Interval, Timeline
 
@@ -187,6 +188,23 @@ def test_layers_that_are_recalibrated_keep_what_lies_between_passes():
     again = recalibrated(profile, PLAIN, found, "run")
     assert again.calibration == Calibration(between=0.25, runs=["a"])
     assert [layer.forward for layer in again.layers] == pytest.approx([1.5, 3.0, 4.5])
+
+
+def test_layers_of_ranks_that_share_cores_are_recalibrated_by_the_batch():
+    """All by one factor, behind an earlier calibration, so that the run is predicted again."""
+    profile = profile_with(MACHINE, work=1e-9)
+    seconds = 1.2 * predicted_batch(profile, CROWDED)
+    took = RunComparison((), (1.0, seconds), ({}, {}))
+    again = recalibrated(profile, CROWDED, took, "run")
+    assert predicted_batch(again, CROWDED) == pytest.approx(seconds, rel=1e-3)
+    assert again.calibration == Calibration(between=0.25, runs=["a"])
+    factors = [
+        factor
+        for new, old in zip(again.layers, profile.layers, strict=True)
+        for factor in (new.forward / old.forward / 1.5, new.backward / old.backward / 1.25, new.step / old.step / 2)
+    ]
+    assert factors == pytest.approx([factors[0]] * 9)
+    assert 1.2 < factors[0] < 1.3  # what lies between passes stays, so the rest takes more
 
 
 def test_profiles_with_a_calibration_are_written_and_shown():

@@ -14,9 +14,10 @@ from penstock.cli.plans.predicted import settings_of_run
 from penstock.errors import ConfigError
 from penstock.models.gpt import Head, gpt_blocks, language_loss
 from penstock.models.gpt_shape import GPTConfig
-from penstock.plan.measured_run import compare_with_run, predicted_batch, recalibrated
+from penstock.plan.measured_run import compare_with_run, predicted_batch
 from penstock.plan.profile.files import profile_text, read_profile
 from penstock.plan.profile.schema import Profile, ProfiledLayer, ProfiledLink
+from penstock.plan.recalibration import recalibrated
 from penstock.plan.run_forecast import RunSettings, run_forecast, stages_decide
 from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.schedule.methods.table import METHODS

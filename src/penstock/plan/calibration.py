@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import ConfigError
-from penstock.plan.measured_run import batch_seconds, predicted_batch
+from penstock.plan.measured_run import measured_batch, predicted_batch
 from penstock.plan.profile.schema import Calibration, Profile
 from penstock.plan.run_forecast import RunSettings, profiled_devices, run_forecast
 from penstock.simulate.costs import StageCost
@@ -71,7 +71,7 @@ def measured_passes(timeline: Timeline, stages: int, ranks: Iterable[int]) -> Me
     if not all("F" in each and "STEP" in each for each in found) or not gaps:
         raise ConfigError("the timeline of the run has fewer than two updates of every stage; train for more batches")
     means = tuple({kind: statistics.fmean(times) for kind, times in each.items()} for each in found)
-    return MeasuredPasses(means, statistics.fmean(gaps), batch_seconds(timeline))
+    return MeasuredPasses(means, statistics.fmean(gaps), measured_batch(timeline))
 
 
 def _gaps(intervals: Sequence[Interval]) -> list[float]:
@@ -103,14 +103,15 @@ def calibrated(profile: Profile, runs: Mapping[str, tuple[RunSettings, MeasuredP
     for name, (settings, _) in runs.items():
         if any(settings.recompute) or settings.whole:
             raise ConfigError(f"run {name}: backwards that recompute do not tell how long they take; take another one")
-    crowded = {name: run for name, run in runs.items() if _shares_cores(plain, run[0])}
+    crowded = {name: run for name, run in runs.items() if shares_cores(plain, run[0])}
     alone = [run for name, run in runs.items() if name not in crowded]
     for settings, measured in alone:
         for kind, ratio in _ratios(plain, settings, measured):
             factors[kind].append(ratio)
     between = float(f"{statistics.fmean([measured.between for _, measured in alone] or [0.0]):.4g}")
+    pausing = plain.model_copy(update={"calibration": Calibration(between=between)})
     for name, (settings, measured) in crowded.items():
-        factor = _factor_of_batches(plain, settings, measured.batch, between, name)
+        factor = factor_of_batches(pausing, settings, measured.batch, name)
         for found in factors.values():
             found += [factor] * len(measured.stages)
     if not factors["forward"] or not factors["backward"] or not factors["step"]:
@@ -119,19 +120,21 @@ def calibrated(profile: Profile, runs: Mapping[str, tuple[RunSettings, MeasuredP
     return profile.model_copy(update={"calibration": Calibration(**fitted, between=between, runs=list(runs))})
 
 
-def _shares_cores(profile: Profile, settings: RunSettings) -> bool:
+def shares_cores(profile: Profile, settings: RunSettings) -> bool:
     """Return whether ranks of a run wait for a core."""
     costs = run_forecast(profile, settings)[1]
     return costs.cores is not None and not costs.cores.suffice(settings.stages)
 
 
-def _factor_of_batches(profile: Profile, settings: RunSettings, seconds: float, between: float, name: str) -> float:
-    """Return by what all passes and updates are multiplied for a batch to take so many seconds.
+def factor_of_batches(profile: Profile, settings: RunSettings, seconds: float, name: str) -> float:
+    """Return by what all passes and updates of a run are multiplied for its batches to take so many seconds.
+
+    What lies between passes stays.
 
     Raises:
         ConfigError: something else decides how long a batch takes.
     """
-    factor = 1.0
+    factor, between = 1.0, profile.in_runs.between
     for _ in range(_ROUNDS):
         given = Calibration(forward=factor, backward=factor, step=factor, between=between)
         ratio = seconds / predicted_batch(profile.model_copy(update={"calibration": given}), settings)
