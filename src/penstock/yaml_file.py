@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from penstock.errors import ConfigError
 LARGEST = 1 << 26
 """Bytes of a configuration: one with a schedule of a user's own may be large."""
 _MOST_VALUES = 1_000_000  # of a configuration
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -79,6 +82,22 @@ def yaml_value(text: str) -> Any:
     if size > _MOST_VALUES:
         raise ConfigError(f"it holds more than {_MOST_VALUES:,} values, or a value that holds itself")
     return found
+
+
+def numbers_in(value: Any, texts: Collection[str] = ()) -> Any:
+    """Return a value with the texts in it that YAML 1.2 reads as numbers, such as 9e9, as numbers.
+
+    PyYAML reads YAML 1.1, where only 9.0e+9 is one.
+
+    Args:
+        value: as YAML is loaded.
+        texts: keys whose values stay as they are.
+    """
+    if isinstance(value, list):
+        return [numbers_in(each, texts) for each in value]
+    if isinstance(value, dict):
+        return {key: inner if key in texts else numbers_in(inner, texts) for key, inner in value.items()}
+    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) and len(value) < 40 else value
 
 
 def _size(value: Any, known: dict[int, int]) -> int:

@@ -197,3 +197,14 @@ def test_a_cluster_file_with_faults(tmp_path):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(ConfigError, match=r"is no cluster:\n(?s:.*)memory(?s:.*)"):
         find_cluster(str(tmp_path / "mine.yaml"))
+
+
+def test_a_cluster_file_takes_numbers_as_people_write_them(tmp_path):
+    """YAML 1.1 reads 3e14 as text; names and sources stay texts."""
+    values = find_cluster("a100").model_dump() | {"name": "NAME", "flops": {"value": 1.0, "source": "SOURCE"}}
+    text = (
+        yaml.safe_dump(values).replace("NAME", "1e5").replace("SOURCE", "3.5").replace("value: 1.0\n", "value: 3e14\n")
+    )
+    (tmp_path / "mine.yaml").write_text(text.replace("source: 3.5", "source: '3.5'"))
+    found = find_cluster(str(tmp_path / "mine.yaml"))
+    assert (found.flops.value, found.flops.source, found.name) == (3e14, "3.5", "1e5")

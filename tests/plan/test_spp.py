@@ -167,7 +167,7 @@ def test_spp_is_a_planner_by_name(command, tmp_path):
         "format: penstock profile 1\nlayers: [{name: a, forward: 1, backward: 2, output: 3},"
         " {name: b, forward: 1, backward: 2}]\n"
     )
-    (tmp_path / "links.yaml").write_text("links: [[0, 9, 1], [9, 0, 1], [1, 1, 0]]\n")
+    (tmp_path / "links.yaml").write_text("links: [[0, 9e0, 1], [9.0e0, 0, 1], [1, 1, 0]]\n")
     given = ["plan", "--profile", str(tmp_path / "p.yaml"), "--planner", "spp", "--microbatches", "4"]
     run = command(*given, "--devices", "2x2", "--bandwidth", "9,3")
     assert (run.returncode, run.stderr) == (0, "")

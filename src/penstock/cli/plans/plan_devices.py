@@ -39,11 +39,11 @@ def link_matrix_of(path: Path, planner: str) -> Any:
         ConfigError: it cannot be read, is none, or no planner takes it.
     """
     from penstock.plan.any_links.device_order import checked_links
-    from penstock.yaml_file import read_yaml
+    from penstock.yaml_file import numbers_in, read_yaml
 
     if planner != "spp":
         raise ConfigError("--link-matrix is for --planner spp; others know levels of devices (--devices, --bandwidth)")
-    return checked_links(read_yaml(path).get("links"))
+    return checked_links(numbers_in(read_yaml(path).get("links")))
 
 
 def devices_of(

@@ -13,7 +13,7 @@ from penstock.checks import did_you_mean, in_short, in_words
 from penstock.errors import ConfigError
 from penstock.guarded_files import read_given
 from penstock.plan.cluster.schema import FORMAT, Cluster
-from penstock.yaml_file import parse_yaml
+from penstock.yaml_file import numbers_in, parse_yaml
 
 Part = TypeVar("Part", bound=BaseModel)
 
@@ -21,6 +21,7 @@ THIS_MACHINE = "this-machine"
 """The name of the machine at hand, which commands measure (`penstock.measure.machine.this_machine`)."""
 _PRESETS = "presets.yaml"
 _MOST_BYTES = 1 << 20
+_TEXTS = ("format", "name", "source")  # keys whose values are no numbers
 _MOST_FAULTS = 8  # that a message lists
 
 
@@ -75,7 +76,7 @@ def parsed(schema: type[Part], text: str, name: str, what: str) -> Part:
     Raises:
         ConfigError: it is something else; the message lists what is wrong and where.
     """
-    return validated(schema, parse_yaml(text, name), name, what)
+    return validated(schema, numbers_in(parse_yaml(text, name), _TEXTS), name, what)
 
 
 def validated(schema: type[Part], values: object, name: str, what: str) -> Part:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ from penstock.checks import did_you_mean, in_short
 from penstock.errors import ConfigError
 from penstock.guarded_files import parse_json, read_given
 from penstock.plan.profile.schema import LayerInput, LayerOption, Profile, ProfiledLayer, ProfiledLink
-from penstock.yaml_file import parse_yaml
+from penstock.yaml_file import numbers_in, parse_yaml
 
 _MOST_BYTES = 1 << 25
 _MOST_FAULTS = 8  # that a message lists
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")  # YAML 1.1 reads 1e-3 as text
 _NUMERIC = frozenset(
     {
         "forward", "backward", "backward_input", "backward_weight", "output", "stored", "shared", "late", "data",
@@ -107,18 +105,9 @@ def _read_numbers(value: Any) -> None:
             if key == "settings":
                 continue
             if key in _NUMERIC or (key in ("sync_in", "sync_out") and isinstance(inner, dict)):
-                value[key] = _numbers_in(inner)
+                value[key] = numbers_in(inner)
             else:
                 _read_numbers(inner)
-
-
-def _numbers_in(value: Any) -> Any:
-    """Return a value with the texts in it that are numbers as numbers."""
-    if isinstance(value, list):
-        return [_numbers_in(each) for each in value]
-    if isinstance(value, dict):
-        return {key: _numbers_in(each) for key, each in value.items()}
-    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) and len(value) < 40 else value
 
 
 def _fault(error: Any) -> str:
