@@ -72,6 +72,24 @@ def test_a_plan_with_three_versions_is_trained(tmp_path, method, depth, m):
     run_of(plan, tmp_path, batches=5)
 
 
+@pytest.mark.parametrize(
+    ("planner", "method"),
+    [("2bw-paper", "2bw"), ("dapple", "1f1b"), ("mist", "1f1b"), ("dawnpiper", "1f1b"), ("piper", "1f1b")],
+)
+def test_a_plan_of_a_published_planner_is_trained(tmp_path, planner, method):
+    """Sums of gradients take so long that all have one pipeline of two stages."""
+    if planner == "mist":
+        pytest.importorskip("scipy")
+    devices = Devices((DeviceLevel(2, 0.5),), 1e9)
+    found = make_plan(PlanRequest(profile_of(10), devices, planner, microbatches=4))
+    plan = plan_file(found)
+    values = yaml.safe_load(plan)
+    assert {"method": method, "stages": 2, "width": 1, "microbatches": 4}.items() <= values.items()
+    assert sum(values["balance"]) == 8
+    assert f"by cost {planner}, which leaves out what else a run takes" in plan
+    run_of(plan, tmp_path)
+
+
 def test_a_plan_whose_order_is_searched_is_trained(tmp_path):
     """Its sums take so long that it has one pipeline, and its backwards such halves that no other order is as fast."""
     times = {"forward": 2.0, "backward": 4.0, "backward_input": 3.0, "backward_weight": 1.0, "parameters": 1e6}

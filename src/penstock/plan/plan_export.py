@@ -9,6 +9,7 @@ import yaml
 
 from penstock.byte_sizes import human_bytes
 from penstock.checks import finite_or_none
+from penstock.plan.planners.published_run import published_run
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import Devices, places_in_words
@@ -115,15 +116,32 @@ def said_of_servers(plan: Plan, devices: Devices) -> Iterator[str]:
         )
 
 
-def plan_file(planning: Planning) -> str:
-    """Return the best plan, by simulation, as a configuration of `penstock train`, with predictions in comments."""
+def run_settings(planning: Planning) -> dict[str, Any]:
+    """Return the keys of `penstock train` that run the best plan.
+
+    Raises:
+        ConfigError: it cannot be run.
+    """
     assert planning.plans, "there is no plan"
-    assert planning.plans[0].settings, "other costs than the simulated one find none that can be run"
+    assert planning.request.cost is not None, "a planning has decided on one"
+    plan = planning.plans[0]
+    sized = planning.sizes[plan.samples]
+    return dict(plan.settings) or published_run(planning.request.cost, plan, sized.graph, sized.microbatches)
+
+
+def plan_file(planning: Planning) -> str:
+    """Return the best plan as a configuration of `penstock train`, with predictions in comments.
+
+    Raises:
+        ConfigError: it cannot be run.
+    """
+    settings = run_settings(planning)
     plan, request = planning.plans[0], planning.request
     memory = ", ".join(human_bytes(stage.memory or 0) for stage in plan.rating.stages)
+    by = "" if plan.settings else f" by cost {request.cost}, which leaves out what else a run takes"
     said = [
         f"a plan of {request.profile.name} for {request.devices} devices: penstock train --plan FILE",
-        f"predicted: {plan.seconds_per_sample:.6g} s per sample; held by a device, stage by stage: {memory}",
+        f"predicted: {plan.seconds_per_sample:.6g} s per sample{by}; held by a device, stage by stage: {memory}",
         "model, data and optimizer are yours to set; the model must have as many blocks as balance adds up to",
     ]
     if request.profile.settings:
@@ -132,6 +150,6 @@ def plan_file(planning: Planning) -> str:
     if "placement" in plan.settings:
         said.append(f"{places_in_words(plan.settings['placement'], plan.settings['stages'])} (docs/launchers.md)")
         said += [str(kind) for kind in request.devices.kinds]
-    both = dict(request.profile.settings) | dict(plan.settings)
+    both = dict(request.profile.settings) | settings
     values = yaml.safe_dump(both, sort_keys=False, default_flow_style=None)
     return "".join(f"# {line}\n" for line in said) + values

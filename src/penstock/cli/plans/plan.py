@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +111,12 @@ def _check_options(cost: str | None, out: Path | None, worlds: str | None, host_
     Raises:
         ConfigError: they do not.
     """
+    from penstock.plan.planners.published_run import METHODS
+
     if worlds is not None and out is None:
         raise ConfigError("--worlds writes plans beside that of --out; give --out, too")
-    if out is not None and cost != "simulated":
-        raise ConfigError("--out takes plans that can be run, which --cost simulated finds")
+    if out is not None and cost not in ("simulated", *METHODS):
+        raise ConfigError(f"--out takes plans that can be run; those by cost {cost!r} cannot, use --cost simulated")
     if host_memory is not None and cost != "simulated":
         raise ConfigError(f"--host-memory is for --cost simulated; {cost} knows no such limit, so leave it out")
 
@@ -143,17 +145,18 @@ def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
 
 def _say_plans(paths: Sequence[Path], found: Any, quiet: bool) -> None:
     """Print which plans were written, the best one last, and what to do with it."""
+    from penstock.plan.plan_export import run_settings
+
     if quiet:
         return
     for path in paths:
         say_written("plan", path, "penstock train --plan {}" if path == paths[-1] else "")
     if not found.request.profile.settings:
-        Console().print(Text(_in_python(found.plans[0])), soft_wrap=True)
+        Console().print(Text(_in_python(run_settings(found))), soft_wrap=True)
 
 
-def _in_python(plan: Any) -> str:
-    """Return the best plan as a call, for a model that `penstock train` does not have."""
-    of = plan.settings
+def _in_python(of: Mapping[str, Any]) -> str:
+    """Return the settings of a plan as a call, for a model that `penstock train` does not have."""
     options = "".join(f", {key}={value}" for key, value in of.get("options", {}).items())
     method = f"penstock.method({of['method']!r}{options})" if options else repr(of["method"])
     groups = "".join(f", {key}={of[key]!r}" for key in ("sharding", "rank_order") if key in of)

@@ -22,8 +22,9 @@ from functools import cache
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.plan.memory_knobs.dawnpiper_cost import DawnPiperCost, memory_ways
+from penstock.plan.memory_knobs.dawnpiper_cost import SWAP, DawnPiperCost, memory_ways
 from penstock.plan.memory_knobs.fitted_stages import FittedStages
+from penstock.plan.planners.published_run import recompute_of
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.layer_row import Floats, border_bytes, depths_by_link, row_stages, running_sums
@@ -32,7 +33,10 @@ from penstock.plan.stages.two_bw_cost import bandwidths
 
 _MOST_HALVES = 100_000  # runs of layers that are halved
 _MOST_STARTS = 500_000  # (first layer, stages left)
-_MIXED = "layers that keep, recompute or swap differently are computed here; a run has one choice for all stages"
+_MIXED = (
+    "layers of a stage that keep, recompute or swap differently are computed here; in a run a stage recomputes all of "
+    "its blocks or none"
+)
 
 
 def plan_as_dawnpiper(graph: LayerGraph, devices: Devices, microbatches: int) -> Search:
@@ -82,7 +86,8 @@ class _DawnPiperSearch:
         if plan is None:
             swapped = "" if self._devices.host else "; give --host-bandwidth, and activations are swapped, too"
             return Search(None, why=f"no plan fits: no cut that was tried does, whatever is recomputed{swapped}")
-        notes += () if len({name for stage in plan.stages for name in stage.ways}) < 2 else (_MIXED,)
+        mixed = any(SWAP in stage.ways or recompute_of(self._graph, stage) is None for stage in plan.stages)
+        notes += (_MIXED,) if mixed else ()
         notes += ("what each layer keeps was found by a heuristic",) if self._fitted.heuristic else ()
         in_order = self._graph.order == tuple(range(len(self._graph.layers)))
         notes += () if in_order or len(plan.stages) == 1 else ("cuts are along one order of layers",)

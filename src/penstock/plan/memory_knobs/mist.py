@@ -17,6 +17,7 @@ import numpy as np
 from penstock.errors import ConfigError
 from penstock.plan.memory_knobs.cut_program import MOST_CHOICES, StageChoice, least_batch
 from penstock.plan.memory_knobs.mist_cost import MistCost, state_bytes
+from penstock.plan.planners.published_run import recompute_of
 from penstock.plan.planners.two_bw import widths
 from penstock.plan.profile.layer_graph import LayerGraph, Way
 from penstock.plan.stages.device_hierarchy import Devices
@@ -26,7 +27,10 @@ from penstock.plan.stages.planned import Plan, PlannedStage, Search, Skipped
 
 _SPREAD = 2  # blocks of a stage more or fewer than the average, where there are many
 _EVERY = 12  # blocks of a model of which every cut is tried
-_MIXED = "stages that recompute or shard differently are computed here; a run has one choice for all stages"
+_MIXED = (
+    "stages that recompute a part of their layers, or of which some shard, are computed here; in a run a stage "
+    "recomputes all of its blocks or none, and all stages shard alike"
+)
 
 
 def plan_as_mist(graph: LayerGraph, devices: Devices, microbatches: int) -> Search:
@@ -103,10 +107,8 @@ class _MistSearch:
             )
             for point in picked
         )
-        again = {all("recomp" in name for name in stage.ways) for stage in stages} | {
-            any("recomp" in name for name in stage.ways) for stage in stages
-        }
-        notes: tuple[str, ...] = (_MIXED,) if len(again) > 1 or len({stage.sharded for stage in stages}) > 1 else ()
+        mixed = any(recompute_of(self._graph, stage) is None for stage in stages)
+        notes: tuple[str, ...] = (_MIXED,) if mixed or len({stage.sharded for stage in stages}) > 1 else ()
         notes += ("which layers are recomputed was found by a heuristic",) if self._heuristic else ()
         return Plan(MistCost.name, stages, self._cost.rate(stages), notes)
 
