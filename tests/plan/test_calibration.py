@@ -161,7 +161,7 @@ def timeline_of(batches=3):
 
 
 def test_what_is_measured_of_a_run():
-    assert measured_passes(timeline_of(), 1, [0]) == MeasuredPasses(({"F": 2.0, "B": 3.0, "STEP": 1.0},), 0.5, 10.5)
+    assert measured_passes(timeline_of(5), 1, [0]) == MeasuredPasses(({"F": 2.0, "B": 3.0, "STEP": 1.0},), 0.5, 10.5)
     with pytest.raises(ConfigError, match="fewer than two updates of every stage; train for more batches"):
         measured_passes(timeline_of(1), 1, [0])
 
@@ -181,7 +181,7 @@ def test_layers_that_are_recalibrated_keep_what_lies_between_passes():
     events = [
         Interval(s, "compute", n + 0.0, n + takes, what, what, stage=s)
         for s, stage in enumerate(measured.stages)
-        for n, (what, takes) in enumerate([*stage.items(), ("STEP", stage["STEP"])])
+        for n, (what, takes) in enumerate([*stage.items(), *[("STEP", stage["STEP"])] * 3])
     ]
     found = compare_with_run(profile, PLAIN, Timeline(2, events))
     assert [stage.error(kind) for stage in found.stages for kind in ("F", "B", "STEP")] == pytest.approx([0] * 6)

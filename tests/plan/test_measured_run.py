@@ -14,7 +14,7 @@ from penstock.cli.plans.predicted import settings_of_run
 from penstock.errors import ConfigError
 from penstock.models.gpt import Head, gpt_blocks, language_loss
 from penstock.models.gpt_shape import GPTConfig
-from penstock.plan.measured_run import compare_with_run, predicted_batch
+from penstock.plan.measured_run import compare_with_run, measured_batch, predicted_batch
 from penstock.plan.profile.files import profile_text, read_profile
 from penstock.plan.profile.schema import Profile, ProfiledLayer, ProfiledLink
 from penstock.plan.recalibration import recalibrated
@@ -228,8 +228,16 @@ def test_what_cannot_be_compared():
             compare_with_run(small_profile(), replace(SETTINGS, **changes), timeline)
     with pytest.raises(ConfigError, match="no forwards of stage 0"):
         compare_with_run(small_profile(), SETTINGS, Timeline(2))
-    with pytest.raises(ConfigError, match="fewer than two updates"):
-        compare_with_run(small_profile(), SETTINGS, played((3.0, 3.0), (5.0, 4.0), (0.2, 0.1), batches=1))
+    with pytest.raises(ConfigError, match="fewer than 4 updates; the last ones do not show what a batch takes"):
+        compare_with_run(small_profile(), SETTINGS, played((3.0, 3.0), (5.0, 4.0), (0.2, 0.1), batches=3))
+
+
+@pytest.mark.parametrize("batches", [4, 5, 9])
+def test_the_end_of_a_run_that_does_not_flush_is_not_measured(batches):
+    """Between the last updates of 2bw there are no forwards of the first stage."""
+    stages = (3.0, 3.0), (5.0, 4.0), (0.2, 0.1)
+    found = measured_batch(played(*stages, batches, method="2bw"))
+    assert found == pytest.approx(4 * 8 + 0.2, rel=0.01)
 
 
 def test_the_command_compares_a_run(command, tmp_path):
@@ -315,7 +323,7 @@ def gpt_run(tmp_path):
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
     )  # fmt: skip
     tokens = torch.randint(600, (4, 8))
-    for _ in pipeline.run((tokens, tokens) for _ in range(3)):
+    for _ in pipeline.run((tokens, tokens) for _ in range(4)):
         pass
     pipeline.write_timeline(tmp_path / "run")
     values = {"method": "1f1b", "stages": 2, "microbatches": 2, "microbatch_size": 2, "balance": None}
@@ -325,6 +333,23 @@ def gpt_run(tmp_path):
     layers = [ProfiledLayer(name=name, forward=1.0 * 2**n, backward=1.0) for n, name in enumerate(names)]
     (tmp_path / "profile.yaml").write_text(profile_text(Profile(format="penstock profile 1", layers=layers)))
     return pipeline, tmp_path / "run", ["predicted", str(tmp_path / "run"), "--profile", str(tmp_path / "profile.yaml")]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"layers": 3, "width": 32, "heads": 2, "context": 8}, "its model.width is 32, that of the run"),
+        ({}, "layers is"),
+    ],
+)
+def test_the_profile_of_another_model_is_refused(command, tmp_path, model, said):
+    _, _, given = gpt_run(tmp_path)
+    profile = read_profile(tmp_path / "profile.yaml").model_copy(update={"settings": {"model": model}})
+    (tmp_path / "profile.yaml").write_text(profile_text(profile))
+    answer = command(*given, "--calibrated", str(tmp_path / "better.yaml"))
+    assert answer.returncode == 2
+    assert said in " ".join(answer.stderr.split())
+    assert not (tmp_path / "better.yaml").exists()
 
 
 def test_a_run_without_a_plan_is_divided_as_it_was(command, tmp_path):

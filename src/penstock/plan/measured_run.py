@@ -25,6 +25,8 @@ _WORK = ("F", "R", "B", "I", "W", "STEP")
 # Batches that are simulated: more than planners need (`steady_spans`), as idle shares are those of a long run; with
 # three versions of the weights they settle later.
 _SPAN, _SPAN_OF_THREE = 4, 6
+_DRAINED = 2  # batches at the end of a run that may have less between their updates
+_FEWEST = _DRAINED + 2  # updates of a run
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,17 @@ def _medians(timeline: Timeline, stage: int, ranks: Collection[int]) -> dict[str
 def measured_batch(timeline: Timeline) -> float:
     """Return the median time from an update of the first stage to its next one, on the first rank.
 
+    At the end, where methods that do not flush have no more forwards between updates, these do not count.
+
     Raises:
         ConfigError: there are too few updates.
     """
     steps = [each for each in timeline.work(0) if each.what == "STEP" and (each.stage, each.direction) == (0, 0)]
     ends = sorted(each.end for each in steps)
-    if len(ends) < 2:
-        raise ConfigError("the timeline of the run has fewer than two updates; train for a few batches more")
-    return statistics.median(b - a for a, b in pairwise(ends))
+    if len(ends) < _FEWEST:
+        raise ConfigError(
+            f"the timeline of the run has fewer than {_FEWEST} updates; the last ones do not show what a batch takes, "
+            "so train for more batches"
+        )
+    times = [b - a for a, b in pairwise(ends)]
+    return statistics.median(times[:-_DRAINED])

@@ -63,7 +63,9 @@ def predicted(
         raise ConfigError("--out takes the times of layers from one run; give one, or --calibrated FILE for several")
     known, compared, measured = read_profile(profile), [], {}
     for run in runs:
-        settings, timeline = settings_of_run(load_config(run / "config.yaml", []), run), read_timeline(run)
+        config = load_config(run / "config.yaml", [])
+        _check_same_model(known, config, run)
+        settings, timeline = settings_of_run(config, run), read_timeline(run)
         compared.append(found := compare_with_run(known, settings, timeline))
         if calibration is not None:
             measured[run.name] = settings, measured_passes(timeline, len(found.stages), settings.numbers.of_pipeline(0))
@@ -142,6 +144,26 @@ def settings_of_run(config: TrainConfig, run: Path) -> RunSettings:
         config.tensor_parallel,
         config.rank_order,
     )
+
+
+def _check_same_model(profile: Profile, config: TrainConfig, run: Path) -> None:
+    """Refuse the profile of another model than a run's; profiles of blocks of one's own do not say what they are of.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    from penstock.train.config.load import validate_config
+    from penstock.train.setup.model_shape import shape_of
+
+    if not profile.settings:
+        return
+    there, here = (shape_of(each) for each in (validate_config(dict(profile.settings)), config))
+    for key in ("layers", "width", "heads", "context"):
+        if getattr(there, key) != getattr(here, key):
+            raise ConfigError(
+                f"the profile is of another model: its model.{key} is {getattr(there, key)}, that of the run "
+                f"{str(run)!r} is {getattr(here, key)}; measure that one with penstock profile"
+            )
 
 
 def _check_comparable(config: TrainConfig) -> None:

@@ -96,6 +96,10 @@ class Candidate:
         """How many times as fast as the profile each rank is."""
         return np.array([each.speed for each in self.on]) if self.on else np.ones(self.depth)
 
+    def cores(self, devices: Devices) -> float:
+        """Return how many cores the ranks of a pipeline share, as its replicas are in step; infinite if none do."""
+        return math.inf if devices.cores is None else devices.cores / self.width
+
     def limits(self, devices: Devices) -> list[float]:
         """Return the bytes that each rank may hold."""
         limits = [each.memory for each in self.on] or [devices.memory] * self.depth

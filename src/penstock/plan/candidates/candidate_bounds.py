@@ -34,11 +34,12 @@ class CandidateBounds:
         """Return the seconds per sample that it takes at least.
 
         A rank is busy for m microbatches and an update, and a lane of messages for m of these, or more if a rank has
-        several stages. With a flush the batch begins once the forwards of the stages before have run, and ends with
-        their backwards, of halved ones the first halves; then come the sums of gradients. So with one stage on each
-        rank, if T is the time of the batch without these and t_i that of what others wait for in a stage,
-        m t_s + sum of t_i before s <= T for every stage, hence T (1 - (1 - 1/m)^d) is at least the sum of all t. In any
-        case every stage has a block, so that at least r of them come before rank r, as `least_of_ranks` says.
+        several stages; all ranks together compute no faster than the cores that they share. With a flush the batch
+        begins once the forwards of the stages before have run, and ends with their backwards, of halved ones the first
+        halves; then come the sums of gradients. So with one stage on each rank, if T is the time of the batch without
+        these and t_i that of what others wait for in a stage, m t_s + sum of t_i before s <= T for every stage, hence
+        T (1 - (1 - 1/m)^d) is at least the sum of all t. In any case every stage has a block, so that at least r of
+        them come before rank r, as `least_of_ranks` says.
         """
         of, latency = self._of, self._devices.latency
         m, d, passes = of.microbatches, of.depth, of.passes_of(self._chain)
@@ -46,11 +47,12 @@ class CandidateBounds:
         total, message = float(passes.busy[-1]), self._message()
         longest = least_of_largest(np.diff(passes.busy), d) / fastest
         updates = float(of.updates(self._chain, self._devices)[-1]) + of.stages * self._devices.update
+        shared = (m * total + updates) / of.cores(self._devices)  # while sums of other ranks may run
         busy = max((m * total + updates) / together, m * longest)
         steady = max(busy, m * of.messages * message, self._collectives())
         after = self.after()
         if not of.method.flushes:
-            return max(steady, after) / of.samples
+            return max(steady, shared, after) / of.samples
         through = (total - float(passes.second[-1])) / fastest
         path = through + 2 * of.hops * (message + latency)
         flushed = through / (1 - (1 - 1 / m) ** d) if of.method.chunks == 1 else 0.0
@@ -58,7 +60,7 @@ class CandidateBounds:
         outside = float(passes.path[:d].mean()) / fastest + hops
         if of.method.forwards_first:
             outside += float((passes.path[-1] - passes.path[-d:]).mean()) / fastest + hops
-        return (max(steady, path, flushed, m * through / d + outside) + after) / of.samples
+        return max(max(steady, path, flushed, m * through / d + outside) + after, shared) / of.samples
 
     def after(self) -> float:
         """Return the seconds that sums and gathers take at least, as `Candidate.after` counts them."""

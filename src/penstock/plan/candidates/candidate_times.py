@@ -137,7 +137,7 @@ class CandidateTimes:
             transfer=transfer,
             collective=of.sums(parameters, across)[0],
             network=network,
-            cores=None if self._devices.cores is None else SharedCores(self._devices.cores / of.width),  # in step
+            cores=None if self._devices.cores is None else SharedCores(of.cores(self._devices)),
         )
 
     def work(self, cuts: Cuts, activations: Sequence[ActivationMemory]) -> tuple[Floats, Floats]:
@@ -190,9 +190,9 @@ class CandidateTimes:
         return np.array([activations[rank] is does for rank in self._ranks])
 
     def _busiest(self, costs: Costs) -> float:
-        """Return the seconds of a batch in which the busiest rank runs its passes and updates, or copies."""
+        """Return the seconds of a batch in which the busiest rank, or all on shared cores, do their work."""
         of = [s.step + self.of.microbatches * (s.forward + s.backward_input + s.backward_weight) for s in costs.stages]
-        most = float(np.bincount(self._ranks, of).max())
+        most = max(float(np.bincount(self._ranks, of).max()), sum(of) / self.of.cores(self._devices))
         return max(most, self._copying([s.copy or 0.0 for s in costs.stages])) if self.of.offloads else most
 
     def _copying(self, copy: Iterable[float]) -> float:
@@ -213,5 +213,6 @@ class CandidateTimes:
         work = RankWork(busy, path, forward[: of.depth], step, before, through, behind)
         sums = of.after(of.sums(parameters, self._across))
         lanes = [of.microbatches * of.messages * transfer, *map(self._copying, copies)]
+        together = float((of.microbatches * busy + step).sum()) / of.cores(self._devices)
         least = max(float(least_of_ranks(of, work, ranks).max()), *lanes)
-        return least + sums if of.method.flushes else max(least, sums)
+        return max(least + sums if of.method.flushes else sums, least, together)
