@@ -114,6 +114,15 @@ def test_a_mistake_in_a_file_is_told_with_its_name(monkeypatch, capsys, tmp_path
         (["--config", "bad.yaml"], "'bad.yaml' is not YAML: line 2, column 1: expected the node content, but found "),
     ):
         assert run(monkeypatch, capsys, "train", *arguments)[2].startswith(f"error: {said}")
+    for kind, said in (
+        ("profile", "penstock plan --profile mine.yaml --devices N"),
+        ("cluster", "--cluster mine.yaml"),
+    ):
+        (tmp_path / "mine.yaml").write_text(f"format: penstock {kind} 1\nname: a\n")
+        for command in (["train", "--plan"], ["rehearse", "--rank", "0"]):
+            err = " ".join(run(monkeypatch, capsys, *command, "mine.yaml")[2].split())
+            assert err.startswith(f"error: 'mine.yaml' is a {kind}")
+            assert said in err
     (tmp_path / "mine.yaml").write_text("method: 2bw\n")
     _, _, err = run(monkeypatch, capsys, "train", "--config", "mine.yaml", "--set", "lr=1")
     assert err.startswith("error: unknown configuration key 'lr'")

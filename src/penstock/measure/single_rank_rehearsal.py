@@ -181,14 +181,15 @@ def _rehearse(
 def _alone(config: TrainConfig) -> TrainConfig:
     """Return the configuration of a single pipeline."""
     if config.width > 1 and str(config.sharding) not in ("none", "None"):
+        what = "weights" if config.sharding == "full" else "optimizer states"
         raise ConfigError(
-            f"sharding {config.sharding!r} divides weights over {config.width} pipelines, which one rank cannot "
-            "rehearse alone; leave sharding out"
+            f"sharding {str(config.sharding)!r} divides {what} among {config.width} pipelines, which one rank cannot "
+            f"rehearse alone; --set sharding=none rehearses it with all {what} on the device, so with more memory"
         )
     if config.combine.kind != "reduce":
         raise ConfigError(
             f"with combine.kind={config.combine.kind} pipelines have weights of their own, which one rank cannot "
-            "rehearse alone; leave combine out"
+            "rehearse alone; --set combine.kind=reduce rehearses it with sums of gradients in their place"
         )
     return config.model_copy(update={"width": 1})
 

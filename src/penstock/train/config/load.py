@@ -44,7 +44,7 @@ def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = Tru
             if a file cannot be read.
         ScheduleError: the schedule in a file is wrong.
     """
-    values = {} if path is None else read_yaml(path)
+    values = {} if path is None else _read_configuration(path)
     given: dict[str, Any] = {}
     for change in changes:
         apply_change(TrainConfig, values, change)
@@ -90,6 +90,24 @@ def _check_switched_on(config: TrainConfig, given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}.{idle} has no effect without {wanted}; set {wanted}, too, or leave it out")
 
 
+def _read_configuration(path: Path) -> dict[str, Any]:
+    """Read a configuration or a plan.
+
+    Raises:
+        ConfigError: it cannot be read, or is a profile or a cluster, which say what they are.
+    """
+    values = read_yaml(path)
+    match str(values.get("format", "")).split():
+        case ["penstock", "profile", *_]:
+            raise ConfigError(
+                f"{str(path)!r} is a profile, of which a plan is made: penstock plan --profile {path} --devices N "
+                "--out plan.yaml"
+            )
+        case ["penstock", "cluster", *_]:
+            raise ConfigError(f"{str(path)!r} is a cluster, for penstock plan --cluster {path} and penstock scale")
+    return values
+
+
 def _check_file(path: Path) -> None:
     """Check a configuration file without changes.
 
@@ -97,7 +115,7 @@ def _check_file(path: Path) -> None:
         ConfigError: what is wrong in it, with its name.
     """
     try:
-        validate_config(with_settings(with_method_options(read_yaml(path))))
+        validate_config(with_settings(with_method_options(_read_configuration(path))))
     except ConfigError as error:
         raise ConfigError(f"{str(path)!r}: {error}") from None
 
