@@ -40,6 +40,12 @@ def test_cores_that_ranks_share_are_told() -> None:
     )
 
 
+def test_more_samples_that_take_less_are_told() -> None:
+    assert not any("slowed" in line for line in shown(parse_profile(MEASURED, "a")))
+    lines = shown(parse_profile(MEASURED.replace("[0.01, 0.03]", "[0.15, 0.03]"), "a"))
+    assert any(line.startswith("A microbatch of 4 takes less than one of 1") for line in lines)
+
+
 def shown(profile: Profile, width: int = 200) -> list[str]:
     console = Console(file=StringIO(), width=width)
     console.print(profile_tables(profile, width))

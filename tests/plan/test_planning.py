@@ -52,6 +52,14 @@ def test_the_ranked_table(command, chain):
     assert "By the cost function 2bw-paper" in run.stdout
 
 
+def test_a_folder_that_is_not_there_is_told_before_the_search(command, chain, tmp_path):
+    given = ["plan", "--profile", chain, "--devices", "4", "--bandwidth", "1kB", "--cost", "simulated"]
+    for option in ("--out", "--timeline"):
+        run = command(*given, option, tmp_path / "no" / "p")
+        assert (run.returncode, run.stdout) == (2, "")
+        assert "there is no folder" in " ".join(run.stderr.split())
+
+
 def test_a_file_gets_tables_whole(command, tmp_path):
     """Nothing is cut or wrapped where no terminal says how wide it is."""
     names = [f"a_layer_with_a_long_name_{n}" for n in range(3)]

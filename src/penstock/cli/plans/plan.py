@@ -95,6 +95,7 @@ def plan(
         )
     )
     _check_options(request.cost, out, worlds, host_memory)
+    _check_folders(out, timeline)
     chosen = choose(request, objective, _target(epochs, epoch_samples), price)
     _print_answer(chosen, what_if, as_json)
     if not chosen.planning.plans:
@@ -119,6 +120,17 @@ def _check_options(cost: str | None, out: Path | None, worlds: str | None, host_
         raise ConfigError(f"--out takes plans that can be run; those by cost {cost!r} cannot, use --cost simulated")
     if host_memory is not None and cost != "simulated":
         raise ConfigError(f"--host-memory is for --cost simulated; {cost} knows no such limit, so leave it out")
+
+
+def _check_folders(*files: Path | None) -> None:
+    """Refuse files that cannot be written before anything is searched.
+
+    Raises:
+        ConfigError: the folder of one is not there.
+    """
+    for file in files:
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"cannot write {str(file)!r}: there is no folder {str(file.parent)!r}; make it first")
 
 
 def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:

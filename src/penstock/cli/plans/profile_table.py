@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -15,6 +16,7 @@ from penstock.plan.profile.schema import UNRESOLVED, Profile, ProfiledLink
 from penstock.view.plurals import counted
 
 _LEAST_NEEDED = ("ways", "optimizer", "output", "update ms", "kept", "parameters")
+_LESS = 0.9  # of the time of fewer samples; more need not take longer where overhead decides
 _FORWARD, _BACKWARD, _BOTH = "forward ms", "backward ms", "both ms"
 
 
@@ -36,6 +38,7 @@ def profile_tables(profile: Profile, width: int) -> Group:
         for size, layers in zip(sizes, graphs, strict=True)
     ]
     parts += [*FittedTable("the whole model", _filled(whole), _LEAST_NEEDED).fitted(width)]
+    parts += [part for said in _said_of_noise(sizes, graphs) for part in (Text(), Text(said))]
     links = list(map(_said_of_link, profile.links))
     if links:
         parts += [Text(), Text(f"A message takes {', between the next units '.join(links)}.")]
@@ -55,6 +58,17 @@ def profile_tables(profile: Profile, width: int) -> Group:
         taken = "" if profile.tensor_parallel > 1 else ", which plans take over"
         parts.append(Text(f"Measured with {said}{taken}."))
     return Group(*parts)
+
+
+def _said_of_noise(sizes: Sequence[int | None], graphs: Sequence[Sequence[GraphLayer]]) -> Iterator[str]:
+    """Yield what cannot be: that more samples take less."""
+    seconds = [sum(layer.seconds for layer in layers) for layers in graphs]
+    for (few, many), (first, second) in zip(pairwise(sizes), pairwise(seconds), strict=True):
+        if second < _LESS * first:
+            yield (
+                f"A microbatch of {many} takes less than one of {few}, so other work slowed the machine down: "
+                "measure again when it is quiet, or for longer (--seconds)."
+            )
 
 
 def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
