@@ -138,6 +138,7 @@ def test_the_command_prints_tables_and_draws(command, tmp_path):
     run = command("scale", "--x", "32", "--cluster", "h100", "--plots", str(tmp_path / "drawings"))
     assert (run.returncode, run.stderr) == (0, "")
     assert "Critical batch 827 sequences, 100,000 steps" in run.stdout
+    assert "of h100; smaller batches take fewer samples in all, and more steps." in " ".join(run.stdout.split())
     assert "layered, data+pipeline+tensor" in run.stdout
     for name in ("days-by-devices.svg", "days-by-size.svg"):
         root = ElementTree.parse(tmp_path / "drawings" / name).getroot()

@@ -72,7 +72,8 @@ def scaling_tables(scaling: ScalingAnalysis) -> Group:
         f"{shape.name}: {shape.layers} layers, hidden size {shape.hidden}, sequences of {shape.sequence}, "
         f"{shape.parameters:.4g} parameters.",
         f"Critical batch {training.critical:,.0f} sequences, {training.steps:,.0f} steps: {training.flops:.4g} "
-        f"operations, {time_of(training.flops / training.cluster.rate)} on one device of {training.cluster.name}.",
+        f"operations, {time_of(training.flops / training.cluster.rate)} on one device of {training.cluster.name}; "
+        "smaller batches take fewer samples in all, and more steps.",
     ]
     parts: list[RenderableType] = [*map(Text, lines), Text(), _trainings(scaling)]
     for way in (BASELINE, IMPROVED):
