@@ -136,9 +136,9 @@ def test_one_device_needs_no_link():
     known = Profile(
         format="penstock profile 1", links=[{"bandwidth": 1e9}] * 2, layers=[{"name": "a", "forward": 1, "backward": 2}]
     )
-    assert devices_of(None, "1", None, "16GiB", known).memory == 16 * 2**30
+    assert devices_of([], "1", None, "16GiB", known).memory == 16 * 2**30
     with pytest.raises(ConfigError, match="give --cluster, --bandwidth, or levels"):
-        devices_of(None, "2", None, None, known)
+        devices_of([], "2", None, None, known)
 
 
 def test_a_limit_of_what_is_on_the_host_needs_a_bandwidth():

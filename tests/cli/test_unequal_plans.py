@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from penstock.cli.planned_places import say_places
-from penstock.cli.plans.plan_devices import devices_of
+from penstock.cli.plans.plan_devices import clusters_of, devices_of
 from penstock.errors import ConfigError
 from penstock.plan.objectives import choose, fewer_devices
 from penstock.plan.planned_timeline import planned_timeline, what_would_help
@@ -23,7 +23,7 @@ PROFILE = parse_profile(f"format: penstock profile 1\nlayers:\n{BLOCKS}", "p")
 
 
 def given(devices, bandwidth="1GB", memory=None, speed=None, cluster=None):
-    return devices_of(cluster, devices, bandwidth, memory, PROFILE, speed=speed)
+    return devices_of(clusters_of(cluster), devices, bandwidth, memory, PROFILE, speed=speed)
 
 
 def test_kinds_of_devices_are_given_by_their_numbers():

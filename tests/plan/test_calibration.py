@@ -134,14 +134,14 @@ def test_every_stage_has_an_update_of_its_own_once():
 def test_plans_take_it_into_account():
     """The plan of a single device: everything takes longer by the constants, and a rank pauses after every pass."""
     profile = profile_with(MACHINE)
-    devices = devices_of(None, "1", None, None, profile)
+    devices = devices_of([], "1", None, None, profile)
     assert devices.between == 0.25
     request = PlanRequest(profile, devices, cost="simulated", microbatches=4, methods=("1f1b",))
     (found, *_) = make_plan(request).plans
     seconds = 6 * 1.5 + 9 * 1.25 + 2 * 0.25 + 1.5 * 2 / 4
     assert found.rating.seconds == pytest.approx(seconds)
     profile.update = 0.125
-    longer = replace(request, profile=profile, devices=devices_of(None, "1", None, None, profile))
+    longer = replace(request, profile=profile, devices=devices_of([], "1", None, None, profile))
     found = make_plan(longer)
     assert found.plans[0].rating.seconds == pytest.approx(seconds + 2 * 0.125 / 4)
     faster = next(each for each in what_would_help(found) if each.change == "devices twice as fast")

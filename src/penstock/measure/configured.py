@@ -157,7 +157,10 @@ def _said_of_links(device: torch.device) -> str:
 
 
 def _changed(config: TrainConfig) -> dict[str, Any]:
-    """Return the keys that a run of a plan must have as here, where they are not the defaults."""
+    """Return the keys that a run of a plan must have as here: those that are not the defaults or, if all are, a preset.
+
+    A profile without any would be one of a model that `penstock train` does not have.
+    """
     values, defaults = config.model_dump(include=set(_KEPT)), TrainConfig().model_dump(include=set(_KEPT))
     found = dict[str, Any]()
     for key in _KEPT:
@@ -166,4 +169,4 @@ def _changed(config: TrainConfig) -> dict[str, Any]:
             found |= {key: inner} if inner else {}
         elif values[key] != defaults[key]:
             found[key] = values[key]
-    return found
+    return found or {"model": {"preset": config.model.preset}}

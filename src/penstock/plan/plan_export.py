@@ -12,6 +12,7 @@ from penstock.checks import finite_or_none
 from penstock.plan.planners.published_run import published_run
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
+from penstock.plan.profile.model_in_plans import model_settings, said_of_model
 from penstock.plan.stages.device_hierarchy import Devices, places_in_words
 from penstock.plan.stages.planned import Plan, PlannedStage, StageRating
 
@@ -142,14 +143,12 @@ def plan_file(planning: Planning) -> str:
     said = [
         f"a plan of {request.profile.name} for {request.devices} devices: penstock train --plan FILE",
         f"predicted: {plan.seconds_per_sample:.6g} s per sample{by}; held by a device, stage by stage: {memory}",
-        "model, data and optimizer are yours to set; the model must have as many blocks as balance adds up to",
+        *said_of_model(request.profile),
     ]
-    if request.profile.settings:
-        said[-1] = "for the model, the data and the optimizer that were profiled"
     said += [*said_of_host(plan, request.devices), *said_of_servers(plan, request.devices)]
     if "placement" in plan.settings:
         said.append(f"{places_in_words(plan.settings['placement'], plan.settings['stages'])} (docs/launchers.md)")
         said += [str(kind) for kind in request.devices.kinds]
-    both = dict(request.profile.settings) | settings
+    both = model_settings(request.profile) | settings
     values = yaml.safe_dump(both, sort_keys=False, default_flow_style=None)
     return "".join(f"# {line}\n" for line in said) + values

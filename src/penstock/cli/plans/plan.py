@@ -13,7 +13,14 @@ from rich.text import Text
 from penstock.cli.options import AsJson
 from penstock.cli.output import print_json, say_written
 from penstock.cli.plans.number_lists import whole_numbers
-from penstock.cli.plans.plan_devices import devices_of, known_profile, link_matrix_of, with_host
+from penstock.cli.plans.plan_devices import (
+    clusters_of,
+    device_counts,
+    devices_of,
+    link_matrix_of,
+    price_of,
+    with_host,
+)
 from penstock.cli.plans.plan_options import (
     Bandwidths,
     Compression,
@@ -24,6 +31,7 @@ from penstock.cli.plans.plan_options import (
     DeviceSpeeds,
     EpochSamples,
     EpochsByBatch,
+    FormulaSizes,
     HostBandwidth,
     HostMemory,
     LinkMatrix,
@@ -32,6 +40,7 @@ from penstock.cli.plans.plan_options import (
     PerBatch,
     PlanFile,
     PlannedCluster,
+    PlannedModel,
     PlannerName,
     ProfileFile,
     SamplesPerBatch,
@@ -40,12 +49,15 @@ from penstock.cli.plans.plan_options import (
     TimelineFile,
     WhatIfFlag,
 )
+from penstock.cli.plans.profile_of_model import planned_profile
 from penstock.errors import ConfigError
 from penstock.guarded_files import write_whole
 
 
 def plan(
     profile: ProfileFile = None,
+    model: PlannedModel = None,
+    microbatch_sizes: FormulaSizes = None,
     devices: DeviceCounts = None,
     bandwidth: Bandwidths = None,
     memory: DeviceMemory = None,
@@ -73,14 +85,19 @@ def plan(
 ) -> None:
     """Plan stages and their devices for a profiled model, by planners of papers or the best of all they know.
 
+    Without a profile: penstock plan --model 1.3b --cluster h100 --devices 16 --global-batch 256 --out plan.yaml
+
     Exit code 1 if no plan fits.
     """
     from penstock.plan.objectives import choose
     from penstock.plan.planners.pipedream import Choices
     from penstock.plan.planning import PlanRequest, with_cost
 
-    known = known_profile(profile, devices, bandwidth or cluster)
-    found = devices_of(cluster, str(devices), bandwidth, memory, known, link_matrix is not None, speed)
+    clusters = clusters_of(cluster)
+    known = planned_profile(profile, model, microbatch_sizes, clusters, devices, bandwidth)
+    found = devices_of(
+        clusters, device_counts(devices, clusters), bandwidth, memory, known, link_matrix is not None, speed
+    )
     request = with_cost(
         PlanRequest(
             known,
@@ -96,7 +113,7 @@ def plan(
     )
     _check_options(request.cost, out, worlds, host_memory)
     _check_folders(out, timeline)
-    chosen = choose(request, objective, _target(epochs, epoch_samples), price)
+    chosen = choose(request, objective, _target(epochs, epoch_samples), price_of(price, clusters, objective))
     _print_answer(chosen, what_if, as_json)
     if not chosen.planning.plans:
         raise typer.Exit(1)
@@ -162,7 +179,8 @@ def _say_plans(paths: Sequence[Path], found: Any, quiet: bool) -> None:
     if quiet:
         return
     for path in paths:
-        say_written("plan", path, "penstock train --plan {}" if path == paths[-1] else "")
+        runs = path == paths[-1] and found.request.profile.settings
+        say_written("plan", path, "penstock train --plan {}" if runs else "")
     if not found.request.profile.settings:
         Console().print(Text(_in_python(run_settings(found))), soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""The profile, devices and links that `penstock plan` is asked to plan for."""
+"""The devices and links that `penstock plan` is asked to plan for, and their price."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.byte_sizes import size_of
 from penstock.cli.plans.number_lists import whole_numbers
 from penstock.errors import ConfigError
 
+if TYPE_CHECKING:
+    from penstock.plan.cluster.schema import Cluster
+
 _Value = TypeVar("_Value")
 
 
-def cluster_named(name: str) -> Any:
+def cluster_named(name: str) -> Cluster:
     """Return a preset, a cluster from a file, or the machine at hand, which is measured.
 
     Raises:
@@ -30,6 +33,29 @@ def cluster_named(name: str) -> Any:
     from penstock.measure.machine.this_machine import this_machine
 
     return this_machine()
+
+
+def clusters_of(names: str | None) -> list[Cluster]:
+    """Return the clusters that are named with commas between them; none if none is named.
+
+    Raises:
+        ConfigError: as of `cluster_named`.
+    """
+    return [] if names is None else [cluster_named(name.strip()) for name in names.split(",")]
+
+
+def price_of(price: float | None, clusters: Sequence[Cluster], objective: str) -> float | None:
+    """Return the price of a device for an hour: the one that is given or, for the cheapest plan, that of the clusters.
+
+    Raises:
+        ConfigError: clusters have different prices, or only some of them one.
+    """
+    if price is not None or objective != "cost":
+        return price
+    known = {None if cluster.price is None else cluster.price.value for cluster in clusters}
+    if len(known) > 1:
+        raise ConfigError("the clusters have different prices of a device; give one for all of them: --price")
+    return next(iter(known), None)
 
 
 def link_matrix_of(path: Path, planner: str) -> Any:
@@ -47,7 +73,7 @@ def link_matrix_of(path: Path, planner: str) -> Any:
 
 
 def devices_of(
-    cluster: str | None,
+    clusters: Sequence[Cluster],
     devices: str,
     bandwidth: str | None,
     memory: str | None,
@@ -60,7 +86,7 @@ def devices_of(
     Raises:
         ConfigError: they cannot be read, or do not fit together.
     """
-    if cluster is None:
+    if not clusters:
         if with_links and bandwidth is None:
             bandwidth = "1GB"  # not used
         found, counts = _devices(devices, bandwidth, profile.links)
@@ -70,7 +96,7 @@ def devices_of(
     else:
         if bandwidth is not None:
             raise ConfigError("--cluster says what links do; leave --bandwidth out, or --cluster")
-        found, counts = _of_clusters(cluster.split(","), devices)
+        found, counts = _of_clusters(clusters, devices)
     between, update = profile.in_runs.between, profile.update_in_runs
     return replace(_of_kinds(found, counts, speed, memory), between=between, update=update)
 
@@ -92,24 +118,24 @@ def with_host(devices: Any, bandwidth: str | None, memory: str | None) -> Any:
     return replace(found, host_memory=size_of("--host-memory", memory))
 
 
-def _of_clusters(names: Sequence[str], devices: str) -> tuple[Any, list[int]]:
+def _of_clusters(clusters: Sequence[Cluster], devices: str) -> tuple[Any, list[int]]:
     """Return devices of each of some clusters, and how many.
 
     Raises:
-        ConfigError: there are no such clusters, or not one number for each.
+        ConfigError: there is not one number for each.
     """
     from penstock.plan.cluster.several_clusters import devices_of_clusters
 
     counts = [whole_numbers("--devices, with --cluster,", part) for part in devices.split("+")]
     if any(len(numbers) > 1 for numbers in counts):
         raise ConfigError("--devices takes one number with --cluster, which knows its nodes")
-    if len(counts) != len(names):
+    if len(counts) != len(clusters):
         raise ConfigError(
-            f"--cluster names {len(names)} and --devices has numbers for {len(counts)}; give as many of both, as in "
+            f"--cluster names {len(clusters)} and --devices has numbers for {len(counts)}; give as many of both, as in "
             "--cluster h100,a100 --devices 8+16"
         )
     numbers = [number for (number,) in counts]
-    return devices_of_clusters([cluster_named(name.strip()) for name in names], numbers), numbers
+    return devices_of_clusters(clusters, numbers), numbers
 
 
 def _of_kinds(devices: Any, counts: Sequence[int], speed: str | None, memory: str | None) -> Any:
@@ -168,27 +194,21 @@ def _speed(text: str) -> float:
     return found
 
 
-def known_profile(profile: Path | None, devices: str | None, bandwidth: str | None) -> Any:
-    """Read the profile to plan for, where the other options that a plan needs are there, too.
+def device_counts(devices: str | None, clusters: Sequence[Cluster]) -> str:
+    """Return the numbers of devices that are given, or those that the clusters have.
 
     Raises:
-        ConfigError: options are missing; the message names all of them.
+        ConfigError: neither is known.
     """
-    from penstock.plan.profile.files import read_profile
-
-    known = None if profile is None else read_profile(profile)
-    given = {
-        "--profile FILE": known is not None,
-        "--devices N": devices is not None,
-        "--bandwidth B": bandwidth is not None or (known is not None and bool(known.links)),
-    }
-    if known is None or devices is None:
-        lacking = [option for option, is_there in given.items() if not is_there]
+    if devices is not None:
+        return devices
+    unknown = next((cluster for cluster in clusters if cluster.nodes is None), None)
+    if unknown is not None:
         raise ConfigError(
-            f"plan needs {' and '.join(lacking)} (no bandwidth where the profile has measured links, or for one "
-            "device). First penstock profile --out mine.yaml, then penstock plan --profile mine.yaml --devices 4"
+            f"how many devices? The cluster {unknown.name} does not say (`nodes` in its file): give --devices N, in "
+            f"nodes of {unknown.node}"
         )
-    return known
+    return "+".join(str(cluster.node * (cluster.nodes or 1)) for cluster in clusters)
 
 
 def _devices(devices: str, bandwidth: str | None, links: Sequence[Any]) -> tuple[Any, list[int]]:

@@ -11,14 +11,34 @@ from penstock.cli.options import FLAG
 
 ProfileFile = Annotated[
     Path | None,
-    typer.Option("--profile", metavar="FILE", help="The model, as [bold]penstock profile[/bold] writes it."),
+    typer.Option(
+        "--profile", metavar="FILE", help="The model, as [bold]penstock profile[/bold] writes it; or --model."
+    ),
+]
+PlannedModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="NAME|SHAPE",
+        help="Instead of --profile, with --cluster: by formulas, a preset of the built-in GPT (tiny, small, 124m, "
+        "355m, 1.3b, 2.2b, 3.8b), or a shape: layers=24,hidden=2048,sequence=2048,vocabulary=51200, and heads=N.",
+    ),
+]
+FormulaSizes = Annotated[
+    str | None,
+    typer.Option(
+        "--microbatch-sizes",
+        metavar="B,B..",
+        help="With --model: samples per microbatch to try; those of 1,2,4 that divide the batch if not given.",
+    ),
 ]
 DeviceCounts = Annotated[
     str | None,
     typer.Option(
         "--devices",
         metavar="N|NxN..|N+N..",
-        help="How many, or levels of them, the innermost first: 8x4; with + between kinds that differ: 2+4.",
+        help="How many, or levels of them, the innermost first: 8x4; with + between kinds that differ: 2+4. As "
+        "many as the file of --cluster says (nodes) if not given.",
     ),
 ]
 Bandwidths = Annotated[
@@ -77,7 +97,7 @@ CostName = Annotated[
         "--cost",
         metavar="NAME",
         help="The cost function to plan for: that of a planner, or simulated. If not given, the planner's own; for "
-        "default that of the program which the profile is from, simulated for what we measured.",
+        "default that of the program which the profile is from, simulated for what we measured or have by formulas.",
     ),
 ]
 PerBatch = Annotated[
@@ -144,7 +164,12 @@ EpochSamples = Annotated[
     float | None, typer.Option("--epoch-samples", metavar="N", help="With time-to-target: samples of an epoch.")
 ]
 DevicePrice = Annotated[
-    float | None, typer.Option("--price", metavar="P", help="With cost: of a device for an hour; 1 if not given.")
+    float | None,
+    typer.Option(
+        "--price",
+        metavar="P",
+        help="With objective cost: of a device for an hour; that of the cluster's file if not given, or 1.",
+    ),
 ]
 SmallerWorlds = Annotated[
     str | None,

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from penstock.checks import check_whole
 from penstock.cli.options import FLAG, AsJson, ConfigFile, DataPath, TrainChanges
 from penstock.cli.output import print_json, say_written
 from penstock.cli.plans.number_lists import whole_numbers
 from penstock.cli.plans.plan_devices import cluster_named
+from penstock.cli.plans.profile_of_model import WORDS, microbatch_sizes, profile_by_formulas, shape_of_numbers
 from penstock.cli.train import changes_of
 from penstock.errors import ConfigError
 from penstock.guarded_files import write_whole
@@ -50,7 +50,9 @@ ProfiledCluster = Annotated[
 ModelLayers = Annotated[int | None, typer.Option("--layers", metavar="N", help="With --cluster: of the model.")]
 ModelHidden = Annotated[int | None, typer.Option("--hidden", metavar="N", help="Its hidden size.")]
 ModelSequence = Annotated[int | None, typer.Option("--sequence", metavar="N", help="Its tokens in a sequence.")]
-ModelHeads = Annotated[int | None, typer.Option("--heads", metavar="N", help="Its heads; of size 128 if not given.")]
+ModelHeads = Annotated[
+    int | None, typer.Option("--heads", metavar="N", help="Its heads; of size 128 or more if not given.")
+]
 ModelVocabulary = Annotated[int | None, typer.Option("--vocabulary", metavar="N", help="Of its tokens.")]
 
 
@@ -94,7 +96,7 @@ def profile(
     if cluster is not None or any(number is not None for number in numbers):
         _check_unused({"FILE": file, "--from": source, **measuring}, "--cluster, for which formulas take its place")
         found = _analytic(cluster, numbers, microbatch_sizes, name)
-        _write_profile(found, out, as_json, f" --cluster {quote(str(cluster))} --devices N --cost simulated")
+        _write_profile(found, out, as_json, f" --cluster {quote(str(cluster))} --devices N")
         return
     if file is None:
         if source is not None:
@@ -129,20 +131,13 @@ def _analytic(cluster: str | None, numbers: tuple[int | None, ...], sizes: str |
     Raises:
         ConfigError: something is missing, or wrong.
     """
-    from penstock.plan.scale.analytic_profile import analytic_profile
-    from penstock.plan.scale.model_shape import ModelShape
-
-    names = ("--layers", "--hidden", "--sequence", "--vocabulary")
-    layers, hidden, sequence, heads, vocabulary = numbers
-    missing = [n for n, v in zip(names, (layers, hidden, sequence, vocabulary), strict=True) if v is None]
-    if cluster is None or layers is None or hidden is None or sequence is None or vocabulary is None:
-        missing += ["--cluster"] if cluster is None else []
-        raise ConfigError(f"a profile by formulas needs {', '.join(missing)}, too")
-    heads = max(1, hidden // 128) if heads is None else heads
-    shape = ModelShape(name or f"{layers} x {hidden}", layers, hidden, sequence, heads, vocabulary=vocabulary)
-    wanted = [1] if sizes is None else sorted(set(whole_numbers("--microbatch-sizes", sizes)))
-    check_whole("--microbatch-sizes", wanted[0])
-    return analytic_profile(shape, cluster_named(cluster), wanted)
+    words = dict(zip(("layers", "hidden", "sequence", "heads", "vocabulary"), numbers, strict=True))
+    lacking = [f"--{word}" for word in WORDS if words[word] is None] + ["--cluster"] * (cluster is None)
+    if cluster is None or lacking:
+        raise ConfigError(f"a profile by formulas needs {', '.join(lacking)}, too")
+    shape = shape_of_numbers(words, "a profile by formulas needs {}, too", name)
+    wanted = microbatch_sizes(sizes, [1])
+    return profile_by_formulas(shape, cluster_named(cluster), wanted)
 
 
 def _measured(

@@ -12,7 +12,7 @@ from rich.text import Text
 from penstock.byte_sizes import human_bytes
 from penstock.cli.plans.terminal_width_table import FittedTable
 from penstock.plan.profile.layer_graph import GraphLayer, layer_graph, sizes_of
-from penstock.plan.profile.schema import UNRESOLVED, Profile, ProfiledLink
+from penstock.plan.profile.schema import BY_FORMULAS, UNRESOLVED, Profile, ProfiledLink
 from penstock.view.plurals import counted
 
 _LEAST_NEEDED = ("ways", "optimizer", "output", "update ms", "kept", "parameters")
@@ -56,7 +56,8 @@ def profile_tables(profile: Profile, width: int) -> Group:
     if profile.settings:
         said = " ".join(f"--set {key}={value}" for key, value in _flat(profile.settings))
         taken = "" if profile.tensor_parallel > 1 else ", which plans take over"
-        parts.append(Text(f"Measured with {said}{taken}."))
+        how = "Made for" if profile.source.startswith(BY_FORMULAS) else "Measured with"
+        parts.append(Text(f"{how} {said}{taken}."))
     return Group(*parts)
 
 

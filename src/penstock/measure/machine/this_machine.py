@@ -45,6 +45,8 @@ def this_machine() -> Cluster:
         format=FORMAT,
         name=THIS_MACHINE,
         node=node,
+        nodes=1,
+        precision="bf16" if gpus else "fp32",
         flops=Sourced(value=flops, source=_said(f"a product of matrices in {kind_of_numbers}")),
         memory=Sourced(value=float(memory), source="of the device" if gpus else "of the machine, over its cores"),
         memory_bandwidth=Sourced(value=memory_bandwidth, source=_said("a copy of 64 MiB, read and written")),

@@ -41,8 +41,10 @@ class Cluster(ClusterPart):
         format: says what the file is.
         name: of the cluster.
         node: how many devices share the fast links of a node.
+        nodes: how many nodes there are, for plans that are not told of how many devices; None if that is open.
         adapters: of a node to others: 1, which all of its devices share, or one for each if not given.
-        flops: floating-point operations per second of a device, dense matrix products in 16 bits.
+        precision: what passes compute in.
+        flops: floating-point operations per second of a device, dense matrix products in that precision.
         memory: bytes of a device.
         inside, between: to other devices of the node, and of other nodes.
         host, disk: to the memory of the host, and to storage; None if there is none.
@@ -54,7 +56,9 @@ class Cluster(ClusterPart):
     format: Literal["penstock cluster 1"]
     name: Annotated[str, Field(min_length=1, max_length=200)]
     node: Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+    nodes: Annotated[int, Field(ge=1, le=MOST_DEVICES)] | None = None
     adapters: Literal[1] | None = None
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     flops: Sourced
     memory: Sourced
     inside: Sourced

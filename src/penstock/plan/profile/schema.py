@@ -120,6 +120,10 @@ UNRESOLVED = 1e15
 """Bytes per second, more than any link has: where what bytes take was lost in the noise of the measurement."""
 
 
+MEASURED, BY_FORMULAS = "measured", "analytic"
+"""How the sources of profiles begin that penstock made itself."""
+
+
 class ProfiledLink(_Strict):
     """A link between two devices, on which a message takes latency + bytes / bandwidth.
 
@@ -160,7 +164,8 @@ class Profile(_Strict):
         source: where the numbers come from.
         microbatch_sizes: the sizes at which lists of numbers were measured, ascending; None if there is one, unnamed.
         microbatches: microbatches per batch, if the profile has an opinion.
-        settings: keys of `penstock train` with which the model was measured, for a plan of it.
+        settings: keys of `penstock train` that train the model as it was profiled, for a plan of it; none for a model
+            that it does not have.
         links: between devices, those of a level each, the innermost first; or one for all levels.
         cores: how many ranks can work at full speed at once, of all those on the machine where the layers and links
             were measured; None if every device computes by itself.
@@ -186,6 +191,11 @@ class Profile(_Strict):
         """How many processes have measured their parts of every block together, as they would share it in a run."""
         found = self.settings.get("tensor_parallel", 1)
         return found if isinstance(found, int) else 1
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether penstock measured it or made it by formulas; if not, another program or a person has written it."""
+        return bool(self.settings) or self.source.startswith((MEASURED, BY_FORMULAS))
 
     @property
     def in_runs(self) -> Calibration:

@@ -9,6 +9,8 @@ from penstock.errors import ConfigError
 from penstock.plan.scale.rules_file import ScalingRules
 
 _MOST = 1 << 24  # of each dimension
+GPT_EXPANSION = 4.0
+"""The width of the MLP of the built-in GPT, in hidden sizes."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class ModelShape:
     hidden: int
     sequence: int
     heads: int
-    expansion: float = 4.0
+    expansion: float = GPT_EXPANSION
     vocabulary: int = 0
 
     def __post_init__(self) -> None:

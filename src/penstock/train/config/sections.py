@@ -38,6 +38,11 @@ class ModelSection(Strict):
     vocabulary: int | None = Field(
         default=None, ge=2, le=LARGEST["vocabulary"], description="size of the vocabulary; that of the data if not set"
     )
+    planned: str | None = Field(
+        default=None,
+        max_length=200,
+        description="a model that was planned and is none of these: refused until its shape is set, or this is null",
+    )
 
 
 _TAKERS: Mapping[str, tuple[OptimizerName, ...]] = MappingProxyType(
