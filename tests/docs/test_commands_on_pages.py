@@ -65,6 +65,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "penstock.simulate.methods.method_facts.facts_of_methods", "penstock.view.tables.facts_of_methods",
         "penstock.launch.cluster_job_files.job_file", "penstock.plan.profile.files.read_profile",
         "penstock.plan.profile.files.read_profile_text", "penstock.train.export.sample.sample_text",
+        "penstock.plan.objectives.choose",
     ):  # fmt: skip
         monkeypatch.setattr(place, reached)
     monkeypatch.setattr("penstock.cli.plans.profile._measured", reached, raising=False)

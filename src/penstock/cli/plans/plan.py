@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,6 @@ def plan(
     """Plan stages and their devices for a profiled model, by planners of papers or the best of all they know.
 
     Without a profile: penstock plan --model 1.3b --cluster h100 --devices 16 --global-batch 256 --out plan.yaml
-
     Exit code 1 if no plan fits.
     """
     from penstock.plan.objectives import choose
@@ -95,20 +95,15 @@ def plan(
 
     clusters = clusters_of(cluster)
     known = planned_profile(profile, model, microbatch_sizes, clusters, devices, bandwidth)
-    found = devices_of(
-        clusters, device_counts(devices, clusters), bandwidth, memory, known, link_matrix is not None, speed
-    )
+    counts = device_counts(devices, clusters)
+    found = devices_of(clusters, counts, bandwidth, memory, known, link_matrix is not None, speed)
+    asked = PlanRequest(known, with_host(found, host_bandwidth, host_memory), planner, cost, microbatches, global_batch)
     request = with_cost(
-        PlanRequest(
-            known,
-            with_host(found, host_bandwidth, host_memory),
-            planner,
-            cost,
-            microbatches,
-            global_batch,
-            Choices(straight, compression=compression),
-            None if methods is None else tuple(name.strip() for name in methods.split(",")),
-            None if link_matrix is None else link_matrix_of(link_matrix, planner),
+        replace(
+            asked,
+            choices=Choices(straight, compression=compression),
+            methods=None if methods is None else tuple(name.strip() for name in methods.split(",")),
+            links=None if link_matrix is None else link_matrix_of(link_matrix, planner),
         )
     )
     _check_options(request.cost, out, worlds, host_memory)
@@ -257,8 +252,6 @@ def _smaller_world(found: Any, size: int) -> str:
     Raises:
         ConfigError: there are no such devices, or no plan fits them.
     """
-    from dataclasses import replace
-
     from penstock.plan.objectives import fewer_devices
     from penstock.plan.plan_export import plan_file
     from penstock.plan.planning import make_plan

@@ -21,7 +21,7 @@ _HALF, _SINGLE, _MOMENTS, _TOKEN = 2.0, 4.0, 8.0, 8.0  # bytes
 _PER_VALUE, _PER_SCORE = 34.0, 5.0  # bytes that a layer keeps in 16 bits, by arXiv 2205.05198, sec. 4.1
 
 
-class _Work(NamedTuple):
+class _ForwardWork(NamedTuple):
     """Operations of the forward of a microbatch.
 
     Attributes:
@@ -51,13 +51,13 @@ def analytic_profile(shape: ModelShape, cluster: Cluster, sizes: Sequence[int]) 
     out = [value * size * s * h for size in sizes]
     matrices = shape.layer_parameters
     kept = (_PER_VALUE * s * h + _PER_SCORE * shape.heads * s * s) * value / _HALF
-    work = [_Work(2 * size * s * matrices, 4 * size * s * s * h) for size in sizes]
+    work = [_ForwardWork(2 * size * s * matrices, 4 * size * s * s * h) for size in sizes]
     layer = _layer("layer", matrices, work, [size * kept for size in sizes], out, cluster)
     movable = [size * kept - each for size, each in zip(sizes, out, strict=True)]  # all but its input
     more = {"largest": _SINGLE * max(shape.expansion, 1) * h**2, "movable": movable, "movable_with": list(out)}
     layer = layer.model_copy(update=more)
-    embedding = _layer("embedding", float(vocabulary * h), [_Work()] * len(sizes), list(out), out, cluster)
-    logits = [_Work(2.0 * size * s * h * vocabulary) for size in sizes]
+    embedding = _layer("embedding", float(vocabulary * h), [_ForwardWork()] * len(sizes), list(out), out, cluster)
+    logits = [_ForwardWork(2.0 * size * s * h * vocabulary) for size in sizes]
     losses = [(value + _SINGLE) * size * s * vocabulary for size in sizes]
     head = _layer("head", float(vocabulary * h), logits, losses, [_SINGLE] * len(sizes), cluster)
     tokens = [_TOKEN * size * s for size in sizes]
@@ -65,13 +65,12 @@ def analytic_profile(shape: ModelShape, cluster: Cluster, sizes: Sequence[int]) 
     layers += [layer.model_copy(update={"name": f"layers.{n}"}) for n in range(shape.layers)]
     layers.append(head.model_copy(update={"name": "head", "movable": losses}))
     speeds = (cluster.inside.value / 2, cluster.between.value / 2)  # of one direction
-    settings = _settings(shape, cluster)
     return Profile(
         format="penstock profile 1",
         name=shape.name,
         source=f"{BY_FORMULAS}: {cluster.name}, {cluster.rate:.4g} operations per second in {cluster.precision}",
         microbatch_sizes=list(sizes),
-        **({"settings": settings} if settings else {}),
+        settings=_settings(shape, cluster),
         links=[ProfiledLink(bandwidth=speed) for speed in speeds],
         layers=layers,
     )
@@ -94,7 +93,7 @@ def _settings(shape: ModelShape, cluster: Cluster) -> dict[str, Any]:
 
 
 def _layer(
-    kind: str, parameters: float, work: list[_Work], kept: list[float], out: list[float], cluster: Cluster
+    kind: str, parameters: float, work: list[_ForwardWork], kept: list[float], out: list[float], cluster: Cluster
 ) -> ProfiledLayer:
     """Return a layer, for each microbatch size; one without work looks up rows of its weights."""
     speed = None if cluster.memory_bandwidth is None else cluster.memory_bandwidth.value
