@@ -1,5 +1,7 @@
 """Measured, planned and run: the memory of a plan is that of the run's ledger, weights byte for byte."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from penstock.measure.model_profile import measure_blocks, profile_of
 from penstock.options.all_options import PipelineOptions
 from penstock.plan.candidates.block_chain import BlockChain
 from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.memory_kinds import BUFFERS
 from penstock.plan.candidates.planned_methods import PLANNED, ActivationMemory
 from penstock.plan.candidates.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.planners.two_bw import Sized
@@ -26,6 +29,7 @@ from support.grouped import grouped
 WIDTH, M = 32, 8
 KEPT, OFFLOADED, RECOMPUTED = ActivationMemory
 AWAY = "offloaded activations"  # of the ledger
+POOLED = ("weights", "gradients", "summed gradients", "idle buffers")  # whose buffers change their roles
 DEVICES = Devices((DeviceLevel(4, 1e12),), 1e9, host=1e9)
 
 
@@ -57,8 +61,30 @@ def adam(named):
     return torch.optim.AdamW(named, lr=0.01)
 
 
+def kinds_at_the_peak(pipeline, rank):
+    """What the ledger says of a rank at each moment at which its device holds the most, by kinds of the planner."""
+    changes = sorted(
+        (when, kind, nbytes)
+        for (of, kind), samples in pipeline.timeline().memory.items()
+        for when, nbytes in samples
+        if of == rank and kind != AWAY
+    )
+    live, moments = {}, []
+    for _, kind, nbytes in changes:
+        live[kind] = nbytes
+        named = Counter()
+        for each, held in live.items():
+            named[BUFFERS if each in POOLED else each] += held
+        moments.append({name: held for name, held in named.items() if held})
+    most = max(sum(moment.values()) for moment in moments)
+    return [moment for moment in moments if sum(moment.values()) == most]
+
+
 def planned_and_found(method, precision, frozen=0, does=KEPT, count=4, width=1, sharding="none", depth=2, m=M):
-    """Plan some ranks with a profile of the blocks, run the plan; returns both peaks on each device."""
+    """Plan some ranks with a profile of the blocks, run the plan; returns both peaks on each device.
+
+    Where the two are equal, so is each kind.
+    """
     options = PipelineOptions().changed(precision=precision, max_grad_norm=None)
     sample = {2: (torch.randn(2, WIDTH), torch.randn(2, WIDTH))}
     measured = measure_blocks(blocks(frozen, count), sample, squared, adam, options, 0.0)
@@ -79,7 +105,12 @@ def planned_and_found(method, precision, frozen=0, does=KEPT, count=4, width=1, 
     peaks = list(pipeline.peak_bytes().values())[:depth]
     assert [fit.held_on_host(rank, cuts, does) for rank in range(depth)] == [each.get(AWAY, 0) for each in peaks]
     found = [each.get(TOTAL_ON_DEVICE, each["total"]) for each in peaks]
-    return [fit.held(rank, cuts, does) for rank in range(depth)], found
+    planned = [fit.held(rank, cuts, does) for rank in range(depth)]
+    for rank, kinds in enumerate(fit.held_by_kind(rank, cuts, does) for rank in range(depth)):
+        assert sum(kinds.values()) == pytest.approx(planned[rank], rel=1e-12)
+        if planned[rank] == found[rank]:
+            assert kinds in kinds_at_the_peak(pipeline, rank)
+    return planned, found
 
 
 def assert_equal_but_for_a_message(planned, found):

@@ -45,7 +45,8 @@ def test_a_message_has_the_whole_link_while_no_other_is_under_way() -> None:
     assert found.seconds_per_sample < parted.seconds_per_sample
     assert found.seconds_per_sample == pytest.approx(fast.seconds_per_sample)
     assert found.notes[-1].startswith("with the links of servers shared, one more batch takes")
-    assert found.rating.stages[0].parts["bubble"] == pytest.approx(fast.rating.stages[0].parts["bubble"])
+    assert found.rating.stages[0].parts == pytest.approx(fast.rating.stages[0].parts)
+    assert found.rating.stages[0].parts["links"] < parted.rating.stages[0].parts["links"]
 
 
 def test_a_batch_with_three_versions_on_shared_links_is_that_of_a_long_run() -> None:

@@ -53,7 +53,11 @@ def _plan_json(planning: Planning, plan: Plan, rank: int) -> dict[str, Any]:
         "samples_per_microbatch": plan.samples,
         "devices": plan.devices,
         "settings": dict(plan.settings),
-        "limit": {"stage": slowest, "part": plan.rating.stages[slowest].limit},
+        "limit": {
+            "stage": slowest,
+            "part": plan.rating.stages[slowest].limit,
+            **({} if plan.excluded is None else {"memory_excludes": vars(plan.excluded)}),
+        },
         "ratings": {name: finite_or_none(rating.seconds) for name, rating in planning.ratings(plan).items()},
         "stages": [
             _stage_json(stage, rating, sized.graph)
@@ -86,7 +90,8 @@ def _stage_json(stage: PlannedStage, rating: StageRating | None, graph: LayerGra
             "seconds": rating.seconds,
             **{f"{part.replace(' ', '_')}_seconds": v for part, v in rating.parts.items()},
         }
-        found |= {"memory": rating.memory, **({"on_host": rating.on_host} if rating.on_host else {})}
+        kinds = {"memory_by_kind": dict(rating.kinds)} if rating.kinds else {}
+        found |= {"memory": rating.memory, **kinds, **({"on_host": rating.on_host} if rating.on_host else {})}
     if stage.inner:
         found["inner"] = [_stage_json(each, None, graph) for each in stage.inner]
     return found
@@ -145,6 +150,10 @@ def plan_file(planning: Planning) -> str:
         f"predicted: {plan.seconds_per_sample:.6g} s per sample{by}; held by a device, stage by stage: {memory}",
         *said_of_model(request.profile),
     ]
+    most = max(plan.rating.stages, key=lambda stage: stage.memory or 0)
+    if most.kinds:
+        kinds = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in most.kinds.items())
+        said.insert(2, f"of the device that holds the most, at that moment: {kinds}")
     said += [*said_of_host(plan, request.devices), *said_of_servers(plan, request.devices)]
     if "placement" in plan.settings:
         said.append(f"{places_in_words(plan.settings['placement'], plan.settings['stages'])} (docs/launchers.md)")

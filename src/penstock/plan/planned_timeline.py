@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
@@ -79,14 +80,15 @@ class WhatIf(NamedTuple):
     gain: float | None
 
 
-def what_would_help(planning: Planning) -> Iterator[WhatIf]:
-    """Yield what twice of each resource would bring, each with a plan of its own."""
-    request = planning.request
+def what_would_help(planning: Planning) -> list[WhatIf]:
+    """Return what twice of each resource would bring, each with a plan of its own; what helps most comes first."""
+    request, found = planning.request, list[WhatIf]()
     before = planning.plans[0].seconds_per_sample if planning.plans else None
     for change, other in _changes(request):
         plans = make_plan(other).plans
         seconds = plans[0].seconds_per_sample if plans else None
-        yield WhatIf(change, seconds, before / seconds if before and seconds else None)
+        found.append(WhatIf(change, seconds, before / seconds if before and seconds else None))
+    return sorted(found, key=lambda each: math.inf if each.seconds is None else each.seconds)
 
 
 def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
@@ -101,7 +103,8 @@ def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
         yield "links of half the latency", replace(request, devices=replace(devices, latency=devices.latency / 2))
     if devices.memory is not None:
         yield "twice the memory", replace(request, devices=_with_more_memory(devices))
-    if devices.host is not None and request.cost == "dawnpiper":
+    offloads = request.cost == "dawnpiper" or (request.cost == NAME and devices.memory is not None)
+    if devices.host is not None and offloads and not devices.kinds:
         yield "twice the bandwidth to the host", replace(request, devices=replace(devices, host=2 * devices.host))
     last = devices.levels[-1]
     more = (*devices.levels[:-1], DeviceLevel(2 * last.units, last.bandwidth))

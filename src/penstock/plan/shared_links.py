@@ -18,6 +18,7 @@ from penstock.plan.profile.schema import Profile
 from penstock.plan.run_forecast import RunSettings, run_forecast
 from penstock.plan.simulated.chosen_plan import in_order
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.parts import BUBBLE, LINKS, SUMS
 from penstock.plan.stages.planned import Plan, StageRating
 from penstock.schedule.ir.rank_numbers import RANK_ORDERS
 from penstock.schedule.machine.sharing.shared_links import SharedLinks
@@ -55,7 +56,7 @@ def _simulated_again(plan: Plan, profile: Profile, devices: Devices) -> Plan:
     batches = settings.microbatches * settings.width
     seconds, before = by_order[order] / batches, plan.rating.seconds
     note = f"with the links of servers shared, one more batch takes {by_order[order]:.4g} s"
-    ratings = tuple(_later(each, (seconds - before) / plan.chunks) for each in plan.rating.stages)
+    ratings = tuple(_later(each, (seconds - before) / plan.chunks, settings.stages) for each in plan.rating.stages)
     return replace(plan, rating=replace(plan.rating, seconds=seconds, stages=ratings), notes=(*plan.notes, note))
 
 
@@ -96,9 +97,25 @@ def _on_servers(settings: RunSettings, inner: int) -> tuple[int, int]:
     return ranks, max((count for found in leaving for count in found.values()), default=1)
 
 
-def _later(stage: StageRating, seconds: float) -> StageRating:
-    """Return what a stage costs if its rank waits longer for each microbatch."""
-    return replace(stage, parts={**stage.parts, "bubble": max(stage.parts["bubble"] + seconds, 0.0)})
+def _later(stage: StageRating, seconds: float, depth: int) -> StageRating:
+    """Return what a stage costs if its rank waits longer for messages and sums.
+
+    How long it waits for nothing else remains the same, so what both take together is known; its parts are taken to
+    be as they were.
+
+    Args:
+        stage: as it was.
+        seconds: for each microbatch, negative if it waits less.
+        depth: ranks of a pipeline.
+    """
+    waits = {name: stage.parts[name] for name in (LINKS, SUMS) if name in stage.parts}
+    before = sum(waits.values())
+    after = before + seconds
+    if before:
+        waits = {name: max(after, 0.0) * wait / before for name, wait in waits.items()}
+    else:
+        waits[LINKS if depth > 1 else SUMS] = max(after, 0.0)
+    return replace(stage, parts={**stage.parts, **waits, BUBBLE: max(stage.parts[BUBBLE] + min(after, 0.0), 0.0)})
 
 
 def _settings(plan: Plan) -> RunSettings:

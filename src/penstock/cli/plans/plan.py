@@ -154,7 +154,7 @@ def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
     from penstock.view.tables import table_console
 
     found = chosen.planning
-    changes = list(what_would_help(found)) if what_if else []
+    changes = what_would_help(found) if what_if else []
     if as_json:
         print_json(planning_json(found) | trials_json(chosen) | {"what_if": [each._asdict() for each in changes]})
         return

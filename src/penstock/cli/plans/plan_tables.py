@@ -9,13 +9,15 @@ from rich.padding import Padding
 from rich.text import Text
 
 from penstock.byte_sizes import human_bytes
+from penstock.cli.plans.memory_table import memory_table
 from penstock.cli.plans.terminal_width_table import FittedTable
 from penstock.plan.memory_knobs.dawnpiper_cost import SWAP
 from penstock.plan.plan_export import said_of_host, said_of_servers
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import places_in_words
-from penstock.plan.stages.planned import Plan, PlannedStage, Rating, StageRating
+from penstock.plan.stages.parts import PARTS
+from penstock.plan.stages.planned import Plan, PlannedStage, StageRating
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.find_method import find_method
 from penstock.view.plurals import counted
@@ -23,9 +25,9 @@ from penstock.view.tables import UNBOUNDED
 
 _MOST_SKIPPED = 8  # lines
 _MOST_NAMES = 4  # in a line
-_PARTS = ("compute", "links", "gradient sums", "updates", "bubble")  # of ratings, in this order
+_LEAST_SHARE = 0.005  # of a stage's time, below which a part is not said to limit it
 _LEAST_NEEDED = (
-    "s per batch", "replicas", "devices", "stages", "limited by", "swap", "recompute", "offload", *reversed(_PARTS),
+    "s per batch", "replicas", "devices", "stages", "limited by", "swap", "recompute", "offload", *reversed(PARTS),
 )  # fmt: skip
 
 
@@ -42,12 +44,14 @@ def planning_tables(planning: Planning, width: int = UNBOUNDED) -> Group:
         best = planning.plans[0]
         parts += [*_ranked(planning).fitted(width), Text()]
         parts += [*_stages(best, planning.sizes[best.samples].graph).fitted(width), Text()]
+        if (memory := memory_table(best)) is not None:
+            parts += [*memory.fitted(width), Text()]
         said_of_devices = *said_of_host(best, request.devices), *said_of_servers(best, request.devices)
         parts += [Text(f"{note}.") for note in (*best.notes, *said_of_devices)]
         parts += [Text(f"{kind}.") for kind in request.devices.kinds]
         if "placement" in best.settings:
             parts.append(Text(f"{places_in_words(best.settings['placement'], best.settings['stages'])}."))
-        parts.append(Text(_said_of_limit(best.rating)))
+        parts.append(Text(_said_of_limit(best)))
         parts += [Text(said) for said in _said_of_delay(planning)]
         others = {name: rating for name, rating in planning.ratings(best).items() if name != request.cost}
         for name, rating in others.items():
@@ -91,20 +95,30 @@ def _part(rating: StageRating, part: str) -> float:
     return 0.0 if seconds < 1e-9 * rating.seconds else seconds
 
 
-def _said_of_limit(rating: Rating) -> str:
+def _said_of_limit(plan: Plan) -> str:
     """Return what limits a plan."""
+    rating = plan.rating
     slowest = rating.stages[rating.slowest]
     total = sum(slowest.parts.values()) or 1.0
     parts = {part: _part(slowest, part) for part in slowest.parts}
-    shares = ", ".join(f"{part} {value / total:.0%}" for part, value in parts.items() if value)
-    return f"Stage {rating.slowest} limits: {shares or 'it takes no time'}."
+    shares = ", ".join(f"{part} {value / total:.0%}" for part, value in parts.items() if value >= _LEAST_SHARE * total)
+    said = f"Stage {rating.slowest} limits: {shares if any(parts.values()) else 'it takes no time'}."
+    if plan.excluded is not None:
+        what, seconds, gain = plan.excluded.what, plan.excluded.seconds, plan.excluded.gain
+        said += f" So does memory, which excludes {what}: {seconds:.5g} s per sample, {gain:.3g} times as fast."
+    return said
+
+
+def _limited_by(plan: Plan) -> str:
+    """Return the stage that limits a plan, and by what."""
+    rating = plan.rating
+    return f"stage {rating.slowest}, {rating.stages[rating.slowest].limit}" + "; memory" * (plan.excluded is not None)
 
 
 def _ranked(planning: Planning) -> FittedTable:
     """Return the plans, the best one first."""
     request, plans = planning.request, planning.plans
     many = "" if request.devices.count == 1 else "s"
-    ratings = [plan.rating for plan in plans]
     away = [", ".join(_offloaded(plan)) for plan in plans]
     batches = [plan.rating.seconds * planning.sizes[plan.samples].microbatches for plan in plans]
     return FittedTable(
@@ -117,7 +131,7 @@ def _ranked(planning: Planning) -> FittedTable:
             "devices": [str(plan.devices) for plan in plans],
             "stages": [str(len(plan.stages)) for plan in plans],
             "replicas": [_range_of(sorted({stage.replicas for stage in plan.stages})) for plan in plans],
-            "limited by": [f"stage {r.slowest}, {r.stages[r.slowest].limit}" for r in ratings],
+            "limited by": [*map(_limited_by, plans)],
             **({"offload": away} if any(away) else {}),
         },
         least_needed=_LEAST_NEEDED,
@@ -139,7 +153,7 @@ def _range_of(numbers: Sequence[int]) -> str:
 
 def _stages(plan: Plan, graph: LayerGraph) -> FittedTable:
     """Return the stages of a plan; times are those of a microbatch. A rating that is compute alone is left out."""
-    shown = [part for part in _PARTS if part in plan.rating.stages[0].parts]
+    shown = [part for part in PARTS if part in plan.rating.stages[0].parts]
     heads = ("stage", "layers", "devices", "on", "replicas", "recompute", "swap", "offload", "rating", *shown, "memory")
     cells: dict[str, list[str]] = {heading: [] for heading in heads}
     for at, (stage, rating) in enumerate(zip(plan.stages, plan.rating.stages, strict=True)):

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from penstock.view.tables import UNBOUNDED
 
-_WORDS = ("method", "planner", "limited by", "layers", "recompute", "pass", "work", "ways")  # aligned left
+_WORDS = ("kind", "method", "planner", "limited by", "layers", "recompute", "pass", "work", "ways")  # aligned left
 _WRAPPED, _LONGEST_WORD = "layers", 30
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise, product
 
@@ -83,9 +84,17 @@ class CandidateTimes:
             NoPlanError: these rounds do not take the same time.
         """
         costs = [self.costs(np.array(cuts), activations) for cuts, activations in several]
+        return self.batch_times_at(costs, [self.schedule(activations) for _, activations in several])
+
+    def batch_times_at(self, costs: Sequence[Costs], schedules: Sequence[ScheduleKey]) -> list[float]:
+        """Return the same at given costs, each of a schedule.
+
+        Raises:
+            NoPlanError: rounds of microbatches do not take the same time.
+        """
         alike, busiest = dict[ScheduleKey, list[int]](), np.array([self._busiest(each) for each in costs])
-        for n, (_, activations) in enumerate(several):
-            alike.setdefault(self.schedule(activations), []).append(n)
+        for n, key in enumerate(schedules):
+            alike.setdefault(key, []).append(n)
         found, (fewer, batches) = np.zeros((len(self.of.played), len(costs))), self.of.method.spans
         for (key, own), (row, m) in product(alike.items(), enumerate(self.of.played)):
             played = key._replace(microbatches=m)
@@ -93,6 +102,10 @@ class CandidateTimes:
             more = [b.makespan - a.makespan for a, b in zip(short, long, strict=True)]
             found[row, own] = np.array(more) / (batches - fewer)
         return list(map(float, np.maximum(self._of_all_rounds(found), busiest)))
+
+    def without_message_work(self) -> CandidateTimes:
+        """Return the same where messages take nothing of the cores of their ranks."""
+        return CandidateTimes(self.of, self._chain, replace(self._devices, link_work=(0.0, 0.0)), self._known)
 
     def _of_all_rounds(self, times: Floats) -> Floats:
         """Return what a batch takes, given that with as many microbatches as are played.

@@ -202,8 +202,8 @@ def of_full_sharding(method: PlannedMethod, low_precision: bool, buffers: int) -
         buffers: that its proof asks for.
     """
     if method.flushes:
-        return AlwaysThere(0, 0, 2)  # weights, and sums that wait for their update
-    return AlwaysThere(0, 0, 1 if low_precision else buffers)
+        return AlwaysThere(0, 0, 2, int(low_precision))  # weights, and sums that wait for their update
+    return AlwaysThere(0, 0, 1 if low_precision else buffers, int(low_precision))
 
 
 def least_microbatches(method: PlannedMethod, depth: int) -> int:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from penstock.plan.candidates.block_chain import BlockChain, Floats
 from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.memory_kinds import BUFFERS, FROZEN, KINDS, MASTERS, kind_of
 from penstock.plan.candidates.planned_methods import ActivationMemory
 from penstock.plan.candidates.schedule_cache import Moment
 from penstock.simulate.memory.held import HeldKind
@@ -43,6 +44,7 @@ class StageSizes:
 
     def __init__(self, chain: BlockChain, there: AlwaysThere, of: Candidate) -> None:
         shards, low, full = of.shards, chain.low_precision, of.sharding == "full"
+        self._frozen, self._masters = chain.frozen, there.masters * chain.whole / (shards if there.rows else 1)
         self.fixed: Floats = (
             chain.frozen + there.versions * chain.buffer + (there.whole + there.rows / shards) * chain.whole
         )
@@ -64,6 +66,11 @@ class StageSizes:
                 chain.stage_sizes.clear()
             found = chain.stage_sizes[key] = cls(chain, there, of)
         return found
+
+    def fixed_by_kind(self, first: int, last: int) -> dict[str, float]:
+        """Return the bytes that are always there between two cuts, by kind."""
+        whole, frozen, masters = (float(each[first, last]) for each in (self.fixed, self._frozen, self._masters))
+        return {BUFFERS: whole - frozen - masters, MASTERS: masters, FROZEN: frozen}
 
     def most(self, moments: tuple[Counts, ...]) -> Floats:
         """Return the most bytes of a rank with one stage, between each cut and each later one.
@@ -137,10 +144,26 @@ class RankMemory:
         """Return the bytes with cuts."""
         own = tuple([(cuts[stage], cuts[stage + 1]) for stage in self._stages])
         if own not in self._known:  # most cuts that are tried differ from others in few ranks
-            sizes = np.array([self.sizes.kinds[kind][cuts[stage], cuts[stage + 1]] for stage, kind in self._kinds])
             fixed = sum(self.sizes.fixed[each] for each in own)
-            self._known[own] = float(fixed + (self._counts @ sizes).max(initial=0.0))
+            self._known[own] = float(fixed + (self._counts @ self._sizes(cuts)).max(initial=0.0))
         return self._known[own]
+
+    def by_kind(self, cuts: Cuts) -> dict[str, float]:
+        """Return the bytes with cuts by kind, at the moment at which they are the most; they add up to those."""
+        found = dict[str, float]()
+        for stage in self._stages:
+            for name, nbytes in self.sizes.fixed_by_kind(cuts[stage], cuts[stage + 1]).items():
+                found[name] = found.get(name, 0.0) + nbytes
+        if self._moments:
+            sizes = self._sizes(cuts)
+            counts = self._counts[np.argmax(self._counts @ sizes)]
+            for (_, kind), nbytes in zip(self._kinds, (counts * sizes).tolist(), strict=True):
+                found[kind_of(kind)] = found.get(kind_of(kind), 0.0) + nbytes
+        return {name: found[name] for name in KINDS if found.get(name)}
+
+    def _sizes(self, cuts: Cuts) -> Floats:
+        """Return the bytes of one of each kind of what it holds."""
+        return np.array([self.sizes.kinds[kind][cuts[stage], cuts[stage + 1]] for stage, kind in self._kinds])
 
 
 RankWays: TypeAlias = Mapping[ActivationMemory, RankMemory]

@@ -15,11 +15,14 @@ from penstock.plan.candidates.candidate import Candidate, NoPlanError
 from penstock.plan.candidates.candidate_bounds import CandidateBounds
 from penstock.plan.candidates.candidate_memory import CandidateMemory
 from penstock.plan.candidates.candidate_times import CandidateTimes
+from penstock.plan.candidates.memory_kinds import ACTIVATIONS
 from penstock.plan.candidates.planned_methods import ActivationMemory, least_microbatches
 from penstock.plan.candidates.rank_memory import Cuts, RankWays
 from penstock.plan.candidates.schedule_cache import KnownSchedules
+from penstock.plan.candidates.waiting_times import waiting_times
 from penstock.plan.simulated.fitting_cuts import FittingCuts, TimedCuts, place_of
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.parts import BUBBLE, COMPUTE, UPDATES
 from penstock.plan.stages.planned import StageRating
 from penstock.simulate.memory.held import HeldKind
 
@@ -213,13 +216,28 @@ class CandidateTrial:
 
     def _held(self, fit: FittingCuts, found: TimedCuts) -> list[float]:
         """Return the most bytes of each rank, with activations for whose copies there has not been time."""
+        late = self._late(found)
+        return [fit.held(r, found.cuts, does) + late.get(r, 0.0) for r, does in enumerate(found.activations)]
+
+    def _held_by_kind(self, fit: FittingCuts, found: TimedCuts) -> list[dict[str, float]]:
+        """Return the same by kind."""
+        kinds = [fit.held_by_kind(rank, found.cuts, does) for rank, does in enumerate(found.activations)]
+        for rank, nbytes in self._late(found).items():
+            kinds[rank][ACTIVATIONS] = kinds[rank].get(ACTIVATIONS, 0.0) + nbytes
+        return kinds
+
+    def _late(self, found: TimedCuts) -> dict[int, float]:
+        """Return by rank the bytes of activations that are on the device for as long as copies are late."""
         cuts, activations = found.cuts, found.activations
-        held = [fit.held(rank, cuts, does) for rank, does in enumerate(activations)]
-        if ActivationMemory.OFFLOADED in activations:
-            for rank, late in self.times.not_gone(cuts, activations).items():
-                if activations[rank] is ActivationMemory.OFFLOADED:
-                    held[rank] += late * float(self._chain.sizes[HeldKind.MOVED][cuts[rank], cuts[rank + 1]])
-        return held
+        if ActivationMemory.OFFLOADED not in activations:
+            return {}
+        moved = self._chain.sizes[HeldKind.MOVED]
+        late = self.times.not_gone(cuts, activations).items()
+        return {
+            rank: more * float(moved[cuts[rank], cuts[rank + 1]])
+            for rank, more in late
+            if more and activations[rank] is ActivationMemory.OFFLOADED
+        }
 
     def ratings(self, found: TimedCuts) -> list[StageRating]:
         """Return what stages cost, between cuts."""
@@ -227,12 +245,14 @@ class CandidateTrial:
         of, cuts, width = self.of, found.cuts, self.of.width
         seconds = found.batch / of.sized.microbatches
         busy, updates = self.times.work(cuts, found.activations)
-        updates = updates / of.sized.microbatches
-        held, ratings = self._held(fit, found), []
+        updates, batch = updates / of.sized.microbatches, waiting_times(self.times, cuts, found.activations)
+        waits = {name: wait / of.sized.microbatches for name, wait in batch.items()}
+        held, kinds, ratings = self._held(fit, found), self._held_by_kind(fit, found), list[StageRating]()
         for stage, rank in enumerate(of.method.ranks(of.depth)):
             own, does = self.memory.on[rank], found.activations[rank]
-            idle = seconds - float((busy[own] / width + updates[own]).sum())
-            parts = {"compute": float(busy[stage]) / width, "updates": float(updates[stage])}
-            parts["bubble"] = max(idle, 0.0) / len(own)
-            ratings.append(StageRating(parts["compute"], parts, held[rank], fit.held_on_host(rank, cuts, does)))
+            idle = seconds - float((busy[own] / width + updates[own]).sum()) - sum(waits.values())
+            parts = {COMPUTE: float(busy[stage]) / width, **{name: wait / len(own) for name, wait in waits.items()}}
+            parts |= {UPDATES: float(updates[stage]), BUBBLE: max(idle, 0.0) / len(own)}
+            on_host = fit.held_on_host(rank, cuts, does)
+            ratings.append(StageRating(parts[COMPUTE], parts, held[rank], on_host, kinds[rank]))
         return ratings

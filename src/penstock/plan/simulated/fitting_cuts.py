@@ -73,6 +73,10 @@ class FittingCuts:
             return float(self._one_each.held[rank][does][cuts[rank], cuts[rank + 1]])
         return self._memory[rank][does].at(cuts)
 
+    def held_by_kind(self, rank: int, cuts: Cuts, does: ActivationMemory) -> dict[str, float]:
+        """Return the bytes of a rank by kind, at the moment at which it holds the most."""
+        return self._memory[rank][does].by_kind(cuts)
+
     def held_on_host(self, rank: int, cuts: Cuts, does: ActivationMemory) -> float:
         """Return the most bytes that a rank has in the memory of the host."""
         used = self._memory[rank][does].on_host

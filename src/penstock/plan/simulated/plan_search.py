@@ -36,6 +36,7 @@ from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.simulated.chosen_plan import chosen_plan, rank_orders
 from penstock.plan.simulated.fitting_cuts import TimedCuts, place_of
+from penstock.plan.simulated.memory_excluded import memory_excluded
 from penstock.plan.simulated.never_tried import never_tried, why_not_tried
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, Skipped
@@ -102,6 +103,7 @@ class _Search:
         self._best: dict[PlannedMethod, tuple[CandidateTrial, TimedCuts]] = {}
         self._skipped: list[Skipped] = []
         self._refused: list[Skipped] = []
+        self._met: dict[str, tuple[float, Candidate]] = {}  # that divide and move nothing, with their first bounds
         self._orders: dict[tuple[int, int, bool, Placement], tuple[RankOrder, ...]] = {}
 
     def refuse(self, skipped: Skipped) -> None:
@@ -131,8 +133,11 @@ class _Search:
                 tried += trial.of.passes
                 if tried > most:
                     tried -= trial.of.passes
+                    self._met.pop(name, None)
                     self._skipped.append(Skipped(name, f"{said}and too many passes to try it beside the usual methods"))
                     continue
+            if known == 0 and not (trial.of.away or trial.of.offloads) and trial.of.sharding == "none":
+                self._met[name] = bound, trial.of
             if known == 0 and self._may_use_host(trial.of):
                 heappush(waiting, self._bounded(trial.twin(away=True)))
             try:
@@ -251,6 +256,10 @@ class _Search:
                 self._refused.append(Skipped(str(of), f"refused: {str(error).splitlines()[0]}"))
                 del ranked[0]
         plans = [chosen_plan(trial, found, self._devices) for trial, found in ranked]
+        if plans and self._devices.memory is not None:
+            seconds = plans[0].seconds_per_sample
+            excluded = memory_excluded(self._met.values(), seconds, self._chains, self._devices, self._schedules)
+            plans[0] = replace(plans[0], excluded=excluded)
         return plans, [*self._refused, *self._skipped]
 
 

@@ -51,12 +51,14 @@ class StageRating:
         parts: seconds by cause: compute, links, gradient sums, updates, bubble.
         memory: bytes of a device; None where the cost function has no such notion.
         on_host: bytes that each device has in the memory of its host.
+        kinds: the bytes of `memory` by kind, which add up to it; empty where the cost function knows none.
     """
 
     seconds: float
     parts: dict[str, float]
     memory: float | None = None
     on_host: float = 0.0
+    kinds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def limit(self) -> str:
@@ -105,6 +107,21 @@ class Skipped:
 
 
 @dataclass(frozen=True)
+class Excluded:
+    """A configuration that would be faster than the best plan, but for a limit of memory.
+
+    Attributes:
+        what: it is, in words.
+        seconds: per sample, without the limit.
+        gain: how many times as fast as the plan.
+    """
+
+    what: str
+    seconds: float
+    gain: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """A plan as a planner found it.
 
@@ -116,6 +133,7 @@ class Plan:
         samples: of a microbatch.
         settings: keys of `penstock train` that run it; empty where no run is possible.
         chunks: stages on each device.
+        excluded: what memory kept from being the plan; None if it is not known that anything was.
     """
 
     planner: str
@@ -125,6 +143,7 @@ class Plan:
     samples: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
     chunks: int = 1
+    excluded: Excluded | None = None
 
     @property
     def devices(self) -> int:

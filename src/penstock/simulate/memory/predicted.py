@@ -61,11 +61,13 @@ class AlwaysThere(NamedTuple):
         versions: as passes read the weights, of `StageBytes.version` bytes.
         whole: gradients and weights that are updated, of `StageBytes.whole` bytes.
         rows: weights that are updated, of `StageBytes.rows` bytes: the rest is there between two runs only.
+        masters: how many of `whole` and `rows` are weights that are updated beside the versions, never anything else.
     """
 
     versions: int
     whole: int
     rows: int = 0
+    masters: int = 0
 
 
 def peak_bytes(proof: Proof, sizes: Mapping[int, StageBytes], options: MemoryOptions) -> dict[Part, int]:
@@ -183,10 +185,11 @@ def always_there(
     corrected = spec.buffers if delayed or options.correction in _ALWAYS else 0
     if not options.low_precision:
         rows = corrected if divided else 0  # no other correction goes with it
-        return AlwaysThere(copies + facts.buffers, corrected - rows, rows)
+        newest = corrected if spec.reads_ahead else 0
+        return AlwaysThere(copies + facts.buffers, corrected - rows, rows, newest)
     masters = 2 if RULES[rule].update is Update.APART else 1
     rows = masters if divided else 0
-    return AlwaysThere(copies + facts.versions, corrected + facts.gradients + masters - rows, rows)
+    return AlwaysThere(copies + facts.versions, corrected + facts.gradients + masters - rows, rows, masters)
 
 
 def rotates(rule: str, facts: StageFacts, options: MemoryOptions) -> bool:
