@@ -7,6 +7,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from penstock.byte_sizes import human_bytes
+from penstock.cli.plans.memory_table import memory_table
 from penstock.cli.plans.plan_devices import devices_of, with_host
 from penstock.cli.plans.plan_tables import planning_tables
 from penstock.errors import ConfigError
@@ -14,7 +16,7 @@ from penstock.plan.planners.pipedream import Choices
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.schema import Profile, ProfiledLayer
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
-from penstock.plan.stages.planned import Skipped
+from penstock.plan.stages.planned import Excluded, Skipped
 from penstock.view.tables import UNBOUNDED, table_console, width_to_fit
 
 
@@ -93,6 +95,44 @@ def test_what_does_not_fit_is_said_in_the_units_of_devices(planning):
     assert bounds
     said = r"does not fit: at least \S+ MiB per device on average, but it has 1.00 MiB"
     assert [bound for bound in bounds if not re.fullmatch(said, bound)] == []
+
+
+def test_kinds_of_memory_fit_80_columns_and_add_up(planning):
+    lines = lines_at(planning, 80)
+    shown = rows(lines, "memory of a device at its peak by kind")
+    held = [rating.memory for rating in planning.plans[0].rating.stages]
+    assert shown[0] == ["kind", *(f"stage {n}" for n in range(len(held)))]
+    assert shown[-1] == ["all together", *(human_bytes(each, 2) for each in held)]
+    assert [row[0] for row in shown[1:3]] == ["weights and gradients", "optimizer"]
+
+
+@pytest.mark.parametrize(("method", "chunks", "unit"), [("2bw", 1, "stage"), ("interleaved:chunks=2", 2, "rank")])
+@pytest.mark.parametrize(("ranks", "shown"), [(4, [0, 1, 2, 3]), (6, [2, 4])])
+def test_of_many_ranks_the_table_has_those_with_the_most_and_the_least(planning, method, chunks, unit, ranks, shown):
+    best = planning.plans[0]
+    held = [5.0, 4.0, 9.0, 3.0, 1.0, 2.0][:ranks] * chunks
+    ratings = tuple(replace(best.rating.stages[0], memory=each, kinds={"activations": each}) for each in held)
+    rating, settings = replace(best.rating, stages=ratings), {**best.settings, "stages": ranks}
+    plan = replace(best, planner=method, rating=rating, settings=settings, chunks=chunks)
+    cells = memory_table(plan).cells
+    assert list(cells) == ["kind", *(f"{unit} {n}" for n in shown)]
+    assert [cells[f"{unit} {n}"] for n in shown] == [[f"{held[n]:.0f} B"] * 2 for n in shown]
+
+
+def test_published_costs_have_no_kinds_of_memory(planning):
+    other = make_plan(replace(planning.request, planner="2bw-paper", cost=None))
+    assert memory_table(other.plans[0]) is None
+    assert not [line for line in lines_at(other, UNBOUNDED) if line.startswith("memory of")]
+
+
+def test_memory_stands_beside_what_limits(planning):
+    best = replace(planning.plans[0], excluded=Excluded("2bw, depth 1, width 1", 0.5, 1.25))
+    lines = lines_at(replace(planning, plans=(best, *planning.plans[1:])), UNBOUNDED)
+    cells = [row[-1] for row in rows(lines, "tower on 2")]
+    assert cells[0] == "limited by"
+    assert cells[1].endswith("; memory")
+    assert not cells[2].endswith("; memory")
+    assert any("So does memory, which excludes 2bw, depth 1, width 1: 0.5 s per sample, 1.25 times" in x for x in lines)
 
 
 def test_every_method_is_tried_on_one_stage(planning):

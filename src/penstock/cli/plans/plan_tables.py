@@ -16,7 +16,7 @@ from penstock.plan.plan_export import said_of_host, said_of_servers
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import places_in_words
-from penstock.plan.stages.parts import PARTS
+from penstock.plan.stages.parts import COMPUTE, PARTS
 from penstock.plan.stages.planned import Plan, PlannedStage, StageRating
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.find_method import find_method
@@ -152,8 +152,11 @@ def _range_of(numbers: Sequence[int]) -> str:
 
 
 def _stages(plan: Plan, graph: LayerGraph) -> FittedTable:
-    """Return the stages of a plan; times are those of a microbatch. A rating that is compute alone is left out."""
-    shown = [part for part in PARTS if part in plan.rating.stages[0].parts]
+    """Return the stages of a plan; times are those of a microbatch.
+
+    A rating that is compute alone is left out, and so are parts that take no time of any stage.
+    """
+    shown = [part for part in PARTS if part == COMPUTE or any(_part(each, part) for each in plan.rating.stages)]
     heads = ("stage", "layers", "devices", "on", "replicas", "recompute", "swap", "offload", "rating", *shown, "memory")
     cells: dict[str, list[str]] = {heading: [] for heading in heads}
     for at, (stage, rating) in enumerate(zip(plan.stages, plan.rating.stages, strict=True)):
