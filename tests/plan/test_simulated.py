@@ -502,7 +502,7 @@ def test_a_search_simulates_few_of_its_candidates(monkeypatch):
     graph, devices = layer_graph(parse_profile(text, "equal")), Devices((DeviceLevel(8, 100.0),), 450.0)
     plans, skipped = simulated_plans({1: Sized(graph, 1, 16)}, devices, methods=USUAL)
     assert [plan.planner for plan in plans[:2]] == ["2bw", "2bw-eager"]
-    assert len(made) < 14 < 80 < len(skipped)  # some of them as they may be as fast and recompute less
+    assert len(made) < 15 < 80 < len(skipped)  # some as they may be as fast and recompute less, one without a limit
 
 
 @pytest.mark.parametrize("name", METHODS)

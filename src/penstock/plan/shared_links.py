@@ -18,8 +18,7 @@ from penstock.plan.profile.schema import Profile
 from penstock.plan.run_forecast import RunSettings, run_forecast
 from penstock.plan.simulated.chosen_plan import in_order
 from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.parts import BUBBLE, LINKS, SUMS
-from penstock.plan.stages.planned import Plan, StageRating
+from penstock.plan.stages.planned import BUBBLE, LINKS, SUMS, Plan, StageRating
 from penstock.schedule.ir.rank_numbers import RANK_ORDERS
 from penstock.schedule.machine.sharing.shared_links import SharedLinks
 from penstock.simulate.simulate import simulate_schedule

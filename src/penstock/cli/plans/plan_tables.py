@@ -16,8 +16,7 @@ from penstock.plan.plan_export import said_of_host, said_of_servers
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import places_in_words
-from penstock.plan.stages.parts import COMPUTE, PARTS
-from penstock.plan.stages.planned import Plan, PlannedStage, StageRating
+from penstock.plan.stages.planned import COMPUTE, PARTS, Plan, PlannedStage, StageRating
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.find_method import find_method
 from penstock.view.plurals import counted

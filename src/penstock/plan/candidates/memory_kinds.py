@@ -36,6 +36,6 @@ _NAMED: Mapping[HeldKind, str] = MappingProxyType({
 })  # fmt: skip  # all others are of passes
 
 
-def kind_of(held: HeldKind) -> str:
+def ledger_kind(held: HeldKind) -> str:
     """Return the kind of something that comes and goes."""
     return _NAMED.get(held, ACTIVATIONS)

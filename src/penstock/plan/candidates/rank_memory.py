@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from penstock.plan.candidates.block_chain import BlockChain, Floats
 from penstock.plan.candidates.candidate import Candidate
-from penstock.plan.candidates.memory_kinds import BUFFERS, FROZEN, KINDS, MASTERS, kind_of
+from penstock.plan.candidates.memory_kinds import BUFFERS, FROZEN, KINDS, MASTERS, ledger_kind
 from penstock.plan.candidates.planned_methods import ActivationMemory
 from penstock.plan.candidates.schedule_cache import Moment
 from penstock.simulate.memory.held import HeldKind
@@ -158,7 +158,7 @@ class RankMemory:
             sizes = self._sizes(cuts)
             counts = self._counts[np.argmax(self._counts @ sizes)]
             for (_, kind), nbytes in zip(self._kinds, (counts * sizes).tolist(), strict=True):
-                found[kind_of(kind)] = found.get(kind_of(kind), 0.0) + nbytes
+                found[ledger_kind(kind)] = found.get(ledger_kind(kind), 0.0) + nbytes
         return {name: found[name] for name in KINDS if found.get(name)}
 
     def _sizes(self, cuts: Cuts) -> Floats:

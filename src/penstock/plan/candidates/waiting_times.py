@@ -15,7 +15,7 @@ from penstock.plan.candidates.candidate import NoPlanError
 from penstock.plan.candidates.candidate_times import CandidateTimes
 from penstock.plan.candidates.planned_methods import ActivationMemory
 from penstock.plan.candidates.rank_memory import Cuts
-from penstock.plan.stages.parts import COPIES, CORES, LINKS, SUMS
+from penstock.plan.stages.planned import COPIES, CORES, LINKS, SUMS
 from penstock.simulate.costs import Costs
 
 

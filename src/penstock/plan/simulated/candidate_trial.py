@@ -22,8 +22,7 @@ from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.candidates.waiting_times import waiting_times
 from penstock.plan.simulated.fitting_cuts import FittingCuts, TimedCuts, place_of
 from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.parts import BUBBLE, COMPUTE, UPDATES
-from penstock.plan.stages.planned import StageRating
+from penstock.plan.stages.planned import BUBBLE, COMPUTE, UPDATES, StageRating
 from penstock.simulate.memory.held import HeldKind
 
 NAME = "simulated"

@@ -8,6 +8,17 @@ from typing import Any
 
 from penstock.plan.stages.device_hierarchy import StageDevices
 
+COMPUTE = "compute"
+LINKS = "links"
+SUMS = "gradient sums"
+COPIES = "copies"
+CORES = "shared cores"
+UPDATES = "updates"
+BUBBLE = "bubble"
+
+PARTS = (COMPUTE, LINKS, SUMS, COPIES, CORES, UPDATES, BUBBLE)
+"""The names of the parts of a stage's time, in the order in which they are shown."""
+
 
 @dataclass(frozen=True)
 class PlannedStage:
@@ -48,7 +59,7 @@ class StageRating:
 
     Attributes:
         seconds: per microbatch of the pipeline, as the cost function adds up or compares its parts.
-        parts: seconds by cause: compute, links, gradient sums, updates, bubble.
+        parts: seconds by cause, named as in `PARTS`.
         memory: bytes of a device; None where the cost function has no such notion.
         on_host: bytes that each device has in the memory of its host.
         kinds: the bytes of `memory` by kind, which add up to it; empty where the cost function knows none.
