@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from penstock.cli.number_lists import whole_numbers
 from penstock.cli.options import AsJson
 from penstock.cli.output import print_json, say_written
-from penstock.cli.plans.number_lists import whole_numbers
 from penstock.cli.plans.plan_devices import (
     clusters_of,
     device_counts,
