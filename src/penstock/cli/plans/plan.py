@@ -54,6 +54,8 @@ from penstock.cli.plans.profile_of_model import planned_profile
 from penstock.errors import ConfigError
 from penstock.guarded_files import write_whole
 
+_LEAST_GAIN = 1.005  # of a change that makes a plan faster
+
 
 def plan(
     profile: ProfileFile = None,
@@ -106,23 +108,24 @@ def plan(
             links=None if link_matrix is None else link_matrix_of(link_matrix, planner),
         )
     )
-    _check_options(request.cost, out, worlds, host_memory)
-    _check_folders(out, timeline)
+    _check_options(request.cost, out, worlds, host_memory, timeline)
     chosen = choose(request, objective, _target(epochs, epoch_samples), price_of(price, clusters, objective))
     _print_answer(chosen, what_if, as_json)
+    if chosen.planning.plans:
+        _write_files(chosen.planning, out, worlds, timeline, as_json)
+    if what_if and not as_json:
+        _print_changes(chosen.planning)
     if not chosen.planning.plans:
         raise typer.Exit(1)
-    if timeline is not None:
-        _draw_timeline(timeline, chosen.planning, as_json)
-    if out is not None:
-        _say_plans(_write_plans(out, chosen.planning, worlds), chosen.planning, as_json)
 
 
-def _check_options(cost: str | None, out: Path | None, worlds: str | None, host_memory: str | None) -> None:
-    """Refuse options that do not go together.
+def _check_options(
+    cost: str | None, out: Path | None, worlds: str | None, host_memory: str | None, timeline: Path | None
+) -> None:
+    """Refuse options that do not go together, and files that cannot be written, before anything is searched.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: they do not, or the folder of a file is not there.
     """
     from penstock.plan.planners.published_run import METHODS
 
@@ -132,21 +135,13 @@ def _check_options(cost: str | None, out: Path | None, worlds: str | None, host_
         raise ConfigError(f"--out takes plans that can be run; those by cost {cost!r} cannot, use --cost simulated")
     if host_memory is not None and cost != "simulated":
         raise ConfigError(f"--host-memory is for --cost simulated; {cost} knows no such limit, so leave it out")
-
-
-def _check_folders(*files: Path | None) -> None:
-    """Refuse files that cannot be written before anything is searched.
-
-    Raises:
-        ConfigError: the folder of one is not there.
-    """
-    for file in files:
+    for file in (out, timeline):
         if file is not None and not file.parent.is_dir():
             raise ConfigError(f"cannot write {str(file)!r}: there is no folder {str(file.parent)!r}; make it first")
 
 
 def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
-    """Print plans, what was asked for them, and what more of each resource would bring."""
+    """Print plans and what was asked for them; as JSON also what more of each resource would bring."""
     from penstock.cli.plans.plan_tables import planning_tables
     from penstock.plan.objective_trials_report import trials_json, trials_table
     from penstock.plan.plan_export import planning_json
@@ -154,17 +149,34 @@ def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
     from penstock.view.tables import table_console
 
     found = chosen.planning
-    changes = what_would_help(found) if what_if else []
     if as_json:
-        print_json(planning_json(found) | trials_json(chosen) | {"what_if": [each._asdict() for each in changes]})
+        changes = [each._asdict() for each in what_would_help(found)] if what_if else []
+        print_json(planning_json(found) | trials_json(chosen) | {"what_if": changes})
         return
     console = table_console()
     if chosen.objective != "throughput":
         console.print(trials_table(chosen))
     console.print(planning_tables(found, console.width))
-    for change, seconds, gain in changes:
+
+
+def _print_changes(found: Any) -> None:
+    """Print what more of each resource would bring; searches take a while, so they come last."""
+    from penstock.plan.planned_timeline import what_would_help
+    from penstock.view.tables import table_console
+
+    console = table_console()
+    for change, seconds, gain in what_would_help(found):
         said = "no plan fits" if seconds is None else f"{seconds:.5g} s per sample"
-        console.print(Text(f"With {change}: {said}" + (f", {gain:.3g} times as fast." if gain else ".")))
+        faster = f"{gain:.3g} times as fast" if gain and gain >= _LEAST_GAIN else "no faster"
+        console.print(Text(f"With {change}: {said}" + (f", {faster}." if gain else ".")))
+
+
+def _write_files(found: Any, out: Path | None, worlds: str | None, timeline: Path | None, as_json: bool) -> None:
+    """Write the drawing and the plans that are asked for."""
+    if timeline is not None:
+        _draw_timeline(timeline, found, as_json)
+    if out is not None:
+        _say_plans(_write_plans(out, found, worlds), found, as_json)
 
 
 def _say_plans(paths: Sequence[Path], found: Any, quiet: bool) -> None:

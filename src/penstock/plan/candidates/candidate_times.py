@@ -205,7 +205,8 @@ class CandidateTimes:
     def _busiest(self, costs: Costs) -> float:
         """Return the seconds of a batch in which the busiest rank, or all on shared cores, do their work."""
         of = [s.step + self.of.microbatches * (s.forward + s.backward_input + s.backward_weight) for s in costs.stages]
-        most = max(float(np.bincount(self._ranks, of).max()), sum(of) / self.of.cores(self._devices))
+        shared = 0.0 if costs.cores is None else sum(of) / costs.cores.cores
+        most = max(float(np.bincount(self._ranks, of).max()), shared)
         return max(most, self._copying([s.copy or 0.0 for s in costs.stages])) if self.of.offloads else most
 
     def _copying(self, copy: Iterable[float]) -> float:
