@@ -200,8 +200,8 @@ DEFECTS = (
     Defect(
         "of a rank with several stages the memory of the largest counts",
         "plan/candidates",
-        "fixed + (self._counts @ sizes).max(initial=0.0)",
-        "fixed + (self._counts * sizes).max(initial=0.0)",
+        "fixed + (self._counts @ self._sizes(cuts)).max(initial=0.0)",
+        "fixed + (self._counts * self._sizes(cuts)).max(initial=0.0)",
         ("tests/plan/test_planned_memory.py", "tests/plan/test_simulated.py"),
     ),
     # --- the command line ---------------------------------------------------------------------------------------------

@@ -226,9 +226,10 @@ def test_what_cannot_be_simulated_is_said(command, tmp_path):
     with pytest.raises(ConfigError, match="order the profile so that each reads earlier ones"):
         simulated_plans({1: Sized(layer_graph(parse_profile(backwards, "b")), 1, 4)}, two)
     (tmp_path / "p.yaml").write_text(HEAD + BLOCK.format(0, 1, 2, 3, 4, 5))
-    run = command("plan", "--profile", tmp_path / "p.yaml", "--devices", "1", "--out", tmp_path / "plan.yaml")
+    given = "plan", "--profile", tmp_path / "p.yaml", "--devices", "1", "--cost", "graphpipe"
+    run = command(*given, "--out", tmp_path / "plan.yaml")
     assert run.returncode == 2
-    assert "which --cost simulated finds" in " ".join(run.stderr.split())
+    assert "those by cost 'graphpipe' cannot, use --cost simulated" in " ".join(run.stderr.split())
 
 
 @pytest.mark.all_cases

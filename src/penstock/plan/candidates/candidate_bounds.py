@@ -123,6 +123,7 @@ def least_of_ranks(of: Candidate, work: RankWork, ranks: npt.NDArray[np.intp]) -
     It is busy for m microbatches and an update. With a flush others run before the rank begins and after it has
     ended; where all forwards come first, also between its forwards and its backwards. Otherwise, with n
     microbatches in flight, a forward comes after the backward of the nth one before it, with or without a flush.
+    Where backwards come in halves, all but the first forwards come after the first of them that others wait for.
 
     Args:
         of: the configuration.
@@ -144,7 +145,18 @@ def least_of_ranks(of: Candidate, work: RankWork, ranks: npt.NDArray[np.intp]) -
         return np.maximum(busy, batches * m // flight * work.through / batches)
     rounds, rest = np.divmod(m - 1, flight)
     own = np.maximum(m * work.path, rest * work.forward + (rounds + 1) * work.through)
-    return np.maximum(busy, work.before + own)
+    return np.maximum(busy + _idle_before_backwards(of, work, ranks), work.before + own)
+
+
+def _idle_before_backwards(of: Candidate, work: RankWork, ranks: npt.NDArray[np.intp]) -> Floats:
+    """Return how long ranks wait for their first backward at least, of orders whose forwards before it are known."""
+    warm = [of.method.warm_up(of.depth, of.microbatches, rank) for rank in ranks.tolist()]
+    if None in warm:
+        return np.zeros(1)
+    first = np.array(warm, float).reshape(-1, *[1] * (work.busy.ndim - 1))
+    with np.errstate(invalid="ignore"):  # of cuts that do not fit all are infinite
+        idle = work.through - (work.path - work.forward) - first * work.forward
+    return np.maximum(np.nan_to_num(idle, posinf=0.0), 0.0)
 
 
 def only_busy_counts(of: Candidate) -> bool:

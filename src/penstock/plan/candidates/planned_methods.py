@@ -127,6 +127,12 @@ class PlannedMethod(NamedTuple):
         """Whether ranks hold the more microbatches, the more a batch has."""
         return self.forwards_first or self.row == "2bw-layered"
 
+    def warm_up(self, depth: int, microbatches: int, rank: int) -> int | None:
+        """Return the forwards of a rank before its first backward, where the order has those of ZB-H1 or ZB-H2."""
+        behind = depth - 1 - rank
+        found = {"zb-h1": behind + 1, "zb-h2": 2 * behind + 1}.get(self.row)
+        return None if found is None else min(found, microbatches)
+
     def ranks(self, depth: int) -> tuple[int, ...]:
         """Return the rank of each stage of a pipeline with so many ranks."""
         if self.folded:
