@@ -36,6 +36,10 @@ def losses_of(folder: Path) -> Losses:
         if named := re.fullmatch(r"(.+)-seed-(\d+)-lr-.+\.json", file.name):
             scores = json.loads(file.read_text())["scores"]
             key = named[1].replace("+", ":"), int(named[2])
+            if key in found:
+                raise SystemExit(
+                    f"{folder} has {key[0]} with seed {key[1]} twice; keep the run with the rate that counts"
+                )
             found[key] = {score["updates"]: score["loss"] for score in scores}
     return found
 
@@ -47,14 +51,16 @@ def gaps_of(losses: Losses) -> dict[str, dict[int, list[float]]]:
         base = losses.get((BASELINE, seed), {})
         for updates in sorted(own.keys() & base.keys()) if method != BASELINE else ():
             found.setdefault(method, {}).setdefault(updates, []).append(100 * (own[updates] / base[updates] - 1))
-    return dict(sorted(found.items(), key=lambda each: each[1][max(each[1])]))
+    return dict(sorted(found.items(), key=lambda each: fmean(each[1][max(each[1])])))
 
 
 def table(gaps: Mapping[str, Mapping[int, Sequence[float]]], at: Sequence[int] = AT) -> str:
     """Return gaps as Markdown: the mean over seeds, and their standard deviation at the end."""
     lines = ["| method | seeds | " + " | ".join(f"{updates:,}" for updates in at) + " |", "|---" * (2 + len(at)) + "|"]
     for method, found in gaps.items():
-        last = max(updates for updates in at if updates in found)
+        if not (there := [updates for updates in at if updates in found]):
+            raise SystemExit(f"{method} was not evaluated after any of {', '.join(map(str, at))} updates")
+        last = there[-1]
         cells = [_said(found.get(updates), updates == last) for updates in at]
         lines.append(f"| `{method}` | {len(found[last])} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -100,7 +100,9 @@ def test_a_model_that_train_does_not_have_is_not_replaced_by_another(command, tm
     with pytest.raises(ConfigError, match=r"the plan is for the model '4 x 48', which penstock train does not have"):
         check_enough_blocks(config)
     check_enough_blocks(load_config(file, ["model.planned=null"]))
-    check_enough_blocks(load_config(file, ["model.width=64"]))
+    check_enough_blocks(load_config(file, ["model.width=64", "model.layers=4"]))
+    with pytest.raises(ConfigError, match="set model.layers and model.width"):
+        check_enough_blocks(load_config(file, ["model.width=64"]))  # the rest would be the preset's
 
 
 def test_another_mlp_is_not_that_of_the_gpt():

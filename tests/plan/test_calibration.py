@@ -94,6 +94,14 @@ def test_ranks_that_share_cores_calibrate_by_their_batches():
     assert [found.forward, found.backward, found.step, found.between] == pytest.approx(expected, rel=1e-3)
 
 
+def test_ranks_that_share_cores_calibrate_where_links_take_most_of_a_batch():
+    profile = profile_with(work=1e-9)
+    profile.links = [ProfiledLink(bandwidth=1e9, latency=100.0)]
+    slower = profile.model_copy(update={"calibration": Calibration(forward=3.0, backward=3.0, step=3.0)})
+    found = calibrated(profile, {"a": (CROWDED, crowded(predicted_batch(slower, CROWDED)))}).calibration
+    assert found.forward == pytest.approx(3.0, rel=1e-3)
+
+
 def test_ranks_that_share_cores_and_only_wait_for_links_do_not_calibrate():
     profile = profile_with(work=1e-9)
     profile.links = [ProfiledLink(bandwidth=1e9, latency=5.0)]

@@ -39,6 +39,12 @@ def test_a_plan_with_equal_replicas_is_a_run():
     assert "sharding" not in published_run("mist", alone, GRAPH, 8)  # among one
 
 
+def test_replicas_of_dapple_share_each_microbatch():
+    plan = replace(plan_of(FIRST, SECOND), samples=4)
+    found = published_run("dapple", plan, GRAPH, 7)
+    assert (found["width"], found["microbatches"], found["microbatch_size"]) == (2, 7, 2)
+
+
 @pytest.mark.parametrize(
     ("cost", "stages", "microbatches", "said"),
     [
@@ -56,7 +62,8 @@ def test_a_plan_with_equal_replicas_is_a_run():
         ),
         ("mist", (FIRST, replace(SECOND, sharded=True)), 8, "only some stages divide their optimizer states"),
         ("dawnpiper", (FIRST, replace(SECOND, ways=("swap", "swap"))), 8, "it swaps activations layer by layer"),
-        ("dapple", (FIRST, SECOND), 7, "7 microbatches cannot be divided among 2 pipelines"),
+        ("piper", (FIRST, SECOND), 7, "7 microbatches cannot be divided among 2 pipelines"),
+        ("dapple", (FIRST, SECOND), 7, "3 samples of a microbatch cannot be divided among 2 pipelines"),
     ],
 )
 def test_plans_that_are_no_runs(cost, stages, microbatches, said):

@@ -34,7 +34,7 @@ from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.simulated.fitting_cuts import place_of
 from penstock.plan.simulated.plan_search import simulated_plans
-from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices, StageDevices
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.memory_simulation import most_held
 from support.every_plan import KEPT, RECOMPUTED, Case, EveryPlan, kinds_of, looked_into, proof_of
@@ -382,6 +382,19 @@ def test_no_plan_is_faster_than_its_bound(method):
         assert trial.uncut.seconds_per_sample() * m * width <= batch * (1 + 1e-9)
         assert next(trial.bounds()) * m * width <= batch * (1 + 1e-9)
         assert trial.times.least_batch(cuts, again) <= batch * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("cores", [None, 1.0])
+def test_bounds_count_devices_that_are_faster_than_the_profile(cores):
+    text = HEAD + "".join(BLOCK.format(n, 1, 2, 6, 30, 0) for n in range(4))
+    on = (StageDevices(("fast",), 4.0, None),) * 2
+    made = Candidate(Sized(layer_graph(parse_profile(text, "equal")), 1, 8), PLANNED["2bw"], 2, 1, on=on)
+    devices = Devices((DeviceLevel(2, 1e9),), cores=cores)
+    trial = CandidateTrial(made, BlockChain(made.sized.graph, 2.0), devices, KnownSchedules())
+    (batch,) = trial.times.batch_times([((0, 2, 4), (KEPT,) * 2)])
+    assert batch == pytest.approx(8 * 12 / 4 * (1.0 if cores else 0.5), rel=0.01)
+    assert trial.uncut.seconds_per_sample() * 8 <= batch * (1 + 1e-9)
+    assert next(trial.bounds()) * 8 <= batch * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("method", ["1f1b", "eager", "gpipe", "2bw"])

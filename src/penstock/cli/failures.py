@@ -42,7 +42,7 @@ def said_of_usage(error: Exception) -> tuple[str, str] | None:
         known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
         hint = _instead(str(option), command, known) or hint
     elif context is not None and "unexpected extra" in message:
-        hint = _as_option(context, sys.argv) or hint
+        hint = _as_option(context, message, sys.argv) or hint
     return f"{message[0].lower()}{message[1:]}".replace(": Input", ": input"), hint
 
 
@@ -56,10 +56,10 @@ def _given_for(parameter: Any, words: Sequence[str]) -> str | None:
     return found
 
 
-def _as_option(context: Any, words: Sequence[str]) -> str:
+def _as_option(context: Any, message: str, words: Sequence[str]) -> str:
     """Return how a profile is given that stands alone; empty if the command takes none, or has one."""
     takes_it = any("--profile" in parameter.opts for parameter in context.command.params)
-    alone = next((word for word in words[2:] if word.endswith((".yaml", ".yml"))), "")
+    alone = next((word for word in words[2:] if word.endswith((".yaml", ".yml")) and f"({word})" in message), "")
     given = any(word.partition("=")[0] == "--profile" for word in words)
     return f"write {context.command_path} --profile {alone}" if takes_it and alone and not given else ""
 

@@ -10,6 +10,7 @@ itself. So of such runs one factor on all passes and updates is fitted, with whi
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ _PASSES = {
     "STEP": "step",
 }
 """Kinds of work -> what `StageCost` calls them."""
-_ROUNDS, _EXACT = 32, 1e-4  # of fitting a factor to batches
+_EXACT = 1e-4  # of a factor that is fitted to batches
 _LEAST, _MOST = 1e-9, 1e6
 _FOR_PEERS = (Waiting.MESSAGE, Waiting.ROOM, Waiting.CONTROL)
 
@@ -134,17 +135,24 @@ def factor_of_batches(profile: Profile, settings: RunSettings, seconds: float, n
     Raises:
         ConfigError: something else decides how long a batch takes.
     """
-    factor, between = 1.0, profile.in_runs.between
-    for _ in range(_ROUNDS):
+    between = profile.in_runs.between
+
+    def batch(factor: float) -> float:
         given = Calibration(forward=factor, backward=factor, step=factor, between=between)
-        ratio = seconds / predicted_batch(profile.model_copy(update={"calibration": given}), settings)
-        if abs(ratio - 1) < _EXACT:
-            return factor
-        factor = min(max(factor * ratio, _LEAST), _MOST)
-    raise ConfigError(
-        f"run {name}: no factor on passes and updates makes its batches take the {seconds:.4g} s that they took, as "
-        "its links decide that; take a run without slow links"
-    )
+        return predicted_batch(profile.model_copy(update={"calibration": given}), settings)
+
+    least, most = _LEAST, 1.0
+    while batch(most) < seconds and most < _MOST:
+        least, most = most, 2 * most
+    if batch(least) > seconds or batch(most) < seconds:
+        raise ConfigError(
+            f"run {name}: no factor on passes and updates makes its batches take the {seconds:.4g} s that they took: "
+            f"links and pauses between passes take {batch(_LEAST):.4g} s; take a run without slow links"
+        )
+    while most > least * (1 + _EXACT):
+        middle = math.sqrt(least * most)
+        least, most = (middle, most) if batch(middle) < seconds else (least, middle)
+    return math.sqrt(least * most)
 
 
 def _ratios(profile: Profile, settings: RunSettings, measured: MeasuredPasses) -> list[tuple[str, float]]:

@@ -18,7 +18,7 @@ from penstock.plan.candidates.candidate_times import CandidateTimes
 from penstock.plan.candidates.planned_methods import activations_of, method_of
 from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.planning import Planning, PlanRequest, make_plan
-from penstock.plan.profile.schema import Numbers, Profile
+from penstock.plan.profile.schema import MOST_DEVICES, Numbers, Profile
 from penstock.plan.run_forecast import stages_decide
 from penstock.plan.simulated.candidate_trial import NAME
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
@@ -98,7 +98,8 @@ def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     yield "devices twice as fast", replace(request, profile=_faster(request.profile), devices=twice)
     if devices.count > 1:
         levels = tuple(DeviceLevel(level.units, 2 * level.bandwidth) for level in devices.levels)
-        yield "links of twice the bandwidth", replace(request, devices=replace(devices, levels=levels))
+        links = None if request.links is None else 2 * request.links
+        yield "links of twice the bandwidth", replace(request, devices=replace(devices, levels=levels), links=links)
     if devices.latency:
         yield "links of half the latency", replace(request, devices=replace(devices, latency=devices.latency / 2))
     if devices.memory is not None:
@@ -106,12 +107,20 @@ def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     offloads = request.cost == "dawnpiper" or (request.cost == NAME and devices.memory is not None)
     if devices.host is not None and offloads and not devices.kinds:
         yield "twice the bandwidth to the host", replace(request, devices=replace(devices, host=2 * devices.host))
+    yield from _more_devices(request)
+    if devices.cores is not None:
+        yield "twice as many cores", replace(request, devices=replace(devices, cores=2 * devices.cores))
+
+
+def _more_devices(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Yield a request with twice as many devices, where their links are known and there may be as many."""
+    devices = request.devices
+    if request.links is not None or 2 * devices.count > MOST_DEVICES:
+        return
     last = devices.levels[-1]
     more = (*devices.levels[:-1], DeviceLevel(2 * last.units, last.bandwidth))
     kinds = tuple(replace(kind, count=2 * kind.count) for kind in devices.kinds)
     yield "twice as many devices", replace(request, devices=replace(devices, levels=more, kinds=kinds))
-    if devices.cores is not None:
-        yield "twice as many cores", replace(request, devices=replace(devices, cores=2 * devices.cores))
 
 
 def _with_more_memory(devices: Devices) -> Devices:

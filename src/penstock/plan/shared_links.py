@@ -27,8 +27,11 @@ _MOST_PASSES = 1 << 11  # forwards of a batch of a pipeline; all is played in th
 
 
 def with_shared_links(plans: Sequence[Plan], profile: Profile, devices: Devices) -> list[Plan]:
-    """Return plans that were found by simulation, with the times of shared links, the fastest first."""
-    found = [_simulated_again(plan, profile, devices) for plan in plans]
+    """Return plans that were found by simulation, with the times of shared links, the fastest first.
+
+    What memory excludes was not simulated so, and is left out.
+    """
+    found = [replace(_simulated_again(plan, profile, devices), excluded=None) for plan in plans]
     return sorted(found, key=lambda plan: plan.seconds_per_sample)
 
 

@@ -133,6 +133,10 @@ def _check_options(
         raise ConfigError("--worlds writes plans beside that of --out; give --out, too")
     if out is not None and cost not in ("simulated", *METHODS):
         raise ConfigError(f"--out takes plans that can be run; those by cost {cost!r} cannot, use --cost simulated")
+    if timeline is not None and cost != "simulated":
+        raise ConfigError(
+            f"--timeline draws plans that are simulated; leave it out, or give --cost simulated, not {cost!r}"
+        )
     if host_memory is not None and cost != "simulated":
         raise ConfigError(f"--host-memory is for --cost simulated; {cost} knows no such limit, so leave it out")
     for file in (out, timeline):
@@ -173,10 +177,10 @@ def _print_changes(found: Any) -> None:
 
 def _write_files(found: Any, out: Path | None, worlds: str | None, timeline: Path | None, as_json: bool) -> None:
     """Write the drawing and the plans that are asked for."""
-    if timeline is not None:
-        _draw_timeline(timeline, found, as_json)
     if out is not None:
         _say_plans(_write_plans(out, found, worlds), found, as_json)
+    if timeline is not None:
+        _draw_timeline(timeline, found, as_json)
 
 
 def _say_plans(paths: Sequence[Path], found: Any, quiet: bool) -> None:

@@ -47,7 +47,7 @@ class CandidateBounds:
         total, message = float(passes.busy[-1]), self._message()
         longest = least_of_largest(np.diff(passes.busy), d) / fastest
         updates = float(of.updates(self._chain, self._devices)[-1]) + of.stages * self._devices.update
-        shared = (m * total + updates) / of.cores(self._devices)  # while sums of other ranks may run
+        shared = (m * total + updates) / fastest / of.cores(self._devices)  # while sums of other ranks may run
         busy = max((m * total + updates) / together, m * longest)
         steady = max(busy, m * of.messages * message, self._collectives())
         after = self.after()

@@ -45,6 +45,8 @@ def published_run(cost: str, plan: Plan, graph: LayerGraph, microbatches: int) -
         ConfigError: no run does what it says; the message tells what.
     """
     stages, width = plan.stages, plan.stages[0].replicas
+    parts = cost == "dapple"  # whose replicas share each microbatch
+    count, what = (plan.samples, "samples of a microbatch") if parts else (microbatches, "microbatches")
     modes = [recompute_of(graph, stage) for stage in stages]
     faults = {
         f"cost {cost!r} is of an order that is no method of penstock": cost not in METHODS,
@@ -54,7 +56,7 @@ def published_run(cost: str, plan: Plan, graph: LayerGraph, microbatches: int) -
         "it swaps activations layer by layer": any("swap" in way for stage in stages for way in stage.ways),
         "some stage recomputes a part of its layers": None in modes,
         "only some stages divide their optimizer states": len({stage.sharded for stage in stages}) > 1,
-        f"{microbatches} microbatches cannot be divided among {width} pipelines": microbatches % width > 0,
+        f"{count} {what} cannot be divided among {width} pipelines": count % width > 0,
     }
     for fault, applies in faults.items():
         if applies:
@@ -63,8 +65,8 @@ def published_run(cost: str, plan: Plan, graph: LayerGraph, microbatches: int) -
     if stages[0].sharded and width > 1:
         found["sharding"] = "optimizer"
     return found | {
-        "microbatches": microbatches // width,
-        "microbatch_size": plan.samples,
+        "microbatches": microbatches if parts else microbatches // width,
+        "microbatch_size": plan.samples // width if parts else plan.samples,
         "recompute": modes[0] if len(set(modes)) == 1 else modes,
         "balance": [len(stage.layers) for stage in stages],
     }

@@ -258,7 +258,8 @@ class _Search:
         plans = [chosen_plan(trial, found, self._devices) for trial, found in ranked]
         if plans and self._devices.memory is not None:
             seconds = plans[0].seconds_per_sample
-            excluded = memory_excluded(self._met.values(), seconds, self._chains, self._devices, self._schedules)
+            met = [each for each in self._met.values() if each[1].method.name in USUAL or each[1].passes <= _MOST_TRIED]
+            excluded = memory_excluded(met, seconds, self._chains, self._devices, self._schedules)
             plans[0] = replace(plans[0], excluded=excluded)
         return plans, [*self._refused, *self._skipped]
 

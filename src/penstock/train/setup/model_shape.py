@@ -54,10 +54,10 @@ def shape_of(config: TrainConfig, vocabulary: int | None = None) -> GPTConfig:
     """
     section = config.model
     changes = {name: getattr(section, name) for name in ("layers", "width", "heads", "context", "vocabulary")}
-    if section.planned is not None and not any(changes.values()):
+    if section.planned is not None and None in (section.layers, section.width):
         raise ConfigError(
             f"the plan is for the model {section.planned!r:.80}, which penstock train does not have, and would train "
-            f"the preset {section.preset!r} instead; set model.layers, model.width, .. of a GPT with as many blocks, "
+            f"the preset {section.preset!r} instead; set model.layers and model.width of a GPT with as many blocks, "
             "or model.planned=null for that preset, or divide blocks of your own in Python (penstock.Pipeline)"
         )
     changes["vocabulary"] = changes["vocabulary"] or vocabulary
