@@ -29,6 +29,16 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _signals_of_a_terminal() -> None:
     """Jobs in the background of a shell, and those under nohup, begin with these signals ignored."""
+    _take_signals_of_a_terminal()
+
+
+@pytest.fixture(autouse=True)
+def _signals_of_each_test() -> None:
+    """A run that fails in this process leaves signals ignored, as it expects to be the end of it."""
+    _take_signals_of_a_terminal()
+
+
+def _take_signals_of_a_terminal() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
