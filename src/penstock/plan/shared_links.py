@@ -18,7 +18,7 @@ from penstock.plan.profile.schema import Profile
 from penstock.plan.run_forecast import RunSettings, run_forecast
 from penstock.plan.simulated.chosen_plan import in_order
 from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.planned import BUBBLE, LINKS, SUMS, Plan, StageRating
+from penstock.plan.stages.planned import BUBBLE, LINKS, SUMS, UPDATES, Plan, StageRating
 from penstock.schedule.ir.rank_numbers import RANK_ORDERS
 from penstock.schedule.machine.sharing.shared_links import SharedLinks
 from penstock.simulate.simulate import simulate_schedule
@@ -73,7 +73,7 @@ def _batch(plan: Plan, profile: Profile, settings: RunSettings, devices: Devices
     batches = settings.microbatches * settings.width
     if "offload_optimizer" in plan.settings:  # its updates wait for copies, which the profile does not know
         stages = zip(costs.stages, plan.rating.stages, strict=True)
-        costs = replace(costs, stages=tuple(replace(each, step=batches * by.parts["updates"]) for each, by in stages))
+        costs = replace(costs, stages=tuple(replace(each, step=batches * by.parts[UPDATES]) for each, by in stages))
     if ranks < settings.stages:
         costs = replace(costs, transfer=costs.transfer * leaving / inner.units)
     if len({number // inner.units for number in settings.numbers.of_rank(0)}) > 1:

@@ -54,8 +54,6 @@ from penstock.cli.plans.profile_of_model import planned_profile
 from penstock.errors import ConfigError
 from penstock.guarded_files import write_whole
 
-_LEAST_GAIN = 1.005  # of a change that makes a plan faster
-
 
 def plan(
     profile: ProfileFile = None,
@@ -166,12 +164,13 @@ def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
 def _print_changes(found: Any) -> None:
     """Print what more of each resource would bring; searches take a while, so they come last."""
     from penstock.plan.planned_timeline import what_would_help
+    from penstock.plan.stages.planned import LEAST_GAIN
     from penstock.view.tables import table_console
 
     console = table_console()
     for change, seconds, gain in what_would_help(found):
         said = "no plan fits" if seconds is None else f"{seconds:.5g} s per sample"
-        faster = f"{gain:.3g} times as fast" if gain and gain >= _LEAST_GAIN else "no faster"
+        faster = f"{gain:.3g} times as fast" if gain and gain >= LEAST_GAIN else "no faster"
         console.print(Text(f"With {change}: {said}" + (f", {faster}." if gain else ".")))
 
 

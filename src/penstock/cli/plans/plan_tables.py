@@ -181,7 +181,7 @@ def _stages(plan: Plan, graph: LayerGraph) -> FittedTable:
         for values in (row, *inner):
             for number, heading in enumerate(heads):
                 cells[heading].append(values[number] if number < len(values) else "")
-    rated = any(rating.seconds != rating.parts.get("compute") for rating in plan.rating.stages)
+    rated = any(rating.seconds != rating.parts.get(COMPUTE) for rating in plan.rating.stages)
     kept = {head: column for head, column in cells.items() if any(column) and (rated or head != "rating")}
     title = f"stages of plan 1, in s for each microbatch of {counted(plan.samples, 'sample')}"
     title += "; rating: what the cost function compares" * rated

@@ -150,10 +150,10 @@ def least_of_ranks(of: Candidate, work: RankWork, ranks: npt.NDArray[np.intp]) -
 
 def _idle_before_backwards(of: Candidate, work: RankWork, ranks: npt.NDArray[np.intp]) -> Floats:
     """Return how long ranks wait for their first backward at least, of orders whose forwards before it are known."""
-    warm = [of.method.warm_up(of.depth, of.microbatches, rank) for rank in ranks.tolist()]
-    if None in warm:
+    warm = of.method.warm_up(of.depth, of.microbatches)
+    if warm is None:
         return np.zeros(1)
-    first = np.array(warm, float).reshape(-1, *[1] * (work.busy.ndim - 1))
+    first = np.array(warm, float)[ranks].reshape(-1, *[1] * (work.busy.ndim - 1))
     with np.errstate(invalid="ignore"):  # of cuts that do not fit all are infinite
         idle = work.through - (work.path - work.forward) - first * work.forward
     return np.maximum(np.nan_to_num(idle, posinf=0.0), 0.0)

@@ -7,6 +7,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from penstock.schedule.ir.in_flight_option import in_flight_on
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.proof.proof import StageFacts
 from penstock.schedule.stage_state.stage_state import Delay
@@ -127,11 +128,10 @@ class PlannedMethod(NamedTuple):
         """Whether ranks hold the more microbatches, the more a batch has."""
         return self.forwards_first or self.row == "2bw-layered"
 
-    def warm_up(self, depth: int, microbatches: int, rank: int) -> int | None:
-        """Return the forwards of a rank before its first backward, where the order has those of ZB-H1 or ZB-H2."""
-        behind = depth - 1 - rank
-        found = {"zb-h1": behind + 1, "zb-h2": 2 * behind + 1}.get(self.row)
-        return None if found is None else min(found, microbatches)
+    def warm_up(self, depth: int, microbatches: int) -> list[int] | None:
+        """Return the forwards of every rank before its first backward, if the order has those of ZB-H1 or ZB-H2."""
+        first = {"zb-h1": depth, "zb-h2": 2 * depth - 1}.get(self.row)
+        return None if first is None else [min(ahead, microbatches) for ahead in in_flight_on(depth, first)]
 
     def ranks(self, depth: int) -> tuple[int, ...]:
         """Return the rank of each stage of a pipeline with so many ranks."""

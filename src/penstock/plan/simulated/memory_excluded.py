@@ -16,10 +16,9 @@ from penstock.plan.candidates.candidate import Candidate, NoPlanError
 from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.planned import Excluded
+from penstock.plan.stages.planned import LEAST_GAIN, Excluded
 
 _MOST_TRIED = 4
-_LEAST_GAIN = 1.005  # other candidates may be faster by rounding, or by the cuts that are tried
 
 
 def memory_excluded(
@@ -40,7 +39,7 @@ def memory_excluded(
     """
     kinds = tuple(replace(kind, memory=None) for kind in devices.kinds)
     free = replace(devices, memory=None, kinds=kinds)
-    most = seconds / _LEAST_GAIN
+    most = seconds / LEAST_GAIN
     faster = sorted((each for each in met if each[0] < most), key=itemgetter(0))
     for _, of in faster[:_MOST_TRIED]:
         of = replace(of, on=tuple(replace(each, memory=None) for each in of.on))

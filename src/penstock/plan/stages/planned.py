@@ -19,6 +19,9 @@ BUBBLE = "bubble"
 PARTS = (COMPUTE, LINKS, SUMS, COPIES, CORES, UPDATES, BUBBLE)
 """The names of the parts of a stage's time, in the order in which they are shown."""
 
+LEAST_GAIN = 1.005
+"""How many times as fast a plan is for that to be said: less may be rounding, or the cuts that were tried."""
+
 
 @dataclass(frozen=True)
 class PlannedStage:
