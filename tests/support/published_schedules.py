@@ -1,8 +1,8 @@
-"""Published figures about synchronous orders, and about the delays of asynchronous ones."""
+"""Published figures about synchronous orders."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,7 @@ from support.published_case import Case
 ZERO_BUBBLE, CHIMERA, HANAYO = "arXiv 2401.10241", "arXiv 2107.06925", "arXiv 2308.15762"
 V_BLOCKS, MEGATRON, DUALPIPE = "arXiv 2405.15362 and its code", "arXiv 2104.04473", "DualPipe's own code"
 BITPIPE, SEQ, BPIPE, VOCABULARY = "arXiv 2410.19367", "arXiv 2406.03488", "BPipe, ICML 2023", "arXiv 2411.05288"
-GPIPE, DAPPLE, STASH = "arXiv 1811.06965", "arXiv 2007.01045", "arXiv 1806.03377"
+DAPPLE = "arXiv 2007.01045"
 MEASURED = (18.522, 18.086, 9.337, 0.601)
 """F, B, W and the latency of a hop of the 1.5 B model of arXiv 2401.10241, in ms."""
 
@@ -214,40 +214,3 @@ def first_layers_in_flight() -> float:
             now += 1 if action.op is Op.F else -1
             most = max(most, now)
     return most
-
-
-def delays() -> Iterator[Case]:
-    """Weight copies, delays and utilisation of asynchronous orders."""
-    stash = cache(lambda: prove("stash", 8, 1))
-    for rank in (0, 7):
-        yield Case(
-            f"stash, 8 ranks, an update for each microbatch: weight copies of rank {rank}", STASH, 8 - rank,
-            lambda r=rank: stash().versions_on(r),
-        )  # fmt: skip
-    yield Case(
-        "stash, 8 ranks: weight copies of all", f"{STASH}, derived", 36,
-        lambda: sum(stash().versions_on(rank) for rank in range(8)),
-    )  # fmt: skip
-    yield Case(
-        "stash, 8 ranks, 4 microbatches: mean delay of rank 0, updates", "arXiv 1910.05124, derived", 7 / 4,
-        lambda: float(mean_delay("stash", 8, 4)),
-        why="(P - i) / N with stages counted from 1, so 7/4 for the first of 8",
-    )  # fmt: skip
-    yield Case(
-        "gpipe, 4 ranks, 16 microbatches: utilisation", f"{GPIPE}, derived", 0.8421,
-        lambda: 1 - played("gpipe", 4, 16).bubble.bubble,
-    )  # fmt: skip
-    yield Case(
-        "gpipe, 107 ranks, 8 microbatches: utilisation", "arXiv 1910.05124", 0.0702,
-        lambda: 1 - played("gpipe", 107, 8).bubble.bubble, long=True,
-    )  # fmt: skip
-    yield Case(
-        "without flushes over GPipe, 107 ranks, 8 microbatches: throughput", "arXiv 1910.05124", 14.3,
-        lambda: 1 / (1 - played("gpipe", 107, 8).bubble.bubble), long=True,
-    )  # fmt: skip
-
-
-def mean_delay(method: str, p: int, m: int) -> float:
-    """The mean delay of the first stage's forwards, in updates."""
-    stages: Mapping[Any, Any] = prove(method, p, m).stages
-    return next(facts.delay.forward for stage, facts in stages.items() if stage.index == 0)
