@@ -260,6 +260,6 @@ def _ahead(method: PlannedMethod, behind: int, microbatches: int) -> int:
     """Return how many forwards a stage with so many behind it runs before its first backward."""
     if method.grows:
         return microbatches - 1
-    if method.chunks > 1 or method.row == SEARCHED.name:
+    if method.chunks > 1:
         return 0
     return 2 * behind if method.row in ("eager", "2bw-eager", "zb-h2") else behind

@@ -29,6 +29,8 @@ NAME = "simulated"
 _MOST_PASSES = 1 << 16  # forwards of a schedule that is simulated
 _MOST_THAT_GROW = 1 << 14  # the same where ranks hold more microbatches, the more there are
 
+_ROUNDING = 1 + 1e-8  # of times that are compared
+
 _Found = TypeVar("_Found")
 
 
@@ -115,7 +117,7 @@ class CandidateTrial:
         Raises:
             NoPlanError: they are no better than that, or there is no schedule.
         """
-        found = self._scheduled(self._fastest)
+        found = self._scheduled(lambda: self._fastest(best[0] * self.of.samples))
         if self.place(found) >= best:
             raise NoPlanError(self.of, f"takes {found.seconds:.4g} s per sample, the best plan so far {best[0]:.4g}")
         return found
@@ -176,28 +178,50 @@ class CandidateTrial:
             host = f" there, or than {human_bytes(self._devices.host_memory, 2)} on the host,"
         raise NoPlanError(self.of, f"does not fit: {many}, but some stage takes more{host} however the blocks are cut")
 
-    def _fastest(self) -> TimedCuts:
-        """Find the fastest cuts that fit: of all if they are few, otherwise of those near, as long as that helps."""
-        fit = self._fitting
+    def _fastest(self, best: float) -> TimedCuts:
+        """Find the fastest cuts that fit: of all if they are few, otherwise of those near, as long as that helps.
+
+        Args:
+            best: seconds of a batch of the best plan so far; cuts that take longer at least are not simulated.
+        """
+        fit, slower = self._fitting, list[float]()
         assert fit.first is not None, "a bound is known, so some cuts fit"
-        found = self._faster([fit.first], None)
+        found = self._faster([fit.first], None, best, slower)
         if fit.are_few():
-            found = self._faster(fit.all(), found) or found
+            found = self._faster(fit.all(), found, best, slower) or found
         else:
-            better = found or self._faster(fit.near(fit.first), None)
+            better = found or self._faster(fit.near(fit.first), None, best, slower)
             while better is not None:
-                found, better = better, self._faster(fit.near(better.cuts), better)
+                found, better = better, self._faster(fit.near(better.cuts), better, best, slower)
+        if found is None and slower:
+            least, so_far = min(slower) / self.of.samples, best / self.of.samples
+            raise NoPlanError(self.of, f"takes {least:.4g} s per sample at least, the best plan so far {so_far:.4g}")
         if found is None:
             raise NoPlanError(
                 self.of, "does not fit: copies to the host take so long that too many activations wait for them"
             )
         return found
 
-    def _faster(self, trials: Iterable[Cuts], than: TimedCuts | None) -> TimedCuts | None:
-        """Return the best of some cuts; None if it is no better than what was found."""
+    def _faster(
+        self, trials: Iterable[Cuts], than: TimedCuts | None, best: float, slower: list[float]
+    ) -> TimedCuts | None:
+        """Return the best of some cuts; None if it is no better than what was found.
+
+        Args:
+            trials: the cuts.
+            than: what was found.
+            best: seconds of a batch of the best plan so far.
+            slower: gets the least seconds of cuts that take longer.
+        """
         limit = (math.inf, 0) if than is None else place_of(than.batch, than.activations)
         fitting = [(cuts, does) for cuts in trials if (does := self._fitting.activations(cuts)) is not None]
-        several = [each for each in fitting if place_of(self.times.least_batch(*each), each[1]) < limit]
+        leasts = [self.times.least_batch(*each) for each in fitting]
+        slower += [least for least in leasts if least > best * _ROUNDING]
+        several = [
+            each
+            for each, least in zip(fitting, leasts, strict=True)
+            if least <= best * _ROUNDING and place_of(least, each[1]) < limit
+        ]
         times = self.times.batch_times(several) if several else []
         for place, n in sorted((place_of(times[n], does), n) for n, (_, does) in enumerate(several)):
             (cuts, activations), batch = several[n], times[n]
