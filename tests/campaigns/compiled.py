@@ -72,15 +72,16 @@ def random_sharding(random):
     )
 
 
-def random_costs(random, stages, schedule=None):
-    """Times of which sums are rounded, some of them zero; where the schedule is given it may have a network."""
+def random_costs(random, stages, schedule=None, ranks=0):
+    """Times of which sums are rounded, some of them zero; where the schedule is given it may have a network, and of
+    several ranks each link a latency of its own."""
 
     def time():
         return random.choice([0.0, 1.0, 1 / 3, random.uniform(0.01, 10.0)])
 
     return Costs(
         tuple(StageCost(time(), time(), time(), time(), random.choice([None, time()])) for _ in range(stages)),
-        latency=random.choice([0.0, 0.1, time()]),
+        latency=random.choice([0.0, 0.1, time(), *[tuple(time() for _ in range(ranks - 1))] * 2 * (ranks > 1)]),
         transfer=random.choice([0.0, 0.0, time()]),
         collective=time(),
         copy=time(),
@@ -100,7 +101,7 @@ def compare(random):
     window = random.choice([None, 1, 2, 3, 4, 8, 100])
     lowered = lower(schedule, random.choice([None, None, 0, 2]), window)
     batches = random.randint(1, 5)
-    costs = [random_costs(random, schedule.num_stages, schedule) for _ in range(random.randint(1, 3))]
+    costs = [random_costs(random, schedule.num_stages, schedule, schedule.ranks) for _ in range(random.randint(1, 3))]
     transfers = any(each.transfer for each in costs)
     try:
         span = CompiledSpan(lowered, batches, transfers)
@@ -170,7 +171,7 @@ def compare_arrays(random):
     """Compare one schedule of arrays with the same actions; returns and raises as `compare`."""
     schedule = random_arrays(random)
     plain, batches = replace(schedule), random.randint(1, 4)
-    costs = [random_costs(random, schedule.num_stages) for _ in range(random.randint(1, 3))]
+    costs = [random_costs(random, schedule.num_stages, ranks=schedule.ranks) for _ in range(random.randint(1, 3))]
     if random.random() < 0.3:
         lowered, slow = searched(schedule, plain, costs[0], batches)
         assert (lowered and lowered.window) == (slow and slow.window), f"{costs[0]!r}, {batches}:\n{schedule}"

@@ -232,6 +232,8 @@ def test_simulate_with_latency_and_steps(monkeypatch, capsys):
     arguments = ["--stages", 3, "--microbatches", 1, "--forward", 1, "--backward-input", 2, "--backward-weight", 3]
     _, out, _ = run(monkeypatch, capsys, "simulate", "1f1b", *arguments, "--latency", 0.5, "--step", 7, "--json")
     assert json.loads(out)["makespan"] == 3 * (1 + 2 + 3) + 4 * 0.5 + 7
+    _, out, _ = run(monkeypatch, capsys, "simulate", "1f1b", *arguments, "--latency", "0.25,2", "--step", 7, "--json")
+    assert json.loads(out)["makespan"] == 3 * (1 + 2 + 3) + 2 * (0.25 + 2) + 7
 
 
 def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
@@ -253,7 +255,11 @@ def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
         ),
         (
             ["simulate", "1f1b", "--stages", "2", "--microbatches", "2", "--latency", "inf"],
-            "'--latency': input should be less than or equal to 1000000000000000, got 'inf'",
+            "--latency takes times from 0 to 1e+15, as in 0.1 or 0.1,0.5,0.1, got 'inf'",
+        ),
+        (
+            ["simulate", "1f1b", "--stages", "4", "--microbatches", "4", "--latency", "1,2"],
+            "4 ranks have 3 links between neighbours, latencies of 2 are given",
         ),
         (["show", "forward-only"], "It is the order of evaluations: any method with order forward-only"),
         (["show", "1f1b", "--file", "order.txt"], "give either a METHOD"),

@@ -102,7 +102,8 @@ def test_configurations_that_cannot_be(refused, name: str) -> None:
 
 
 def test_a_cost_that_is_too_large_is_told_with_its_limit(refused) -> None:
-    for option in ("latency", "forward", "left"):
+    assert "--latency takes times from 0 to 1e+15" in refused("simulate", "1f1b", "--latency", "1e308")
+    for option in ("forward", "left"):
         said = refused("simulate", "1f1b", f"--{option}", "1e308")
         assert f"invalid value for '--{option}': input should be less than or equal to" in said, said
     Path("costs.json").write_text('[{"forward": 1e308, "backward_input": 1, "backward_weight": 1}]')

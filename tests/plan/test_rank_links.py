@@ -34,7 +34,7 @@ PIPELINES, REPLICAS = RANK_ORDERS
 SERVERS = Devices((DeviceLevel(2, 1e6), DeviceLevel(2, 1.0)))
 """Two of two devices."""
 
-KNOWN = KnownSchedules()
+KNOWN = KnownSchedules(True)
 
 
 def profile(output: float, parameters: float, layers: int = 4) -> Profile:
@@ -45,15 +45,17 @@ def profile(output: float, parameters: float, layers: int = 4) -> Profile:
     return Profile(format="penstock profile 1", layers=rows)
 
 
-def speed(devices: Devices, one: int, other: int) -> float:
-    """Bytes per second between two devices: of the outermost level at which their coordinates differ."""
+def link(devices: Devices, one: int, other: int) -> tuple[float, float]:
+    """Bytes per second between two devices, and latency: of the outermost level at which their coordinates differ."""
     coordinates = [list[int](), list[int]()]
     for level in devices.levels:
         for found, number in zip(coordinates, (one, other), strict=True):
             found.append(number % level.units)
         one, other = one // level.units, other // level.units
-    differ = [level.bandwidth for level, a, b in zip(devices.levels, *coordinates, strict=True) if a != b]
-    return differ[-1] if differ else math.inf
+    differ = [level for level, a, b in zip(devices.levels, *coordinates, strict=True) if a != b]
+    if not differ:
+        return math.inf, 0.0
+    return differ[-1].bandwidth, devices.latency if differ[-1].latency is None else differ[-1].latency
 
 
 def device_of(numbers: RankNumbers, pipeline: int, rank: int) -> int:
@@ -64,22 +66,34 @@ def device_of(numbers: RankNumbers, pipeline: int, rank: int) -> int:
     return list(places).index((pipeline, rank))
 
 
+def latency_of_neighbours(latency: float | tuple[float, ...], ranks: int) -> tuple[float, ...]:
+    return latency if isinstance(latency, tuple) else (latency,) * (ranks - 1)
+
+
 def random_devices(random: Random) -> Devices:
-    levels = [DeviceLevel(random.randint(1, 4), 2.0 ** random.randint(0, 9)) for _ in range(random.randint(1, 3))]
-    return Devices(tuple(levels))
+    levels = [
+        DeviceLevel(random.randint(1, 4), 2.0 ** random.randint(0, 9), random.choice([None, 0.0, 0.25, 3.0]))
+        for _ in range(random.randint(1, 3))
+    ]
+    return Devices(tuple(levels), latency=0.5)
 
 
-def links_by_hand(devices: Devices, numbers: RankNumbers) -> tuple[float, dict[tuple[int, int], float]]:
-    """The slowest link of sums over replicas, and of messages between each two ranks."""
+def links_by_hand(
+    devices: Devices, numbers: RankNumbers
+) -> tuple[float, dict[tuple[int, int], float], tuple[float, ...]]:
+    """The slowest link of sums over replicas, and of messages between each two ranks; the latencies of neighbours."""
     at = {(p, r): device_of(numbers, p, r) for p in range(numbers.width) for r in range(numbers.depth)}
     rings = (
-        speed(devices, at[p, r], at[(p + 1) % numbers.width, r])
+        link(devices, at[p, r], at[(p + 1) % numbers.width, r])[0]
         for p in range(numbers.width)
         for r in range(numbers.depth)
     )
     pairs = itertools.permutations(range(numbers.depth), 2)
-    along = {(a, b): min(speed(devices, at[p, a], at[p, b]) for p in range(numbers.width)) for a, b in pairs}
-    return min(rings), along
+    along = {(a, b): min(link(devices, at[p, a], at[p, b])[0] for p in range(numbers.width)) for a, b in pairs}
+    latencies = (
+        max(link(devices, at[p, r], at[p, r + 1])[1] for p in range(numbers.width)) for r in range(numbers.depth - 1)
+    )
+    return min(rings), along, tuple(latencies)
 
 
 @pytest.mark.parametrize("order", RANK_ORDERS)
@@ -89,10 +103,12 @@ def test_links_are_those_of_the_devices_that_ranks_lie_on(order: Any) -> None:
         devices = random_devices(random)
         width = random.randint(1, devices.count)
         numbers = RankNumbers(width, random.randint(1, devices.count // width), order)
-        across, along = links_by_hand(devices, numbers)
+        across, along, latencies = links_by_hand(devices, numbers)
         found, pairs = RankLinks(devices, numbers), list(along)
         assert found.across == across == min(found.around([rank]) for rank in range(numbers.depth))
         assert found.along(pairs).tolist() == [along[pair] for pair in pairs]
+        assert found.latencies == latencies
+        assert latency_of_neighbours(found.latency, numbers.depth) == latencies
         chain = [along[rank, rank + 1] for rank in range(numbers.depth - 1)]
         assert found.slowest(wraps=False) == min(chain, default=math.inf)
         assert found.slowest(wraps=True) == min([*chain, along.get((numbers.depth - 1, 0), math.inf)])
@@ -130,7 +146,8 @@ def best_of_all(graph: LayerGraph, method: str, devices: Devices, m: int) -> flo
         key = Candidate(Sized(graph, 1, m), PLANNED[method], depth, width).schedule
         costs = []
         for order in RANK_ORDERS:
-            across, along = links_by_hand(devices, RankNumbers(width, depth, order))
+            across, along, latencies = links_by_hand(devices, RankNumbers(width, depth, order))
+            farthest = max(link(devices, a, b)[1] for a, b in itertools.product(range(width * depth), repeat=2))
             for inner in itertools.combinations(range(1, count), depth - 1):
                 parts = [graph.layers[a:b] for a, b in itertools.pairwise((0, *inner, count))]
                 largest = max(sum(layer.parameters for layer in part) for part in parts)
@@ -138,7 +155,7 @@ def best_of_all(graph: LayerGraph, method: str, devices: Devices, m: int) -> flo
                 forwards = [sum(layer.forward or 0.0 for layer in part) for part in parts]
                 stages = tuple(penstock.StageCost(each, 2 * each, 0.0) for each in forwards)
                 sums = 2 * (width - 1) / width * largest / across
-                costs.append(penstock.Costs(stages, transfer=max(sent, default=0.0), collective=sums))
+                costs.append(penstock.Costs(stages, latencies, max(sent, default=0.0), sums, decision=2 * farthest))
         short, long = (KNOWN.span(key, batches)(costs) for batches in (3, 5))
         best = min(best, *((b.makespan - a.makespan) / 2 / m for a, b in zip(short, long, strict=True)))
     return best
@@ -162,7 +179,8 @@ def test_plans_on_servers_are_the_best_of_all_orders(method: str, cases: int) ->
         ]
         graph = layer_graph(Profile(format="penstock profile 1", layers=rows))
         levels = random.choice([(2, 2), (2, 3), (3, 2), (4, 2)])
-        devices = Devices((DeviceLevel(levels[0], 40.0), DeviceLevel(levels[1], random.choice([2.0, 8.0]))))
+        near, far = random.choice([(0.0, 0.0), (0.1, 0.5), (0.0, 2.0), (0.25, 0.25)])
+        devices = Devices((DeviceLevel(levels[0], 40.0, near), DeviceLevel(levels[1], random.choice([2.0, 8.0]), far)))
         plans, _ = simulated_plans({1: Sized(graph, 1, 12)}, devices, methods=(method,))
         assert plans[0].rating.seconds == pytest.approx(best_of_all(graph, method, devices, 12))
         orders.add(plans[0].settings.get("rank_order", ""))

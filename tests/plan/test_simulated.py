@@ -35,6 +35,7 @@ from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.simulated.fitting_cuts import place_of
 from penstock.plan.simulated.plan_search import simulated_plans
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices, StageDevices
+from penstock.schedule.ir.rank_numbers import RANK_ORDERS
 from penstock.simulate.memory.held import HeldKind
 from penstock.simulate.memory.memory_simulation import most_held
 from support.every_plan import KEPT, RECOMPUTED, Case, EveryPlan, kinds_of, looked_into, proof_of
@@ -370,9 +371,14 @@ def test_no_plan_is_faster_than_its_bound(method):
             "full" if of.full else random.choice(["none", "optimizer", "gradients"]),
         )
         level = level if width > 1 and of.divides else "none"
-        made = Candidate(Sized(graph, 1, m * width), of, depth, width, level)
+        order = random.choice(RANK_ORDERS)
+        made = Candidate(Sized(graph, 1, m * width), of, depth, width, level, rank_order=order)
         link, cores = random.choice([1.0, 10.0, 1e4]), random.choice([None, None, None, 1.5])
-        devices = Devices((DeviceLevel(12, link),), latency=random.choice([0.0, 0.7]), cores=cores)
+        levels = [
+            DeviceLevel(units, link / (1 + n), random.choice([None, 0.1, 3.0]))
+            for n, units in enumerate(random.choice([(12,), (2, 6), (3, 4), (2, 2, 3)]))
+        ]
+        devices = Devices(tuple(levels), latency=random.choice([0.0, 0.7]), cores=cores)
         blocks, again = BlockChain(graph, 2.0), [random.choice([KEPT, KEPT, RECOMPUTED]) for _ in range(depth)]
         trial = CandidateTrial(made, blocks, devices, known[random.random() < 0.5])
         cuts = (0, *sorted(random.sample(range(1, len(graph.layers)), stages - 1)), len(graph.layers))

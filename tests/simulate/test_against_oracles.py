@@ -26,10 +26,13 @@ latency = st.sampled_from([0, 1, 9])
 
 
 @st.composite
-def stage_costs(draw, stages):
+def stage_costs(draw, schedule):
     # Multiples of 12 stay whole when a slice or a chunk takes its share, so that times compare exactly.
-    stages = [StageCost(12 * draw(time), 12 * draw(time), 12 * draw(time), draw(time)) for _ in range(stages)]
-    return Costs(tuple(stages), latency=draw(latency))
+    stages = [
+        StageCost(12 * draw(time), 12 * draw(time), 12 * draw(time), draw(time)) for _ in range(schedule.num_stages)
+    ]
+    links = draw(st.one_of(latency, st.tuples(*[latency] * (schedule.ranks - 1))))
+    return Costs(tuple(stages), latency=links)
 
 
 @st.composite
@@ -57,7 +60,7 @@ def expected(rows):
 @given(st.data(), straight_schedules(), st.integers(1, 4), st.sampled_from([(2, 2), (0, 2), (0, 3), (1, 1), (3, 4)]))
 def test_every_method_on_the_documented_machine(data, schedule, batches, machine):
     """Windows, lookahead and the drain included: equal to the last digit."""
-    costs = data.draw(stage_costs(schedule.num_stages))
+    costs = data.draw(stage_costs(schedule))
     rows = bounded_times(schedule, costs.duration, costs.latency, batches, *machine)
     timeline, _ = play(lower(schedule, *machine), costs, batches)
     got = [[] for _ in rows]
@@ -73,7 +76,8 @@ def test_senders_that_stall(method):
     for _ in range(examples(60)):
         schedule = make_schedule(method, random.randint(2, 5), random.randint(4, 9))
         stages = [StageCost(random.choice([0, 1, 7]), random.choice([0, 1, 7]), 0) for _ in range(schedule.num_stages)]
-        costs, machine = Costs(tuple(stages), latency=random.choice([0, 1, 9])), (0, random.choice([2, 3]))
+        links = tuple(random.choice([0, 1, 9]) for _ in range(schedule.ranks - 1))
+        costs, machine = Costs(tuple(stages), latency=links), (0, random.choice([2, 3]))
         rows = bounded_times(schedule, costs.duration, costs.latency, 1, *machine)
         assert played(lower(schedule, *machine), costs, 1) == expected(rows)
 
@@ -83,7 +87,7 @@ def test_senders_that_stall(method):
 def test_every_flushed_golden_file_with_endless_buffers(data, name, batches):
     """Slices, chunks, directions, branches, fused pairs, split backwards, offloading: all by dependencies alone."""
     schedule = GOLDEN[name]
-    costs = data.draw(stage_costs(schedule.num_stages))
+    costs = data.draw(stage_costs(schedule))
     if name in ("evaluation", "frozen_front", "local_losses"):
         batches = 1  # rank 0 waits for nobody: its next batch would come before it may be received
     rows = start_times(schedule, costs.duration, costs.latency, batches)
@@ -95,7 +99,7 @@ def test_every_flushed_golden_file_with_endless_buffers(data, name, batches):
 def test_buffers_that_run_out_only_delay(data, name, batches):
     """With two buffers per lane nothing starts earlier than without limits."""
     schedule = GOLDEN[name]
-    costs = data.draw(stage_costs(schedule.num_stages))
+    costs = data.draw(stage_costs(schedule))
     rows = expected(start_times(schedule, costs.duration, costs.latency, batches))
     for got, wanted in zip(played(lower(schedule), costs, batches), rows, strict=True):
         assert len(got) == len(wanted)

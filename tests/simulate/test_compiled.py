@@ -41,7 +41,7 @@ def test_every_golden_file(path):
     validations: none is left to the machine."""
     schedule, random = parse_schedule(path.read_text()), Random(path.stem)
     lowered = lower(schedule)
-    costs = [random_costs(random, schedule.num_stages) for _ in range(3)]
+    costs = [random_costs(random, schedule.num_stages, ranks=schedule.ranks) for _ in range(3)]
     bubbles = CompiledSpan(lowered, 3, transfers=True).bubbles(costs)
     played = [play(lowered, each, 3)[0].bubble() for each in costs]
     assert [vars(bubble) for bubble in bubbles] == [vars(bubble) for bubble in played]
@@ -79,7 +79,7 @@ def test_sharded_spans_are_compiled(sharding):
             proof = prove(method, stages, m, options=options, sharding=sharding, decides=random.random() < 0.5)
         except ConfigError:  # 2bw has no full
             continue
-        costs = [random_costs(random, proof.schedule.num_stages, proof.schedule) for _ in range(3)]
+        costs = [random_costs(random, proof.schedule.num_stages, proof.schedule, stages) for _ in range(3)]
         costs.append(replace(costs[0], network=Network(proof.schedule, 2, 0.1)))  # on which much is waited for
         bubbles = CompiledSpan(proof.lowered, 4, transfers=True).bubbles(costs)
         assert [vars(b) for b in bubbles] == [vars(play(proof.lowered, each, 4)[0].bubble()) for each in costs]
@@ -87,7 +87,7 @@ def test_sharded_spans_are_compiled(sharding):
 
 def test_many_costs_give_what_each_gives_alone():
     lowered, random = lower(make_schedule("2bw", 4, 6)), Random(5)
-    costs = [random_costs(random, 4) for _ in range(20)]
+    costs = [random_costs(random, 4, ranks=4) for _ in range(20)]
     assert predict(lowered, costs, 3) == [predict(lowered, [each], 3)[0] for each in costs]
 
 

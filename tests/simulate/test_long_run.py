@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from penstock.simulate.simulate import simulate_schedule
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
 CASES = [(name, decides) for name in METHODS for decides in (False, True) if (name, decides) != ("wpipe", True)]
 UNEQUAL = {"forward": 0.9, "backward_input": 1.3, "backward_weight": 0.7, "latency": 0.11, "step": 0.3}
+LINKS = {**UNEQUAL, "latency": (0.11, 0.7, 0.03)}
 
 
 def of_two_spans(proof: Proof, costs: Costs, batches: int) -> float:
@@ -45,9 +47,9 @@ def periods(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return played
 
 
-@pytest.mark.parametrize("times", [{}, UNEQUAL], ids=["equal", "unequal"])
+@pytest.mark.parametrize("times", [{}, UNEQUAL, LINKS], ids=["equal", "unequal", "links"])
 @pytest.mark.parametrize(("name", "decides"), CASES)
-def test_one_span_gives_what_two_give(name: str, decides: bool, times: dict[str, float], periods: list[int]) -> None:
+def test_one_span_gives_what_two_give(name: str, decides: bool, times: dict[str, Any], periods: list[int]) -> None:
     """To rounding, for fewer batches: two where the pipeline empties after each, none where spans are compiled."""
     proof = prove(name, 4, 8, decides=decides)
     costs, batches = Costs.uniform(proof.schedule, **times), proof.steady_from + 2
@@ -59,7 +61,7 @@ def test_one_span_gives_what_two_give(name: str, decides: bool, times: dict[str,
     if isinstance(proof.lowered, ArrayLowered):
         assert played == 0
     elif not any(program.epilogue for program in proof.schedule.programs):
-        assert played == 2
+        assert played == 2 or (times is LINKS and played < 5)  # with two directions batches meet
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)

@@ -41,11 +41,15 @@ def bounded_times(schedule, duration, latency, batches, lookahead=2, window=2):
                     clock[rank] = start + duration(item)
                     done[rank].append((item, start, clock[rank]))
                 if message in sent and message in posted:
-                    completed[message] = max(sent[message], posted[message]) + latency
+                    completed[message] = max(sent[message], posted[message]) + _of_link(latency, *lane[:2])
                 todo.pop(0)
                 progress = True
     assert not any(steps), f"the order waits for itself: {[todo[0] for todo in steps if todo]}"
     return done
+
+
+def _of_link(latency, source, target):
+    return latency[min(source, target)] if isinstance(latency, tuple) else latency
 
 
 def _steps(schedule, rank, batches, lookahead, window):

@@ -25,7 +25,7 @@ def start_times(schedule, duration, latency, batches):
             while actions and all(fact in born for fact in _needed(schedule, actions[0], fetched)):
                 action = actions.pop(0)
                 needed = map(born.get, _needed(schedule, action, fetched))
-                ready = [time + latency * (at != rank) for time, at in needed]
+                ready = [time + _latency(latency, at, rank) for time, at in needed]
                 start = max([done[rank][-1][2] if done[rank] else 0, *ready])
                 end = start + duration(action)
                 done[rank].append((action, start, end))
@@ -36,6 +36,12 @@ def start_times(schedule, duration, latency, batches):
                 progress = True
     assert not any(todo), f"the order waits for itself: {[str(actions[0]) for actions in todo if actions]}"
     return done
+
+
+def _latency(latency, at, rank):
+    """One for all links; or one for each of neighbours, of which the longest on the way counts."""
+    links = latency if isinstance(latency, tuple) else [latency] * max(at, rank)
+    return max((each for link, each in enumerate(links) if min(at, rank) <= link < max(at, rank)), default=0)
 
 
 def _pieces(action):

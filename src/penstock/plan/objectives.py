@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from penstock.checks import check_whole, in_words
 from penstock.errors import ConfigError
 from penstock.plan.planning import Planning, PlanRequest, make_plan
-from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan
 
 OBJECTIVES = ("throughput", "time-to-target", "devices", "cost")
@@ -139,7 +139,7 @@ def fewer_devices(devices: Devices, count: int) -> Devices:
         units = min(level.units, left)
         if left % units:
             raise ConfigError(f"{count} devices do not fill whole units of {devices}")
-        levels.append(DeviceLevel(units, level.bandwidth))
+        levels.append(replace(level, units=units))
         left //= units
     while len(levels) > 1 and levels[-1].units == 1:
         levels.pop()

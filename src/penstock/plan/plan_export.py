@@ -26,7 +26,10 @@ def planning_json(planning: Planning) -> dict[str, Any]:
         "planner": request.planner,
         "cost": request.cost,
         "devices": request.devices.count,
-        "levels": [{"units": level.units, "bandwidth": level.bandwidth} for level in request.devices.levels],
+        "levels": [
+            {"units": level.units, "bandwidth": level.bandwidth, **({"latency": latency} if latency else {})}
+            for level, latency in zip(request.devices.levels, request.devices.latencies, strict=True)
+        ],
         "memory": request.devices.memory,
         "host_bandwidth": request.devices.host,
         "host_memory": request.devices.host_memory,

@@ -21,7 +21,7 @@ from penstock.plan.planning import Planning, PlanRequest, make_plan
 from penstock.plan.profile.schema import MOST_DEVICES, Numbers, Profile
 from penstock.plan.run_forecast import stages_decide
 from penstock.plan.simulated.candidate_trial import NAME
-from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import Devices
 from penstock.schedule.ir.rank_numbers import RANK_ORDERS
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline
@@ -97,11 +97,12 @@ def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     twice = replace(devices, update=devices.update / 2)
     yield "devices twice as fast", replace(request, profile=_faster(request.profile), devices=twice)
     if devices.count > 1:
-        levels = tuple(DeviceLevel(level.units, 2 * level.bandwidth) for level in devices.levels)
+        levels = tuple(replace(level, bandwidth=2 * level.bandwidth) for level in devices.levels)
         links = None if request.links is None else 2 * request.links
         yield "links of twice the bandwidth", replace(request, devices=replace(devices, levels=levels), links=links)
-    if devices.latency:
-        yield "links of half the latency", replace(request, devices=replace(devices, latency=devices.latency / 2))
+    if any(devices.latencies):
+        half = devices.with_latencies([each / 2 for each in devices.latencies])
+        yield "links of half the latency", replace(request, devices=half)
     if devices.memory is not None:
         yield "twice the memory", replace(request, devices=_with_more_memory(devices))
     offloads = request.cost == "dawnpiper" or (request.cost == NAME and devices.memory is not None)
@@ -118,7 +119,7 @@ def _more_devices(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     if request.links is not None or 2 * devices.count > MOST_DEVICES:
         return
     last = devices.levels[-1]
-    more = (*devices.levels[:-1], DeviceLevel(2 * last.units, last.bandwidth))
+    more = (*devices.levels[:-1], replace(last, units=2 * last.units))
     kinds = tuple(replace(kind, count=2 * kind.count) for kind in devices.kinds)
     yield "twice as many devices", replace(request, devices=replace(devices, levels=more, kinds=kinds))
 

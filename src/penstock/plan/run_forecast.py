@@ -202,7 +202,8 @@ def _costs(schedule: Schedule, graph: LayerGraph, settings: RunSettings, devices
         )
     return Costs(
         tuple(StageCost(*map(float, each)) for each in zip(forward, first, second, steps, strict=True)),
-        latency=devices.latency,
+        latency=links.latency,
+        decision=links.decision,
         transfer=float(transfer.max(initial=0.0)),
         collective=2 * (holders - 1) / holders * parameters / across,
         network=network,

@@ -11,7 +11,7 @@ from penstock.schedule.array_schedules.array_lowering import ArrayLowered
 from penstock.schedule.array_schedules.array_play import ArrayPlay, whole_span
 from penstock.schedule.array_schedules.array_span import ArraySpan
 from penstock.schedule.compiled.collective_events import NotCompiledError, StuckError
-from penstock.schedule.compiled.evaluate import EventTimes, RankEnds, SpanTimes, Times, evaluate
+from penstock.schedule.compiled.evaluate import EventTimes, RankEnds, SpanTimes, Times, evaluate, lane_latencies
 from penstock.schedule.compiled.event_graph_builder import graph_of
 from penstock.schedule.compiled.graph import EventGraph
 from penstock.schedule.compiled.instruction_arrays import CodedSchedule, coded
@@ -41,6 +41,7 @@ class CompiledSpan:
     def __init__(self, lowered: Lowered | CodedSchedule, batches: int = 1, transfers: bool = False) -> None:
         self._transfers, self._batches = transfers, batches
         self._lowered = lowered if isinstance(lowered, ArrayLowered) and not transfers else None
+        self._lanes = lowered.lanes
         self._spans: dict[bool, ArraySpan] = {}
         self._last: tuple[tuple[Costs, ...], ArrayPlay] | None = None
         if self._lowered is None:
@@ -112,7 +113,7 @@ class CompiledSpan:
     def _taken(self, costs: Sequence[Costs]) -> tuple[Times, Times]:
         """Return what actions and messages take, a column for each of the costs."""
         durations = [[each.duration(action) for each in costs] for action in self._classes.examples]
-        latency = np.array([each.latency for each in costs], dtype=np.float64)
+        latency = lane_latencies(self._lanes, [each.latency for each in costs])
         return np.array(durations, dtype=np.float64).reshape(-1, len(costs)), latency
 
     def _span(self, travels: bool) -> ArraySpan:
@@ -129,7 +130,7 @@ class CompiledSpan:
         """
         if self._last is not None and self._last[0] == tuple(costs):
             return self._last[1]
-        play = ArrayPlay(self._span(any(each.latency for each in costs)), *self._taken(costs))
+        play = ArrayPlay(self._span(any(each.longest_latency for each in costs)), *self._taken(costs))
         play.run()
         if play.stuck:
             raise StuckError

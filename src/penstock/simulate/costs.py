@@ -14,7 +14,7 @@ from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.ir.limits import MOST_COST
 from penstock.schedule.ir.schedule import Action, Op, Schedule
 from penstock.schedule.machine.instructions import Lowered
-from penstock.schedule.machine.message_lanes import MessageObserver
+from penstock.schedule.machine.message_lanes import Latency, MessageObserver, latency_between
 from penstock.schedule.machine.play import Machine, Observer
 from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.schedule.machine.sharing.shared_links import SharedLinks
@@ -51,7 +51,9 @@ class Costs:
 
     Attributes:
         stages: the times of each stage.
-        latency: time from posting a message to its arrival; it occupies no rank. A decision takes two.
+        latency: time from posting a message to its arrival; it occupies no rank. Links that differ have one each: a
+            tuple, first that of ranks 0 and 1, then that of ranks 1 and 2, and so on. Between others the longest of the
+            links from one to the other counts.
         transfer: time that a message occupies its lane, its bytes over the bandwidth, before its latency begins; the
             next message of the lane follows it. It occupies no rank.
         network: what gathers and sums of a sharded schedule cost; None for `collective`.
@@ -61,6 +63,8 @@ class Costs:
             rank.
         swap: time to move the optimizer state of a stage to the host's memory or back (SWAPIN, SWAPOUT), on that lane.
         fused: time of a fused action as a fraction of the sum of its parts.
+        decision: time of a decision of all stages, a few bytes to one rank and back; None for twice the longest
+            latency.
         left: the fraction of a microbatch's activations that is kept between the two halves of its backward (I and W);
             above 1 if gradients take more.
         send, receive: time that a message takes its sender before it is posted, and its receiver at the beginning of
@@ -74,7 +78,7 @@ class Costs:
     """
 
     stages: tuple[StageCost, ...]
-    latency: float = 0.0
+    latency: Latency = 0.0
     transfer: float = 0.0
     collective: float = 0.0
     fused: float = 1.0
@@ -87,6 +91,7 @@ class Costs:
     cores: SharedCores | None = None
     links: SharedLinks | None = None
     slices: tuple[float, ...] = ()
+    decision: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is no time."""
@@ -98,12 +103,13 @@ class Costs:
         """Return the times; of stages that are all alike those of one."""
         alike = len(set(self.stages)) == 1
         stages = f"{len(self.stages)} x {self.stages[0]!r}" if alike else f"{len(self.stages)} stages"
-        more = dict.fromkeys(("latency", "transfer", "collective", "copy", "swap", "send", "receive"), 0.0)
+        more = dict.fromkeys(("transfer", "collective", "copy", "swap", "send", "receive"), 0.0)
         more |= {"fused": 1.0, "left": 1.0}
+        latency = f", latency={_short(self.latency)}" if self.longest_latency else ""
         sliced = f", slices={self.slices}" if self.slices else ""
         others = "".join(f", {key}={getattr(self, key):g}" for key, v in more.items() if getattr(self, key) != v)
         shared = "".join(f", {each}" for each in (self.cores, self.links) if each is not None)
-        return f"<Costs of {stages}{others}{sliced}{shared}>"
+        return f"<Costs of {stages}{latency}{others}{sliced}{shared}>"
 
     @classmethod
     def uniform(
@@ -112,7 +118,7 @@ class Costs:
         forward: float = 1.0,
         backward_input: float = 1.0,
         backward_weight: float = 1.0,
-        latency: float = 0.0,
+        latency: Latency = 0.0,
         step: float = 0.0,
     ) -> Costs:
         """Give every rank's whole share the same times; a rank with v stages of a pipeline spends 1/v on each.
@@ -131,6 +137,15 @@ class Costs:
             )
         times = (forward, backward_input, backward_weight, step)
         return cls(tuple(StageCost(*(time / v for time in times)) for (v,) in shares), latency)
+
+    def latencies(self, ranks: int) -> tuple[float, ...]:
+        """Return the latencies of the links between neighbouring ranks."""
+        return tuple(latency_between(self.latency, rank, rank + 1) for rank in range(ranks - 1))
+
+    @property
+    def longest_latency(self) -> float:
+        """That of the slowest link."""
+        return max(self.latency, default=0.0) if isinstance(self.latency, tuple) else self.latency
 
     def slow_down(self, ranks: int) -> bool:
         """Return whether ranks slow each other down, or messages take them time: that is played, not compiled."""
@@ -177,7 +192,7 @@ class Costs:
             case Op.SEND:
                 return self.send
             case Op.DECIDE:
-                return 2 * self.latency  # a few bytes to one rank and back
+                return 2 * self.longest_latency if self.decision is None else self.decision
             case _:
                 return 0.0
 
@@ -203,10 +218,33 @@ def _check_times(costs: StageCost | Costs) -> None:
     for name, value in vars(costs).items():
         if name in ("stages", "network", "cores", "links", "slices"):
             continue
-        if name == "copy" and value is None and isinstance(costs, StageCost):
+        if value is None and name == ("copy" if isinstance(costs, StageCost) else "decision"):
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_COST:
+        if isinstance(value, tuple) and name == "latency":
+            if not all(map(_is_time, value)):
+                raise ConfigError(f"latency must have numbers from 0 to {MOST_COST:g} for links; got {in_short(value)}")
+        elif not _is_time(value):
             raise ConfigError(f"{name} must be a number from 0 to {MOST_COST:g}; got {in_short(value)}")
+
+
+def _is_time(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value <= MOST_COST
+
+
+def _short(latency: Latency) -> str:
+    return in_short(latency, 60) if isinstance(latency, tuple) else f"{latency:g}"
+
+
+def check_links(latency: Latency, ranks: int) -> None:
+    """Refuse latencies of links that are not those of a chain of ranks.
+
+    Raises:
+        ConfigError: there are more or fewer links.
+    """
+    if isinstance(latency, tuple) and len(latency) != ranks - 1:
+        raise ConfigError(
+            f"latency: {ranks} ranks have {ranks - 1} links between neighbours, latencies of {len(latency)} are given"
+        )
 
 
 def _check_stages(stages: object) -> None:
@@ -231,7 +269,7 @@ def of_every_rank(costs: Costs, ranks: int) -> Costs:
     return replace(costs, stages=costs.stages * ranks) if len(costs.stages) == 1 else costs
 
 
-def read_stage_costs(path: Path, num_stages: int | None, latency: float = 0.0, transfer: float = 0.0) -> Costs:
+def read_stage_costs(path: Path, num_stages: int | None, latency: Latency = 0.0, transfer: float = 0.0) -> Costs:
     """Read costs from JSON: a list with, for each stage, forward, backward_input, backward_weight[, step[, copy]].
 
     Args:

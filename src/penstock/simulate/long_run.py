@@ -40,12 +40,12 @@ def steady_bubble(lowered: Lowered, costs: Costs, batches: int) -> float:
 def steady_batch(lowered: Lowered, costs: Costs, batches: int) -> SteadyBatch:
     """One more batch in a long span: what it adds to a span of `batches` batches.
 
-    Schedules that are arrays are compiled, as spans of `batches` batches and of one more. Others are played: one span
-    is played batch by batch. As soon as a batch leaves the same things under way as the batch before, all of
-    them later by one and the same time, every batch from there on adds that time, and nothing more has to be played:
-    schedules that flush take two batches. Where that has not happened, the span is ended both after `batches` batches
-    and after one more. Where ranks slow each other down, batches may take different times for ever: there the mean of
-    several more counts.
+    Schedules that are arrays are compiled, as spans of `batches` batches and of one more. Others are played: one
+    span is played batch by batch. As soon as a batch leaves the same things under way as the batch before, all of
+    them later by one and the same time, every batch from there on adds that time, and nothing more has to be
+    played: schedules that flush take two batches, or a few more where links differ. Where that has not happened,
+    the span is ended both after `batches` batches and after one more. Where ranks slow each other down, batches may
+    take different times for ever: there the mean of several more counts.
 
     Args:
         lowered: the schedule with its messages.

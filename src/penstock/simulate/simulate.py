@@ -27,7 +27,7 @@ from penstock.schedule.proof.check import check, too_narrow
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof_serialization import RankProof
 from penstock.simulate.compiled_span import CompiledSpan
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs import Costs, check_links
 from penstock.simulate.play import play, share_of
 from penstock.simulate.sharding_overlap import ShardFigures, shard_figures
 from penstock.simulate.unplayed.message_counts import count_messages, receive_buffers
@@ -177,6 +177,7 @@ def _check_asked(schedule: Schedule, costs: Costs, batches: int) -> None:
         raise ConfigError(f"costs must be a Costs, such as Costs.uniform(plan.schedule); got {in_short(costs)}")
     if len(costs.stages) != schedule.num_stages:
         raise ConfigError(f"the costs describe {len(costs.stages)} stages, the schedule has {schedule.num_stages}")
+    check_links(costs.latency, schedule.ranks)
 
 
 def _compiled(span: CompiledSpan | None, lowered: Lowered, costs: Costs, batches: int) -> Bubble | None:
@@ -199,7 +200,7 @@ def _as_proven(proof: Proof, costs: Costs, batches: int) -> CompiledSpan | None:
     examples = lowered.lowering.classes.examples
     factors = {costs.duration(a) / unit_time(a) for a in examples if unit_time(a)}
     others = any(costs.duration(a) for a in examples if not unit_time(a))
-    if costs.latency or costs.transfer or others or len(factors) != 1 or math.frexp(min(factors))[0] != 0.5:
+    if costs.longest_latency or costs.transfer or others or len(factors) != 1 or math.frexp(min(factors))[0] != 0.5:
         return None
     try:
         span = CompiledSpan(lowered, batches)

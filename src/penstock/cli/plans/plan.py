@@ -16,11 +16,11 @@ from penstock.cli.options import AsJson
 from penstock.cli.output import print_json, say_written
 from penstock.cli.plans.plan_devices import (
     clusters_of,
-    device_counts,
     devices_of,
     link_matrix_of,
     price_of,
     with_host,
+    with_latency,
 )
 from penstock.cli.plans.plan_options import (
     Bandwidths,
@@ -35,6 +35,7 @@ from penstock.cli.plans.plan_options import (
     FormulaSizes,
     HostBandwidth,
     HostMemory,
+    Latencies,
     LinkMatrix,
     MethodsToTry,
     Objective,
@@ -61,6 +62,7 @@ def plan(
     microbatch_sizes: FormulaSizes = None,
     devices: DeviceCounts = None,
     bandwidth: Bandwidths = None,
+    latency: Latencies = None,
     memory: DeviceMemory = None,
     speed: DeviceSpeeds = None,
     host_bandwidth: HostBandwidth = None,
@@ -95,12 +97,11 @@ def plan(
 
     clusters = clusters_of(cluster)
     known = planned_profile(profile, model, microbatch_sizes, clusters, devices, bandwidth)
-    counts = device_counts(devices, clusters)
-    found = devices_of(clusters, counts, bandwidth, memory, known, link_matrix is not None, speed)
-    asked = PlanRequest(known, with_host(found, host_bandwidth, host_memory), planner, cost, microbatches, global_batch)
+    found = devices_of(clusters, devices, bandwidth, memory, known, link_matrix is not None, speed)
+    found = with_host(with_latency(found, latency), host_bandwidth, host_memory)
     request = with_cost(
         replace(
-            asked,
+            PlanRequest(known, found, planner, cost, microbatches, global_batch),
             choices=Choices(straight, compression=compression),
             methods=None if methods is None else tuple(name.strip() for name in methods.split(",")),
             links=None if link_matrix is None else link_matrix_of(link_matrix, planner),

@@ -74,7 +74,7 @@ def link_matrix_of(path: Path, planner: str) -> Any:
 
 def devices_of(
     clusters: Sequence[Cluster],
-    devices: str,
+    devices: str | None,
     bandwidth: str | None,
     memory: str | None,
     profile: Any,
@@ -86,6 +86,7 @@ def devices_of(
     Raises:
         ConfigError: they cannot be read, or do not fit together.
     """
+    devices = device_counts(devices, clusters)
     if not clusters:
         if with_links and bandwidth is None:
             bandwidth = "1GB"  # not used
@@ -99,6 +100,38 @@ def devices_of(
         found, counts = _of_clusters(clusters, devices)
     between, update = profile.in_runs.between, profile.update_in_runs
     return replace(_of_kinds(found, counts, speed, memory), between=between, update=update)
+
+
+def with_latency(devices: Any, latency: str | None) -> Any:
+    """Return devices whose messages take some seconds besides their bytes, on each level, where they are given.
+
+    Raises:
+        ConfigError: they are no numbers, or not as many as there are levels.
+    """
+    if latency is None:
+        return devices
+    found, levels = [_seconds(part) for part in latency.split(",")], len(devices.levels)
+    if len(found) not in (1, levels):
+        raise ConfigError(
+            f"--latency has {len(found)} numbers for {levels} level{'s' if levels > 1 else ''} of devices; give one, "
+            "or one each"
+        )
+    return devices.with_latencies(found * levels if len(found) == 1 else found)
+
+
+def _seconds(text: str) -> float:
+    """Read seconds.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < 1e9:
+        raise ConfigError(f"--latency takes seconds, 0 or more, as in 3e-6,2e-5, got {text!r:.80}")
+    return found
 
 
 def with_host(devices: Any, bandwidth: str | None, memory: str | None) -> Any:
@@ -225,14 +258,15 @@ def _devices(devices: str, bandwidth: str | None, links: Sequence[Any]) -> tuple
     units = [*kinds[0][:-1], sum(levels[-1] for levels in kinds)]
     if any(levels[:-1] != kinds[0][:-1] for levels in kinds):
         raise ConfigError(f"--devices: kinds need levels that are alike but for the last one, got {devices!r:.80}")
-    latency = 0.0
+    latencies: list[float | None] = [None] * len(units)
     if bandwidth is None and links and set(units) != {1}:
         if len(links) not in (1, len(units)):
             raise ConfigError(
                 f"the profile has {len(links)} links for {len(units)} level{'s' if len(units) > 1 else ''} of devices; "
                 "give --cluster, --bandwidth, or levels of --devices for the links, as in 8x4"
             )
-        bandwidth, latency = ",".join(repr(link.bandwidth) for link in links), max(link.latency for link in links)
+        bandwidth, latencies = ",".join(repr(link.bandwidth) for link in links), [link.latency for link in links]
+        latencies *= len(units) if len(links) == 1 else 1
     if bandwidth is None and set(units) != {1}:
         raise ConfigError("--bandwidth is missing: bytes per second of a link between devices, as in 12GB or 10Gbit")
     speeds = [size_of("--bandwidth", part) for part in (bandwidth or "1GB").split(",")]
@@ -241,8 +275,8 @@ def _devices(devices: str, bandwidth: str | None, links: Sequence[Any]) -> tuple
         raise ConfigError(
             f"--bandwidth has {len(speeds)} numbers for {len(units)} levels of devices; give one, or one each"
         )
-    levels = tuple(DeviceLevel(count, each) for count, each in zip(units, speeds, strict=True))
-    return Devices(levels, latency=latency), [math.prod(each) for each in kinds]
+    levels = tuple(DeviceLevel(*each) for each in zip(units, speeds, latencies, strict=True))
+    return Devices(levels), [math.prod(each) for each in kinds]
 
 
 def _levels_of(part: str, devices: str) -> list[int]:

@@ -49,6 +49,15 @@ Bandwidths = Annotated[
         help="Bytes per second of a link, or of each level, as in 12GB,10Gbit; as measured if the profile says.",
     ),
 ]
+Latencies = Annotated[
+    str | None,
+    typer.Option(
+        "--latency",
+        metavar="S|S,S..",
+        help="Seconds that a message takes besides its bytes, on all links or on those of each level, as in 3e-6,2e-5; "
+        "as measured, as the cluster says, or none.",
+    ),
+]
 DeviceMemory = Annotated[
     str | None,
     typer.Option(

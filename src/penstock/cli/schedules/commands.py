@@ -34,6 +34,7 @@ from penstock.cli.schedules.study_options import (
     GatherTime,
     HostCores,
     HostLinks,
+    LinkLatencies,
     OffloadTime,
     OrderName,
     OrderOptions,
@@ -45,6 +46,7 @@ from penstock.cli.schedules.study_options import (
     SwapTime,
     WindowSize,
     at_least_0,
+    read_latency,
 )
 
 if TYPE_CHECKING:
@@ -157,7 +159,7 @@ def simulate(
     backward_weight: Annotated[float, at_least_0("TIME", "Time of the backward for the weights.")] = 1.0,
     batches: Annotated[int, typer.Option(metavar="T", help="Batches between two drains.", min=1, max=_MOST_SHOWN)] = 1,
     step: Annotated[float, at_least_0("TIME", "Time of an update.")] = 0.0,
-    latency: Annotated[float, at_least_0("TIME", "Time of a hop; it occupies no rank.")] = 0.0,
+    latency: LinkLatencies = "0",
     transfer: Annotated[float, at_least_0("TIME", "Time that a message occupies its lane before that.")] = 0.0,
     cores: HostCores = None,
     shared_links: HostLinks = None,
@@ -186,18 +188,18 @@ def simulate(
     from penstock.simulate.simulate import simulate_schedule
     from penstock.view.tables import sharding_table, simulation_table, time_table
 
+    sizes, copies, links = (stages, microbatches), (offload, offload_optimizer), read_latency(latency)
     if per_stage is not None:
-        share = read_stage_costs(per_stage, None, latency, transfer), stages or 4
+        share = read_stage_costs(per_stage, None, links, transfer), stages or 4
     else:
-        share = Costs((StageCost(forward, backward_input, backward_weight),), latency, transfer), 1
+        share = Costs((StageCost(forward, backward_input, backward_weight),), links, transfer), 1
     share, own = (replace(share[0], left=left), share[1]), (file, rule, correction)
-    sizes, copies = (stages, microbatches), (offload, offload_optimizer)
     with Console(stderr=True).status("proving the schedule"):  # a search for an order may take minutes
         proof, choice = prove_asked(method, own, sizes, changes, segments, order, in_flight, share, sharding, copies)
     if per_stage is not None:
-        costs = read_stage_costs(per_stage, proof.schedule.num_stages, latency, transfer)
+        costs = read_stage_costs(per_stage, proof.schedule.num_stages, links, transfer)
     else:
-        costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=latency, step=step)
+        costs = Costs.uniform(proof.schedule, forward, backward_input, backward_weight, latency=links, step=step)
     costs = with_copy_times(replace(costs, transfer=transfer, fused=fused, left=left), proof, copies)
     costs = on_machine(costs, asked_network(proof, width, bandwidth, parameters), cores, shared_links)
     simulation = simulate_schedule(proof, costs, batches, window=asked_window(window))

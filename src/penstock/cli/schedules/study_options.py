@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from penstock.errors import ConfigError
 from penstock.schedule.ir.limits import MOST_COST
 
 
 def at_least_0(unit: str, help: str) -> Any:
     """Return an option that takes a number which is not negative, and of which sums are numbers, too."""
     return typer.Option(metavar=unit, help=help, min=0, max=MOST_COST)
+
+
+LinkLatencies = Annotated[
+    str,
+    typer.Option(
+        "--latency",
+        metavar="TIME|TIME,TIME..",
+        help="Time of a hop, on all links or on that of each two neighbouring ranks; it occupies no rank.",
+    ),
+]
+
+
+def read_latency(text: str) -> float | tuple[float, ...]:
+    """Read one latency for all links, or one for each.
+
+    Raises:
+        ConfigError: these are no numbers from 0 on.
+    """
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = (math.nan,)
+    if not all(0 <= each <= MOST_COST for each in found):
+        raise ConfigError(f"--latency takes times from 0 to {MOST_COST:g}, as in 0.1 or 0.1,0.5,0.1, got {text!r:.80}")
+    return found if len(found) > 1 else found[0]
 
 
 OrderOptions = Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from penstock.plan.planners.two_bw import Sized
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Skipped
 from penstock.schedule.ir.rank_numbers import RankNumbers, RankOrder
+from penstock.schedule.machine.message_lanes import Latency, latency_between
 from penstock.simulate.memory.held import HeldKind
 
 _MANY = 1 << 13  # forwards of a batch of a pipeline that are all played
@@ -130,6 +131,23 @@ class Candidate:
             return devices.bandwidth, devices.bandwidth
         links = self.links(devices)
         return links.across, links.slowest(self.wraps)
+
+    def latency(self, devices: Devices) -> Latency:
+        """Return the seconds that messages take besides their bytes, as `Costs` has them."""
+        if len(set(devices.latencies)) == 1:
+            return devices.latencies[0]
+        return self.links(devices).latency
+
+    def decision(self, devices: Devices) -> float | None:
+        """Return the seconds of a decision of all stages, as `Costs` has them."""
+        return None if len(set(devices.latencies)) == 1 else self.links(devices).decision
+
+    def hop_latencies(self, devices: Devices) -> Floats:
+        """Return the same of each border of stages that lies between ranks, from the first one on."""
+        if self.depth == 1:
+            return np.zeros(0)
+        latency, ranks = self.latency(devices), self.method.ranks(self.depth)
+        return np.array([latency_between(latency, a, b) for a, b in pairwise(ranks) if a != b])
 
     def passes_of(self, chain: BlockChain) -> PassSums:
         """Return what passes of its method take.

@@ -41,7 +41,7 @@ class CandidateBounds:
         T (1 - (1 - 1/m)^d) is at least the sum of all t. In any case every stage has a block, so that at least r of
         them come before rank r, as `least_of_ranks` says.
         """
-        of, latency = self._of, self._devices.latency
+        of = self._of
         m, d, passes = of.microbatches, of.depth, of.passes_of(self._chain)
         together, fastest = float(of.speeds.sum()), float(of.speeds.max())
         total, message = float(passes.busy[-1]), self._message()
@@ -54,12 +54,13 @@ class CandidateBounds:
         if not of.method.flushes:
             return max(steady, shared, after) / of.samples
         through = (total - float(passes.second[-1])) / fastest
-        path = through + 2 * of.hops * (message + latency)
+        hops = message + of.hop_latencies(self._devices)
+        path = through + 2 * float(hops.sum())
         flushed = through / (1 - (1 - 1 / m) ** d) if of.method.chunks == 1 else 0.0
-        hops = (message + latency) * (d - 1)
-        outside = float(passes.path[:d].mean()) / fastest + hops
+        way = 2 * np.concatenate([[0.0], np.cumsum(hops)])  # of messages there and back, up to each rank
+        outside = float(passes.path[:d].mean()) / fastest + float(way[:d].mean())
         if of.method.forwards_first:
-            outside += float((passes.path[-1] - passes.path[-d:]).mean()) / fastest + hops
+            outside += float((passes.path[-1] - passes.path[-d:]).mean()) / fastest + float((way[-1] - way[-d:]).mean())
         return max(max(steady, path, flushed, m * through / d + outside) + after, shared) / of.samples
 
     def after(self) -> float:
@@ -70,8 +71,9 @@ class CandidateBounds:
         """Return the seconds from the end of a pass to the next rank at least, in any order of ranks."""
         of, devices = self._of, self._devices
         orders = RANK_ORDERS if len(devices.levels) > 1 else (of.rank_order,)
-        in_order = (CandidateBounds(replace(of, rank_order=each), self._chain, devices) for each in orders)
-        return min(each._message() for each in in_order) + devices.latency
+        in_order = [CandidateBounds(replace(of, rank_order=each), self._chain, devices) for each in orders]
+        least = min(float(each._of.hop_latencies(devices).min(initial=math.inf)) for each in in_order)
+        return min(each._message() for each in in_order) + (least if of.depth > 1 else 0.0)
 
     def _message(self) -> float:
         """Return the seconds that a message between ranks takes of its lane at least."""

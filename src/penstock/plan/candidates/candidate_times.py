@@ -146,7 +146,8 @@ class CandidateTimes:
             network = Network(made, of.width, across, max(parameters, _NO_BYTES), weight_bytes=1, gradient_bytes=1)
         return Costs(
             tuple(StageCost(*each) for each in times.T.tolist()),
-            latency=self._devices.latency,
+            latency=of.latency(self._devices),
+            decision=of.decision(self._devices),
             transfer=transfer,
             collective=of.sums(parameters, across)[0],
             network=network,
@@ -219,11 +220,13 @@ class CandidateTimes:
         of, (times, transfer, parameters) = self.of, self._stage_times(np.array(cuts), activations)
         forward, first, second, steps, *copies = times
         ranks = np.arange(of.depth)
-        own, hop = forward + first, 2 * (transfer + self._devices.latency)
+        own, hops = forward + first, 2 * (transfer + of.hop_latencies(self._devices))
+        way = np.concatenate([[0.0], np.cumsum(hops)])  # of messages, there and back, to each stage on another rank
         busy, path, step = (np.bincount(self._ranks, each).astype(float) for each in (own + second, own, steps))
-        before = (np.cumsum(own) - own)[: of.depth] + ranks * hop + (ranks > 0) * step[0]
+        before = (np.cumsum(own) - own)[: of.depth] + way[ranks] + (ranks > 0) * step[0]
         after = np.cumsum(own[::-1])[::-1]  # of a stage and those behind it
-        through, behind = after[: of.depth] + (of.hops - ranks) * hop, (after - own)[-of.depth :] + ranks[::-1] * hop
+        through = after[: of.depth] + way[-1] - way[ranks]
+        behind = (after - own)[-of.depth :] + way[-1] - way[-of.depth :]
         work = RankWork(busy, path, forward[: of.depth], step, before, through, behind)
         sums = of.after(of.sums(parameters, self._across))
         lanes = [of.microbatches * of.messages * transfer, *map(self._copying, copies)]

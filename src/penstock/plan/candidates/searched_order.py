@@ -40,7 +40,7 @@ def searched_for(base: Candidate, chain: BlockChain, devices: Devices, known: Kn
         raise NoPlanError(of, f"{of.passes:,} passes are too many to search an order for them here ({_MOST_SEARCHED})")
     cuts = np.linspace(0, chain.blocks, of.depth + 1).astype(int)
     costs = CandidateTimes(of, chain, devices, known).costs(cuts, [ActivationMemory.KEPT] * of.depth)
-    costs = replace(costs, latency=costs.latency + costs.transfer, transfer=0.0)
+    costs = replace(costs, latency=tuple(each + costs.transfer for each in costs.latencies(of.depth)), transfer=0.0)
     times = with_search_options(SEARCHED.row, None, {}, costs, of.depth)
     sharding = "none" if base.sharding == "none" else "gradients"  # as others with one stage on each rank
     most, step = 2 * of.depth, -(-of.depth // 4)

@@ -46,7 +46,7 @@ def _freed(times: CandidateTimes, cuts: Cuts, activations: Sequence[ActivationMe
     now = times.costs(where, activations)
     yield "", now
     if of.depth > 1:
-        now = replace(times.without_message_work().costs(where, activations), transfer=0.0, latency=0.0)
+        now = replace(times.without_message_work().costs(where, activations), transfer=0.0, latency=0.0, decision=None)
         yield LINKS, now
     if of.width > 1:
         now = replace(now, collective=0.0, network=None)

@@ -15,13 +15,14 @@ import numpy.typing as npt
 
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.schedule.ir.rank_numbers import RankNumbers
+from penstock.schedule.machine.message_lanes import Latency
 
 Floats = npt.NDArray[np.float64]
 _KNOWN = 1 << 12  # links of runs that are kept
 
 
 class RankLinks:
-    """Bytes per second between ranks; where pipelines differ, those of the slowest.
+    """Bytes per second between ranks, and latencies; where pipelines differ, those of the slowest.
 
     Args:
         devices: in levels.
@@ -65,17 +66,45 @@ class RankLinks:
         """Return the slowest between ranks that follow each other in a pipeline, and with `wraps` last and first."""
         return float(self._ring.min() if wraps else self._ring[:-1].min(initial=np.inf))
 
+    @cached_property
+    def latencies(self) -> tuple[float, ...]:
+        """Seconds that a message takes besides its bytes, between each rank of a pipeline and the next one."""
+        between = self._of_links(self._places[:, :-1], self._places[:, 1:], self._devices.latencies, 0.0)
+        return tuple(between.max(axis=0).tolist())
+
+    @property
+    def latency(self) -> Latency:
+        """The same; a number if all are alike."""
+        return self.latencies if len(set(self.latencies)) > 1 else max(self.latencies, default=0.0)
+
+    @cached_property
+    def decision(self) -> float | None:
+        """Seconds of a decision of all ranks, as `Costs` has them: one is told over the slowest link, and answers."""
+        latencies, size, taken = self._devices.latencies, 1, [0.0]
+        for level, latency in zip(self._devices.levels, latencies, strict=True):
+            below, size = np.unique(self._places // size), size * level.units
+            if len(below) > len(np.unique(self._places // size)):
+                taken.append(latency)
+        return 2 * max(taken) if len(set(latencies)) > 1 else None
+
     def as_fast_as(self, other: RankLinks, wraps: bool) -> bool:
         """Return whether no link is slower than the same one of another order."""
         ring, others = (each._ring if wraps else each._ring[:-1] for each in (self, other))
-        return self.across >= other.across and bool((ring >= others).all())
+        sooner = all(mine <= its for mine, its in zip(self.latencies, other.latencies, strict=True))
+        return sooner and self.across >= other.across and bool((ring >= others).all())
 
     def _between(self, ones: npt.NDArray[np.int_], others: npt.NDArray[np.int_]) -> Floats:
         """Return the bytes per second between devices; without end from one to itself."""
-        found, size = np.full(ones.shape, np.inf), 1
-        for level in self._devices.levels:
+        return self._of_links(ones, others, [level.bandwidth for level in self._devices.levels], np.inf)
+
+    def _of_links(
+        self, ones: npt.NDArray[np.int_], others: npt.NDArray[np.int_], values: Sequence[float], own: float
+    ) -> Floats:
+        """Return those of the values of levels that hold between devices, and `own` from one to itself."""
+        found, size = np.full(ones.shape, own), 1
+        for level, value in zip(self._devices.levels, values, strict=True):
             apart = ones // size != others // size
-            found[apart] = level.bandwidth
+            found[apart] = value
             size *= level.units
         return found
 

@@ -47,6 +47,7 @@ class Cluster(ClusterPart):
         flops: floating-point operations per second of a device, dense matrix products in that precision.
         memory: bytes of a device.
         inside, between: to other devices of the node, and of other nodes.
+        inside_latency, between_latency: seconds that a message takes there besides its bytes; none if not given.
         host, disk: to the memory of the host, and to storage; None if there is none.
         memory_bandwidth: bytes per second of the device's own memory.
         efficiency: the share of `flops` that training on one device reaches; all of it if not given.
@@ -63,6 +64,8 @@ class Cluster(ClusterPart):
     memory: Sourced
     inside: Sourced
     between: Sourced
+    inside_latency: Sourced | None = None
+    between_latency: Sourced | None = None
     host: Sourced | None = None
     disk: Sourced | None = None
     memory_bandwidth: Sourced | None = None
@@ -97,9 +100,13 @@ class Cluster(ClusterPart):
                 f"{count} devices are no whole nodes of {self.node} of {self.name}; take {fewer} or {fewer + inner}: "
                 "plans leave out devices that they have no use for, and then say how many processes each node has"
             )
-        levels = [DeviceLevel(inner, self.inside.value / 2)]
+        levels = [DeviceLevel(inner, self.inside.value / 2, _value(self.inside_latency))]
         if count > inner:
-            levels.append(DeviceLevel(count // inner, self.between.value / 2))
+            levels.append(DeviceLevel(count // inner, self.between.value / 2, _value(self.between_latency)))
         host = None if self.host is None else self.host.value / 2
         shares = self.adapters is not None and count > inner > 1
         return Devices(tuple(levels), self.memory.value, host=host, shares_link=shares)
+
+
+def _value(number: Sourced | None) -> float | None:
+    return None if number is None else number.value

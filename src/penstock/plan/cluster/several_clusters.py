@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.plan.cluster.schema import Cluster
+from penstock.plan.cluster.schema import Cluster, Sourced
 from penstock.plan.stages.device_hierarchy import DeviceKind, DeviceLevel, Devices
 
 
@@ -25,12 +25,19 @@ def devices_of_clusters(clusters: Sequence[Cluster], counts: Sequence[int]) -> D
         return parts[0]
     (inner, *others), total = sorted({part.levels[0].units for part in parts}), sum(counts)
     between = min(cluster.between.value for cluster in clusters) / 2
-    levels = [DeviceLevel(total, between)]
+    slow = _longest([cluster.between_latency for cluster in clusters])
+    levels = [DeviceLevel(total, between, slow)]
     if not others and inner > 1:
         inside = min(cluster.inside.value for cluster in clusters) / 2
-        levels = [DeviceLevel(inner, inside), DeviceLevel(total // inner, between)]
+        near = _longest([cluster.inside_latency for cluster in clusters])
+        levels = [DeviceLevel(inner, inside, near), DeviceLevel(total // inner, between, slow)]
     kinds = [
         DeviceKind(cluster.name, count, cluster.rate / clusters[0].rate, cluster.memory.value)
         for cluster, count in zip(clusters, counts, strict=True)
     ]
     return Devices(tuple(levels), max(cluster.memory.value for cluster in clusters), kinds=tuple(kinds))
+
+
+def _longest(latencies: Sequence[Sourced | None]) -> float | None:
+    """Return the longest latency of some clusters; None if none says one."""
+    return max((each.value for each in latencies if each is not None), default=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from penstock.byte_sizes import human_bytes
@@ -24,10 +24,13 @@ class DeviceLevel:
     Attributes:
         units: how many.
         bandwidth: bytes per second between two of them.
+        latency: seconds that a message between two of them takes besides its bytes, for costs that know it; None for
+            that of `Devices`.
     """
 
     units: int
     bandwidth: float
+    latency: float | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ class Devices:
     Attributes:
         levels: at least one.
         memory: bytes of each device, of the largest one if they differ; None for no limit.
-        latency: seconds that a message takes besides its bytes, for costs that know it.
+        latency: seconds that a message takes besides its bytes, for costs that know it, on levels without one of their
+            own.
         cores: how many of them can work at full speed at once, as they share the cores of one machine, for costs that
             know it; None if each computes by itself.
         host: bytes per second from each device to the memory of its host, and as many back, for costs that know it;
@@ -137,8 +141,9 @@ class Devices:
             _check_positive("bandwidth to the host", self.host)
         if self.host_memory is not None:
             _check_positive("memory of the host", self.host_memory)
-        if not is_number(self.latency) or not 0 <= self.latency < 1e30:
-            raise ConfigError(f"latency must be a number of seconds, not negative, got {in_short(self.latency)}")
+        for latency in (self.latency, *self.latencies):
+            if not is_number(latency) or not 0 <= latency < 1e30:
+                raise ConfigError(f"latency must be a number of seconds, not negative, got {in_short(latency)}")
         if self.kinds:
             _check_kinds(self)
 
@@ -151,6 +156,16 @@ class Devices:
     def bandwidth(self) -> float:
         """The bandwidth of the slowest level, for costs that know one only."""
         return min(level.bandwidth for level in self.levels)
+
+    @property
+    def latencies(self) -> tuple[float, ...]:
+        """Seconds that a message takes besides its bytes, level by level."""
+        return tuple(self.latency if level.latency is None else level.latency for level in self.levels)
+
+    def with_latencies(self, latencies: Sequence[float]) -> Devices:
+        """Return the same devices with other latencies of levels."""
+        levels = [replace(level, latency=each) for level, each in zip(self.levels, latencies, strict=True)]
+        return replace(self, levels=tuple(levels), latency=0.0)
 
     def message_work(self, nbytes: float, ranks: int) -> float:
         """Return by how long a message keeps the rank at each of its ends from its passes.

@@ -234,6 +234,16 @@ class ArrayLowering:
         return np.array([index[route.lane] for route in self.routes], dtype=np.int64)
 
     @cached_property
+    def lanes_of_classes(self) -> tuple[Numbers, Numbers]:
+        """The lanes on which actions of each class take and send their message; -1 where they have none."""
+        found = np.full((2, len(self.classes.examples)), -1)
+        for part in self.parts:
+            for lanes, routes in zip(found, (part.takes, part.sends), strict=True):
+                there = routes >= 0
+                lanes[part.cls[there]] = self.lane_of_route[routes[there]]
+        return found[0], found[1]
+
+    @cached_property
     def sending(self) -> tuple[Numbers, Numbers]:
         """The actions of periods and of epilogues that send: those of a lane behind those of the one before."""
         found = []

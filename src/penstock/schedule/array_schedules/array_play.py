@@ -38,22 +38,30 @@ class ArrayPlay:
     Args:
         span: whose actions, of which more may be added between two runs.
         durations: of the classes of actions (rows) for every cost (columns).
-        latency: of messages, for every cost; not zero only in a span whose messages take time.
+        latency: of messages on every lane (rows) for every cost, or one row for all lanes; not zero only in a span
+            whose messages take time.
 
     Attributes:
         heads: of each rank, the first action that is not done.
     """
 
     def __init__(self, span: ArraySpan, durations: Times, latency: Times) -> None:
-        self.span, self._latency = span, latency
+        self.span, self._count = span, durations.shape[1]
         one = durations.shape[1] == 1  # vectors are faster than matrices of one column
         self._durations = np.concatenate([np.zeros((1, durations.shape[1])), durations])
         if one:
             self._durations = self._durations[:, 0]
+        self._taken, self._room = (self._of_classes(latency, lanes) for lanes in span.lowered.lowering.lanes_of_classes)
         self._done = np.full((span.starts[-1], *self._durations.shape[1:]), np.inf)
         self._done[NONE], self._done[span.starts[:-1]] = -np.inf, 0.0
         self._done[NEVER] = np.inf
         self.heads = span.starts[:-1] + 1
+
+    def _of_classes(self, latency: Times, lanes: Numbers) -> Times:
+        """Return the latency of a message of each class of actions, behind that of actions that do not exist."""
+        found = np.zeros((1 + len(lanes), self._count))
+        found[1:][lanes >= 0] = latency if latency.ndim == 1 else latency[lanes[lanes >= 0]]
+        return found if self._durations.ndim > 1 else found[:, 0]
 
     @property
     def stuck(self) -> bool:
@@ -68,13 +76,13 @@ class ArrayPlay:
         while True:
             start = heads.copy()
             for _ in range(_TURNS):
-                found = done.take(sources.take(heads, axis=0), axis=0)
+                found, here = done.take(sources.take(heads, axis=0), axis=0), cls.take(heads)
                 taken, room = found[:, TAKEN], found[:, ROOM]
                 if travels:
-                    taken = np.maximum(taken, found[:, TAKEN_READY]) + self._latency
-                    room = np.maximum(room, found[:, ROOM_POSTED]) + self._latency
+                    taken = np.maximum(taken, found[:, TAKEN_READY]) + self._taken.take(here, axis=0)
+                    room = np.maximum(room, found[:, ROOM_POSTED]) + self._room.take(here, axis=0)
                 now = np.maximum(before, taken)
-                now += durations.take(cls.take(heads), axis=0)
+                now += durations.take(here, axis=0)
                 np.maximum(now, room, out=now)
                 done[heads] = now  # infinite where it is not done
                 free = np.isfinite(now if now.ndim == 1 else now[:, 0])
@@ -100,7 +108,7 @@ class ArrayPlay:
 
     def ends(self) -> RankEnds:
         """Return when the ranks are done, and whether anything has waited for room, or for a RECV."""
-        count, total = len(self._latency), int(self.span.starts[-1])
+        count, total = self._count, int(self.span.starts[-1])
         held_up, size = np.zeros(count, dtype=bool), max(_TIMES // count, 1)
         for first in range(NEVER + 1, total, size):
             places = slice(first, min(first + size, total))
@@ -110,7 +118,7 @@ class ArrayPlay:
     def times(self) -> SpanTimes:
         """Return the times of the span."""
         works = np.concatenate([[False], self.span.lowered.lowering.classes.works()])
-        count = len(self._latency)
+        count = self._count
         first, last, busy = (np.zeros((self.span.ranks, count)) for _ in range(3))
         held_up = np.zeros(count, dtype=bool)
         for rank in range(self.span.ranks):
@@ -126,16 +134,16 @@ class ArrayPlay:
         return SpanTimes(self._clocks(), first, last, busy, held_up)
 
     def _clocks(self) -> Times:
-        clocks: Times = self._done[self.heads - 1].reshape(-1, len(self._latency))
+        clocks: Times = self._done[self.heads - 1].reshape(-1, self._count)
         return clocks
 
     def _held_up(self, places: slice, end: Times) -> Flags:
         """Return for which costs some action has waited for room when it ended, or its message for a RECV."""
         held_up: Flags = np.atleast_1d((self._done[places] > end).any(axis=0))
-        if self._latency.any():
+        if self._taken.any():
             sources = self.span.sources[places]
             late = self._done[sources[:, TAKEN_READY]] > self._done[sources[:, TAKEN]]
-            held_up |= late.any(axis=0) & (self._latency != 0)
+            held_up |= (late & (self._taken.take(self.span.cls[places], axis=0) != 0)).any(axis=0)
         return held_up
 
     def _of_rank(self, rank: int) -> slice:
@@ -151,7 +159,7 @@ class ArrayPlay:
         begin = self._done.take(sources[:, TAKEN], axis=0)
         if sources.shape[1] > 2:
             np.maximum(begin, self._done.take(sources[:, TAKEN_READY], axis=0), out=begin)
-            begin += self._latency
+            begin += self._taken.take(self.span.cls[places], axis=0)
         np.maximum(begin, self._done[places.start - 1 : places.stop - 1], out=begin)
         end = self._durations.take(self.span.cls[places], axis=0)
         end += begin

@@ -14,12 +14,13 @@ from penstock.schedule.array_schedules.array_lowering import ArrayLowered, Array
 from penstock.schedule.array_schedules.array_play import ArrayPlay, whole_span
 from penstock.schedule.array_schedules.array_span import ArraySpan
 from penstock.schedule.compiled.collective_events import NotCompiledError
-from penstock.schedule.compiled.evaluate import EventTimes, Times
+from penstock.schedule.compiled.evaluate import EventTimes, Times, lane_latencies
 from penstock.schedule.compiled.event_graph_builder import graph_of
 from penstock.schedule.ir.arrays import STEP, ArraySchedule
 from penstock.schedule.ir.schedule import WINDOW, Action
 from penstock.schedule.lowering.send_window_search import SpanEnds, least_window, unlimited
 from penstock.schedule.machine.default_durations import unit_time
+from penstock.schedule.machine.message_lanes import Latency
 
 _LIMIT = 8
 """Batches beyond twice the transient by which the state must have repeated."""
@@ -41,7 +42,7 @@ def oldest_batch(schedule: ArraySchedule) -> int:
 def lower_arrays_freely(
     lowering: ArrayLowering,
     duration: Callable[[Action], float] = unit_time,
-    latency: float = 0.0,
+    latency: Latency = 0.0,
     spans: Collection[int] = (),
     transfer: float = 0.0,
 ) -> ArrayLowered:
@@ -54,7 +55,7 @@ def lower_arrays_freely(
     endless = any(len(program.epilogue) for program in schedule.arrays)
     lengths = sorted({3 + oldest_batch(schedule) if endless else 2, *spans})
     durations = np.array([[duration(action)] for action in lowering.classes.examples])
-    hop = np.array([latency]), np.array([transfer])
+    hop = lane_latencies(lowering.lanes, [latency]), np.array([transfer])
     guess = WINDOW
 
     def at(window: int) -> ArrayLowered | None:

@@ -6,12 +6,15 @@ equal to the last bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.schedule.compiled.graph import OWN, ROOM, TRANSFER, EventGraph
+from penstock.schedule.machine.instructions import LaneKey
+from penstock.schedule.machine.message_lanes import Latency, latency_between
 
 Times = NDArray[np.float64]
 Places = NDArray[np.int64] | NDArray[np.int32]
@@ -44,13 +47,20 @@ class RankEnds:
     held_up: NDArray[np.bool_]
 
 
+def lane_latencies(lanes: Sequence[LaneKey], latencies: Sequence[Latency]) -> Times:
+    """Return the latency of the messages on every lane (rows) for every cost (columns)."""
+    found = [[latency_between(each, lane.source, lane.target) for each in latencies] for lane in lanes]
+    return np.array(found, dtype=np.float64).reshape(len(lanes), len(latencies))
+
+
 def evaluate(graph: EventGraph, durations: Times, latency: Times, transfer: Times) -> SpanTimes:
     """Return the times of a span.
 
     Args:
         graph: a graph that is not stuck.
         durations: of the classes of actions (rows) for every cost (columns).
-        latency, transfer: of messages, for every cost. Only a graph with transfers takes the second into account.
+        latency: of messages on every lane (rows) for every cost; or one row for all lanes.
+        transfer: of messages, for every cost. Only a graph with transfers takes it into account.
     """
     found = EventTimes(graph, durations, latency, transfer)
     works = np.concatenate([np.zeros(OWN, dtype=bool), graph.classes.works()])
@@ -71,12 +81,13 @@ class EventTimes:
     """When every event of a graph ends, for k costs; arguments as of `evaluate`."""
 
     def __init__(self, graph: EventGraph, durations: Times, latency: Times, transfer: Times) -> None:
-        self.graph, self._latency = graph, latency
-        self._hops = (latency != 0) | (transfer != 0)
+        self.graph, self._transfer = graph, transfer
+        self._latency = np.zeros((1 + int(graph.lane.max(initial=0)), durations.shape[1]))
+        self._latency[1:] = latency if latency.ndim == 1 else latency[: len(self._latency) - 1]
         table = np.zeros((OWN + len(durations), durations.shape[1]))
         table[TRANSFER], table[OWN:] = transfer, durations
         self._place = _places(graph)
-        self._times = _times(graph, self._place, table, latency)
+        self._times = _times(graph, self._place, table, self._latency)
 
     def of(self, events: Places) -> Times:
         """Return when events end."""
@@ -86,7 +97,8 @@ class EventTimes:
         """Return when messages arrive."""
         graph = self.graph
         both = np.maximum(self.of(graph.posted[messages]), self.of(graph.ready[messages]))
-        return both + np.where(graph.travels[messages][:, None], self._latency, 0.0)
+        both += self._latency[graph.lane[messages]]
+        return both
 
     def begins(self, events: Places) -> Times:
         """Return when events begin."""
@@ -114,9 +126,10 @@ class EventTimes:
         graph = self.graph
         rooms = np.flatnonzero(graph.cls == ROOM)
         held_up = (self.arrivals(graph.message[rooms]) > self.of(rooms - 1)).any(axis=0)
-        late = np.flatnonzero(graph.met) if self._hops.any() else np.empty(0, dtype=np.int64)
-        waited = (self.of(graph.ready[late]) > self.of(graph.posted[late])).any(axis=0)
-        return RankEnds(self.of(graph.chains[1 : graph.ranks + 1] - 1), held_up | (waited & self._hops))
+        hops = (self._latency != 0) | (self._transfer != 0)
+        late = np.flatnonzero(graph.met) if hops.any() else np.empty(0, dtype=np.int64)
+        waited = ((self.of(graph.ready[late]) > self.of(graph.posted[late])) & hops[graph.met[late]]).any(axis=0)
+        return RankEnds(self.of(graph.chains[1 : graph.ranks + 1] - 1), held_up | waited)
 
 
 def _places(graph: EventGraph) -> NDArray[np.int32]:
@@ -143,21 +156,21 @@ def _times(graph: EventGraph, place: NDArray[np.int32], table: Times, latency: T
     sources = np.empty(3 * len(events), dtype=np.int32)
     sources[rows], sources[rows + size] = place[graph.posted[wanted]], place[graph.ready[wanted]]
     sources[rows + 2 * size] = place[events - 1]
-    hop = np.zeros((3 * len(events), 1))
-    hops = bool(latency.any())
+    lane, hops = np.zeros(3 * len(events), dtype=np.int32), bool(latency.any())
     if hops:
-        hop[rows, 0] = hop[rows + size, 0] = graph.travels[wanted]
+        lane[rows] = lane[rows + size] = graph.lane[wanted]
     one = table.shape[1] == 1  # vectors are faster than matrices of one column
     times = np.full((fixed + len(events), *(() if one else table.shape[1:])), -np.inf)
     times[2:fixed] = 0.0
     cls, costs = graph.cls[events], table[:, 0] if one else table
     shape, span = (3, -1) if one else (3, -1, table.shape[1]), costs.take(cls, axis=0) if one else None
+    hop = latency[:, 0].take(lane) if one and hops else None
     start = 0
     for end in graph.steps.ends:
         here = slice(3 * start, 3 * end)
         found = times.take(sources[here], axis=0)
         if hops:
-            found += hop[here, 0] * latency[0] if one else hop[here] * latency
+            found += latency.take(lane[here], axis=0) if hop is None else hop[here]
         taken = costs.take(cls[start:end], axis=0) if span is None else span[start:end]
         begin = np.maximum.reduce(found.reshape(shape), axis=0)
         np.add(begin, taken, out=times[fixed + start : fixed + end])

@@ -138,16 +138,16 @@ def graph_of(
     message = [np.array([START, NEVER]), *(chain.message for chain in chains), *joint.message]
     message += [each[1] for each in copied]
     stops = np.cumsum([2, *map(len, cls[1:])])
-    travels = np.zeros(copies.first_free, dtype=bool)
-    travels[2 : lanes.messages] = True
-    met = travels & (posted != NEVER) & (ready != NEVER)
+    lane = np.zeros(copies.first_free, dtype=np.int32)
+    lane[2 : lanes.messages] = np.repeat(1 + np.arange(len(code.lanes)), np.diff(lanes.bases))
+    met = np.where((posted != NEVER) & (ready != NEVER), lane, 0)
     graph = EventGraph(
         code.classes,
         np.concatenate(cls).astype(np.int32),
         np.concatenate(message).astype(np.int32),
         posted.astype(np.int32),
         ready.astype(np.int32),
-        travels,
+        lane,
         stops,
         len(ranks),
         met,
@@ -291,16 +291,16 @@ def _with_transfers(graph: EventGraph, bases: Numbers) -> EventGraph:
         event += 1 + count
         stops.append(np.array([event]))
     raw = slice(2, int(bases[-1]))
-    none = np.zeros(int(bases[-1]) - 2, dtype=bool)
+    none = np.zeros(int(bases[-1]) - 2, dtype=np.int32)
     met = graph.met.copy()
-    met[raw] = False
+    met[raw] = 0
     return EventGraph(
         graph.classes,
         np.concatenate(cls),
         np.concatenate(message),
         np.concatenate([posted, graph.posted[raw]]),
         np.concatenate([ready, graph.ready[raw]]),
-        np.concatenate([graph.travels, none]),
+        np.concatenate([graph.lane, none]),
         np.concatenate(stops),
         graph.ranks,
         np.concatenate([met, graph.met[raw]]),

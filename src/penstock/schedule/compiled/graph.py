@@ -53,11 +53,11 @@ class EventGraph:
         cls: the class of every event.
         message: the message that every event waits for; 0 for none.
         posted, ready: per message, the events a and b.
-        travels: per message, whether it takes the latency of links.
+        lane: per message, 1 + the index of the lane whose latency it takes; 0 for what takes none.
         chains: the first event of every chain, which is not one of the machine but its start at time 0, and one past
             the last; ranks come first.
         ranks: how many of the chains are ranks.
-        met: per message, whether it has a SEND and a RECV that meet on a lane.
+        met: per message whose SEND and RECV meet on a lane, 1 + its index; 0 for others.
         copies: the lanes of copies to the host's memory and back.
     """
 
@@ -66,10 +66,10 @@ class EventGraph:
     message: NDArray[np.int32]
     posted: NDArray[np.int32]
     ready: NDArray[np.int32]
-    travels: Flags
+    lane: NDArray[np.int32]
     chains: Numbers
     ranks: int
-    met: Flags
+    met: NDArray[np.int32]
     copies: Sequence[CopyLane] = ()
 
     @cached_property

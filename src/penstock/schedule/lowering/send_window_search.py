@@ -19,13 +19,14 @@ from penstock.schedule.ir.schedule import WINDOW, Action, Schedule
 from penstock.schedule.lowering.lower import Lowering
 from penstock.schedule.machine.default_durations import unit_time
 from penstock.schedule.machine.instructions import Lowered
+from penstock.schedule.machine.message_lanes import Latency
 from penstock.schedule.machine.play import Machine
 
 
 def lower_freely(
     schedule: Schedule,
     duration: Callable[[Action], float] = unit_time,
-    latency: float = 0.0,
+    latency: Latency = 0.0,
     spans: Collection[int] = (),
     narrow: Lowered | None = None,
     transfer: float = 0.0,
@@ -180,7 +181,7 @@ class SpanEnds(NamedTuple):
 def _ends(
     lowered: Lowered,
     duration: Callable[[Action], float],
-    hop: tuple[float, float],
+    hop: tuple[Latency, float],
     spans: Collection[int],
     *,
     raises: bool = False,

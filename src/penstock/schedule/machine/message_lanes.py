@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from penstock.errors import ScheduleError
+from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.ir.schedule import Payload
 from penstock.schedule.machine.instructions import Lowered, Message, Route
 from penstock.schedule.machine.lane_state import LaneState
@@ -14,6 +14,30 @@ from penstock.schedule.machine.lane_state import LaneState
 Carrier = Callable[[Route, float, Callable[[float], None]], bool]
 """Takes a message to a link, as (route, when both ends are posted, what to call when it has been transferred); False
 where it occupies none, and so takes a time that is known."""
+
+Latency = float | tuple[float, ...]
+"""Of all messages; or of the link of each pair of neighbouring ranks, from that of ranks 0 and 1 on."""
+
+
+def latency_between(latency: Latency, one: int, other: int) -> float:
+    """Return the latency of messages between two ranks.
+
+    Where links differ, that is the longest of those from one to the other: so it is in levels of devices, where a
+    message takes the link of the innermost level that holds both.
+
+    Raises:
+        ConfigError: there are fewer links than that.
+    """
+    if not isinstance(latency, tuple):
+        return latency
+    low, high = min(one, other), max(one, other)
+    if high > len(latency):
+        raise ConfigError(
+            f"latency: a message goes to or from rank {high}, but latencies of {len(latency)} links are given; give "
+            "one number, or one for each pair of neighbouring ranks"
+        )
+    return max(latency[low:high], default=0.0)
+
 
 MessageObserver = Callable[[Route, int, float, float], None]
 """Called as (route, first microbatch of the span, time at which the SEND is posted, time of arrival)."""
@@ -26,7 +50,7 @@ class MessageLanes:
         lowered: the schedule with its messages.
         clock: when each rank is free; it moves on where a rank waits for room.
         latency: time from the moment both ends of a message are posted, and the message before it on its lane has been
-            transferred, to its arrival; without its transfer.
+            transferred, to its arrival; without its transfer. One for all links, or one for each (`latency_between`).
         transfer: time that a message occupies its lane.
         on_message: called for each message that arrives.
 
@@ -40,12 +64,13 @@ class MessageLanes:
         self,
         lowered: Lowered,
         clock: list[float],
-        latency: float,
+        latency: Latency,
         transfer: float,
         on_message: MessageObserver | None,
     ) -> None:
         self._routes, self._clock = lowered.routes, clock
-        self._latency, self._transfer, self._on_message = latency, transfer, on_message
+        self._transfer, self._on_message = transfer, on_message
+        self._latencies = [latency_between(latency, r.source.rank, r.target.rank) for r in lowered.routes]
         lane_index = {lane: i for i, lane in enumerate(lowered.lanes)}
         self._lane_of_route = [lane_index[route.lane] for route in lowered.routes]
         self._lanes = [LaneState(lowered.window, lane.payload is Payload.PARKED) for lane in lowered.lanes]
@@ -125,7 +150,9 @@ class MessageLanes:
                 f"on {route.lane}, microbatch {sent.first} is sent where microbatch {wanted.first} is expected: both "
                 "ends must use one order"
             )
-        if ready > posted and (self._latency or self._transfer):  # else it is there when its consumer wants it
+        if ready > posted and (
+            self._latencies[wanted.route] or self._transfer
+        ):  # else it is there when its consumer wants it
             self.held_up = True
         time = max(posted, ready)
         if self.carrier and self.carrier(route, time, partial(self._arrive, lane, route, wanted, posted)):
@@ -137,7 +164,7 @@ class MessageLanes:
 
     def _arrive(self, lane: LaneState, route: Route, wanted: Message, posted: float, transferred: float) -> None:
         """Let a message arrive that has been transferred; the sender's buffer is free with it."""
-        time = transferred + self._latency
+        time = transferred + self._latencies[wanted.route]
         lane.completes_send(time)
         self.arrived[route.target.rank][wanted] = time
         if lane.parks:

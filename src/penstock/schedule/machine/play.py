@@ -22,7 +22,7 @@ from penstock.schedule.machine.deadlock import Blocked, blocked_at, deadlock
 from penstock.schedule.machine.gradient_room import ADDING
 from penstock.schedule.machine.instructions import Instruction, Lowered, LoweredProgram, Message
 from penstock.schedule.machine.lane_state import HostCopies, is_host_copy
-from penstock.schedule.machine.message_lanes import MessageLanes, MessageObserver
+from penstock.schedule.machine.message_lanes import Latency, MessageLanes, MessageObserver
 
 Observer = Callable[[int, Action, int, float, float], None]
 """Called as (rank, action with relative numbers, batch they are relative to, start, end)."""
@@ -48,7 +48,7 @@ class Machine:
         lowered: the schedule with its messages.
         duration: time an action occupies its lane; zero everywhere for a proof.
         latency: time from the moment both ends of a message are posted, and the message before it on its lane has been
-            transferred, to its arrival; without its transfer.
+            transferred, to its arrival; without its transfer. One for all links, or one for each (`latency_between`).
         observer: called for each action that is not a message.
         on_message: called for each message that arrives.
         transfer: time that a message occupies its lane.
@@ -62,7 +62,7 @@ class Machine:
         self,
         lowered: Lowered,
         duration: Callable[[Action], float] = _instant,
-        latency: float = 0.0,
+        latency: Latency = 0.0,
         observer: Observer | None = None,
         on_message: MessageObserver | None = None,
         transfer: float = 0.0,

@@ -63,7 +63,7 @@ def choose_in_flight(
 
     Args:
         request: for a method by its name; its order may be another one by name.
-        costs: of its stages.
+        costs: of its stages. Ranks with several stages take the latency of the slowest link for all.
         most: microbatches that the memory of each rank allows.
 
     Returns:
@@ -74,7 +74,7 @@ def choose_in_flight(
     """
     if not asks_for_auto(request):
         return request, None
-    hop = costs.transfer + costs.latency
+    hop = costs.transfer + costs.longest_latency
     if interleaves(request) or is_tried(request):
         times, choose = (
             rank_times(costs, splits=splits(request)),
@@ -84,9 +84,10 @@ def choose_in_flight(
         return choice.applied(request), choice
     if len(costs.stages) != request.stages:
         raise ConfigError(f"the costs describe {len(costs.stages)} stages, there are {request.stages}")
+    hops = [(costs.transfer + each, costs.transfer + each) for each in costs.latencies(request.stages)]
     times, fills = rank_times(costs, splits=splits(request)), asked_order(request) == FILLS
     choice = as_allowed(
-        request, lambda limits: least_in_flight(times, hop, costs.transfer, most=limits, fills=fills), most
+        request, lambda limits: least_in_flight(times, hops, costs.transfer, most=limits, fills=fills), most
     )
     return choice.applied(request), choice
 

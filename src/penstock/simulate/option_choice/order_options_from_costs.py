@@ -28,7 +28,8 @@ def with_search_options(method: str, order: str | None, given: Options, costs: C
         method: a row of the method table.
         order: the name of another order than the method's.
         given: options that a user has set. If a time is among them none is added, as theirs are in a unit of their own.
-        costs: of all stages of a pipeline; a search knows one time per kind of pass, which is the mean over the ranks.
+        costs: of all stages of a pipeline; a search knows one time per kind of pass, which is the mean over the ranks,
+            and of messages that of links.
         ranks: of the pipeline.
 
     Returns:
@@ -48,10 +49,15 @@ def with_search_options(method: str, order: str | None, given: Options, costs: C
             for name in ("forward", "backward_input", "backward_weight")
         ]
         if any(shares):
-            found |= zip(_TIMES, _whole_numbers([*shares, Fraction(str(costs.latency))]), strict=True)
+            found |= zip(_TIMES, _whole_numbers([*shares, _mean_latency(costs)]), strict=True)
     if "held" in known and "held" not in found:
         found["held"] = min(max(round(100 * costs.left), 1), 100)
     return found
+
+
+def _mean_latency(costs: Costs) -> Fraction:
+    links = costs.latency if isinstance(costs.latency, tuple) else (costs.latency,)
+    return sum((Fraction(str(each)) for each in links), Fraction()) / max(len(links), 1)
 
 
 def _whole_numbers(times: Sequence[Fraction]) -> list[int]:

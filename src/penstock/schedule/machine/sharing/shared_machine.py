@@ -11,7 +11,7 @@ from typing import NamedTuple
 from penstock.schedule.ir.schedule import Action, Kind, Op, Stage, Unit
 from penstock.schedule.machine.collective_state import Joined
 from penstock.schedule.machine.instructions import Instruction, Lowered, Route
-from penstock.schedule.machine.message_lanes import MessageObserver
+from penstock.schedule.machine.message_lanes import Latency, MessageObserver
 from penstock.schedule.machine.play import Machine, Observer
 from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.schedule.machine.sharing.shared_links import SharedLinks
@@ -80,7 +80,7 @@ class SharedMachine(Machine):
         self,
         lowered: Lowered,
         duration: Callable[[Action], float],
-        latency: float,
+        latency: Latency,
         observer: Observer | None,
         on_message: MessageObserver | None,
         transfer: float,
