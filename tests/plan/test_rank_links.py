@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -66,6 +67,32 @@ def device_of(numbers: RankNumbers, pipeline: int, rank: int) -> int:
     return list(places).index((pipeline, rank))
 
 
+def gather(devices: Devices, places: list[int], nbytes: float) -> float:
+    """Seconds of an all-gather, counted step by step."""
+    ring, n = list(itertools.pairwise([*places, places[0]])), len(places)
+    bandwidths, latencies = zip(*(link(devices, *pair) for pair in ring), strict=True)
+    around = sum(max(latencies) + nbytes / n / min(bandwidths) for _ in range(n - 1))
+    inner = from_outside(devices, len(devices.levels), places, nbytes)
+    return around if devices.collectives == "ring" or inner is None else inner[0]
+
+
+def from_outside(devices: Devices, levels: int, places: list[int], nbytes: float) -> tuple[float, Any] | None:
+    """Seconds of a hierarchical all-gather, from the outermost level on, and its shape; None if units differ."""
+    if not levels:
+        return 0.0, 1
+    size, level = math.prod(each.units for each in devices.levels[: levels - 1]), devices.levels[levels - 1]
+    units: dict[int, list[int]] = {}
+    for place in places:
+        units.setdefault(place // size, []).append(place)
+    inside = [from_outside(devices, levels - 1, each, nbytes) for each in units.values()]
+    if None in inside or len({shape for _, shape in filter(None, inside)}) > 1:
+        return None
+    seconds, shape = inside[0] or (0.0, 1)
+    shard = nbytes / len(places)
+    between = sum(devices.latencies[levels - 1] + shard / level.bandwidth for _ in range(len(units) - 1))
+    return between + seconds, (len(units), shape)
+
+
 def latency_of_neighbours(latency: float | tuple[float, ...], ranks: int) -> tuple[float, ...]:
     return latency if isinstance(latency, tuple) else (latency,) * (ranks - 1)
 
@@ -75,25 +102,21 @@ def random_devices(random: Random) -> Devices:
         DeviceLevel(random.randint(1, 4), 2.0 ** random.randint(0, 9), random.choice([None, 0.0, 0.25, 3.0]))
         for _ in range(random.randint(1, 3))
     ]
-    return Devices(tuple(levels), latency=0.5)
+    return Devices(tuple(levels), latency=0.5, collectives=random.choice(["ring", "hierarchical"]))
 
 
 def links_by_hand(
     devices: Devices, numbers: RankNumbers
-) -> tuple[float, dict[tuple[int, int], float], tuple[float, ...]]:
-    """The slowest link of sums over replicas, and of messages between each two ranks; the latencies of neighbours."""
+) -> tuple[Callable[[float], float], dict[tuple[int, int], float], tuple[float, ...]]:
+    """Seconds of a gather over replicas, the bandwidth between each two ranks, and the latencies of neighbours."""
     at = {(p, r): device_of(numbers, p, r) for p in range(numbers.width) for r in range(numbers.depth)}
-    rings = (
-        link(devices, at[p, r], at[(p + 1) % numbers.width, r])[0]
-        for p in range(numbers.width)
-        for r in range(numbers.depth)
-    )
     pairs = itertools.permutations(range(numbers.depth), 2)
     along = {(a, b): min(link(devices, at[p, a], at[p, b])[0] for p in range(numbers.width)) for a, b in pairs}
     latencies = (
         max(link(devices, at[p, r], at[p, r + 1])[1] for p in range(numbers.width)) for r in range(numbers.depth - 1)
     )
-    return min(rings), along, tuple(latencies)
+    replicas = [[at[p, r] for p in range(numbers.width)] for r in range(numbers.depth)]
+    return (lambda nbytes: max(gather(devices, each, nbytes) for each in replicas)), along, tuple(latencies)
 
 
 @pytest.mark.parametrize("order", RANK_ORDERS)
@@ -103,9 +126,12 @@ def test_links_are_those_of_the_devices_that_ranks_lie_on(order: Any) -> None:
         devices = random_devices(random)
         width = random.randint(1, devices.count)
         numbers = RankNumbers(width, random.randint(1, devices.count // width), order)
-        across, along, latencies = links_by_hand(devices, numbers)
+        seconds, along, latencies = links_by_hand(devices, numbers)
         found, pairs = RankLinks(devices, numbers), list(along)
-        assert found.across == across == min(found.around([rank]) for rank in range(numbers.depth))
+        for nbytes in (0.0, 1.0, 1e4):
+            assert found.scatter(nbytes) == pytest.approx(seconds(nbytes))
+            each = max(found.scatter(nbytes, [[rank]]) for rank in range(numbers.depth))
+            assert each == found.scatter(nbytes)
         assert found.along(pairs).tolist() == [along[pair] for pair in pairs]
         assert found.latencies == latencies
         assert latency_of_neighbours(found.latency, numbers.depth) == latencies
@@ -120,7 +146,7 @@ def test_ranks_lie_on_the_next_device_of_their_kind() -> None:
     devices = Devices((DeviceLevel(2, 100.0), DeviceLevel(3, 1.0)), kinds=kinds)
     found = RankLinks(devices, RankNumbers(2, 3), ["fast", "slow", "fast"] * 2)
     assert found.along([(0, 2), (0, 1), (1, 2)]).tolist() == [100.0, 1.0, 1.0]
-    assert [found.around([rank]) for rank in range(3)] == [1.0, 100.0, 1.0]
+    assert [found.scatter(200.0, [[rank]]) for rank in range(3)] == [100.0, 1.0, 100.0]
 
 
 def test_orders_with_slower_links_only_are_not_tried() -> None:
@@ -146,7 +172,7 @@ def best_of_all(graph: LayerGraph, method: str, devices: Devices, m: int) -> flo
         key = Candidate(Sized(graph, 1, m), PLANNED[method], depth, width).schedule
         costs = []
         for order in RANK_ORDERS:
-            across, along, latencies = links_by_hand(devices, RankNumbers(width, depth, order))
+            seconds, along, latencies = links_by_hand(devices, RankNumbers(width, depth, order))
             farthest = max(link(devices, a, b)[1] for a, b in itertools.product(range(width * depth), repeat=2))
             for inner in itertools.combinations(range(1, count), depth - 1):
                 parts = [graph.layers[a:b] for a, b in itertools.pairwise((0, *inner, count))]
@@ -154,7 +180,7 @@ def best_of_all(graph: LayerGraph, method: str, devices: Devices, m: int) -> flo
                 sent = (graph.layers[cut - 1].output / along[r, r + 1] for r, cut in enumerate(inner))
                 forwards = [sum(layer.forward or 0.0 for layer in part) for part in parts]
                 stages = tuple(penstock.StageCost(each, 2 * each, 0.0) for each in forwards)
-                sums = 2 * (width - 1) / width * largest / across
+                sums = 2 * seconds(largest)
                 costs.append(penstock.Costs(stages, latencies, max(sent, default=0.0), sums, decision=2 * farthest))
         short, long = (KNOWN.span(key, batches)(costs) for batches in (3, 5))
         best = min(best, *((b.makespan - a.makespan) / 2 / m for a, b in zip(short, long, strict=True)))
@@ -180,7 +206,8 @@ def test_plans_on_servers_are_the_best_of_all_orders(method: str, cases: int) ->
         graph = layer_graph(Profile(format="penstock profile 1", layers=rows))
         levels = random.choice([(2, 2), (2, 3), (3, 2), (4, 2)])
         near, far = random.choice([(0.0, 0.0), (0.1, 0.5), (0.0, 2.0), (0.25, 0.25)])
-        devices = Devices((DeviceLevel(levels[0], 40.0, near), DeviceLevel(levels[1], random.choice([2.0, 8.0]), far)))
+        inner, outer = DeviceLevel(levels[0], 40.0, near), DeviceLevel(levels[1], random.choice([2.0, 8.0]), far)
+        devices = Devices((inner, outer), collectives=random.choice(["ring", "hierarchical"]))
         plans, _ = simulated_plans({1: Sized(graph, 1, 12)}, devices, methods=(method,))
         assert plans[0].rating.seconds == pytest.approx(best_of_all(graph, method, devices, 12))
         orders.add(plans[0].settings.get("rank_order", ""))

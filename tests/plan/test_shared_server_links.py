@@ -10,7 +10,7 @@ from penstock.plan.cluster.files import find_cluster
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.schema import Profile, ProfiledLayer
 from penstock.plan.run_forecast import RunSettings, run_forecast
-from penstock.plan.shared_links import with_shared_links
+from penstock.plan.shared_links import _around_whole_links, with_shared_links
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.schedule.ir.rank_numbers import RankOrder
 from penstock.schedule.machine.sharing.shared_links import SharedLinks
@@ -105,3 +105,19 @@ def test_clusters_say_whose_devices_share_a_link() -> None:
     assert find_cluster("aws-p3").devices(16).shares_link
     assert not find_cluster("aws-p3").devices(8).shares_link
     assert not find_cluster("azure-nd-h100").devices(16).shares_link
+
+
+def test_rings_have_whole_links_but_their_latency() -> None:
+    """Two servers of four that share a link: a ring has four times the part of a device, and waits as long."""
+    inner, outer = DeviceLevel(4, 1e9, 0.1), DeviceLevel(2, 10.0, 2.0)
+    rows = [ProfiledLayer(name="b", forward=1, backward=2, output=1, parameters=800)]
+    profile = Profile(format="penstock profile 1", layers=rows)
+    for sharding in (None, "gradients"):
+        settings = RunSettings("1f1b", 1, 8, 2, 1, (False,), (1,), sharding=sharding)
+        shared, wide = Devices((inner, outer)), Devices((inner, DeviceLevel(2, 40.0, 2.0)))
+        (proof, costs), (_, wanted) = (run_forecast(profile, settings, each) for each in (shared, wide))
+        found = _around_whole_links(costs, 7 * 2.0, shared)
+        assert found.collective == pytest.approx(wanted.collective)
+        assert wanted.collective == pytest.approx(14 * (2.0 + 100 / 40))
+        for action in proof.schedule.programs[0].period:
+            assert found.duration(action) == pytest.approx(wanted.duration(action))

@@ -310,12 +310,16 @@ class EveryPlan:
                     each.movable / self.devices.host if kind.offloads else None,
                 )
             )
-        network = Network(self.proof.schedule, kind.width, across, max(parameters, 1e-30), 1, 1)
+        # Around a ring: width - 1 steps of a gather, twice as many of a sum.
+        rings = (kind.width - 1) * self.devices.latency
+        gathered = (kind.width - 1) / kind.width * max(parameters, 1e-30)
+        whole = gathered / (rings + gathered / across) if kind.width > 1 else across
+        network = Network(self.proof.schedule, kind.width, whole, max(parameters, 1e-30), 1, 1)
         return Costs(
             tuple(found),
             latency=self.devices.latency,
             transfer=largest / along,
-            collective=2 * (kind.width - 1) / kind.width * parameters / across,
+            collective=2 * (rings + (kind.width - 1) / kind.width * parameters / across),
             network=None if kind.level == "none" else network,
             cores=None if self.devices.cores is None else SharedCores(self.devices.cores / kind.width),
         )

@@ -191,21 +191,19 @@ def _costs(schedule: Schedule, graph: LayerGraph, settings: RunSettings, devices
     more = messages + devices.between * schedule.slices
     forward, first = forward + more, first + more
     second = second + devices.between if halved else second
-    across = min(map(links.around, ranks))
     holders, divided = settings.width * schedule.directions, schedule.sharding != REPLICATED
     parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())
     steps = np.diff(chain.steps[cuts]) / (holders if divided else 1) + devices.update
     network = None
     if divided:
-        network = Network(
-            schedule, settings.width, across, max(parameters, _NO_BYTES), weight_bytes=1, gradient_bytes=1
-        )
+        carried = max(parameters, _NO_BYTES)
+        network = Network.of_scatter(schedule, settings.width, carried, links.scatter(carried, ranks))
     return Costs(
         tuple(StageCost(*map(float, each)) for each in zip(forward, first, second, steps, strict=True)),
         latency=links.latency,
         decision=links.decision,
         transfer=float(transfer.max(initial=0.0)),
-        collective=2 * (holders - 1) / holders * parameters / across,
+        collective=2 * links.scatter(parameters, ranks),
         network=network,
         cores=None if devices.cores is None else SharedCores(devices.cores / settings.width),  # in step
     )

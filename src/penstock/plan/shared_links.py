@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from penstock.errors import ScheduleError
 from penstock.plan.candidates.planned_methods import steady_spans
+from penstock.plan.cluster.rank_links import rank_links
 from penstock.plan.profile.schema import Profile
 from penstock.plan.run_forecast import RunSettings, run_forecast
 from penstock.plan.simulated.chosen_plan import in_order
@@ -21,6 +22,7 @@ from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import BUBBLE, LINKS, SUMS, UPDATES, Plan, StageRating
 from penstock.schedule.ir.rank_numbers import RANK_ORDERS
 from penstock.schedule.machine.sharing.shared_links import SharedLinks
+from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
 _MOST_PASSES = 1 << 11  # forwards of a batch of a pipeline; all is played in the order of time
@@ -76,14 +78,30 @@ def _batch(plan: Plan, profile: Profile, settings: RunSettings, devices: Devices
         costs = replace(costs, stages=tuple(replace(each, step=batches * by.parts[UPDATES]) for each, by in stages))
     if ranks < settings.stages:
         costs = replace(costs, transfer=costs.transfer * leaving / inner.units)
-    if len({number // inner.units for number in settings.numbers.of_rank(0)}) > 1:
-        whole = max(min(inner.units, inner.bandwidth / devices.bandwidth), 1.0)  # the link, over a device's part
-        network = costs.network and replace(costs.network, bandwidth=costs.network.bandwidth * whole)
-        costs = replace(costs, collective=costs.collective / whole, network=network)
+    if devices.collectives == "ring" and len({n // inner.units for n in settings.numbers.of_rank(0)}) > 1:
+        costs = _around_whole_links(costs, rank_links(devices, settings.numbers).scatter(0.0), devices)
     costs = replace(costs, links=SharedLinks(ranks))
     spans = steady_spans(proof.schedule.rule)
     short, long = (simulate_schedule(proof, costs, each).bubble.makespan for each in spans)
     return (long - short) / (spans[1] - spans[0])
+
+
+def _around_whole_links(costs: Costs, latency: float, devices: Devices) -> Costs:
+    """Return costs where rings over several servers have their links, of which a device has a part.
+
+    Args:
+        costs: with rings that have the part of one device.
+        latency: seconds of a reduce-scatter of nothing.
+        devices: that share the links of their servers.
+    """
+    inner = devices.levels[0]
+    whole = max(min(inner.units, inner.bandwidth / devices.bandwidth), 1.0)  # the link, over a device's part
+    collective = 2 * latency + (costs.collective - 2 * latency) / whole
+    network = costs.network
+    if network is not None:
+        gathered = (network.width - 1) / network.width * network.parameters
+        network = replace(network, bandwidth=gathered / (latency + (gathered / network.bandwidth - latency) / whole))
+    return replace(costs, collective=collective, network=network)
 
 
 def _on_servers(settings: RunSettings, inner: int) -> tuple[int, int]:

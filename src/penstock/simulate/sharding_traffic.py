@@ -54,6 +54,13 @@ class Network:
         network = cls(schedule, 2, parameters=parameters)
         return replace(network, bandwidth=network.weight_bytes / 2 / time)
 
+    @classmethod
+    def of_scatter(cls, schedule: Schedule, width: int, nbytes: float, seconds: float) -> Network:
+        """Return a network on which a gather of a stage of some bytes takes some seconds, latencies included."""
+        network = cls(schedule, width, parameters=nbytes, weight_bytes=1, gradient_bytes=1)
+        holders = width * schedule.directions
+        return replace(network, bandwidth=(holders - 1) / holders * nbytes / seconds if seconds else math.inf)
+
     def sent(self, action: Action) -> float:
         """Return the bytes that a rank sends for a GATHER or REDUCE; 0 for anything else."""
         return self.sent_for(action.op, action.stage)

@@ -14,6 +14,7 @@ from penstock.plan.candidates.device_choice import Placement
 from penstock.plan.candidates.planned_methods import PlannedMethod
 from penstock.plan.candidates.schedule_cache import ScheduleKey
 from penstock.plan.cluster.rank_links import RankLinks, rank_links
+from penstock.plan.cluster.sum_times import around_a_ring
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Skipped
@@ -125,12 +126,15 @@ class Candidate:
         """Return the links of its messages and sums."""
         return rank_links(devices, self._numbers, self.placement)
 
-    def bandwidths(self, devices: Devices) -> tuple[float, float]:
-        """Return the bandwidth between replicas and the least one between ranks."""
+    def bandwidth(self, devices: Devices) -> float:
+        """Return the least bandwidth between ranks."""
+        return devices.bandwidth if len(devices.levels) == 1 else self.links(devices).slowest(self.wraps)
+
+    def scatter(self, parameters: float, devices: Devices) -> float:
+        """Return the seconds of a reduce-scatter, or an all-gather, of the bytes of a stage over its replicas."""
         if len(devices.levels) == 1:
-            return devices.bandwidth, devices.bandwidth
-        links = self.links(devices)
-        return links.across, links.slowest(self.wraps)
+            return around_a_ring(self.width, devices.latencies[0], devices.bandwidth).of(parameters)
+        return self.links(devices).scatter(parameters)
 
     def latency(self, devices: Devices) -> Latency:
         """Return the seconds that messages take besides their bytes, as `Costs` has them."""
@@ -181,9 +185,9 @@ class Candidate:
         """Borders of stages that lie between ranks."""
         return self.stages - 1 - self.method.folded if self.depth > 1 else 0
 
-    def sums(self, parameters: float, bandwidth: float) -> tuple[float, float]:
+    def sums(self, parameters: float, devices: Devices) -> tuple[float, float]:
         """Return the seconds of a sum of gradients over the replicas of a stage, and of a gather of its weights."""
-        part = (self.width - 1) / self.width * parameters / bandwidth
+        part = self.scatter(parameters, devices)
         reduced = part if self.sharding in ("gradients", "full") else 2 * part
         return reduced, (0.0 if self.sharding == "none" else part)
 

@@ -77,7 +77,7 @@ class CandidateBounds:
 
     def _message(self) -> float:
         """Return the seconds that a message between ranks takes of its lane at least."""
-        _, along = self._of.bandwidths(self._devices)
+        along = self._of.bandwidth(self._devices)
         return float(self._chain.crossing[1:-1].min(initial=math.inf)) / along if self._of.depth > 1 else 0.0
 
     def _collectives(self) -> float:
@@ -93,8 +93,7 @@ class CandidateBounds:
 
     def _sums(self) -> tuple[float, float]:
         """Return what `Candidate.sums` says of a stage of average size."""
-        across, _ = self._of.bandwidths(self._devices)
-        return self._of.sums(float(self._chain.parameters[0, -1]) / self._of.stages, across)
+        return self._of.sums(float(self._chain.parameters[0, -1]) / self._of.stages, self._devices)
 
 
 class RankWork(NamedTuple):

@@ -64,11 +64,6 @@ class CandidateTimes:
         return self.of.updates(self._chain, self._devices)
 
     @cached_property
-    def _across(self) -> float:
-        """Bytes per second between replicas."""
-        return self.of.bandwidths(self._devices)[0]
-
-    @cached_property
     def _along(self) -> Floats:
         """Bytes per second between ranks, of the messages at each cut."""
         pairs = [(self._ranks[stage - 1], self._ranks[stage]) for stage in self._between]
@@ -140,16 +135,16 @@ class CandidateTimes:
             activations: what each rank does with them.
         """
         of, (times, transfer, parameters) = self.of, self._stage_times(cuts, activations)
-        across, network = self._across, None
+        network = None
         if of.shards > 1:
-            made = self._known.schedule(of.schedule)
-            network = Network(made, of.width, across, max(parameters, _NO_BYTES), weight_bytes=1, gradient_bytes=1)
+            made, carried = self._known.schedule(of.schedule), max(parameters, _NO_BYTES)
+            network = Network.of_scatter(made, of.width, carried, of.scatter(carried, self._devices))
         return Costs(
             tuple(StageCost(*each) for each in times.T.tolist()),
             latency=of.latency(self._devices),
             decision=of.decision(self._devices),
             transfer=transfer,
-            collective=of.sums(parameters, across)[0],
+            collective=of.sums(parameters, self._devices)[0],
             network=network,
             cores=None if self._devices.cores is None else SharedCores(of.cores(self._devices)),
         )
@@ -228,7 +223,7 @@ class CandidateTimes:
         through = after[: of.depth] + way[-1] - way[ranks]
         behind = (after - own)[-of.depth :] + way[-1] - way[-of.depth :]
         work = RankWork(busy, path, forward[: of.depth], step, before, through, behind)
-        sums = of.after(of.sums(parameters, self._across))
+        sums = of.after(of.sums(parameters, self._devices))
         lanes = [of.microbatches * of.messages * transfer, *map(self._copying, copies)]
         together = float((of.microbatches * busy + step).sum()) / of.cores(self._devices)
         least = max(float(least_of_ranks(of, work, ranks).max()), *lanes)

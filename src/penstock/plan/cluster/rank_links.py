@@ -2,7 +2,8 @@
 
 Ranks lie on devices in the order of their numbers, so that those that follow each other are on one server; of devices
 that differ each rank lies on the next one of its kind. A message takes the link of the innermost level that holds both
-devices, and a sum over the replicas of a stage goes round them in the order of the pipelines.
+devices, and a sum over the replicas of a stage goes round them in the order of the pipelines, or level by level
+(`penstock.plan.cluster.sum_times`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from penstock.plan.cluster.sum_times import ScatterTime, around_a_ring, level_by_level
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.schedule.ir.rank_numbers import RankNumbers
 from penstock.schedule.machine.message_lanes import Latency
@@ -47,15 +49,28 @@ class RankLinks:
         slowest: Floats = self._between(ends[..., 0], ends[..., 1]).min(axis=0)
         return slowest
 
-    def around(self, ranks: Sequence[int]) -> float:
-        """Return that of a sum over some ranks of each pipeline, which hold the same stage; without end for one."""
-        places = self._places[:, np.array(ranks, int)].reshape(-1)
-        return float(self._between(places, np.roll(places, 1)).min())
+    def scatter(self, nbytes: float, stages: Sequence[Sequence[int]] = ()) -> float:
+        """Return the seconds of a reduce-scatter, or an all-gather, of so many bytes over the replicas of any stage.
+
+        Args:
+            nbytes: of all shards together.
+            stages: the ranks of a pipeline that hold each stage; one each if not given.
+        """
+        return max(each.of(nbytes) for each in (map(self._scatter_time, stages) if stages else self._scatters))
 
     @cached_property
-    def across(self) -> float:
-        """That of sums over the replicas of any stage, which is held by one rank of each pipeline."""
-        return float(self._between(self._places, np.roll(self._places, 1, axis=0)).min())
+    def _scatters(self) -> list[ScatterTime]:
+        """What a reduce-scatter takes over the replicas of each rank's stage."""
+        return [self._scatter_time([rank]) for rank in range(self._numbers.depth)]
+
+    def _scatter_time(self, ranks: Sequence[int]) -> ScatterTime:
+        places, devices = self._places[:, np.array(ranks, int)].reshape(-1), self._devices
+        found = level_by_level(devices, places) if devices.collectives == "hierarchical" else None
+        if found is not None:
+            return found
+        ring = places, np.roll(places, 1)
+        latency, slowest = self._of_links(*ring, devices.latencies, 0.0).max(), self._between(*ring).min()
+        return around_a_ring(len(places), float(latency), float(slowest))
 
     @cached_property
     def _ring(self) -> Floats:
@@ -91,7 +106,12 @@ class RankLinks:
         """Return whether no link is slower than the same one of another order."""
         ring, others = (each._ring if wraps else each._ring[:-1] for each in (self, other))
         sooner = all(mine <= its for mine, its in zip(self.latencies, other.latencies, strict=True))
-        return sooner and self.across >= other.across and bool((ring >= others).all())
+        return sooner and bool((ring >= others).all()) and self._sums_as_fast_as(other)
+
+    def _sums_as_fast_as(self, other: RankLinks) -> bool:
+        """Return whether sums of any size are."""
+        pairs = zip(self._scatters, other._scatters, strict=True)
+        return all(mine.latency <= its.latency and mine.per_byte <= its.per_byte for mine, its in pairs)
 
     def _between(self, ones: npt.NDArray[np.int_], others: npt.NDArray[np.int_]) -> Floats:
         """Return the bytes per second between devices; without end from one to itself."""

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from penstock.checks import check_whole
 from penstock.errors import ConfigError
 from penstock.plan.profile.schema import MOST_DEVICES
-from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
+from penstock.plan.stages.device_hierarchy import Collectives, DeviceLevel, Devices
 
 FORMAT: Literal["penstock cluster 1"] = "penstock cluster 1"
 LINKS = ("inside", "between", "host", "disk")
@@ -43,6 +43,7 @@ class Cluster(ClusterPart):
         node: how many devices share the fast links of a node.
         nodes: how many nodes there are, for plans that are not told of how many devices; None if that is open.
         adapters: of a node to others: 1, which all of its devices share, or one for each if not given.
+        collectives: how sums and gathers over several nodes go, as `Devices` has it.
         precision: what passes compute in.
         flops: floating-point operations per second of a device, dense matrix products in that precision.
         memory: bytes of a device.
@@ -59,6 +60,7 @@ class Cluster(ClusterPart):
     node: Annotated[int, Field(ge=1, le=MOST_DEVICES)]
     nodes: Annotated[int, Field(ge=1, le=MOST_DEVICES)] | None = None
     adapters: Literal[1] | None = None
+    collectives: Collectives = "ring"
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     flops: Sourced
     memory: Sourced
@@ -105,7 +107,7 @@ class Cluster(ClusterPart):
             levels.append(DeviceLevel(count // inner, self.between.value / 2, _value(self.between_latency)))
         host = None if self.host is None else self.host.value / 2
         shares = self.adapters is not None and count > inner > 1
-        return Devices(tuple(levels), self.memory.value, host=host, shares_link=shares)
+        return Devices(tuple(levels), self.memory.value, host=host, shares_link=shares, collectives=self.collectives)
 
 
 def _value(number: Sourced | None) -> float | None:

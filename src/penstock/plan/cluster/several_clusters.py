@@ -12,6 +12,7 @@ def devices_of_clusters(clusters: Sequence[Cluster], counts: Sequence[int]) -> D
     """Return so many devices of each of several clusters, for planners that know devices which differ.
 
     Links are as fast as the slowest of their kind; where nodes have different sizes, all are as those between them.
+    Sums go around rings unless all clusters say otherwise.
 
     Args:
         clusters: the first one has the devices that were profiled; others are as fast as their operations say.
@@ -35,7 +36,10 @@ def devices_of_clusters(clusters: Sequence[Cluster], counts: Sequence[int]) -> D
         DeviceKind(cluster.name, count, cluster.rate / clusters[0].rate, cluster.memory.value)
         for cluster, count in zip(clusters, counts, strict=True)
     ]
-    return Devices(tuple(levels), max(cluster.memory.value for cluster in clusters), kinds=tuple(kinds))
+    memory, collectives = max(cluster.memory.value for cluster in clusters), {each.collectives for each in clusters}
+    return Devices(
+        tuple(levels), memory, collectives="ring" if len(collectives) > 1 else collectives.pop(), kinds=tuple(kinds)
+    )
 
 
 def _longest(latencies: Sequence[Sourced | None]) -> float | None:

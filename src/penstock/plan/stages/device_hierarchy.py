@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Literal, get_args
 
 from penstock.byte_sizes import human_bytes
-from penstock.checks import check_whole, in_short, is_number
+from penstock.checks import check_whole, in_short, in_words, is_number
 from penstock.errors import ConfigError
 from penstock.plan.profile.schema import MOST_DEVICES
 
+Collectives = Literal["ring", "hierarchical"]
 MOST_KINDS = 8
 """Of devices that differ."""
 
@@ -106,6 +108,8 @@ class Devices:
         update: seconds of the update of a stage besides those of its layers, for costs that know it.
         shares_link: all devices of the innermost level send to others by one link; the bandwidth of the next level is
             the part of each.
+        collectives: how sums and gathers over several servers go, for costs that know it: "ring" around all devices, or
+            "hierarchical", within servers and between them.
         kinds: of devices that differ, for costs that know it; none if all are as the profile says and hold `memory`.
     """
 
@@ -119,6 +123,7 @@ class Devices:
     between: float = 0.0
     update: float = 0.0
     shares_link: bool = False
+    collectives: Collectives = "ring"
     kinds: tuple[DeviceKind, ...] = ()
 
     def __post_init__(self) -> None:
@@ -133,6 +138,9 @@ class Devices:
             check_whole("devices", level.units, 1, MOST_DEVICES)
             _check_positive("bandwidth", level.bandwidth)
         check_whole("devices, altogether", self.count, 1, MOST_DEVICES)
+        if self.collectives not in get_args(Collectives):
+            known = in_words(get_args(Collectives))
+            raise ConfigError(f"collectives must be {known}, got {in_short(self.collectives)}")
         if self.memory is not None:
             _check_positive("memory", self.memory)
         if self.cores is not None:
