@@ -58,6 +58,13 @@ DEFECTS = (
         ("tests/plan/test_sum_times.py",),
     ),
     Defect(
+        "all updates of a wave that has not ended are there",
+        "simulate/unplayed",
+        "a.unit.every - 1 + updated",
+        "updated",
+        ("tests/simulate/test_missing_updates.py",),
+    ),
+    Defect(
         "the bound of cuts at hand counts the slowest link for all",
         "plan/candidates",
         "2 * (transfer + of.hop_latencies(self._devices))",

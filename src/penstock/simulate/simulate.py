@@ -31,6 +31,7 @@ from penstock.simulate.costs import Costs, check_links
 from penstock.simulate.play import play, share_of
 from penstock.simulate.sharding_overlap import ShardFigures, shard_figures
 from penstock.simulate.unplayed.message_counts import count_messages, receive_buffers
+from penstock.simulate.unplayed.missing_updates import missing_updates
 from penstock.timeline import Bubble, Timeline
 
 Window = int | Literal["unlimited"]
@@ -59,6 +60,8 @@ class Simulation:
             for; how many activations this span holds, and when, is in the timeline.
         delays: per kind of pass (forward, recompute, backward) and rank, updates between the version read and the
             version updated, in the mean over a batch in the steady state; None where a rank recomputes nothing.
+        missing_updates: per rank, the most updates of another pipeline that a forward lacks, HetPipe's s_global; None
+            unless parallel pipelines agree now and then.
     """
 
     lowered: Lowered
@@ -74,6 +77,7 @@ class Simulation:
     parked: int = 0
     shards: ShardFigures | None = None
     make_split: Callable[[], TimeSplit] | None = field(default=None, repr=False, compare=False)
+    missing_updates: tuple[int, ...] | None = None
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -107,6 +111,7 @@ class Simulation:
             "window": self.window,
             "receive_buffers": list(self.receive_buffers),
             "delays": {what: list(delays) for what, delays in self.delays.items()},
+            **({} if self.missing_updates is None else {"missing_updates": list(self.missing_updates)}),
             **({} if self.shards is None else {"sharding": {k: list(v) for k, v in self.shards.per_rank().items()}}),
         }
 
@@ -167,6 +172,7 @@ def simulate_schedule(
         count_messages(lowered, batches, parked)[0],
         None if timeline is None else shard_figures(proof, lowered, costs, batches, timeline, lambda *s: play(*s)[0]),
         (lambda: CompiledSpan(lowered, batches).time_split(costs)) if splits else None,
+        missing_updates(proof.schedule),
     )
 
 

@@ -197,6 +197,7 @@ def simulation_table(simulation: Simulation, batches: int, in_a_long_run: float)
             for what, delays in simulation.delays.items()
             if any(delay is not None for delay in delays)
         ),
+        *_missing(simulation),
         (
             "messages",
             str(simulation.messages),
@@ -218,6 +219,13 @@ def simulation_table(simulation: Simulation, batches: int, in_a_long_run: float)
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _missing(simulation: Simulation) -> list[tuple[str, str, str]]:
+    """Return the row of updates that forwards lack, where pipelines agree now and then."""
+    missing = simulation.missing_updates
+    said = "updates of another pipeline that a forward lacks, at most, per rank (s_global)"
+    return [] if missing is None else [("missing updates", _per_rank(list(missing)), said)]
 
 
 def sharding_table(simulation: Simulation) -> Table | None:
