@@ -7,10 +7,13 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
+from penstock.schedule.add_options import extended
 from penstock.schedule.build import prove
+from penstock.schedule.ir.schedule import Schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.predicted import MemoryOptions, always_there
 from penstock.simulate.simulate import simulate_schedule
+from penstock.simulate.unplayed.missing_updates import missing_updates
 from support.published_case import Case
 from support.published_schedules import played
 
@@ -52,6 +55,15 @@ def delays() -> Iterator[Case]:
             f"stash, {p} ranks, an update for each microbatch: most updates of all stages between reading and writing",
             "arXiv 2606.03498", updates, lambda p=p: float(updates_of_all_stages(p)),
         )  # fmt: skip
+    yield Case(
+        "stash, 4 ranks, an update for each microbatch, waves of 4, 4 waves behind: updates of others missing",
+        "arXiv 2005.14038, section 5", 22, lambda: float(max(missing_updates(waves(4, 4)) or ())),
+    )  # fmt: skip
+
+
+def waves(in_flight: int, behind: int) -> Schedule:
+    """HetPipe's order: waves of as many updates as are in flight, of which others add those of so many waves before."""
+    return extended(prove("stash", in_flight, 1).schedule, averages=in_flight, behind=in_flight * behind)
 
 
 def _of_pipemare() -> Iterator[Case]:
