@@ -32,8 +32,8 @@ DEFECTS = (
     Defect(
         "a plan counts what every update takes for its layers alone",
         "plan/candidates",
-        "(np.diff(self._steps[np.asarray(cuts)]) + self._devices.update) * self._slow",
-        "np.diff(self._steps[np.asarray(cuts)]) * self._slow",
+        "(np.diff(self._steps[cuts]) + each) * self._slow",
+        "np.diff(self._steps[cuts]) * self._slow",
         ("tests/plan/test_calibration.py",),
     ),
     Defect(

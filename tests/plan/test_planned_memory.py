@@ -45,11 +45,11 @@ class Buffered(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def blocks(frozen=0, count=4):
+def blocks(frozen=(), count=4):
     torch.manual_seed(0)
     found = {f"layer{n}": Buffered() for n in range(count)}
-    for name in list(found)[:frozen]:
-        found[name].requires_grad_(False)
+    for number in frozen:
+        found[f"layer{number}"].requires_grad_(False)
     return found
 
 
@@ -80,7 +80,9 @@ def kinds_at_the_peak(pipeline, rank):
     return [moment for moment in moments if sum(moment.values()) == most]
 
 
-def planned_and_found(method, precision, frozen=0, does=KEPT, count=4, width=1, sharding="none", depth=2, m=M):
+def planned_and_found(
+    method, precision, frozen=(), does=KEPT, count=4, width=1, sharding="none", depth=2, m=M, cuts=None
+):
     """Plan some ranks with a profile of the blocks, run the plan; returns both peaks on each device.
 
     Where the two are equal, so is each kind.
@@ -93,7 +95,7 @@ def planned_and_found(method, precision, frozen=0, does=KEPT, count=4, width=1, 
         Sized(graph, 2, m * width), PLANNED[method], depth, width, sharding, offloads=does is OFFLOADED
     )
     trial = CandidateTrial(candidate, BlockChain(graph, 2.0), DEVICES, KnownSchedules(decides=precision == "fp16"))
-    cuts = (0, 3, 4) if frozen else (*range(0, count, count // candidate.stages), count)  # no stage is frozen whole
+    cuts = cuts or (*range(0, count, count // candidate.stages), count)
     fit = trial.fit_of_span()
     run = train_settings(candidate, cuts, (does,) * depth)
     run["method"] = penstock.method(run["method"], **run.pop("options", {}))
@@ -177,9 +179,26 @@ def test_planned_memory_of_divided_state(method, precision):
         assert abs(ours - ledger) <= 0.02 * ledger
 
 
-@pytest.mark.parametrize(("precision", "frozen"), [("fp32", 2), ("bf16", 1)])
-def test_frozen_parameters_count(precision, frozen):
-    planned, found = planned_and_found("1f1b", precision, frozen=frozen)
+FROZEN = {  # blocks of four, of two stages or three
+    "part of the first stage": ((0,), (0, 2, 4)),
+    "all of the first stage": ((0, 1), (0, 2, 4)),
+    "up to the middle of the second stage": ((0, 1, 2), (0, 2, 4)),
+    "two stages": ((0, 1), (0, 1, 2, 4)),
+    "the stage in the middle": ((1,), (0, 1, 2, 4)),
+    "the last stage": ((2, 3), (0, 2, 4)),
+    "the blocks beside a cut": ((1, 2), (0, 2, 4)),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "precision", "does"),
+    [("1f1b", "fp32", KEPT), ("2bw", "bf16", KEPT), ("zb-h1", "fp32", KEPT), ("1f1b", "bf16", RECOMPUTED)],
+)
+@pytest.mark.parametrize("where", FROZEN)
+def test_planned_memory_of_frozen_blocks_is_that_of_the_ledger(where, precision, method, does):
+    """Whether whole stages are frozen or not: no gradient comes back to blocks before the first one that is trained."""
+    frozen, cuts = FROZEN[where]
+    planned, found = planned_and_found(method, precision, frozen, does, depth=len(cuts) - 1, cuts=cuts)
     assert_equal_but_for_a_message(planned, found)
 
 

@@ -103,7 +103,7 @@ def test_a_profile_of_piper():
         ("forward: 1e-3", "forward: .nan", "layers.0.forward"),
         ("forward: 1e-3", "forward: yes", "layers.0.forward"),
         ("forward: 1e-3, ", "", "layer 'embedding' needs forward and backward"),
-        ("[4, 8]", "[4, 8, 9]", "layer 'head', input 'left' has 3 numbers for 2 microbatch sizes"),
+        ("[4, 8]", "[4, 8, 9]", "layer 'left', output has 3 numbers for 2 microbatch sizes"),
         ("inputs: [left, 3]", "inputs: [lef, 3]", "layer 'head', inputs: there is no layer 'lef'. Did you mean 'left'"),
         ("inputs: [left, 3]", "inputs: [left, left]", "has the input 'left' twice"),
         ("inputs: [left, 3]", "inputs: [head]", "layer 'head' reads itself"),

@@ -48,7 +48,7 @@ def moving_cases(draw):
     devices = Devices((DeviceLevel(draw(st.sampled_from([2, 3])), draw(st.sampled_from([2.0, 1e3])) * UNIT),), limit)
     there = draw(st.sampled_from([None, None, 1.0, 3.0]))  # of the host's memory
     devices = replace(
-        devices, host=draw(st.sampled_from([15.0, 50.0, 1e3])) * UNIT, host_memory=there and there * stored
+        devices, host=draw(st.sampled_from([15.0, 50.0, 1e3])) * UNIT, host_memory=(there or 0.0) * stored or None
     )
     names = (draw(st.sampled_from(["gpipe", "gpipe", "eager", "1f1b", "2bw", "2bw-eager"])),)
     return Case({1: graph}, draw(st.sampled_from([8, 12])), devices, names)
@@ -90,10 +90,14 @@ def devices_of(draw, unit, limit):
 
 @st.composite
 def profiles(draw, sizes, unit, moves=False):
-    """Draw the text of a profile; times are quarters, and bytes whole units; many of what can be moved if asked for."""
+    """Draw the text of a profile; times are quarters, and bytes whole units; many of what can be moved if asked for.
+
+    In some the first blocks are frozen, and others may be.
+    """
     low, halves = draw(st.booleans()), draw(st.booleans())
     rows = ["format: penstock profile 1", f"microbatch_sizes: {list(sizes)}", "layers:"]
     quarters, units = st.integers(1, 16), st.integers(0, 4)
+    first_frozen, others = draw(st.sampled_from([0, 0, 0, 1, 3])), draw(st.sampled_from([0, 0, 1]))
     for n in range(draw(st.integers(3, 8) | st.integers(1, 8))):
         forward, first, second = (draw(quarters) for _ in range(3))
         parameters, stored = draw(units) * unit, draw(st.integers(1, 12) if not moves else st.integers(20, 40)) * unit
@@ -122,6 +126,8 @@ def profiles(draw, sizes, unit, moves=False):
             each |= {"buffer": parameters, "whole": 2 * parameters}
         if draw(st.booleans()):
             each |= {"optimizer": draw(units) * unit}
+        if n < first_frozen or (others and draw(st.booleans())):
+            each |= {"trained": "false"}
         rows.append(f"- {{name: b{n}, " + ", ".join(f"{key}: {value}" for key, value in each.items()) + "}")
     return "\n".join(rows)
 

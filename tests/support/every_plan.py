@@ -174,6 +174,7 @@ class StageNumbers(NamedTuple):
     optimizer: float
     crossing: float  # the cut at its end
     movable: float
+    updated: bool  # not all of them are frozen
 
 
 @dataclass
@@ -286,6 +287,7 @@ class EveryPlan:
             sum(copies * whole_of(layer) if layer.optimizer is None else layer.optimizer for layer in part),
             sum(edge.bytes for edge in self.graph.edges if edge.source < last <= edge.target),
             movable_of(part),
+            not all(layer.parameters == layer.step == layer.optimizer == 0 for layer in part),
         )
 
     def costs(self, cuts, chosen, place):
@@ -306,7 +308,7 @@ class EveryPlan:
                     forward * slow + between,
                     (first + forward * (chosen[rank] is RECOMPUTED)) * slow + between,
                     second * slow + between * self.halved,
-                    (step / kind.shards + self.devices.update) * slow,
+                    (step / kind.shards + self.devices.update * each.updated) * slow,
                     each.movable / self.devices.host if kind.offloads else None,
                 )
             )
@@ -347,9 +349,8 @@ class EveryPlan:
             layer.data + sum(edge.bytes for edge in self.graph.edges if edge.target == n)
             for n, layer in enumerate(layers, first)
         ]
-        ends = [
-            sum(edge.bytes for edge in self.graph.edges if edge.source < cut <= edge.target) for cut in (first, last)
-        ]
+        ends = [[edge for edge in self.graph.edges if edge.source < cut <= edge.target] for cut in (first, last)]
+        back = sum(edge.bytes * self.graph.layers[edge.source].returned for edge in ends[0])
         graph = sum(layer.stored for layer in layers) - sum(layer.shared for layer in layers[1:])
         forward = max(sum(inputs[:n]) + layer.stored for n, layer in enumerate(layers))
         backward = max(sum(inputs[: n + 1]) + layer.stored for n, layer in enumerate(layers))
@@ -385,8 +386,8 @@ class EveryPlan:
         rows, low = whole / w, buffer / w
         frozen = sum(layer.frozen for layer in layers)
         return StageBytes(
-            buffer, whole, (optimizer,) * w, frozen, (scratch,) * w, (rows,) * w, (low,) * w, passes, ends[1],
-            {stage - 1: ends[0]},
+            buffer, whole, (optimizer,) * w, frozen, (scratch,) * w, (rows,) * w, (low,) * w, passes,
+            sum(edge.bytes for edge in ends[1]), {stage - 1: back},
         )  # fmt: skip
 
 

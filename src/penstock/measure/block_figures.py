@@ -28,6 +28,7 @@ class PassFigures:
         late: bytes that are kept between them; None as `halves`.
         data: bytes of the model's own input that the first block reads, as its passes compute with them.
         movable: bytes of `stored` that can be moved to the host's memory; None where nothing can be.
+        returned: bytes of the gradient of its input that goes back to the block before.
     """
 
     forward: float
@@ -38,6 +39,7 @@ class PassFigures:
     late: int | None = None
     data: int = 0
     movable: int | None = None
+    returned: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def _measure(trial: StageTrial, given: BlockInput, seconds: float, tensor: Tenso
     last = runs[-1]
     forward, backward = median(run.forward for run in runs), median(run.first + run.second for run in runs)
     if not trial.halved:
-        return PassFigures(forward, backward, last.output, last.stored)
+        return PassFigures(forward, backward, last.output, last.stored, returned=sum(last.gradients))
     halves = median(run.first for run in runs), median(run.second for run in runs)
     return PassFigures(forward, backward, last.output, last.stored, halves, last.late)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import closing
+from itertools import zip_longest
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -195,7 +196,8 @@ def profile_of(
     given |= {"settings": dict(settings)} if settings else {}
     given |= {"links": list(links)} if links else {}
     update = _update_of_stages(measured)
-    return Profile(**given, cores=cores, update=update, layers=[_layer(block, update) for block in measured])
+    layers = [_layer(block, behind, update) for block, behind in zip_longest(measured, measured[1:])]
+    return Profile(**given, cores=cores, update=update, layers=layers)
 
 
 def _update_of_stages(measured: Sequence[MeasuredBlock]) -> float:
@@ -205,11 +207,12 @@ def _update_of_stages(measured: Sequence[MeasuredBlock]) -> float:
     return _rounded(min(max(median(shared), 0.0), least)) if shared else 0.0
 
 
-def _layer(block: MeasuredBlock, update: float) -> ProfiledLayer:
+def _layer(block: MeasuredBlock, behind: MeasuredBlock | None, update: float) -> ProfiledLayer:
     """Return a block as a layer of a profile.
 
     Args:
         block: that was measured.
+        behind: the next one; None for the last block.
         update: the seconds of its own update that every stage takes once.
     """
 
@@ -232,6 +235,9 @@ def _layer(block: MeasuredBlock, update: float) -> ProfiledLayer:
         }
     if any(figures.data for figures in block.passes.values()):
         sizes["data"] = each(lambda p: p.data)
+    returned = {} if behind is None else {size: figures.returned for size, figures in behind.passes.items()}
+    if any(nbytes != block.passes[size].output for size, nbytes in returned.items()):
+        sizes["gradient"] = joined(returned)
     if all(figures.movable is not None for figures in block.passes.values()):
         sizes |= {"movable": each(lambda p: p.movable or 0), "movable_with": joined(block.movable_with)}
     return ProfiledLayer(

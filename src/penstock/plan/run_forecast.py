@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -183,17 +184,18 @@ def _costs(schedule: Schedule, graph: LayerGraph, settings: RunSettings, devices
     stages, ranks = schedule.num_stages, _ranks_of_stages(schedule)
     borders = [(s, pair) for s in range(1, stages) for pair in zip(ranks[s - 1], ranks[s], strict=True)]
     borders = [(stage, pair) for stage, pair in borders if len(set(pair)) > 1]
-    between, links = np.array(sorted({stage for stage, _ in borders}), int), rank_links(devices, settings.numbers)
+    between, links = sorted({stage for stage, _ in borders}), rank_links(devices, settings.numbers)
     crossing = chain.crossing[cuts[np.array([stage for stage, _ in borders], int)]] / schedule.slices
-    largest, transfer = float(crossing.max(initial=0.0)), crossing / links.along([pair for _, pair in borders])
-    ends = np.bincount([*between - 1, *between], minlength=stages)  # messages of a pass
-    messages = ends * devices.message_work(largest, settings.stages * settings.width) * schedule.slices
-    more = messages + devices.between * schedule.slices
-    forward, first = forward + more, first + more
+    transfer, slices = crossing / links.along([pair for _, pair in borders]), schedule.slices
+    work = partial(devices.message_work, ranks=settings.stages * settings.width)
+    there, back = chain.work_of_messages(cuts, between, lambda nbytes: work(nbytes / slices) * slices)
+    pause = devices.between * slices
+    forward, first = forward + there + pause, first + back + pause
     second = second + devices.between if halved else second
     holders, divided = settings.width * schedule.directions, schedule.sharding != REPLICATED
     parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())
-    steps = np.diff(chain.steps[cuts]) / (holders if divided else 1) + devices.update
+    steps = np.diff(chain.steps[cuts]) / (holders if divided else 1)
+    steps = steps + devices.update * chain.updates[cuts[:-1], cuts[1:]]
     network = None
     if divided:
         carried = max(parameters, _NO_BYTES)

@@ -155,6 +155,11 @@ def _check_same_model(profile: Profile, config: TrainConfig, run: Path) -> None:
     from penstock.train.config.load import validate_config
     from penstock.train.setup.model_shape import shape_of
 
+    if profile.freezes:
+        raise ConfigError(
+            "the profile is of a model with frozen blocks (`trained: false`), but penstock train trains all; "
+            "leave that out of the profile"
+        )
     if not profile.settings:
         return
     there, here = (shape_of(each) for each in (validate_config(dict(profile.settings)), config))

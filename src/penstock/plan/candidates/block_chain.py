@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +52,8 @@ class BlockChain:
         low_precision: passes compute in 16 bits, so there are master weights.
         buffer, whole: bytes of one copy of the weights as passes read it, and of one gradient or master weights.
         parameters, frozen: bytes of what replicas add up, and of frozen parameters and module buffers.
-        crossing: bytes of the edges that cross a cut.
+        updates: 1.0 where some block between two cuts has an update, and 0.0 where none has.
+        crossing, returning: bytes of the edges that cross a cut, and of the gradients that come back for them.
         own_graphs: bytes that a block keeps for its backward at least, wherever it is cut.
         movable: what can be moved to the host's memory is known of every block.
         pieces: bytes of the largest part of an optimizer's state that comes and goes at once, where it is away.
@@ -74,9 +76,12 @@ class BlockChain:
         self.low_precision = any(layer.whole is not None for layer in layers)
         whole = [layer.buffer if layer.whole is None else layer.whole for layer in layers]
         self.whole, self.frozen = between(_sums(whole)), between(_sums([layer.frozen for layer in layers]))
-        self.crossing = np.zeros(self.blocks + 1)
+        updated = [layer.has_update for layer in layers]
+        self.updates, self._not_updated = (between(_sums(updated)) > 0).astype(float), updated.count(False)
+        self.crossing, self.returning = np.zeros((2, self.blocks + 1))
         for edge in graph.edges:
             self.crossing[edge.source + 1 : edge.target + 1] += edge.bytes
+            self.returning[edge.source + 1 : edge.target + 1] += edge.bytes * layers[edge.source].returned
         states = np.array([
             optimizer_copies * size if layer.optimizer is None else layer.optimizer
             for layer, size in zip(layers, whole, strict=True)
@@ -93,6 +98,29 @@ class BlockChain:
             HeldKind.OPTIMIZER: optimizer,
             HeldKind.SCRATCH: np.minimum(self.whole, np.maximum(largest, _SCRATCH)),
         }
+
+    def least_updates(self, stages: int) -> int:
+        """Return how many of some stages have an update at least, however blocks are divided among them."""
+        return max(stages - self._not_updated, int(self.updates[0, -1]))
+
+    def work_of_messages(
+        self, cuts: npt.NDArray[np.intp], between: Sequence[int], work: Callable[[float], float]
+    ) -> tuple[Floats, Floats]:
+        """Return the seconds that messages take of each stage in a forward, and in a backward.
+
+        All messages take as long as the longest of their direction; where no gradient comes back, one without bytes
+        does.
+
+        Args:
+            cuts: where stages begin, and where the last one ends.
+            between: the stages whose input comes from another rank.
+            work: seconds of a message of so many bytes, at each of its ends.
+        """
+        found, into = list[Floats](), np.array(between, int)
+        for nbytes in (self.crossing[cuts[into]], self.returning[cuts[into]]):
+            each = np.where(nbytes > 0, work(float(nbytes.max(initial=0.0))), work(0.0))
+            found.append(np.bincount([*into - 1, *into], [*each, *each], len(cuts) - 1).astype(float))
+        return found[0], found[1]
 
     def _activations(self, graph: LayerGraph, halves_known: bool) -> dict[HeldKind, Floats]:
         """Return the bytes of what passes of a microbatch hold, and of its messages."""
@@ -113,7 +141,7 @@ class BlockChain:
             HeldKind.FORWARD: forward,
             HeldKind.BACKWARD: backward,
             HeldKind.OUTPUT: np.broadcast_to(self.crossing[None, :], shape),
-            HeldKind.GRADIENT: np.broadcast_to(self.crossing[:, None], shape),
+            HeldKind.GRADIENT: np.broadcast_to(self.returning[:, None], shape),
         }
         if self.movable:
             alone, more = (_sums([(layer.movable or (0.0, 0.0))[n] for layer in layers]) for n in (0, 1))

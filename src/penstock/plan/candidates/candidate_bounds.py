@@ -41,12 +41,13 @@ class CandidateBounds:
         T (1 - (1 - 1/m)^d) is at least the sum of all t. In any case every stage has a block, so that at least r of
         them come before rank r, as `least_of_ranks` says.
         """
-        of = self._of
+        of, devices = self._of, self._devices
         m, d, passes = of.microbatches, of.depth, of.passes_of(self._chain)
         together, fastest = float(of.speeds.sum()), float(of.speeds.max())
         total, message = float(passes.busy[-1]), self._message()
         longest = least_of_largest(np.diff(passes.busy), d) / fastest
-        updates = float(of.updates(self._chain, self._devices)[-1]) + of.stages * self._devices.update
+        besides = self._chain.least_updates(of.stages) * devices.update
+        updates = float(of.updates(self._chain, devices)[-1]) + besides
         shared = (m * total + updates) / fastest / of.cores(self._devices)  # while sums of other ranks may run
         busy = max((m * total + updates) / together, m * longest)
         steady = max(busy, m * of.messages * message, self._collectives())

@@ -174,14 +174,12 @@ class CandidateTimes:
         of, chain = self.of, self._chain
         forward, first, second = (np.diff(sums[cuts]) * self._slow for sums in self._passes)
         first = first + forward * self._which(activations, ActivationMemory.RECOMPUTED)
-        crossing, between = chain.crossing[cuts[self._between]], np.array(self._between, int)
-        ends = np.bincount([*between - 1, *between], minlength=of.stages)  # messages of a pass
-        work = self._devices.message_work(float(crossing.max(initial=0.0)), of.depth * of.width)
-        more = ends * work + self._devices.between
-        forward, first = forward + more, first + more
+        ranks = of.depth * of.width
+        there, back = chain.work_of_messages(cuts, self._between, lambda n: self._devices.message_work(n, ranks))
+        forward, first = forward + there + self._devices.between, first + back + self._devices.between
         second = second + self._devices.between if of.method.halved else second
         parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())
-        transfer = float((crossing / self._along).max(initial=0.0))
+        transfer = float((chain.crossing[cuts[self._between]] / self._along).max(initial=0.0))
         rows = [forward, first, second, self._updates(cuts)]
         if of.offloads:
             assert self._devices.host is not None, "no bandwidth to the host is known"
@@ -191,7 +189,9 @@ class CandidateTimes:
 
     def _updates(self, cuts: Cuts | npt.NDArray[np.intp]) -> Floats:
         """Return the seconds of an update of each stage."""
-        found: Floats = (np.diff(self._steps[np.asarray(cuts)]) + self._devices.update) * self._slow
+        cuts = np.asarray(cuts)
+        each = self._devices.update * self._chain.updates[cuts[:-1], cuts[1:]]
+        found: Floats = (np.diff(self._steps[cuts]) + each) * self._slow
         return found
 
     def _which(self, activations: Sequence[ActivationMemory], does: ActivationMemory) -> npt.NDArray[np.bool_]:

@@ -74,7 +74,7 @@ class MistCost(GraphCost):
         part = 1 / width if sharded else 1.0
         ring = 2 * (width - 1) / width * parameters / across
         extra = ring * (1.5 if sharded else 1.0) + part * sum(layer.step for layer in layers)
-        extra += self.devices.update
+        extra += self.devices.update * any(layer.has_update for layer in layers)
         flight = min(depth - at, self.microbatches // width)
         held = sum(way.memory + flight * way.memory_per_microbatch for way in ways.values())
         steady = sum(way.seconds for way in ways.values()) + 2 * edges / along

@@ -135,7 +135,7 @@ class _LevelPrograms:
         layers = graph.layers
         self._seconds: Floats = rows @ np.array([layer.seconds for layer in layers])
         self._parameters: Floats = rows @ np.array([layer.parameters for layer in layers])
-        self._held: Floats = self._parameters + rows @ np.array([layer.output for layer in layers])
+        self._held: Floats = self._parameters + rows @ np.array([layer.output + layer.frozen for layer in layers])
         self._leaving = (
             None
             if choices.compression is None

@@ -19,7 +19,7 @@ _MOST_FAULTS = 8  # that a message lists
 _NUMERIC = frozenset(
     {
         "forward", "backward", "backward_input", "backward_weight", "output", "stored", "shared", "late", "data",
-        "parameters", "buffer", "whole", "frozen", "optimizer", "largest", "step", "seconds", "memory",
+        "gradient", "parameters", "buffer", "whole", "frozen", "optimizer", "largest", "step", "seconds", "memory",
         "memory_per_microbatch", "bytes", "latency", "bandwidth",
     }
 )  # fmt: skip

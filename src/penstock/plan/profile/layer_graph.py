@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from penstock.checks import did_you_mean
 from penstock.errors import ConfigError
-from penstock.plan.profile.schema import LayerInput, LayerOption, Number, Numbers, Profile, ProfiledLayer
+from penstock.plan.profile.frozen_layers import layer_numbers, with_frozen_layers
+from penstock.plan.profile.schema import BY_SIZE, LayerInput, LayerOption, Number, Numbers, Profile, ProfiledLayer
 
 RECOMPUTE = "recompute"
 """The name of the option that a layer with measured forwards has without being profiled for it."""
@@ -46,6 +48,7 @@ class GraphLayer:
         frozen: bytes of frozen parameters and module buffers.
         data: bytes of the model's own input that it reads.
         largest: bytes of its largest parameter, as of `whole`; None if the profile does not say.
+        returned: bytes of the gradient that comes back for its output, as a share of those of the output.
         halves: seconds of the two halves of a backward, and bytes kept between them; None if the profile does not say.
         movable: bytes of `stored` that can be moved to the host's memory, in a stage of its own, and in addition if the
             layer before is in the same stage; None if the profile does not say.
@@ -69,6 +72,12 @@ class GraphLayer:
     halves: tuple[float, float, float] | None = None
     largest: float | None = None
     movable: tuple[float, float] | None = None
+    returned: float = 1.0
+
+    @property
+    def has_update(self) -> bool:
+        """Whether a stage of this layer alone has an update: yes, unless the profile says that nothing is trained."""
+        return self.parameters > 0 or self.step > 0 or self.optimizer != 0
 
     @property
     def tensor_degrees(self) -> frozenset[int]:
@@ -184,16 +193,24 @@ class _GraphReader:
     """Reads layers and edges of a profile at one of its microbatch sizes."""
 
     def __init__(self, profile: Profile, at: int) -> None:
-        self._layers, self.at, self._count = profile.layers, at, len(sizes_of(profile))
+        self.at, self._count = at, len(sizes_of(profile))
         self._times = profile.in_runs
         self._numbers = {layer.name: number for number, layer in enumerate(profile.layers)}
         if len(self._numbers) < len(profile.layers):
             names = [layer.name for layer in profile.layers]
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(f"layers: two of them are named {twice!r}; give each a name of its own")
+        self._layers: Sequence[ProfiledLayer] = [self._at_size(layer) for layer in profile.layers]
         self.edges: dict[tuple[int, int], float] = {}
-        for number, layer in enumerate(profile.layers):
+        for number, layer in enumerate(self._layers):
             self._read_inputs(number, layer)
+        self._layers = with_frozen_layers(self._layers, self.edges)
+
+    def _at_size(self, layer: ProfiledLayer) -> ProfiledLayer:
+        """Return a layer whose own numbers are those at this microbatch size."""
+        lists = [key for key in layer.model_fields_set if key in BY_SIZE and isinstance(getattr(layer, key), list)]
+        found = {key: self._value(getattr(layer, key), f"layer {layer.name!r}, {key}") for key in lists}
+        return layer.model_copy(update=found) if found else layer
 
     def _value(self, value: Numbers, where: str) -> Number:
         """Return a number at this microbatch size."""
@@ -231,45 +248,34 @@ class _GraphReader:
     def layer(self, number: int) -> GraphLayer:
         """Return a layer at this microbatch size."""
         layer = self._layers[number]
-        where = f"layer {layer.name!r}"
+        where, numbers = f"layer {layer.name!r}", layer_numbers(layer)
         ways = tuple(self._way(number, option, f"{where}, option {option.name!r}") for option in layer.options)
         pairs = [(way.name, way.tensor) for way in ways]
         for name, tensor in pairs:
             if pairs.count((name, tensor)) > 1:
                 raise ConfigError(f"{where} has two options {name!r} of tensor degree {tensor}; name them apart")
-        forward = None
-        stored = self._value(layer.output if layer.stored is None else layer.stored, f"{where}, stored")
+        output, forward = numbers("output"), None
+        stored = numbers("stored", output)
         if layer.forward is not None and layer.backward is not None:
-            forward, backward = (
-                self._value(v, f"{where}, {key}")
-                for v, key in ((layer.forward, "forward"), (layer.backward, "backward"))
-            )
-            forward, backward = forward * self._times.forward, backward * self._times.backward
-            seconds = forward + backward
-            ways = ways or self._plain_ways(number, layer, forward, seconds)
+            forward = numbers("forward") * self._times.forward
+            seconds = forward + numbers("backward") * self._times.backward
+            ways = ways or self._plain_ways(number, layer, forward, seconds, stored)
         else:
             alone = [way for way in ways if way.tensor == 1] or list(ways)
             if not alone:
                 raise ConfigError(f"{where} needs forward and backward, in seconds, or options")
             seconds = alone[0].seconds
-        output = self._value(layer.output, f"{where}, output")
-        first, second, late = (
-            None if (given := getattr(layer, key)) is None else self._value(given, f"{where}, {key}")
-            for key in ("backward_input", "backward_weight", "late")
-        )
         halves = None
-        if first is not None and second is not None:
-            factor = self._times.backward
-            halves = first * factor, second * factor, stored if late is None else late
-        shared, data, behind = (
-            0.0 if given is None else self._value(given, f"{where}, {key}")
-            for given, key in ((layer.shared, "shared"), (layer.data, "data"), (layer.movable_with, "movable_with"))
-        )
-        movable = None if layer.movable is None else (self._value(layer.movable, f"{where}, movable"), behind)
+        if layer.backward_input is not None and layer.backward_weight is not None:
+            first, second = (numbers(key) * self._times.backward for key in ("backward_input", "backward_weight"))
+            halves = first, second, numbers("late", stored)
+        movable = None if layer.movable is None else (numbers("movable"), numbers("movable_with"))
         buffer = layer.parameters if layer.buffer is None else layer.buffer
+        shared, data = numbers("shared"), numbers("data")
         costs = layer.parameters, ways, forward, stored, layer.optimizer, layer.step * self._times.step, shared
         more = buffer, layer.whole, layer.frozen, data, halves, layer.largest, movable
-        return GraphLayer(layer.name, layer.kind, seconds, output, *costs, *more)
+        returned = numbers("gradient", output) / output if output else 1.0
+        return GraphLayer(layer.name, layer.kind, seconds, output, *costs, *more, returned)
 
     def _way(self, number: int, option: LayerOption, where: str) -> Way:
         """Return an option at this microbatch size."""
@@ -293,16 +299,15 @@ class _GraphReader:
             *syncs,
         )
 
-    def _plain_ways(self, number: int, layer: ProfiledLayer, forward: float, seconds: float) -> tuple[Way, ...]:
+    def _plain_ways(
+        self, number: int, layer: ProfiledLayer, forward: float, seconds: float, stored: float
+    ) -> tuple[Way, ...]:
         """Return the ways of a layer without options: as it is and, where that saves memory, with recompute.
 
-        Weights and gradients are always held. With recompute a microbatch in flight keeps the inputs, and the
-        activations of the one that is run backwards are there once.
+        Weights and gradients are always held, and frozen parameters. With recompute a microbatch in flight keeps the
+        inputs, and the activations of the one that is run backwards are there once.
         """
-        where = f"layer {layer.name!r}"
-        output = self._value(layer.output, f"{where}, output")
-        stored = output if layer.stored is None else self._value(layer.stored, f"{where}, stored")
-        held = 2 * layer.parameters
+        held = 2 * layer.parameters + layer.frozen
         plain = Way("plain", 1, seconds, layer.parameters, held, stored)
         inputs = sum(size for (_, target), size in self.edges.items() if target == number)
         if inputs >= stored:

@@ -6,15 +6,27 @@ from typing import Any
 
 from penstock.plan.profile.schema import BY_FORMULAS, Profile
 
+_NAMED = 4  # of frozen blocks
+
 
 def model_settings(profile: Profile) -> dict[str, Any]:
     """Return the keys of `penstock train` for the model; where it has no such model, its name, which it refuses."""
-    return dict(profile.settings) or {"model": {"planned": profile.name}}
+    trained = {} if profile.freezes else dict(profile.settings)  # penstock train freezes nothing
+    return trained or {"model": {"planned": profile.name}}
 
 
 def said_of_model(profile: Profile) -> list[str]:
     """Return what the file of a plan says of its model, its data and its optimizer."""
     said = [f"profile: {' '.join(profile.source.split())}"] if profile.source else []
+    if profile.freezes:
+        names = [layer.name for layer in profile.layers if not layer.trained]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return [
+            *said,
+            "penstock train trains all parameters, but these blocks were planned frozen: "
+            f"{', '.join(names[:_NAMED])}{more}",
+            "divide the model in Python, with requires_grad_(False) on their parameters",
+        ]
     if not profile.settings:
         return [
             *said,

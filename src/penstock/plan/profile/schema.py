@@ -81,6 +81,9 @@ class ProfiledLayer(_Strict):
         movable_with: the same in addition, if the layer before is in the same stage, as its output can be moved then.
         late: bytes that are kept between the halves of a backward.
         data: bytes of the model's own input that it reads, as passes compute with them.
+        gradient: bytes of the gradient that comes back for its output; those of the output if not given.
+        trained: whether an optimizer steps its parameters; if not, all numbers are those of the trained layer, and what
+            the frozen one takes follows from them (`penstock.plan.profile.frozen_layers`).
         parameters: bytes.
         buffer: bytes of one copy of the parameters in memory, padding included; `parameters` if not given.
         whole: bytes of one full-size copy of them, as of gradients and master weights, where passes compute in 16 bits;
@@ -106,6 +109,8 @@ class ProfiledLayer(_Strict):
     movable_with: Numbers | None = None
     late: Numbers | None = None
     data: Numbers | None = None
+    gradient: Numbers | None = None
+    trained: bool = True
     parameters: Number = 0.0
     buffer: Number | None = None
     whole: Number | None = None
@@ -115,6 +120,14 @@ class ProfiledLayer(_Strict):
     step: Number = 0.0
     options: Annotated[list[LayerOption], Field(max_length=64)] = Field(default_factory=list)
 
+
+BY_SIZE = frozenset(
+    {
+        "forward", "backward", "backward_input", "backward_weight", "output", "stored", "shared", "movable",
+        "movable_with", "late", "data", "gradient",
+    }
+)  # fmt: skip
+"""The keys of a layer that may have a number for each microbatch size."""
 
 UNRESOLVED = 1e15
 """Bytes per second, more than any link has: where what bytes take was lost in the noise of the measurement."""
@@ -191,6 +204,11 @@ class Profile(_Strict):
         """How many processes have measured their parts of every block together, as they would share it in a run."""
         found = self.settings.get("tensor_parallel", 1)
         return found if isinstance(found, int) else 1
+
+    @property
+    def freezes(self) -> bool:
+        """Whether it says of some layer, with `trained: false`, that its parameters are not trained."""
+        return not all(layer.trained for layer in self.layers)
 
     @property
     def is_ours(self) -> bool:

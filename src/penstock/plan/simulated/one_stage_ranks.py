@@ -143,7 +143,8 @@ class OneStageRanks:
         forward = self._bands(passes.forward) * self._slow
         busy = self._bands(passes.busy) * self._slow + more
         path = self._bands(passes.path) * self._slow + more
-        step = (self._bands(self._steps) + self._update) * self._slow
+        updates = np.array([self._band(self._chain.updates, rank) for rank in range(self._of.depth)])
+        step = (self._bands(self._steps) + self._update * updates) * self._slow
         before, behind = np.zeros((2, *busy.shape[:2]))
         if only_busy_counts(self._of):
             return RankWork(busy, path, forward, step, before[:, :, None], path, behind[:, None, :])

@@ -120,7 +120,8 @@ class PipeDreamCost:
             if self.compression is not None and at:
                 parts["links"] = self._transfer(before, after, bandwidth * stage.replicas, kept)
                 seconds = max(seconds, parts["links"])
-            kept_bytes = parameters + sum(self.graph.layers[number].output for number in layers)
+            own = [self.graph.layers[number] for number in layers]
+            kept_bytes = parameters + sum(layer.output + layer.frozen for layer in own)
             memory = math.ceil((units - used) / stage.replicas) * kept_bytes
             if self.devices.memory is not None and memory > self.devices.memory:
                 faults.append(f"stage {at} stashes {human_bytes(memory, 2)} of {human_bytes(self.devices.memory, 2)}")
