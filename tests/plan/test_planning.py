@@ -7,7 +7,7 @@ import pytest
 from penstock.errors import CapabilityError, ConfigError
 from penstock.plan.planners.pipedream import Choices, plan_as_pipedream, plan_for_pipedream_cost
 from penstock.plan.planners.piper import plan_as_piper, plan_for_piper_cost
-from penstock.plan.planning import PlanRequest, make_plan
+from penstock.plan.planning import PlanRequest, make_plan, with_cost
 from penstock.plan.profile.files import parse_profile, read_profile
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
@@ -267,3 +267,30 @@ def test_a_cost_function_that_cannot_rate_a_plan_is_left_out():
     )
     found = make_plan(request)
     assert list(found.ratings(found.plans[0])) == ["pipedream"]
+
+
+ENOUGH = "forward: 1, backward: 2, stored: 3, optimizer: 4"
+
+
+@pytest.mark.parametrize(
+    ("layer", "cost"),
+    [
+        (ENOUGH, "simulated"),
+        (ENOUGH.replace("optimizer: 4", "optimizer: 0"), "simulated"),
+        (ENOUGH + ", inputs: [above]", "simulated"),
+        (ENOUGH + ", inputs: [below]", "2bw-paper"),
+        *[(", ".join(part for part in ENOUGH.split(", ") if key not in part), "2bw-paper") for key in ("stor", "opt")],
+        ("options: [{seconds: 1}], stored: 3, optimizer: 4", "2bw-paper"),
+    ],
+)
+@pytest.mark.parametrize("source", ["measured by hand", "analytic", ""])
+def test_the_default_cost_follows_from_what_a_profile_says(source, layer, cost):
+    """Not from the text of its source; one layer that says too little is enough."""
+    rows = [
+        f"- {{name: above, {ENOUGH}}}",
+        f"- {{name: layer, {layer}}}",
+        f"- {{name: below, {ENOUGH}, inputs: [above]}}",
+    ]
+    profile = parse_profile("\n".join([f"format: penstock profile 1\nsource: '{source}'\nlayers:", *rows]), "p")
+    request = PlanRequest(profile, Devices((DeviceLevel(2, 1e9),)))
+    assert with_cost(request).cost == cost

@@ -41,8 +41,8 @@ class PlanRequest:
         devices: to plan for.
         planner: one of `PLANNERS`.
         cost: one of `COSTS`, which plans are searched for and ranked by; None: the planner's own, and for "default" and
-            "2bw-paper" that of the program which the profile is from; for "default" `SIMULATED` for what penstock
-            measured, or made by formulas; otherwise "2bw-paper".
+            "2bw-paper" that of the program which the profile is from; for "default" `SIMULATED` where the profile says
+            enough (`Profile.can_be_simulated`), as those that penstock measures or makes do; otherwise "2bw-paper".
         microbatches: per batch; None: the profile's, or `MICROBATCHES`.
         samples: per batch, instead of microbatches, for profiles with several microbatch sizes.
         choices: for PipeDream's cost function.
@@ -195,11 +195,11 @@ def with_cost(request: PlanRequest) -> PlanRequest:
 
 
 def _cost_of_source(request: PlanRequest) -> str:
-    """Return the cost function for a profile: that of the program it is from; one of our own is simulated."""
+    """Return the cost function for a profile: that of the program it is from; simulated if it says enough for that."""
     profile = request.profile
     if profile.source in ("pipedream", "piper"):
         return profile.source
-    return SIMULATED if profile.is_ours and request.planner == "default" else "2bw-paper"
+    return SIMULATED if profile.can_be_simulated and request.planner == "default" else "2bw-paper"
 
 
 def _sizes(request: PlanRequest) -> dict[int, Sized]:

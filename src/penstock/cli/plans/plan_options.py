@@ -106,7 +106,7 @@ CostName = Annotated[
         "--cost",
         metavar="NAME",
         help="The cost function to plan for: that of a planner, or simulated. If not given, the planner's own; for "
-        "default that of the program which the profile is from, simulated for what we measured or have by formulas.",
+        "default that of the program which the profile is from, simulated where the profile says enough for that.",
     ),
 ]
 PerBatch = Annotated[

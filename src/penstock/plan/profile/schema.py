@@ -133,8 +133,8 @@ UNRESOLVED = 1e15
 """Bytes per second, more than any link has: where what bytes take was lost in the noise of the measurement."""
 
 
-MEASURED, BY_FORMULAS = "measured", "analytic"
-"""How the sources of profiles begin that penstock made itself."""
+BY_FORMULAS = "analytic"
+"""How the source of a profile begins that penstock made by formulas."""
 
 
 class ProfiledLink(_Strict):
@@ -211,9 +211,20 @@ class Profile(_Strict):
         return not all(layer.trained for layer in self.layers)
 
     @property
-    def is_ours(self) -> bool:
-        """Whether penstock measured it or made it by formulas; if not, another program or a person has written it."""
-        return bool(self.settings) or self.source.startswith((MEASURED, BY_FORMULAS))
+    def can_be_simulated(self) -> bool:
+        """Whether it says what schedules are simulated from, so that nothing has to be guessed.
+
+        Of each layer: seconds of its passes, bytes that are kept from forward to backward, and those that its optimizer
+        remembers. Layers stand in an order in which they run. Whoever has written it, and whatever `source` says.
+        """
+        before = set[str]()
+        for layer in self.layers:
+            if None in (layer.forward, layer.backward, layer.stored, layer.optimizer):
+                return False
+            if any((each if isinstance(each, str) else each.layer) not in before for each in layer.inputs or ()):
+                return False
+            before.add(layer.name)
+        return True
 
     @property
     def in_runs(self) -> Calibration:
