@@ -187,7 +187,7 @@ def test_memory_limits_let_frozen_blocks_be_where_trained_ones_have_no_room():
 def test_plans_with_frozen_blocks_are_not_trained_as_others(tmp_path):
     """`penstock train` freezes nothing, so it has to refuse them, and no run of it is compared with such a profile."""
     profile = chain_of(4, (0,)).model_copy(update={"settings": {"model": {"preset": "tiny"}}, "source": "analytic"})
-    planning = make_plan(PlanRequest(profile, Devices((DeviceLevel(2, 1e12),)), microbatches=4, methods=("1f1b",)))
+    planning = make_plan(PlanRequest(profile, Devices((DeviceLevel(2, 1e12),)), cost="simulated", microbatches=4))
     file = tmp_path / "plan.yaml"
     file.write_text(plan_file(planning))
     assert "these blocks were planned frozen: l0" in file.read_text()
