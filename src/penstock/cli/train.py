@@ -220,6 +220,8 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
         )  # fmt: skip
         if settings.checkpoint.every is not None:
             check_is_saved(folder, start)
+        if settings.profile is not None:
+            print_words(console, Text(_predicted(settings, folder)))
     except (WorkerError, InterruptedRunError) as error:
         if console.is_terminal:
             console.line()  # a worker that was killed has left the cursor behind its live display
@@ -230,6 +232,13 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
         raise
     finally:
         console.show_cursor()  # a killed worker could not
+
+
+def _predicted(settings: TrainConfig, folder: Path) -> str:
+    """Return how far the prediction of the run was off."""
+    from penstock.cli.plans.predicted import prediction_in_words  # imports all that plans
+
+    return prediction_in_words(settings, folder)
 
 
 def _how_to_take_less(settings: TrainConfig, said: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -138,8 +139,12 @@ def run_settings(planning: Planning) -> dict[str, Any]:
     return dict(plan.settings) or published_run(planning.request.cost, plan, sized.graph, sized.microbatches)
 
 
-def plan_file(planning: Planning) -> str:
+def plan_file(planning: Planning, profile: Path | None = None) -> str:
     """Return the best plan as a configuration of `penstock train`, with predictions in comments.
+
+    Args:
+        planning: with a plan.
+        profile: file that runs are to be compared with; None for none.
 
     Raises:
         ConfigError: it cannot be run.
@@ -161,6 +166,6 @@ def plan_file(planning: Planning) -> str:
     if "placement" in plan.settings:
         said.append(f"{places_in_words(plan.settings['placement'], plan.settings['stages'])} (docs/launchers.md)")
         said += [str(kind) for kind in request.devices.kinds]
-    both = model_settings(request.profile) | settings
+    both = model_settings(request.profile) | settings | ({"profile": str(profile)} if profile else {})
     values = yaml.safe_dump(both, sort_keys=False, default_flow_style=None)
     return "".join(f"# {line}\n" for line in said) + values

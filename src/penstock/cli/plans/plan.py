@@ -111,7 +111,7 @@ def plan(
     chosen = choose(request, objective, _target(epochs, epoch_samples), price_of(price, clusters, objective))
     _print_answer(chosen, what_if, as_json)
     if chosen.planning.plans:
-        _write_files(chosen.planning, out, worlds, timeline, as_json)
+        _write_files(chosen.planning, out, worlds, timeline, profile, as_json)
     if what_if and not as_json:
         _print_changes(chosen.planning)
     if not chosen.planning.plans:
@@ -175,10 +175,13 @@ def _print_changes(found: Any) -> None:
         console.print(Text(f"With {change}: {said}" + (f", {faster}." if gain else ".")))
 
 
-def _write_files(found: Any, out: Path | None, worlds: str | None, timeline: Path | None, as_json: bool) -> None:
+def _write_files(
+    found: Any, out: Path | None, worlds: str | None, timeline: Path | None, profile: Path | None, as_json: bool
+) -> None:
     """Write the drawing and the plans that are asked for."""
     if out is not None:
-        _say_plans(_write_plans(out, found, worlds), found, as_json)
+        trained = profile if found.request.profile.settings else None  # runs of other models are not compared with it
+        _say_plans(_write_plans(out, found, worlds, trained), found, as_json)
     if timeline is not None:
         _draw_timeline(timeline, found, as_json)
 
@@ -216,7 +219,7 @@ def _in_python(of: Mapping[str, Any]) -> str:
     )
 
 
-def _write_plans(out: Path, found: Any, worlds: str | None) -> list[Path]:
+def _write_plans(out: Path, found: Any, worlds: str | None, profile: Path | None) -> list[Path]:
     """Write the best plan, and beside it plans for fewer devices; return their paths, that of the best one last.
 
     Raises:
@@ -226,9 +229,9 @@ def _write_plans(out: Path, found: Any, worlds: str | None) -> list[Path]:
 
     sizes = whole_numbers("--worlds", worlds) if worlds else []
     paths = [out.with_stem(f"{out.stem}-{size}") for size in sizes]
-    _write_plan(out, plan_file(found))
+    _write_plan(out, plan_file(found, profile))
     for path, size in zip(paths, sizes, strict=True):
-        _write_plan(path, _smaller_world(found, size))
+        _write_plan(path, _smaller_world(found, size, profile))
     return [*paths, out]
 
 
@@ -262,7 +265,7 @@ def _draw_timeline(path: Path, found: Any, quiet: bool) -> None:
         say_written("drawing", path)
 
 
-def _smaller_world(found: Any, size: int) -> str:
+def _smaller_world(found: Any, size: int, profile: Path | None) -> str:
     """Return the plan for fewer devices with the same samples in a batch.
 
     Raises:
@@ -282,7 +285,7 @@ def _smaller_world(found: Any, size: int) -> str:
     smaller = make_plan(request)
     if not smaller.plans:
         raise ConfigError(f"--worlds: no plan fits {size} devices; leave it out, or give more memory")
-    return plan_file(smaller)
+    return plan_file(smaller, profile)
 
 
 def _target(epochs: str | None, samples: float | None) -> Any:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from penstock.cli.options import AsJson
 from penstock.cli.output import print_json, say_written
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.guarded_files import write_whole
 
 if TYPE_CHECKING:
@@ -27,7 +27,12 @@ _ERROR = (
 )
 
 RunFolders = Annotated[list[Path], typer.Argument(metavar="RUN...", help="The folder of a run that has ended.")]
-RunProfile = Annotated[Path, typer.Option("--profile", metavar="FILE", help="The profile that it was planned with.")]
+RunProfile = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile", metavar="FILE", help="The profile that it was planned with; that of its plan if not given."
+    ),
+]
 Recalibrated = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Write a profile whose layers take what they took there.")
 ]
@@ -43,7 +48,7 @@ Calibrated = Annotated[
 
 def predicted(
     runs: RunFolders,
-    profile: RunProfile,
+    profile: RunProfile = None,
     out: Recalibrated = None,
     calibration: Calibrated = None,
     as_json: AsJson = False,
@@ -61,9 +66,10 @@ def predicted(
 
     if out is not None and len(runs) > 1:
         raise ConfigError("--out takes the times of layers from one run; give one, or --calibrated FILE for several")
-    known, compared, measured = read_profile(profile), [], {}
-    for run in runs:
-        config = load_config(run / "config.yaml", [])
+    compared, measured = [], {}
+    configs = [load_config(run / "config.yaml", []) for run in runs]
+    known = read_profile(profile or _planned_profile(configs[0], runs[0]))
+    for run, config in zip(runs, configs, strict=True):
         _check_same_model(known, config, run)
         settings, timeline = settings_of_run(config, run), read_timeline(run)
         compared.append(found := compare_with_run(known, settings, timeline))
@@ -82,6 +88,50 @@ def predicted(
         _write_profile(out, recalibrated(known, settings, found, run.name), next_step, as_json)
     if calibration is not None:
         _write_profile(calibration, calibrated(known, measured), next_step, as_json)
+
+
+def _planned_profile(config: TrainConfig, run: Path) -> Path:
+    """Return the profile that a run was planned with.
+
+    Raises:
+        ConfigError: its configuration names none.
+    """
+    if config.profile is None:
+        raise ConfigError(f"the run {str(run)!r} has no profile from its plan; give the one to compare with: --profile")
+    return Path(config.profile)
+
+
+def prediction_in_words(config: TrainConfig, run: Path) -> str:
+    """Return how far the prediction of a run that has ended was from what it took, or why that cannot be told.
+
+    Args:
+        config: of the run; it names the profile that it was planned with.
+        run: its folder.
+    """
+    from penstock.plan.measured_run import compare_with_run
+    from penstock.plan.profile.files import read_profile
+    from penstock.runtime.rank.timeline_files import read_timeline
+    from penstock.view.drawing.timeline_labels import WORK
+
+    file = _planned_profile(config, run)
+    try:
+        profile = read_profile(file)
+        _check_same_model(profile, config, run)
+        found = compare_with_run(profile, settings_of_run(config, run), read_timeline(run))
+    except PenstockError as error:
+        return f"Not compared with the prediction of {file}: {error}"
+    errors = {
+        (stage, kind): error
+        for stage, each in enumerate(found.stages)
+        for kind in each.measured
+        if (error := each.error(kind)) is not None
+    }
+    before, after = found.batch
+    said = f"A batch took {after:.4g} s, predicted {before:.4g} s ({before / after - 1:+.1%})."
+    if errors:
+        (stage, kind), farthest = max(errors.items(), key=lambda item: abs(item[1]))
+        said += f" Farthest off: {WORK.get(kind, kind)} of stage {stage} ({farthest:+.1%})."
+    return f"{said} All of it: penstock predicted {run}"
 
 
 def _plain(found: RunComparison) -> dict[str, Any]:

@@ -167,6 +167,11 @@ class TrainConfig(Strict):
     placement: list[str] | None = Field(
         default=None, description="what penstock plan chose among devices that differ, for each rank; it is said only"
     )
+    profile: str | None = Field(
+        default=None,
+        description="file of the profile that the run was planned with, as penstock plan writes it: at the end the run "
+        "is compared with what it predicts",
+    )
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="of initialisation, sample order and dropout")
     data: str | None = Field(
         default=None, description="text file, folder or token array; the standard library if not set"
