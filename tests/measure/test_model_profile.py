@@ -8,13 +8,14 @@ import torch
 import yaml
 from torch import nn
 
-from penstock.cli.plans.predicted import prediction_in_words
+from penstock.cli.train import prediction_in_words
 from penstock.errors import ConfigError, DataError
 from penstock.measure.block_figures import BlockFigures, PassFigures
 from penstock.measure.configured import _said_of_links
 from penstock.measure.distinct_blocks import kind_of
 from penstock.measure.machine.links import SIZES, Ping, fit, ping, sizes_around
 from penstock.measure.model_profile import MeasuredBlock, measure_blocks, profile_of
+from penstock.measure.run_against_profile import profile_file_of
 from penstock.measure.stages.stage_trial import BlockInput, BlockPlace, StageTrial, Training
 from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.models.gpt_shape import GPTConfig
@@ -306,8 +307,9 @@ def test_a_run_that_cannot_be_compared_says_why(tmp_path, monkeypatch):
     assert said.startswith("Not compared with the prediction of p.yaml: the profile is of another model")
     gone = prediction_in_words(config.model_copy(update={"profile": "gone.yaml"}), Path("run"))
     assert gone.startswith("Not compared with the prediction of gone.yaml: ")
+    Path("config.yaml").write_text("method: 1f1b\n")
     with pytest.raises(ConfigError, match="has no profile from its plan; give the one to compare with: --profile"):
-        prediction_in_words(config.model_copy(update={"profile": None}), Path("run"))
+        profile_file_of(Path())
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import yaml
 from torch import nn
 
 import penstock
-from penstock.cli.plans.predicted import settings_of_run
 from penstock.errors import ConfigError
+from penstock.measure.run_against_profile import settings_of_run
 from penstock.models.gpt import Head, gpt_blocks, language_loss
 from penstock.models.gpt_shape import GPTConfig
 from penstock.plan.measured_run import compare_with_run, measured_batch, predicted_batch

@@ -221,7 +221,7 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
         if settings.checkpoint.every is not None:
             check_is_saved(folder, start)
         if settings.profile is not None:
-            print_words(console, Text(_predicted(settings, folder)))
+            print_words(console, Text(prediction_in_words(settings, folder)))
     except (WorkerError, InterruptedRunError) as error:
         if console.is_terminal:
             console.line()  # a worker that was killed has left the cursor behind its live display
@@ -234,11 +234,33 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
         console.show_cursor()  # a killed worker could not
 
 
-def _predicted(settings: TrainConfig, folder: Path) -> str:
-    """Return how far the prediction of the run was off."""
-    from penstock.cli.plans.predicted import prediction_in_words  # imports all that plans
+def prediction_in_words(config: TrainConfig, run: Path) -> str:
+    """Return how far the prediction of a run that has ended was from what it took, or why that cannot be told.
 
-    return prediction_in_words(settings, folder)
+    Args:
+        config: of the run; it names the profile that it was planned with.
+        run: its folder.
+    """
+    from penstock.measure.run_against_profile import check_profile_is_of_run, settings_of_run
+    from penstock.plan.measured_run import compare_with_run
+    from penstock.plan.profile.files import read_profile
+    from penstock.runtime.rank.timeline_files import read_timeline
+    from penstock.view.drawing.timeline_labels import WORK
+
+    try:
+        profile = read_profile(Path(config.profile or ""))
+        check_profile_is_of_run(profile, config, run)
+        found = compare_with_run(profile, settings_of_run(config, run), read_timeline(run))
+    except PenstockError as error:
+        return f"Not compared with the prediction of {config.profile}: {error}"
+    off = ((stage, kind, each.error(kind)) for stage, each in enumerate(found.stages) for kind in each.measured)
+    errors = {(stage, kind): by for stage, kind, by in off if by is not None}
+    before, after = found.batch
+    said = f"A batch took {after:.4g} s, predicted {before:.4g} s ({before / after - 1:+.1%})."
+    if errors:
+        (stage, kind), farthest = max(errors.items(), key=lambda item: abs(item[1]))
+        said += f" Farthest off: {WORK.get(kind, kind)} of stage {stage} ({farthest:+.1%})."
+    return f"{said} All of it: penstock predicted {run}"
 
 
 def _how_to_take_less(settings: TrainConfig, said: str) -> str:

@@ -21,6 +21,7 @@ from penstock.plan.published_planners import AS_PUBLISHED, BEST_FOR_COST, RATERS
 from penstock.plan.run_forecast import stages_decide
 from penstock.plan.shared_links import with_shared_links
 from penstock.plan.simulated.candidate_trial import NAME as SIMULATED
+from penstock.plan.simulated.nearest_fit import NEAREST
 from penstock.plan.simulated.plan_search import simulated_plans
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.pipedream_cost import PipeDreamCost
@@ -104,7 +105,8 @@ def make_plan(request: PlanRequest) -> Planning:
         plans, refused = simulated_plans(sizes, request.devices, decides=decide, methods=request.methods)
         if request.devices.shares_link and not request.devices.kinds:
             plans = with_shared_links(plans, request.profile, request.devices)
-        why = {} if plans else {"default": "no plan fits: see what was skipped, and why"}
+        said = next((each.bound for each in refused if each.what == NEAREST), "see what was skipped, and why")
+        why = {} if plans else {"default": f"no plan fits: {said}"}
         return Planning(request, sizes, tuple(plans), tuple(refused), why)
     names = [request.planner]
     if request.planner == "default":  # others search for other costs, and cannot be better by this one

@@ -12,14 +12,12 @@ from rich.text import Text
 
 from penstock.cli.options import AsJson
 from penstock.cli.output import print_json, say_written
-from penstock.errors import CheckpointError, ConfigError, PenstockError
+from penstock.errors import ConfigError
 from penstock.guarded_files import write_whole
 
 if TYPE_CHECKING:
     from penstock.plan.measured_run import RunComparison
     from penstock.plan.profile.schema import Profile
-    from penstock.plan.run_forecast import RunSettings
-    from penstock.train.config.schema import TrainConfig
 
 _ERROR = (
     "forward, backward: of one microbatch; update: of one batch. error: predicted / measured - 1, so -5% means that "
@@ -57,6 +55,7 @@ def predicted(
 
     For example: penstock predicted runs/2026-07-01-120000-2bw --profile blocks.yaml --calibrated better.yaml
     """
+    from penstock.measure.run_against_profile import check_profile_is_of_run, profile_file_of, settings_of_run
     from penstock.plan.calibration import calibrated, measured_passes
     from penstock.plan.measured_run import compare_with_run
     from penstock.plan.profile.files import read_profile
@@ -66,11 +65,10 @@ def predicted(
 
     if out is not None and len(runs) > 1:
         raise ConfigError("--out takes the times of layers from one run; give one, or --calibrated FILE for several")
-    compared, measured = [], {}
-    configs = [load_config(run / "config.yaml", []) for run in runs]
-    known = read_profile(profile or _planned_profile(configs[0], runs[0]))
-    for run, config in zip(runs, configs, strict=True):
-        _check_same_model(known, config, run)
+    known, compared, measured = read_profile(profile or profile_file_of(runs[0])), [], {}
+    for run in runs:
+        config = load_config(run / "config.yaml", [])
+        check_profile_is_of_run(known, config, run)
         settings, timeline = settings_of_run(config, run), read_timeline(run)
         compared.append(found := compare_with_run(known, settings, timeline))
         if calibration is not None:
@@ -88,50 +86,6 @@ def predicted(
         _write_profile(out, recalibrated(known, settings, found, run.name), next_step, as_json)
     if calibration is not None:
         _write_profile(calibration, calibrated(known, measured), next_step, as_json)
-
-
-def _planned_profile(config: TrainConfig, run: Path) -> Path:
-    """Return the profile that a run was planned with.
-
-    Raises:
-        ConfigError: its configuration names none.
-    """
-    if config.profile is None:
-        raise ConfigError(f"the run {str(run)!r} has no profile from its plan; give the one to compare with: --profile")
-    return Path(config.profile)
-
-
-def prediction_in_words(config: TrainConfig, run: Path) -> str:
-    """Return how far the prediction of a run that has ended was from what it took, or why that cannot be told.
-
-    Args:
-        config: of the run; it names the profile that it was planned with.
-        run: its folder.
-    """
-    from penstock.plan.measured_run import compare_with_run
-    from penstock.plan.profile.files import read_profile
-    from penstock.runtime.rank.timeline_files import read_timeline
-    from penstock.view.drawing.timeline_labels import WORK
-
-    file = _planned_profile(config, run)
-    try:
-        profile = read_profile(file)
-        _check_same_model(profile, config, run)
-        found = compare_with_run(profile, settings_of_run(config, run), read_timeline(run))
-    except PenstockError as error:
-        return f"Not compared with the prediction of {file}: {error}"
-    errors = {
-        (stage, kind): error
-        for stage, each in enumerate(found.stages)
-        for kind in each.measured
-        if (error := each.error(kind)) is not None
-    }
-    before, after = found.batch
-    said = f"A batch took {after:.4g} s, predicted {before:.4g} s ({before / after - 1:+.1%})."
-    if errors:
-        (stage, kind), farthest = max(errors.items(), key=lambda item: abs(item[1]))
-        said += f" Farthest off: {WORK.get(kind, kind)} of stage {stage} ({farthest:+.1%})."
-    return f"{said} All of it: penstock predicted {run}"
 
 
 def _plain(found: RunComparison) -> dict[str, Any]:
@@ -157,117 +111,6 @@ def _write_profile(file: Path, profile: Profile, next_step: str, quiet: bool) ->
         raise ConfigError(f"cannot write the profile {str(file)!r}: {error.strerror or error}") from None
     if not quiet:
         say_written("profile", file, next_step)
-
-
-def settings_of_run(config: TrainConfig, run: Path) -> RunSettings:
-    """Return how a run was configured.
-
-    Raises:
-        PenstockError: its stages are unknown.
-    """
-    from penstock.plan.run_forecast import RunSettings
-    from penstock.schedule.build import ScheduleRequest
-    from penstock.schedule.transforms.batch_ops import what_decides
-
-    _check_comparable(config)
-    config.check_chain("comparisons of runs with profiles", "as profiles are of blocks in a row")
-    rule = "provisional-in-place" if config.undo == "in-place" else None
-    request = ScheduleRequest(config.row.name, config.stages, config.microbatches, rule, options=config.options)
-    fp16 = config.precision == "fp16"
-    stages, modes = request.schedule.num_stages, config.recompute
-    each = [modes] * stages if isinstance(modes, str) else modes
-    return RunSettings(
-        config.row.name,
-        config.stages,
-        config.width,
-        config.microbatches,
-        config.microbatch_size,
-        tuple(mode == "block" for mode in each),
-        tuple(config.balance or _balance(config, run, stages)),
-        frozenset(index for index, mode in enumerate(each) if mode == "stage"),
-        config.segments,
-        config.options,
-        rule,
-        config.window,
-        config.sharding,
-        bool(what_decides(config.max_grad_norm is not None, fp16, fp16, 1, None, config.tensor_parallel)),
-        config.tensor_parallel,
-        config.rank_order,
-    )
-
-
-def _check_same_model(profile: Profile, config: TrainConfig, run: Path) -> None:
-    """Refuse the profile of another model than a run's; profiles of blocks of one's own do not say what they are of.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    from penstock.train.config.load import validate_config
-    from penstock.train.setup.model_shape import shape_of
-
-    if profile.freezes:
-        raise ConfigError(
-            "the profile is of a model with frozen blocks (`trained: false`), but penstock train trains all; "
-            "leave that out of the profile"
-        )
-    if not profile.settings:
-        return
-    there, here = (shape_of(each) for each in (validate_config(dict(profile.settings)), config))
-    for key in ("layers", "width", "heads", "context"):
-        if getattr(there, key) != getattr(here, key):
-            raise ConfigError(
-                f"the profile is of another model: its model.{key} is {getattr(there, key)}, that of the run "
-                f"{str(run)!r} is {getattr(here, key)}; measure that one with penstock profile"
-            )
-
-
-def _check_comparable(config: TrainConfig) -> None:
-    """Refuse runs of which more happens than a schedule and a profile say.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    in_flight: Any = config.options.get("in_flight")
-    reasons = {
-        "it has a schedule of its own; take a method": config.schedule is not None,
-        "its method changes on the way (sync, fallback)": config.phased,
-        "options.in_flight=auto has changed its order on the way": isinstance(in_flight, str),
-        "profiles do not say what copies to the host take (offload, offload_optimizer)": config.offload != "none"
-        or config.offload_optimizer != "none",
-        "its ranks lay on devices that differ (placement), while a profile is of one device": config.placement
-        is not None,
-        f"its pipelines have weights of their own (combine.kind={config.combine.kind})": config.combine.kind
-        != "reduce",
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise ConfigError(f"this run cannot be compared with a profile: {reason}")
-
-
-def _balance(config: TrainConfig, run: Path, stages: int) -> list[int]:
-    """Return the blocks of each stage of a run without a plan, divided as the run has divided them.
-
-    Raises:
-        ConfigError: the shape of its model is unknown.
-    """
-    from penstock.models.gpt import gpt_blocks
-    from penstock.models.gpt_shape import GPTConfig
-    from penstock.partition.blocks import cut_blocks
-    from penstock.train.export.weights_folder import load_index
-    from penstock.train.setup.model_shape import shape_of
-
-    if config.model.vocabulary is not None:
-        shape = shape_of(config)
-    else:  # that of the data
-        try:
-            shape = GPTConfig(**load_index(run)["model"])
-        except (CheckpointError, TypeError):
-            raise ConfigError(
-                f"the blocks of each stage of {str(run)!r} are not known: its configuration has neither balance, as "
-                "those of plans have, nor model.vocabulary, and it has no weights, which a run saves when it has "
-                f"finished; finish it with penstock train --resume {run}"
-            ) from None
-    return [len(part) for part in cut_blocks(gpt_blocks(shape, config.seed), stages)]
 
 
 def _print(found: RunComparison, name: str) -> None:

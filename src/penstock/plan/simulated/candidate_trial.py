@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from penstock.plan.candidates.planned_methods import ActivationMemory, least_mic
 from penstock.plan.candidates.rank_memory import Cuts, RankWays
 from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.candidates.waiting_times import waiting_times
-from penstock.plan.simulated.fitting_cuts import FittingCuts, TimedCuts, place_of
+from penstock.plan.simulated.fitting_cuts import FittingCuts, LeastMemory, TimedCuts, place_of
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import BUBBLE, COMPUTE, UPDATES, StageRating
 from penstock.simulate.memory.held import HeldKind
@@ -32,6 +32,28 @@ _MOST_THAT_GROW = 1 << 14  # the same where ranks hold more microbatches, the mo
 _ROUNDING = 1 + 1e-8  # of times that are compared
 
 _Found = TypeVar("_Found")
+
+
+@dataclass
+class _PassedOver:
+    """Cuts that fit by what ranks hold, and were not taken.
+
+    Attributes:
+        slower: least seconds of a batch with those that take longer than the best plan so far.
+        late: there are some whose copies to the host take so long that ranks have no room.
+    """
+
+    slower: list[float] = field(default_factory=list)
+    late: bool = False
+
+    def in_words(self, best: float, samples: int) -> str:
+        """Return why none was taken, where that is so; `best` is the seconds of a batch of the best plan so far."""
+        why = "copies to the host take so long that too many activations wait for them"
+        if not self.slower:
+            return f"does not fit: {why}"
+        but = f", as with faster cuts {why}" if self.late else ""
+        least = min(self.slower) / samples
+        return f"takes {least:.4g} s per sample at least{but}, the best plan so far {best / samples:.4g}"
 
 
 class CandidateTrial:
@@ -137,6 +159,19 @@ class CandidateTrial:
         except (ScheduleError, CapabilityError) as error:
             raise NoPlanError(self.of, f"refused: {str(error).splitlines()[0]}", refused=True) from None
 
+    def held_on_average(self) -> float:
+        """Return the bytes that a device holds on average at least."""
+        return self._fit_once(scheduled=False).least()
+
+    def least_memory(self) -> LeastMemory:
+        """Return with how much memory of each device it fits, and what the fullest one holds then.
+
+        Raises:
+            ScheduleError: there is no schedule.
+            CapabilityError: what ranks hold is not predicted.
+        """
+        return self._fit_once(scheduled=True).least_memory()
+
     def fit_of_span(self) -> FittingCuts:
         """Return which cuts fit, by what ranks hold in a span.
 
@@ -184,26 +219,21 @@ class CandidateTrial:
         Args:
             best: seconds of a batch of the best plan so far; cuts that take longer at least are not simulated.
         """
-        fit, slower = self._fitting, list[float]()
+        fit, passed = self._fitting, _PassedOver()
         assert fit.first is not None, "a bound is known, so some cuts fit"
-        found = self._faster([fit.first], None, best, slower)
+        found = self._faster([fit.first], None, best, passed)
         if fit.are_few():
-            found = self._faster(fit.all(), found, best, slower) or found
+            found = self._faster(fit.all(), found, best, passed) or found
         else:
-            better = found or self._faster(fit.near(fit.first), None, best, slower)
+            better = found or self._faster(fit.near(fit.first), None, best, passed)
             while better is not None:
-                found, better = better, self._faster(fit.near(better.cuts), better, best, slower)
-        if found is None and slower:
-            least, so_far = min(slower) / self.of.samples, best / self.of.samples
-            raise NoPlanError(self.of, f"takes {least:.4g} s per sample at least, the best plan so far {so_far:.4g}")
+                found, better = better, self._faster(fit.near(better.cuts), better, best, passed)
         if found is None:
-            raise NoPlanError(
-                self.of, "does not fit: copies to the host take so long that too many activations wait for them"
-            )
+            raise NoPlanError(self.of, passed.in_words(best, self.of.samples))
         return found
 
     def _faster(
-        self, trials: Iterable[Cuts], than: TimedCuts | None, best: float, slower: list[float]
+        self, trials: Iterable[Cuts], than: TimedCuts | None, best: float, passed: _PassedOver
     ) -> TimedCuts | None:
         """Return the best of some cuts; None if it is no better than what was found.
 
@@ -211,12 +241,12 @@ class CandidateTrial:
             trials: the cuts.
             than: what was found.
             best: seconds of a batch of the best plan so far.
-            slower: gets the least seconds of cuts that take longer.
+            passed: gets the cuts that are passed over.
         """
         limit = (math.inf, 0) if than is None else place_of(than.batch, than.activations)
         fitting = [(cuts, does) for cuts in trials if (does := self._fitting.activations(cuts)) is not None]
         leasts = [self.times.least_batch(*each) for each in fitting]
-        slower += [least for least in leasts if least > best * _ROUNDING]
+        passed.slower += [least for least in leasts if least > best * _ROUNDING]
         several = [
             each
             for each, least in zip(fitting, leasts, strict=True)
@@ -230,6 +260,7 @@ class CandidateTrial:
             found = TimedCuts(cuts, activations, batch, batch / self.of.samples)
             if not self.of.offloads or self._fits_in_time(found):
                 return found
+            passed.late = True
         return None
 
     def _fits_in_time(self, found: TimedCuts) -> bool:

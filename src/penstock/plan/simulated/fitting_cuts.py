@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations, product
 from typing import NamedTuple
@@ -38,6 +38,18 @@ class TimedCuts(NamedTuple):
     activations: tuple[ActivationMemory, ...]
     batch: float
     seconds: float
+
+
+class LeastMemory(NamedTuple):
+    """With how much memory ranks have room.
+
+    Attributes:
+        nbytes: of each device.
+        kinds: of the rank that takes the most, bytes by kind.
+    """
+
+    nbytes: float
+    kinds: Mapping[str, float]
 
 
 def place_of(seconds: float, activations: Sequence[ActivationMemory], away: bool = False) -> tuple[float, int]:
@@ -153,6 +165,29 @@ class FittingCuts:
             return self._one_each.least_held()
         whole = (0, *[self._chain.blocks] * self._of.stages)
         return self._memory[0][ActivationMemory.RECOMPUTED].at(whole) / self._of.depth
+
+    def least_memory(self) -> LeastMemory:
+        """Return with how much memory there are cuts that fit: the least, or if ranks have several stages, near it."""
+        cuts = self._emptiest()
+        each = [
+            min((self.held(rank, cuts, does), does.value, does) for does in self._memory[rank])
+            for rank in range(self._of.depth)
+        ]
+        rank = max(range(self._of.depth), key=lambda r: each[r][0])
+        return LeastMemory(each[rank][0], self.held_by_kind(rank, cuts, each[rank][2]))
+
+    def _emptiest(self) -> Cuts:
+        """Return the cuts whose fullest device holds the least; if ranks have several stages, found step by step."""
+        of, blocks = self._of, self._chain.blocks
+        if self._one_each is not None:
+            return self._one_each.emptiest()
+        found = evenest_cuts(
+            bands_of(of.passes_of(self._chain).busy, of.stages) + np.where(ends_later(blocks, of.stages), 0.0, np.inf)
+        )
+        assert found is not None, "there are as many blocks as stages, or more"
+        while (better := min((self._most(each), each) for each in (found, *self.near(found)))[1]) != found:
+            found = better
+        return found
 
     def _most(self, cuts: Cuts) -> float:
         """Return the bytes of the largest rank for its limit, recomputed if that takes less."""

@@ -37,6 +37,7 @@ from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.simulated.chosen_plan import chosen_plan, rank_orders
 from penstock.plan.simulated.fitting_cuts import TimedCuts, place_of
 from penstock.plan.simulated.memory_excluded import memory_excluded
+from penstock.plan.simulated.nearest_fit import NEAREST, nearest_fit
 from penstock.plan.simulated.never_tried import never_tried, why_not_tried
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, Skipped
@@ -103,6 +104,7 @@ class _Search:
         self._best: dict[PlannedMethod, tuple[CandidateTrial, TimedCuts]] = {}
         self._skipped: list[Skipped] = []
         self._refused: list[Skipped] = []
+        self._unfit: list[CandidateTrial] = []  # as long as there is no plan
         self._met: dict[str, tuple[float, Candidate]] = {}  # that divide and move nothing, with their first bounds
         self._orders: dict[tuple[int, int, bool, Placement], tuple[RankOrder, ...]] = {}
 
@@ -150,7 +152,9 @@ class _Search:
                 self._refused.append(error.skipped)
                 if not error.refused:
                     self._offer_to_offload(waiting, trial, seconds)
+                    self._unfit += [] if self._best else [trial]
                 continue
+            self._unfit.clear()
             self._best[method], best = (trial, found), trial.place(found)
             seconds = best[0]
             self._offer_to_offload(waiting, trial, seconds)
@@ -261,7 +265,9 @@ class _Search:
             met = [each for each in self._met.values() if each[1].method.name in USUAL or each[1].passes <= _MOST_TRIED]
             excluded = memory_excluded(met, seconds, self._chains, self._devices, self._schedules)
             plans[0] = replace(plans[0], excluded=excluded)
-        return plans, [*self._refused, *self._skipped]
+        nearest = None if plans else nearest_fit(self._unfit, self._devices)
+        said = [] if nearest is None else [Skipped(NEAREST, nearest.in_words(self._devices))]
+        return plans, [*said, *self._refused, *self._skipped]
 
 
 def _check_chain(graph: LayerGraph) -> None:
