@@ -106,6 +106,7 @@ def make_plan(request: PlanRequest) -> Planning:
         if request.devices.shares_link and not request.devices.kinds:
             plans = with_shared_links(plans, request.profile, request.devices)
         said = next((each.bound for each in refused if each.what == NEAREST), "see what was skipped, and why")
+        refused = [each for each in refused if each.what != NEAREST]
         why = {} if plans else {"default": f"no plan fits: {said}"}
         return Planning(request, sizes, tuple(plans), tuple(refused), why)
     names = [request.planner]
