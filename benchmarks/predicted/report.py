@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median, quantiles
 from typing import Any
 
@@ -19,13 +19,14 @@ def steps_of(rows: Sequence[Row], of: Mapping[str, Any], copy: int = 0) -> list[
     return [max(rank["step"] for rank in row["ranks"]) for row in rows if _is(row, of, copy)]
 
 
-def paced_steps(rows: Sequence[Row], of: Mapping[str, Any]) -> list[float]:
+def paced_steps(rows: Sequence[Row], of: Mapping[str, Any], copy: int = 0) -> list[float]:
     """Return the same, as if the machine had been as fast as when the profile was measured."""
     profiled = next((row["pace"] for row in rows if "paces" in row), 0.0)
-    paces = [[rank.get("pace", 0.0) for rank in row["ranks"][:2]] for row in rows if _is(row, of, 0)]
+    paces = [[rank.get("pace", 0.0) for rank in row["ranks"][:2]] for row in rows if _is(row, of, copy)]
+    steps = steps_of(rows, of, copy)
     if not profiled or not all(map(all, paces)):
-        return steps_of(rows, of)
-    return [step * profiled * len(p) / sum(p) for step, p in zip(steps_of(rows, of), paces, strict=True)]
+        return steps
+    return [step * profiled * len(p) / sum(p) for step, p in zip(steps, paces, strict=True)]
 
 
 def _is(row: Row, of: Mapping[str, Any], copy: int) -> bool:
@@ -37,10 +38,15 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return values[0] if len(values) == 1 else quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
-def noise_of(rows: Sequence[Row]) -> list[float]:
-    """Return by which part the medians of each replicated configuration and its replica differ."""
+def noise_of(rows: Sequence[Row], steps: Callable[..., list[float]]) -> list[float]:
+    """Return by which part the medians of each replicated configuration and its replica differ.
+
+    Args:
+        rows: of the raw file.
+        steps: `steps_of` or `paced_steps`.
+    """
     twice = [row["of"] for row in rows if row.get("replicated")]
-    pairs = [[median(steps_of(rows, of, copy)) for copy in (0, 1)] for of in twice]
+    pairs = [[median(steps(rows, of, copy)) for copy in (0, 1)] for of in twice]
     return [abs(b / a - 1) for a, b in pairs]
 
 
@@ -63,14 +69,15 @@ def print_errors(rows: Sequence[Row]) -> None:
         print(
             f"| {of_row(row['of'])} | {cells} | {min(found) / seconds:.3f} .. {max(found) / seconds:.3f} | {same:.3f} |"
         )
-    noise = noise_of(rows)
     print(f"\n{len(errors)} configurations, aims 3 % and 8 % (or twice the control's noise):")
     print(f"- errors: {_distribution(errors)}")
     if all("uncalibrated" in row for row in forecasts):
         alone = [abs(row["uncalibrated"] / median(steps_of(rows, row["of"])) - 1) for row in forecasts]
         print(f"- errors of the profile without its calibration: {_distribution(alone)}")
     print(f"- errors at the profile's pace: {_distribution(paced)}")
-    print(f"- control, {len(noise)} configurations run twice: {_distribution(noise)}")
+    for what, steps in (("", steps_of), (", at the profile's pace", paced_steps)):
+        noise = noise_of(rows, steps)
+        print(f"- control, {len(noise)} configurations run twice{what}: {_distribution(noise)}")
 
 
 def _distribution(errors: Sequence[float]) -> str:
