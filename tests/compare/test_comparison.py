@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from penstock.compare.config import ComparisonConfig, comparison_config
 from penstock.compare.grid import Key
-from penstock.compare.held_out import Score, Scorer
+from penstock.compare.held_out import Gatherer, Score, Scorer
 from penstock.compare.prepared_contender import make_optimizers, update_times
 from penstock.compare.results import Findings
 from penstock.compare.run import ComparisonRun
@@ -206,6 +207,36 @@ def test_seeds_and_rates_differ_and_clipping_is_counted_before(tmp_path: Path) -
     losses = {key: result.losses[0] for key, result in results.items()}
     assert losses[Key("1f1b", 0, 0.01)] == losses[Key("1f1b", 0, 0.001)] != losses[Key("1f1b", 1, 0.01)]
     assert all(norm > 0.5 for result in results.values() for norm in result.norms)
+
+
+def test_norms_of_a_run_are_gathered_once_however_long_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each batch took longer than training thousands of them."""
+    calls, norms = list[int](), Gatherer.norms
+
+    def counted(gatherer: Gatherer) -> dict[int, float]:
+        calls.append(len(found := norms(gatherer)))
+        return found
+
+    monkeypatch.setattr(Gatherer, "norms", counted)
+    compared(tmp_path / "out", "methods=1f1b", "batches=3")
+    assert calls == [3]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_blocks_have_the_curve_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, compile_of_torch = list[nn.Module](), nn.Module.compile
+
+    def counted(block: nn.Module, **options: Any) -> None:
+        compiled.append(block)
+        compile_of_torch(block, backend="eager", **options)  # other compilers take minutes
+
+    monkeypatch.setattr(nn.Module, "compile", counted)
+    one, losses = ("methods=stash", "batches=3"), ("training_loss", "validation_loss", "gradient_norm")
+    plain = compared(tmp_path / "plain", *one)
+    assert not compiled
+    ours = compared(tmp_path / "compiled", *one, "compile=true")
+    assert {type(block).__name__ for block in compiled} == {"Embedding", "Layer", "Head"}
+    torch.testing.assert_close(curves(ours, *losses), curves(plain, *losses))
 
 
 def test_digits_have_an_accuracy_and_no_tokens(tmp_path: Path) -> None:

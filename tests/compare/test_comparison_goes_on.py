@@ -147,6 +147,21 @@ def test_another_comparison_is_refused(tmp_path: Path, changes: list[str], messa
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
 
 
+def test_a_folder_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """Where it did not know a key; unless that is an option of the optimizer, which may have done something else."""
+    adamw, muon = tmp_path / "adamw", tmp_path / "muon"
+    for folder, changes in ((adamw, ()), (muon, ("optimizer.name=muon",))):
+        compared(folder, "methods=1f1b", "seeds=1", "batches=1", *changes)
+        index = json.loads((folder / "comparison.json").read_text())
+        del index["shared"]["compile"], index["shared"]["optimizer"]["ns_dtype"]
+        (folder / "comparison.json").write_text(json.dumps(index))
+    assert len(compared(adamw, "methods=2bw", "seeds=1", "batches=1").results) == 2
+    with pytest.raises(ConfigError, match="compile is False there and True now"):
+        compared(tmp_path / "muon", "methods=2bw", "seeds=1", "batches=1", "optimizer.name=muon", "compile=true")
+    with pytest.raises(ConfigError, match="another comparison: optimizer.ns_dtype is unknown there and not set now"):
+        compared(muon, "methods=2bw", "seeds=1", "batches=1", "optimizer.name=muon")
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ConfigError, match="has other files in it but no comparison"):

@@ -46,6 +46,7 @@ from support.comparisons import TEXT, Quiet, compared
             "1f1b cannot be followed by wpipe: they differ in stages",
         ),
         (["methods=nag-pp", "optimizer.name=sgd"], "nag-pp: .*NAdam"),
+        (["methods=pipemare", "compile=true"], "pipemare: backwards read other weights than their forward"),
         (["methods=2bw,pipedream-2bw"], "2bw is given twice"),
         (["methods=interleaved:chunks=two"], "a name may be followed by options"),
         (["methods=1f1b:chunks=2"], "1f1b:chunks=2: method 1f1b has no option 'chunks'; it has in_flight"),

@@ -69,7 +69,6 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ):  # fmt: skip
         monkeypatch.setattr(place, reached)
     monkeypatch.setattr("penstock.cli.plans.profile._measured", reached, raising=False)
-    monkeypatch.setattr("penstock.measure.run_against_profile.profile_file_of", reached)
     monkeypatch.setattr("penstock.measure.single_rank_rehearsal.rehearse", reached)
     monkeypatch.setattr("penstock.cli.train._checked", read)
     monkeypatch.chdir(tmp_path)

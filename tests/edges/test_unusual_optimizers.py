@@ -12,6 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.weights.memory import gradient_scratch
+from penstock.weights.optim import kept_weights
+from penstock.weights.optim.basis_rotation import BasisRotation
+from penstock.weights.optim.muon import Muon
 from support.plain_training import (
     PlainTraining,
     assert_close_weights,
@@ -206,6 +209,18 @@ class Pulling(torch.optim.Optimizer):
                 self.state[p].setdefault("old", p.data.view(-1))
             old = self.old[i] if self.old else self.state[p]["old"].view_as(p)
             p.sub_(0.1 * p.grad + 0.01 * old)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Muon, Muon, BasisRotation])
+def test_optimizers_of_torch_and_of_penstock_are_not_searched_for_views(kind: Any, monkeypatch: Any) -> None:
+    """They keep none, and the search would take time in every update."""
+    weights = nn.Parameter(torch.eye(2))
+    searched = list[Any]()
+    monkeypatch.setattr(kept_weights, "_tensors", lambda optimizer, *_: searched.append(optimizer) or ())
+    for optimizer in (kind([weights]), foreign := Pulling([weights], "copies")):
+        kept = kept_weights.KeptWeights(optimizer, [weights])
+        kept.check([torch.eye(2)])
+    assert searched == [foreign]
 
 
 @pytest.mark.parametrize("way", ["attribute", "state", "copies"])

@@ -1,28 +1,27 @@
 """Measured profiles: every distinct block once, figures that add up, files that planners and training take."""
 
 import json
-from pathlib import Path
+import re
 
 import pytest
 import torch
 import yaml
 from torch import nn
 
-from penstock.cli.train import prediction_in_words
 from penstock.errors import ConfigError, DataError
 from penstock.measure.block_figures import BlockFigures, PassFigures
 from penstock.measure.configured import _said_of_links
 from penstock.measure.distinct_blocks import kind_of
 from penstock.measure.machine.links import SIZES, Ping, fit, ping, sizes_around
 from penstock.measure.model_profile import MeasuredBlock, measure_blocks, profile_of
-from penstock.measure.run_against_profile import profile_file_of
 from penstock.measure.stages.stage_trial import BlockInput, BlockPlace, StageTrial, Training
 from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.models.gpt_shape import GPTConfig
 from penstock.options.all_options import PipelineOptions
 from penstock.partition.blocks import LazyBlock
+from penstock.plan.measured_run import measured_batch
 from penstock.plan.profile.files import parse_profile, profile_text
-from penstock.train.config.schema import TrainConfig
+from penstock.runtime.rank.timeline_files import read_timeline
 from support.command_line import settings
 
 OPTIONS = PipelineOptions()
@@ -282,34 +281,18 @@ def test_measured_planned_and_trained(command, tmp_path):
     arguments = ["--devices", "2", "--global-batch", "8", "--out", plan, "--json"]
     run = command("plan", "--profile", profile, *arguments)
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout)["plans"][0]["settings"].items() <= yaml.safe_load(plan.read_text()).items()
-    assert yaml.safe_load(plan.read_text())["profile"] == str(profile)
+    best, written = json.loads(run.stdout)["plans"][0], yaml.safe_load(plan.read_text())
+    assert best["settings"].items() <= written.items()
+    assert written["predicted"]["batch"] == pytest.approx(best["seconds_per_batch"], rel=1e-5)
     short = ["batches=8", "validation_samples=2", "sample_length=4", f"out={tmp_path / 'runs'}"]
     run = command("train", "--plan", plan, *(part for change in short for part in ("--set", change)))
     assert run.returncode == 0, run.stderr
     (folder,) = (tmp_path / "runs").iterdir()
-    assert f" All of it: penstock predicted {folder}" in run.stdout
-    assert "Farthest off: " in run.stdout
-    compared = command("predicted", folder, "--json")
-    before, after = json.loads(compared.stdout)["batch"].values()
-    assert f"A batch took {after:.4g} s, predicted {before:.4g} s ({before / after - 1:+.1%})." in run.stdout
-
-
-def test_a_run_that_cannot_be_compared_says_why(tmp_path, monkeypatch):
-    """It has trained, so nothing fails: the profile is of another model, or gone, or the run too short."""
-    monkeypatch.chdir(tmp_path)
-    Path("p.yaml").write_text(
-        "format: penstock profile 1\nname: m\nmicrobatch_sizes: [1]\nsettings: {model: {layers: 3, width: 16}}\n"
-        "layers: [{name: a, forward: 1, backward: 2, output: 8}]\n"
-    )
-    config = TrainConfig(profile="p.yaml", model={"layers": 2, "width": 16})
-    said = prediction_in_words(config, Path("run"))
-    assert said.startswith("Not compared with the prediction of p.yaml: the profile is of another model")
-    gone = prediction_in_words(config.model_copy(update={"profile": "gone.yaml"}), Path("run"))
-    assert gone.startswith("Not compared with the prediction of gone.yaml: ")
-    Path("config.yaml").write_text("method: 1f1b\n")
-    with pytest.raises(ConfigError, match="has no profile from its plan; give the one to compare with: --profile"):
-        profile_file_of(Path())
+    took = measured_batch(read_timeline(folder))
+    assert f"A batch took {took:.4g} s, planned {best['seconds_per_batch']:.4g} s (" in run.stdout
+    told = [int(stage) for stage in re.findall(r"^stage (\d+): passes ", run.stdout, re.MULTILINE)]
+    assert told == list(range(len(written["predicted"].get("passes", []))))  # none on a single core
+    assert ("idle, of the time of all ranks: " in run.stdout) == ("idle" in written["predicted"])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.plan.cluster.files import find_cluster
 from penstock.plan.planning import PlanRequest, make_plan
+from penstock.plan.profile.files import profile_text, read_profile
 from penstock.plan.profile.layer_graph import layer_graph
+from penstock.plan.profile.schema import Calibration, Profile, ProfiledLayer
 from penstock.plan.scale.analytic_profile import analytic_profile
 from penstock.plan.scale.model_shape import ModelShape
 from penstock.plan.scale.rules_file import read_rules
@@ -126,3 +128,24 @@ def test_what_formulas_have_no_use_for(command, more, said):
     run = command("profile", "--cluster", "a100", *shape, *more)
     assert run.returncode == 2
     assert said in " ".join(run.stderr.split())
+
+
+def test_the_calibration_of_one_model_goes_into_the_profile_of_another(command, tmp_path):
+    machine, of_none, out = tmp_path / "machine.yaml", tmp_path / "plain.yaml", tmp_path / "out.yaml"
+    layers = [ProfiledLayer(name="l", forward=1.0, backward=2.0, output=8.0)]
+    plain = Profile(format="penstock profile 1", name="other", layers=layers)
+    found = Calibration(forward=1.5, backward=1.25, step=2.0, between=1e-4, runs=["a", "b"])
+    of_none.write_text(profile_text(plain))
+    machine.write_text(profile_text(plain.model_copy(update={"calibration": found})))
+    shape = ("--layers", "3", "--hidden", "16", "--sequence", "8", "--vocabulary", "9")
+    made = ("profile", "--cluster", "a100", *shape, "--out", out)
+    assert command(*made).returncode == 0
+    before = read_profile(out)
+    run = command(*made, "--calibration", machine)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert read_profile(out) == before.model_copy(update={"calibration": found})
+    assert command("profile", of_none, "--calibration", machine, "--out", out).returncode == 0
+    assert read_profile(out).calibration == found
+    refused = command(*made, "--calibration", of_none)
+    assert refused.returncode == 2
+    assert "has no calibration to take; penstock predicted RUN RUN --profile" in refused.stderr

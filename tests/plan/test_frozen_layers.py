@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.cli.plans.predicted import _check_same_model
 from penstock.errors import ConfigError
 from penstock.measure.model_profile import measure_blocks, profile_of
-from penstock.measure.run_against_profile import check_profile_is_of_run
 from penstock.options.all_options import PipelineOptions
 from penstock.plan.candidates.block_chain import BlockChain
 from penstock.plan.candidates.candidate import Candidate
@@ -194,4 +194,4 @@ def test_plans_with_frozen_blocks_are_not_trained_as_others(tmp_path):
     with pytest.raises(ConfigError, match="which penstock train does not have"):
         shape_of(load_config(file, []))
     with pytest.raises(ConfigError, match="frozen blocks"):
-        check_profile_is_of_run(profile, validate_config({}), tmp_path)
+        _check_same_model(profile, validate_config({}), tmp_path)

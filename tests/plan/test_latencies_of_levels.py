@@ -18,20 +18,12 @@ from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.schema import Profile, ProfiledLayer
 from penstock.plan.run_forecast import RunSettings, run_forecast
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
+from support.clusters import TWO_SERVERS
 
 ROWS = "format: penstock profile 1\nlayers:\n" + "".join(
     f"- {{name: b{n}, forward: 1, backward: 2, output: 1, parameters: 1}}\n" for n in range(4)
 )
-CLUSTER = """format: penstock cluster 1
-name: two
-node: 2
-nodes: 2
-flops: {value: 1e12, source: assumed}
-memory: {value: 1e9, source: assumed}
-inside: {value: 2e9, source: assumed}
-between: {value: 2e8, source: assumed}
-between_latency: {value: 3e-5, source: measured}
-"""
+CLUSTER = TWO_SERVERS + "between_latency: {value: 3e-5, source: measured}\n"
 
 
 def four_blocks() -> Profile:
@@ -63,6 +55,19 @@ def test_a_run_on_two_servers_takes_the_links_that_its_ranks_lie_on() -> None:
     assert costs.latency == 2.0
     _, costs = run_forecast(four_blocks(), settings, servers(0.5, 0.5))
     assert (costs.latency, costs.decision) == (0.5, None)
+
+
+@pytest.mark.parametrize(("width", "expected"), [(1, 0.0), (2, 0.5), (4, 0.5)])
+def test_pipelines_of_one_rank_decide_over_a_link_and_a_single_one_by_itself(width: int, expected: float) -> None:
+    devices, settings = servers(0.5, 0.5), RunSettings("1f1b", 1, width, 8, 1, (False,), (4,))
+    _, costs = run_forecast(four_blocks(), settings, fewer_devices(devices, width))
+    assert (costs.longest_latency, costs.decision) == (expected, None)
+    asked = PlanRequest(four_blocks(), fewer_devices(devices, width), cost="simulated", samples=8, methods=("1f1b",))
+    alone = replace(asked, devices=fewer_devices(servers(0.0, 0.0), width))
+    slower, faster = (
+        next(plan.rating.seconds for plan in make_plan(each).plans if len(plan.stages) == 1) for each in (asked, alone)
+    )
+    assert (slower > faster) == (expected > 0)
 
 
 def test_the_timeline_of_a_plan_shows_each_link() -> None:

@@ -10,11 +10,19 @@ import yaml
 from torch import nn
 
 import penstock
+from penstock.cli.plans.predicted import settings_of_run
+from penstock.cli.train import against_plan
 from penstock.errors import ConfigError
-from penstock.measure.run_against_profile import settings_of_run
 from penstock.models.gpt import Head, gpt_blocks, language_loss
 from penstock.models.gpt_shape import GPTConfig
-from penstock.plan.measured_run import compare_with_run, measured_batch, predicted_batch
+from penstock.plan.measured_run import (
+    PredictedRun,
+    compare_with_run,
+    measured_batch,
+    predicted_batch,
+    prediction_in_words,
+)
+from penstock.plan.planned_timeline import idle_shares
 from penstock.plan.profile.files import profile_text, read_profile
 from penstock.plan.profile.schema import Profile, ProfiledLayer, ProfiledLink
 from penstock.plan.recalibration import recalibrated
@@ -24,6 +32,7 @@ from penstock.schedule.methods.table import METHODS
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline
+from penstock.train.config.load import load_config
 from penstock.train.config.schema import TrainConfig
 from penstock.train.export.weights_folder import save_index
 from penstock.train.setup.model_shape import describe_model
@@ -77,6 +86,68 @@ def test_messages_keep_ranks_from_their_passes_where_no_core_is_free(cores, work
     expected = [simulate_schedule(make_schedule("1f1b", 2, 4), Costs(tuple(stages)), n).bubble.makespan for n in (4, 8)]
     found = predicted_batch(profile.model_copy(update={"links": [link]}), SETTINGS)
     assert found == pytest.approx((expected[1] - expected[0]) / 4, rel=1e-6)
+
+
+def test_a_run_is_told_beside_what_was_planned():
+    """1f1b with 4 microbatches: the second stage takes 7 s for each, and 28 s of a batch, the first one 8 and 32."""
+    timeline = played((3.0, 3.0), (5.0, 4.0), (0.2, 0.3))
+    batch = measured_batch(timeline)
+    said = prediction_in_words(PredictedRun(2 * batch, (32.0, 42.0), (0.2, 0.6)), timeline, [0, 1], 4)
+    assert said.splitlines() == [
+        f"A batch took {batch:.4g} s, planned {2 * batch:.4g} s (+100.0%).",
+        "stage 0: passes 32 s, planned 32 s (+0.0%); update 0.2 s, planned 0.2 s",
+        "stage 1: passes 28 s, planned 42 s (+50.0%); update 0.3 s, planned 0.6 s",
+    ]
+    assert prediction_in_words(PredictedRun(batch), timeline, [0, 1], 4).endswith("(+0.0%).")
+    of_one = prediction_in_words(PredictedRun(batch, (32.0, 42.0), (0.2,)), timeline, [0, 1], 4)
+    assert of_one.endswith("\nstage 1: passes 28 s, planned 42 s (+50.0%)")
+
+
+def test_idle_time_is_told_beside_what_was_planned():
+    """The second rank waits for the first forward, the first one for the last backwards."""
+    timeline = played((3.0, 3.0), (5.0, 4.0), (0.2, 0.3))
+    found = idle_shares(timeline)
+    planned = {cause: share - 0.01 for cause, share in found.items()} | {"communication": 0.25}
+    said = prediction_in_words(PredictedRun(1.0, idle=planned), timeline, [0, 1], 4).splitlines()[-1]
+    first, *others = said.removeprefix("idle, of the time of all ranks: ").split("; ")
+    assert first == "communication 0.0%, planned 25.0%"
+    assert sorted(others) == sorted(f"{c} {share:.1%}, planned {share - 0.01:.1%}" for c, share in found.items())
+
+
+@pytest.mark.parametrize("method", ["zb-h1", "zb-h2"])
+def test_passes_of_halved_backwards_count_once(method):
+    costs = Costs((StageCost(3.0, 2.0, 1.5, 0.1),) * 3)
+    timeline = simulate_schedule(make_schedule(method, 3, 6), costs, 8).timeline
+    said = prediction_in_words(PredictedRun(1.0, (39.0, 39.0, 50.0)), timeline, range(3), 6)
+    assert "stage 2: passes 39 s, planned 50 s (+28.2%)" in said.splitlines()
+
+
+def test_a_run_that_cannot_be_told_beside_its_plan_says_why(tmp_path):
+    """It has trained, so that is no error."""
+    config = TrainConfig(predicted={"batch": 1.0})
+    assert against_plan(config, tmp_path).startswith("Not compared with what was planned: there are no timelines in ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "there"),
+    [
+        ([], True),
+        (["batches=5", "optimizer.lr=0.1", "data=x.txt", "microbatches=4"], True),
+        (["microbatches=8"], False),
+        (["model.layers=3"], False),
+        (["method=1f1b"], False),
+        (["device=cpu"], False),
+        (["data=tokens.npy"], False),
+        (["optimizer.name=sgd"], False),
+        (["max_grad_norm=null"], False),
+        (["cuda_graphs=true"], False),
+        (["checkpoint.every=3", "out=elsewhere", "seed=3", "lr_schedule.warm_up=7"], True),
+    ],
+)
+def test_predictions_hold_for_what_was_planned(tmp_path, changes, there):
+    file = tmp_path / "plan.yaml"
+    file.write_text("method: 2bw\nstages: 2\nmicrobatches: 4\npredicted: {batch: 0.5, passes: [0.2, 0.3]}\n")
+    assert load_config(file, changes).predicted.batch == (0.5 if there else None)
 
 
 def test_factors_are_found_again():

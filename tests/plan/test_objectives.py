@@ -125,6 +125,32 @@ def test_the_table_of_trials_fits_80_columns():
     assert any("2bw-eager" in line for line in shown[80])
 
 
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({"model": {"preset": "small"}}, 256),
+        ({"model": {"preset": "small", "context": 64}}, 64),
+        ({"model": {"layers": 2}, "precision": "bf16"}, 128),
+        ({"data": "my.txt"}, 128),
+        ({}, None),
+        ({"model": {"laiers": 2}}, None),
+    ],
+)
+def test_the_lowest_cost_is_also_told_per_token(command, tmp_path, settings, tokens):
+    profile = blocks().model_copy(update={"settings": settings})
+    (tmp_path / "tower.yaml").write_text(profile_text(profile))
+    given = f"--profile {tmp_path / 'tower.yaml'} --devices 2 --bandwidth 50 --global-batch 16 --cost simulated"
+    asked = ["plan", *given.split(), "--objective", "cost", "--methods", "gpipe"]
+    trials = json.loads(command(*asked, "--json").stdout)["trials"]
+    said = " ".join(command(*asked).stdout.split())
+    if tokens is None:
+        assert "tokens" not in said
+        assert all("price_of_million_tokens" not in each for each in trials)
+        return
+    assert [each["price_of_million_tokens"] * tokens for each in trials] == [each["value"] for each in trials]
+    assert f"1,000,000 tokens: {min(each['value'] for each in trials) / tokens:.5g} at best" in said
+
+
 def test_smaller_worlds_have_the_same_batch(command, tmp_path):
     (tmp_path / "tower.yaml").write_text(profile_text(blocks()))
     out = tmp_path / "plan.yaml"
@@ -181,12 +207,14 @@ def test_what_would_help_is_planned_anew():
         (["--price", "3"], "objective cost, and no other, takes --price"),
         (["--straight"], "--straight is a choice of cost 'pipedream', not of '2bw-paper'"),
         (["--worlds", "1"], "give --out, too"),
+        (["--worlds", "0", "--out", "plan.yaml"], "--worlds: devices must be a whole number of at least 1, got 0"),
+        (["--worlds", "1,3", "--out", "plan.yaml"], "--worlds: devices must be at most 2, got 3"),
     ],
 )
 def test_what_objectives_refuse(command, tmp_path, given, said):
     (tmp_path / "tower.yaml").write_text(profile_text(blocks()))
     run = command("plan", "--profile", str(tmp_path / "tower.yaml"), "--devices", "2", "--bandwidth", "9", *given)
-    assert run.returncode == 2
+    assert (run.returncode, run.stdout) == (2, "")  # before anything is searched
     assert said in " ".join(run.stderr.split())
 
 

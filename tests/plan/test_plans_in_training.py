@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from penstock.plan.plan_export import plan_file, planning_json
+from penstock.plan.planned_timeline import idle_shares, planned_idle_shares, planned_timeline
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
@@ -26,6 +27,12 @@ def profile_of(large=0):
     block = "backward: 2, backward_input: 1, backward_weight: 1, late: 100, output: 1, stored: 1000, parameters: {}}}\n"
     rows = [f"- {{name: b{n}, forward: 1, {block.format(large if n == 0 else 10)}" for n in range(8)]
     return parse_profile("format: penstock profile 1\nlayers:\n" + "".join(rows), "p")
+
+
+def too_large_for_one(profile):
+    """The same with more parameters than one device has room for."""
+    layers = [layer.model_copy(update={"parameters": 3000.0}) for layer in profile.layers]
+    return profile.model_copy(update={"layers": layers})
 
 
 KINDS = {
@@ -168,3 +175,37 @@ def test_a_plan_with_optimizer_states_on_the_host_is_trained(tmp_path):
     assert yaml.safe_load(plan)["offload_optimizer"] == "pieces"
     run_of(plan, tmp_path)
     assert found.plans[0].rating.stages[0].parts["updates"] == pytest.approx(2 * 160e6 / 1e9 / 4, rel=1e-3)
+
+
+@pytest.mark.parametrize(("cores", "of_stages"), [(None, True), (2.0, True), (1.0, False)])
+def test_what_a_plan_predicts_of_its_stages_can_be_told_by_the_clock(cores, of_stages):
+    """Passes of ranks that share cores take longer by the clock than they work."""
+    devices, profile = Devices((DeviceLevel(2, 1e9),), 60_000.0, cores=cores), too_large_for_one(profile_of())
+    found = make_plan(PlanRequest(profile, devices, cost="simulated", microbatches=4, methods=("1f1b",)))
+    predicted = yaml.safe_load(plan_file(found))["predicted"]
+    assert predicted["batch"] == pytest.approx(4 * found.plans[0].rating.seconds, rel=1e-5)
+    assert set(predicted) == ({"batch", "passes", "updates", "idle"} if of_stages else {"batch"})
+    if of_stages:
+        assert sum(predicted["passes"]) == pytest.approx(4 * 8 * 3)
+        updates = sum(predicted["updates"])
+        busy = (sum(predicted["passes"]) + updates) / 2 / predicted["batch"]
+        assert sum(predicted["idle"].values()) == pytest.approx(1 - busy, abs=1e-3)
+
+
+def test_idle_time_is_predicted_of_a_long_run_where_it_is_short_enough_to_be_played():
+    profile = too_large_for_one(profile_of())
+    devices = Devices((DeviceLevel(2, 1e9),), 90_000.0)
+    request = PlanRequest(profile, devices, cost="simulated", microbatches=4, methods=("2bw",))
+    found = make_plan(request)
+    assert found.plans[0].settings["stages"] == 2
+    idle, drawn = planned_idle_shares(found), idle_shares(planned_timeline(found))
+    assert idle == pytest.approx(idle_shares(planned_timeline(found, 8)))
+    assert 0 < idle["fill"] < 0.6 * drawn["fill"]  # there is one, in eight batches instead of three
+    assert planned_idle_shares(make_plan(replace(request, microbatches=64))) == {}
+
+
+def test_plans_by_costs_that_leave_out_the_bubble_predict_nothing():
+    found = make_plan(PlanRequest(profile_of(), Devices((DeviceLevel(4, 1.0),)), cost="dawnpiper", microbatches=8))
+    written = yaml.safe_load(plan_file(found))
+    assert written["stages"] > 1
+    assert "predicted" not in written

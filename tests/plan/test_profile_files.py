@@ -1,6 +1,7 @@
 """Profile files: what is read and written, published forms, and what is said of broken ones."""
 
 import contextlib
+import json
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,18 @@ def test_a_profile_of_pipedream():
     first, second = graph.layers
     assert (first.name, first.kind, second.kind) == ("node1", "Input0", "LSTM(2, 2)")
     assert (second.seconds, second.output, second.parameters) == (pytest.approx(0.005), 8, 9)
+
+
+def test_converted_layers_come_after_those_that_they_read():
+    """As chains must; the files of PipeDream have edges against their order."""
+    costs = COSTS.format("1", "1", "1", "1")
+    text = "".join(f"{name} -- Linear() -- {costs}\n" for name in "cabd") + "\tb -- c\n\ta -- b\n\tb -- d\n"
+    graph = layer_graph(from_pipedream(text, "three"))
+    assert [layer.name for layer in graph.layers] == ["a", "b", "c", "d"]
+    assert graph.order == (0, 1, 2, 3)
+    turned = json.loads(PIPER)
+    turned["nodes"].reverse()
+    assert [layer.name for layer in layer_graph(from_piper(json.dumps(turned), "two")).layers] == ["7", "9"]
 
 
 def test_a_profile_of_piper():

@@ -183,6 +183,10 @@ def test_a_model_that_fits_nowhere(command):
         (["--x", "32", "--critical-batch", "1e9"], "the critical batch must be"),
         (["--x", "32", "--steps", "0"], "steps must be above 0"),
         (["--layers", "0", "--hidden", "8", "--sequence", "8"], "layers must be a whole number"),
+        (
+            ["--layers", "2", "--hidden", "9", "--sequence", "8", "--heads", "2"],
+            "--hidden must be a multiple of --heads; 9 is none of 2",
+        ),
     ],
 )
 def test_what_scale_refuses(command, given, said):

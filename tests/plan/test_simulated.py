@@ -185,7 +185,9 @@ def test_a_plan_is_trained(command, tmp_path, parameters, balance):
     arguments = ["--devices", "2", "--bandwidth", "1kB", "--microbatches", "4", "--cost", "simulated", "--out", out]
     run = command("plan", "--profile", tmp_path / "p.yaml", *arguments, "--json")
     best = json.loads(run.stdout)["plans"][0]
-    assert best["settings"] | {"model": {"planned": "model"}} == yaml.safe_load(out.read_text())
+    written = yaml.safe_load(out.read_text())
+    assert written.pop("predicted")["batch"] > 0
+    assert best["settings"] | {"model": {"planned": "model"}} == written
     assert best["settings"]["method"].startswith("2bw")
     assert best["settings"]["balance"] == balance
     tiny = [

@@ -19,16 +19,8 @@ from penstock.plan.run_forecast import RunSettings, run_forecast
 from penstock.plan.stages.device_hierarchy import Collectives, DeviceLevel, Devices
 from penstock.schedule.ir.rank_numbers import RankNumbers
 from penstock.schedule.ir.schedule import Op
+from support.clusters import TWO_SERVERS
 
-CLUSTER = """format: penstock cluster 1
-name: two
-node: 2
-nodes: 2
-flops: {value: 1e12, source: assumed}
-memory: {value: 1e9, source: assumed}
-inside: {value: 2e9, source: assumed}
-between: {value: 2e8, source: assumed}
-"""
 FOUR_OF_TWO = (DeviceLevel(2, 100.0, 0.1), DeviceLevel(4, 10.0, 3.0))
 
 
@@ -98,14 +90,14 @@ def test_runs_sum_and_gather_as_the_cluster_does() -> None:
 def test_cluster_files_say_how_sums_go(tmp_path: Path) -> None:
     for name, way in (("a", "hierarchical"), ("b", "ring"), ("c", "hierarchical")):
         (tmp_path / name).with_suffix(".yaml").write_text(
-            CLUSTER.replace("name: two", f"name: {name}") + f"collectives: {way}\n"
+            TWO_SERVERS.replace("name: two", f"name: {name}") + f"collectives: {way}\n"
         )
     a, b, c = (find_cluster(str(tmp_path / f"{name}.yaml")) for name in "abc")
     assert a.devices(4).collectives == "hierarchical"
     assert devices_of_clusters([a, c], [2, 2]).collectives == "hierarchical"
     assert devices_of_clusters([a, b], [2, 2]).collectives == "ring"
     assert find_cluster("h100").devices(16).collectives == "ring"
-    (tmp_path / "d.yaml").write_text(CLUSTER + "collectives: tree\n")
+    (tmp_path / "d.yaml").write_text(TWO_SERVERS + "collectives: tree\n")
     with pytest.raises(ConfigError, match="collectives"):
         find_cluster(str(tmp_path / "d.yaml"))
     with pytest.raises(ConfigError, match="collectives must be 'ring' or 'hierarchical', got 'tree'"):

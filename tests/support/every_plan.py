@@ -319,7 +319,7 @@ class EveryPlan:
         network = Network(self.proof.schedule, kind.width, whole, max(parameters, 1e-30), 1, 1)
         return Costs(
             tuple(found),
-            latency=self.devices.latency,
+            latency=self.devices.latency if kind.width * kind.depth > 1 else 0.0,  # one process decides alone
             transfer=largest / along,
             collective=2 * (rings + (kind.width - 1) / kind.width * parameters / across),
             network=None if kind.level == "none" else network,

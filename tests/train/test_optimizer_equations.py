@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.weights.optim.basis_rotation import BasisRotation
 from penstock.weights.optim.directions import check_predictable, direction
+from penstock.weights.optim.muon import Muon
 from support.named_parameters import gradients, made, orthogonalised, run, some
 
 
@@ -98,11 +101,12 @@ def test_basis_rotation_is_for_matrices() -> None:
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("shape", [(4, 9), (9, 4), (5, 5)], ids=str)
-def test_muon_s_direction(shape: tuple[int, int], adjust: str, nesterov: bool) -> None:
-    """The iteration by hand, up to bfloat16; and to the bit the step of Muon if the next gradient is its momentum."""
+@pytest.mark.parametrize(("kind", "near"), [(torch.optim.Muon, 2e-2), (Muon, 1e-5)], ids=["torch's", "in float32"])
+def test_muon_s_direction(kind: Any, near: float, shape: tuple[int, int], adjust: str, nesterov: bool) -> None:
+    """The iteration by hand, up to its precision; it is the step of Muon if the next gradient is its momentum."""
     g = torch.Generator().manual_seed(3)
     p = nn.Parameter(torch.zeros(shape))
-    optimizer = torch.optim.Muon([p], lr=0.5, weight_decay=0.0, momentum=0.8, nesterov=nesterov, adjust_lr_fn=adjust)
+    optimizer = kind([p], lr=0.5, weight_decay=0.0, momentum=0.8, nesterov=nesterov, adjust_lr_fn=adjust)
     momentum = torch.zeros(shape, dtype=torch.float64)
     check_predictable(optimizer)
     assert direction(optimizer, p, optimizer.param_groups[0]) is None
@@ -116,10 +120,68 @@ def test_muon_s_direction(shape: tuple[int, int], adjust: str, nesterov: bool) -
     rows, columns = shape
     factor = math.sqrt(max(1, rows / columns)) if adjust == "original" else 0.2 * math.sqrt(max(shape))
     wanted = factor * orthogonalised(momentum)
-    assert (found - wanted).abs().max() < 0.02 * factor
+    assert (found - wanted).abs().max() < near * factor
     assert torch.equal(found, direction(optimizer, p, optimizer.param_groups[0], uncorrected=True))  # type: ignore[arg-type]
     p.grad = optimizer.state[p]["momentum_buffer"].clone()
     p.data.zero_()
     optimizer.param_groups[0]["lr"] = 1.0
     optimizer.step()
-    torch.testing.assert_close(p.detach(), -found, rtol=2e-2, atol=2e-2 * factor)
+    torch.testing.assert_close(p.detach(), -found, rtol=near, atol=near * factor)
+
+
+def stepped(kind: Any, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a wide and a tall matrix after three steps with weight decay and another rate in the second group."""
+    g = torch.Generator().manual_seed(4)
+    pair = [nn.Parameter(torch.randn(shape, generator=g)) for shape in ((6, 17), (12, 3))]
+    optimizer = kind([{"params": pair[:1]}, {"params": pair[1:], "lr": 0.2}], lr=0.5, weight_decay=0.3, **settings)
+    for _ in range(3):
+        for p in pair:
+            p.grad = torch.randn(p.shape, generator=g)
+        optimizer.step()
+    return pair[0].detach(), pair[1].detach()
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_muon_in_bfloat16_is_torch_s(nesterov: bool, adjust: str) -> None:
+    settings = {"momentum": 0.8, "nesterov": nesterov, "adjust_lr_fn": adjust}
+    wanted = stepped(torch.optim.Muon, **settings)
+    for found, torch_s in zip(stepped(Muon, ns_dtype="bfloat16", **settings), wanted, strict=True):
+        assert torch.equal(found, torch_s)
+    for found, torch_s in zip(stepped(Muon, **settings), wanted, strict=True):
+        assert not torch.equal(found, torch_s)  # in float32 on a CPU
+        torch.testing.assert_close(found, torch_s, rtol=0.05, atol=0.05)
+
+
+def test_muon_goes_on_from_the_state_of_torch_s_in_the_precision_chosen() -> None:
+    def made(kind: Any, **settings: Any) -> Any:
+        return kind([nn.Parameter(torch.eye(2, 3))], 0.25, **settings)
+
+    saved = made(torch.optim.Muon, momentum=0.5).state_dict()
+    for chosen in ("float32", "bfloat16", None):
+        optimizer = made(Muon, ns_dtype=chosen)
+        optimizer.load_state_dict(saved)
+        (group,) = optimizer.param_groups
+        assert (group["ns_dtype"], group["momentum"], group["lr"]) == (chosen, 0.5, 0.25)
+        other = made(Muon)
+        other.load_state_dict(optimizer.state_dict())
+        assert other.param_groups[0]["ns_dtype"] == chosen
+        copied = pickle.loads(pickle.dumps(optimizer))
+        assert copied.param_groups[0]["ns_dtype"] == chosen
+
+
+def test_muon_refuses_other_precisions() -> None:
+    matrix = nn.Parameter(torch.eye(2))
+    with pytest.raises(ConfigError, match="ns_dtype of Muon must be 'float32', 'bfloat16' or None; got 'float16'"):
+        Muon([matrix], ns_dtype="float16")
+    with pytest.raises(ConfigError, match=r"got torch\.float32"):
+        Muon([{"params": [matrix], "ns_dtype": torch.float32}])
+
+
+@pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
+def test_muon_leaves_a_momentum_in_bfloat16_as_it_is(ns_dtype: str) -> None:
+    matrix = nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
+    matrix.grad = torch.tensor([[1.0, 2.0, 3.0], [4.0, -5.0, 6.0]], dtype=torch.bfloat16)
+    optimizer = Muon([matrix], momentum=0.5, nesterov=False, ns_dtype=ns_dtype)
+    optimizer.step()
+    assert torch.equal(optimizer.state[matrix]["momentum_buffer"], matrix.grad / 2)

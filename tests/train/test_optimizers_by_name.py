@@ -79,7 +79,7 @@ def test_who_steps_what(name: OptimizerName, kind: str) -> None:
 
 def test_joined_optimizers_step_as_each_alone() -> None:
     named, other = some(), some()
-    optimizer = made("muon", named, momentum=0.9, nesterov=False)
+    optimizer = made("muon", named, momentum=0.9, nesterov=False, ns_dtype="bfloat16")
     run(optimizer, named)
     alone = [
         torch.optim.Muon(other[:2], 0.03, 0.2, 0.9, nesterov=False, adjust_lr_fn="match_rms_adamw"),

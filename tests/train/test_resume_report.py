@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 import signal
@@ -230,6 +231,25 @@ def test_what_a_person_has_changed_is_named(monkeypatch, capsys, trained) -> Non
     assert note_changes(config, trained, 2)["batches"] == {"before": 7, "now": 9}
     assert "by hand" not in resume(monkeypatch, capsys, trained)[1]
     assert path.read_text().startswith("# From batch 2 on: batches=9 (before: 7), optimizer.lr=0.3 (before: 0.003)")
+
+
+def test_a_run_of_an_earlier_version_goes_on(monkeypatch, capsys, trained) -> None:
+    """It did not know a key, in either file; that is recorded, as a run may do something else under its default."""
+    leave(trained, 2)
+    path = trained / "config.yaml"
+    text = path.read_text().replace("  ns_dtype: null\n", "")
+    path.write_text(text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    first = (trained / ".config.yaml").read_text().splitlines()[0]
+    (trained / ".config.yaml").write_text(f"{first.rpartition(' ')[0]} {digest}\n{text}")
+    code, err, started = resume(monkeypatch, capsys, trained)
+    assert code == 0, err
+    assert "by hand" not in err
+    assert "'ns_dtype': None" in started
+    changes = note_changes(load_config(path, []), trained, 2)
+    assert changes == {"optimizer.ns_dtype": {"before": "unknown", "now": None}}
+    assert path.read_text().startswith("# From batch 2 on: optimizer.ns_dtype=null (before: unknown)\n")
+    assert not note_changes(load_config(path, []), trained, 4)
 
 
 def test_what_a_configuration_is_compared_with_may_be_damaged(monkeypatch, capsys, trained) -> None:

@@ -220,8 +220,8 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
         )  # fmt: skip
         if settings.checkpoint.every is not None:
             check_is_saved(folder, start)
-        if settings.profile is not None:
-            print_words(console, Text(prediction_in_words(settings, folder)))
+        if settings.predicted.batch is not None:
+            print_words(console, Text(against_plan(settings, folder)))
     except (WorkerError, InterruptedRunError) as error:
         if console.is_terminal:
             console.line()  # a worker that was killed has left the cursor behind its live display
@@ -234,33 +234,24 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
         console.show_cursor()  # a killed worker could not
 
 
-def prediction_in_words(config: TrainConfig, run: Path) -> str:
-    """Return how far the prediction of a run that has ended was from what it took, or why that cannot be told.
+def against_plan(settings: TrainConfig, folder: Path) -> str:
+    """Return how far the prediction of a plan was from what its run took, or why that cannot be told.
 
     Args:
-        config: of the run; it names the profile that it was planned with.
-        run: its folder.
+        settings: of the run that has ended, with a prediction.
+        folder: of the run.
     """
-    from penstock.measure.run_against_profile import check_profile_is_of_run, settings_of_run
-    from penstock.plan.measured_run import compare_with_run
-    from penstock.plan.profile.files import read_profile
+    from penstock.plan.measured_run import PredictedRun, prediction_in_words  # imports all that simulates
     from penstock.runtime.rank.timeline_files import read_timeline
-    from penstock.view.drawing.timeline_labels import WORK
+    from penstock.schedule.ir.rank_numbers import RankNumbers
 
+    found, ranks = settings.predicted, RankNumbers(settings.width, settings.stages, settings.rank_order)
+    assert found.batch is not None, "there is a prediction"
+    planned = PredictedRun(found.batch, found.passes or (), found.updates or (), found.idle)
     try:
-        profile = read_profile(Path(config.profile or ""))
-        check_profile_is_of_run(profile, config, run)
-        found = compare_with_run(profile, settings_of_run(config, run), read_timeline(run))
+        return prediction_in_words(planned, read_timeline(folder), ranks.of_pipeline(0), settings.microbatches)
     except PenstockError as error:
-        return f"Not compared with the prediction of {config.profile}: {error}"
-    off = ((stage, kind, each.error(kind)) for stage, each in enumerate(found.stages) for kind in each.measured)
-    errors = {(stage, kind): by for stage, kind, by in off if by is not None}
-    before, after = found.batch
-    said = f"A batch took {after:.4g} s, predicted {before:.4g} s ({before / after - 1:+.1%})."
-    if errors:
-        (stage, kind), farthest = max(errors.items(), key=lambda item: abs(item[1]))
-        said += f" Farthest off: {WORK.get(kind, kind)} of stage {stage} ({farthest:+.1%})."
-    return f"{said} All of it: penstock predicted {run}"
+        return f"Not compared with what was planned: {error}"
 
 
 def _how_to_take_less(settings: TrainConfig, said: str) -> str:

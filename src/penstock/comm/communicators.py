@@ -14,6 +14,7 @@ from penstock.comm.collective.control_reduce import (
     Scalars,
 )
 from penstock.comm.collective.shard_exchange import GlooShards, LocalShards, ShardExchange
+from penstock.comm.collective.stand_ins import ReducerAlone, ShardsAlone
 from penstock.comm.collective.wave_exchange import WAVE_TIMEOUT, Exchange, GlooExchange, LocalExchange
 from penstock.comm.core.rank_grid import Holder, RankGrid, RankKey
 from penstock.comm.core.tagged_group import Tag
@@ -92,6 +93,8 @@ def connect(
     priority, sharded = TransferPriority(), lowered.schedule.sharding.level is not Level.NONE
     made = transports.make(lowered, channel, priority)
     if grid.group is None:
+        if grid.first_only:
+            return _connect_alone(made, deciding, add, sharded)
         return _connect_locally(grid, made, deciding, add, combine, LocalShards() if sharded else None)
     ((key, transport),) = made.items()
     reducer = GlooReducer(grid.process, grid.control, holder_groups, priority=priority)
@@ -137,6 +140,18 @@ class _TensorControlReduce:
     def close(self) -> None:
         """Stop the background thread."""
         self._whole.close()
+
+
+def _connect_alone(
+    transports: Mapping[RankKey, Transport], deciding: Sequence[Holder], add: Add, sharded: bool
+) -> Mapping[RankKey, Communicators]:
+    """Make the communicators of one pipeline whose siblings are not there."""
+    reducer, shards = ReducerAlone(), ShardsAlone() if sharded else None
+    own = LocalControlReduce([holder for holder in deciding if holder.pipeline == 0], add)
+    return {
+        key: Communicators(transport, reducer, LocalReducer(), own, shards=shards)
+        for key, transport in transports.items()
+    }
 
 
 def _connect_locally(

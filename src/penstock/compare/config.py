@@ -105,6 +105,10 @@ class ComparisonConfig(Strict):
     cuda_graphs: bool = Field(
         default=False, description="record passes as CUDA graphs, so that the host issues each by one call"
     )
+    compile: bool = Field(
+        default=False,
+        description="compile each block by torch.compile; on a CPU with a C++ compiler; changes the last bits",
+    )
     threads: int = Field(
         default=1, ge=1, le=MOST_THREADS, description="threads to compute with; the number changes the last bits"
     )

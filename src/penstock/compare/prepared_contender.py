@@ -128,6 +128,7 @@ def _plans(
         balance=model.balance,
         device=config.device,
         cuda_graphs=config.cuda_graphs,
+        compile=config.compile,
     )
     if not contender.sync:
         return PipelinePlan.make(blocks, request, options.changed(correction=correction)), None

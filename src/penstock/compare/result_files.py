@@ -27,6 +27,7 @@ from penstock.compare.trial import TrialResult
 from penstock.errors import ConfigError, DataError
 from penstock.guarded_files import write_whole
 from penstock.train.config.own_schedule import schedule_in
+from penstock.train.config.sections import special_options
 
 SCHEMA = 1
 INDEX = "comparison.json"
@@ -87,7 +88,7 @@ class Records:
 
     def __init__(self, folder: Path, config: ComparisonConfig, task: Task) -> None:
         self.folder = folder
-        self._shared = json.loads(json.dumps({**config.shared, "data found": task.fingerprint}))
+        self._shared = _plain({**config.shared, "data found": task.fingerprint})
         self._listed = {
             "methods": [c.label for c in contenders(config)],
             "schedules": config.schedules,
@@ -96,7 +97,7 @@ class Records:
             "tune": config.tune,
         }
         if os.path.exists(folder / INDEX):
-            self._compare(_read(folder / INDEX)["shared"])
+            self._compare(_read(folder / INDEX)["shared"], config)
         elif os.path.isdir(folder) and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise ConfigError(
                 f"--out {str(folder)!r} has other files in it but no comparison; give a new or empty folder"
@@ -117,9 +118,15 @@ class Records:
             why = "it is a file; give a folder" if os.path.isfile(self.folder) else error.strerror or error
             raise ConfigError(f"cannot write to --out {str(self.folder)!r}: {why}") from None
 
-    def _compare(self, there: dict[str, Any]) -> None:
-        """Check that the folder holds the same comparison."""
-        before, now = _flat(there), _flat(self._shared)
+    def _compare(self, there: dict[str, Any], config: ComparisonConfig) -> None:
+        """Check that the folder holds the same comparison.
+
+        A key that an earlier version did not know counts as its default; but the optimizer may have done something else
+        before it had an option.
+        """
+        special = {f"optimizer.{key}" for key in special_options(config.optimizer.name)}
+        defaults, now = _flat(_plain(ComparisonConfig().shared)), _flat(self._shared)
+        before = {key: value for key, value in defaults.items() if key not in special} | _flat(there)
         differing = [
             f"{key} is {_shown(before.get(key, _MISSING))} there and {_shown(now.get(key, _MISSING))} now"
             for key in dict.fromkeys([*before, *now])
@@ -187,6 +194,12 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values as they are read from a file again."""
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain
 
 
 def _shown(value: Any) -> str:

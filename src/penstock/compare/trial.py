@@ -63,7 +63,8 @@ def run_trial(config: ComparisonConfig, task: Task, prepared: PreparedContender,
     trial.train(tell)
     count = len(trial.losses) if trial.diverged is None else trial.diverged
     losses = tuple(trial.losses.get(batch, math.nan) for batch in range(count))
-    norms = tuple(trial.norms().get(batch, math.nan) for batch in range(count))
+    found = trial.norms()
+    norms = tuple(found.get(batch, math.nan) for batch in range(count))
     return TrialResult(key, tuple(trial.scores), losses, norms, trial.diverged, time.perf_counter() - begun)
 
 

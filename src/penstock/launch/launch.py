@@ -37,6 +37,7 @@ def launch_local(
     restarts: int = 0,
     timeout: float = 300.0,
     preload: Sequence[str] = (),
+    drains: bool = True,
 ) -> None:
     """Run `function(*arguments, drain)` in local worker processes; return when it has returned in all of them.
 
@@ -52,43 +53,54 @@ def launch_local(
         restarts: how often elastic may restart all workers after one has failed.
         timeout: seconds for all workers to return after the first has.
         preload: modules of the function, imported once for all workers that this process ever forks.
+        drains: the function looks at that file; if it does not, the first signal kills the workers.
 
     Raises:
         WorkerError: a worker failed, and the others have been killed.
-        InterruptedRunError: this process was signalled twice.
+        InterruptedRunError: this process was signalled twice, or once where nothing drains.
     """
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are reported below, once
-    with _folder_of_reports(folder) as reports, workers_environment(), LauncherSignals(reports / "drain") as signals:
+    kills = not drains
+    with (
+        _folder_of_reports(folder) as reports,
+        workers_environment(),
+        LauncherSignals(reports / "drain", kills) as signals,
+    ):
         exits = WorkerExits(reports, workers, timeout)
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=workers,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend=BACKEND,
-            local_addr="127.0.0.1",
-            max_restarts=restarts,
-            monitor_interval=0.1,
-            start_method=start_method(preload),
-            logs_specs=DefaultLogsSpecs(log_dir=str(exits.errors)),
-        )
+        config = _launch_config(workers, restarts, preload, exits.errors)
         tempfile.tempdir = str(reports)  # of this process: torch leaves a file there for each worker that raises
         launched = _in_thread(elastic_launch(config, work), function, str(reports), *arguments, str(signals.drain))
         while not wait([launched], timeout=_LOOK).done:
             exits.look()
-            if signals.second is not None:  # also kills workers that elastic has restarted meanwhile
+            if signals.fatal is not None:  # also kills workers that elastic has restarted meanwhile
                 exits.kill()
             if exits.is_stuck:
                 raise exits.explain_stuck()
         try:
             launched.result()
         except ChildFailedError as error:
-            if signals.second is not None:
-                raise InterruptedRunError(signals.second) from None
+            if signals.fatal is not None:
+                raise InterruptedRunError(signals.fatal) from None
             raise exits.explain(error) from None
         except (EOFError, OSError) as error:
             raise WorkerError(why_not_started(error), "") from None
+
+
+def _launch_config(workers: int, restarts: int, preload: Sequence[str], errors: Path) -> LaunchConfig:
+    """Return how elastic is to launch workers of this machine, which write their errors into a folder."""
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend=BACKEND,
+        local_addr="127.0.0.1",
+        max_restarts=restarts,
+        monitor_interval=0.1,
+        start_method=start_method(preload),
+        logs_specs=DefaultLogsSpecs(log_dir=str(errors)),
+    )
 
 
 @contextmanager

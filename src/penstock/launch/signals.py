@@ -36,14 +36,15 @@ class LauncherSignals:
 
     Args:
         drain: the file to create at the first signal.
+        kills: the first signal kills workers already, whichever it is, as nothing is lost with them.
 
     Attributes:
-        second: the number of the second signal, if it came.
+        fatal: the number of the signal that kills workers, if it came.
     """
 
-    def __init__(self, drain: Path) -> None:
-        self.drain = drain
-        self.second: int | None = None
+    def __init__(self, drain: Path, kills: bool = False) -> None:
+        self.drain, self._kills = drain, kills
+        self.fatal: int | None = None
         self._hung_up = False
 
     def __enter__(self) -> LauncherSignals:
@@ -63,7 +64,9 @@ class LauncherSignals:
 
     def _take(self, number: int, *_: object) -> None:
         self._hung_up |= number == signal.SIGHUP
-        if not self.drain.exists():
+        if self._kills:
+            self.fatal = number
+        elif not self.drain.exists():
             self.drain.touch()
         elif number != signal.SIGHUP:
-            self.second = number
+            self.fatal = number

@@ -179,26 +179,25 @@ def _rehearse(
 
 
 def _alone(config: TrainConfig) -> TrainConfig:
-    """Return the configuration of a single pipeline."""
-    if config.width > 1 and str(config.sharding) not in ("none", "None"):
-        what = "weights" if config.sharding == "full" else "optimizer states"
-        raise ConfigError(
-            f"sharding {str(config.sharding)!r} divides {what} among {config.width} pipelines, which one rank cannot "
-            f"rehearse alone; --set sharding=none rehearses it with all {what} on the device, so with more memory"
-        )
+    """Return the configuration of a single pipeline; with sharding of several, of which the first one owns its part."""
     if config.combine.kind != "reduce":
         raise ConfigError(
             f"with combine.kind={config.combine.kind} pipelines have weights of their own, which one rank cannot "
             "rehearse alone; --set combine.kind=reduce rehearses it with sums of gradients in their place"
         )
-    return config.model_copy(update={"width": 1})
+    return config if _shards(config) else config.model_copy(update={"width": 1})
+
+
+def _shards(config: TrainConfig) -> bool:
+    return config.width > 1 and str(config.sharding) not in ("none", "None")
 
 
 def _left_out(config: TrainConfig) -> tuple[str, ...]:
     """Return what a rank alone does not do."""
     lost = []
     if config.width > 1:
-        lost.append(f"sums of gradients over {config.width} pipelines")
+        gathers = " and gathers of weights" if _shards(config) else ""
+        lost.append(f"sums of gradients{gathers} over {config.width} pipelines")
     if config.tensor_parallel > 1:
         lost.append(f"what the {config.tensor_parallel} processes that share each stage decide together")
     if config.model.tied:
@@ -247,9 +246,11 @@ class _Rehearsed:
             blocks |= named if own else {f"instead of stage {index}": StandIn(outputs.get(index))}
         loss = self._loss if depth - 1 in self.own else _no_loss
         plan = PipelinePlan.make(blocks, self._plan.given, options.changed(balance=balance))
-        pipeline = pipeline_of(plan, blocks, loss, optimizer, tensor=self._tensor)
-        count = self._plan.schedule.microbatches
-        for _ in pipeline.run([self._pair() for _ in range(count)] for _ in range(warm + batches)):
+        pipeline = pipeline_of(plan, blocks, loss, optimizer, tensor=self._tensor, first_only=True)
+        count, others = self._plan.schedule.microbatches, options.data_parallel.width - 1
+        for _ in pipeline.run(
+            [*(self._pair() for _ in range(count)), *[self._sample] * (count * others)] for _ in range(warm + batches)
+        ):
             pass
         work = own_work(pipeline.timeline().intervals, self._rank, range(warm, warm + batches))
         return work, pipeline.peak_bytes()[self._rank]

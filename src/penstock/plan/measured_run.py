@@ -7,7 +7,7 @@ slower, do not count.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -48,6 +48,22 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
+class PredictedRun:
+    """What a plan predicts of its run, in seconds of a batch.
+
+    Attributes:
+        batch: one more of a long run.
+        passes, updates: of each stage; empty if not known.
+        idle: shares of the time of all ranks by cause; None if not known.
+    """
+
+    batch: float
+    passes: Sequence[float] = ()
+    updates: Sequence[float] = ()
+    idle: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True)
 class RunComparison:
     """Predicted and measured.
 
@@ -84,6 +100,49 @@ def compare_with_run(profile: Profile, settings: RunSettings, timeline: Timeline
     return RunComparison(tuple(stages), (batch, measured_batch(timeline)), shares)
 
 
+def prediction_in_words(predicted: PredictedRun, timeline: Timeline, ranks: Collection[int], microbatches: int) -> str:
+    """Return how far a plan's prediction was from what its run took: of a batch, of each stage, and of idle time.
+
+    Args:
+        predicted: of a batch.
+        timeline: of the run.
+        ranks: of one of its pipelines.
+        microbatches: of a batch in it.
+
+    Raises:
+        ConfigError: the timeline holds too little.
+    """
+    batch = measured_batch(timeline)
+    lines = [f"A batch took {batch:.4g} s, planned {predicted.batch:.4g} s ({predicted.batch / batch - 1:+.1%})."]
+    for stage, passes in enumerate(predicted.passes):
+        took = _durations(timeline, stage, ranks)
+        updates, forwards = took.pop("STEP", []), len(took.get("F", []))
+        each = sum(statistics.median(times) * len(times) for times in took.values())  # some backwards may be halved
+        found = each * microbatches / max(forwards, 1)
+        if not found:
+            continue
+        said = f"stage {stage}: passes {found:.4g} s, planned {passes:.4g} s ({passes / found - 1:+.1%})"
+        if planned := predicted.updates[stage : stage + 1]:
+            update = statistics.median(updates) if updates else 0.0
+            said += f"; update {update:.4g} s, planned {planned[0]:.4g} s"
+        lines.append(said)
+    if predicted.idle is not None:
+        lines.append(idle_in_words("planned", predicted.idle, idle_shares(timeline)))
+    return "\n".join(lines)
+
+
+def idle_in_words(expected: str, predicted: Mapping[str, float], measured: Mapping[str, float]) -> str:
+    """Return measured shares of idle time beside predicted ones, the largest difference first.
+
+    Args:
+        expected: what to call these: "planned" or "predicted".
+        predicted, measured: shares by cause.
+    """
+    causes = sorted({*predicted, *measured}, key=lambda c: -abs(predicted.get(c, 0.0) - measured.get(c, 0.0)))
+    each = (f"{c} {measured.get(c, 0.0):.1%}, {expected} {predicted.get(c, 0.0):.1%}" for c in causes)
+    return f"idle, of the time of all ranks: {'; '.join(each) or 'never'}"
+
+
 def predicted_batch(profile: Profile, settings: RunSettings) -> float:
     """Return the seconds that one more batch of a long run takes by a profile.
 
@@ -106,11 +165,16 @@ def _span(proof: Proof) -> int:
 
 def _medians(timeline: Timeline, stage: int, ranks: Collection[int]) -> dict[str, float]:
     """Return the median seconds of each kind of work of a stage on some ranks."""
+    return {kind: statistics.median(times) for kind, times in _durations(timeline, stage, ranks).items()}
+
+
+def _durations(timeline: Timeline, stage: int, ranks: Collection[int]) -> dict[str, list[float]]:
+    """Return the seconds of all work of a stage on some ranks, by kind."""
     found: dict[str, list[float]] = {}
     for each in timeline.work():
         if each.what in _WORK and each.stage == stage and each.rank in ranks:
             found.setdefault(each.what, []).append(each.end - each.start)
-    return {kind: statistics.median(times) for kind, times in found.items()}
+    return found
 
 
 def measured_batch(timeline: Timeline) -> float:

@@ -16,8 +16,13 @@ _VALUES = {
 }
 
 
-def trials_json(chosen: Chosen) -> dict[str, Any]:
-    """Return the trials as plain values."""
+def trials_json(chosen: Chosen, tokens: int | None = None) -> dict[str, Any]:
+    """Return the trials as plain values.
+
+    Args:
+        chosen: the best plan by an objective, and all others that were asked for.
+        tokens: of a sample, to tell the price of a million of them beside "cost"; None not to.
+    """
     return {
         "optimized": chosen.objective,
         "trials": [
@@ -25,6 +30,7 @@ def trials_json(chosen: Chosen) -> dict[str, Any]:
                 "devices": trial.devices,
                 "batch": trial.batch,
                 "value": trial.value,
+                **({} if tokens is None else {"price_of_million_tokens": trial.value and trial.value / tokens}),
                 "without_pipeline": trial.flat,
                 "stages": None if trial.plan is None else len(trial.plan.stages),
                 "devices_used": None if trial.plan is None else trial.plan.devices,
@@ -35,8 +41,8 @@ def trials_json(chosen: Chosen) -> dict[str, Any]:
     }
 
 
-def trials_table(chosen: Chosen) -> Table:
-    """Return the trials, the best one marked."""
+def trials_table(chosen: Chosen, tokens: int | None = None) -> Table:
+    """Return the trials, the best one marked; arguments as of `trials_json`."""
     table = Table(title=f"objective: {chosen.objective}", title_justify="left", box=None)
     batches = chosen.objective == "time-to-target"
     heads = ["", "devices", *(["batch"] if batches else []), "plan", "stages", "used", "s per\nsample"]
@@ -47,6 +53,8 @@ def trials_table(chosen: Chosen) -> Table:
     values = [trial.value for trial in chosen.trials if trial.value is not None]
     for trial in chosen.trials:
         table.add_row(*_cells(trial, chosen.objective, bool(values) and trial.value == min(values)))
+    if values and tokens is not None:
+        table.caption, table.caption_justify = f"1,000,000 tokens: {min(values) / tokens:.5g} at best", "left"
     return table
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from penstock.byte_sizes import human_bytes
 from penstock.checks import finite_or_none
+from penstock.plan.planned_timeline import planned_idle_shares
 from penstock.plan.planners.published_run import published_run
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.profile.model_in_plans import model_settings, said_of_model
 from penstock.plan.stages.device_hierarchy import Devices, places_in_words
-from penstock.plan.stages.planned import Plan, PlannedStage, StageRating
+from penstock.plan.stages.planned import COMPUTE, UPDATES, Plan, PlannedStage, StageRating
 
 
 def planning_json(planning: Planning) -> dict[str, Any]:
@@ -139,12 +139,33 @@ def run_settings(planning: Planning) -> dict[str, Any]:
     return dict(plan.settings) or published_run(planning.request.cost, plan, sized.graph, sized.microbatches)
 
 
-def plan_file(planning: Planning, profile: Path | None = None) -> str:
-    """Return the best plan as a configuration of `penstock train`, with predictions in comments.
+def _predicted(planning: Planning) -> dict[str, Any]:
+    """Return the seconds of a batch of the best plan, and of its stages and of idle time what is known of them.
 
-    Args:
-        planning: with a plan.
-        profile: file that runs are to be compared with; None for none.
+    Where ranks share cores, passes take longer by the clock than they work, so nothing is said of them. Costs of other
+    planners leave out the bubble, so of their plans nothing is predicted.
+    """
+    plan, cores = planning.plans[0], planning.request.devices.cores
+    if not plan.settings:
+        return {}
+    microbatches = planning.sizes[plan.samples].microbatches
+
+    def of_batch(seconds: float) -> float:
+        return float(f"{seconds * microbatches:.6g}")
+
+    found: dict[str, Any] = {"batch": of_batch(plan.rating.seconds)}
+    if cores is not None and cores < plan.devices:
+        return found
+    for key, part in (("passes", COMPUTE), ("updates", UPDATES)):
+        if all(part in stage.parts for stage in plan.rating.stages):
+            found[key] = [of_batch(stage.parts[part]) for stage in plan.rating.stages]
+    if idle := planned_idle_shares(planning):
+        found["idle"] = {cause: float(f"{share:.4g}") for cause, share in idle.items()}
+    return found
+
+
+def plan_file(planning: Planning) -> str:
+    """Return the best plan as a configuration of `penstock train`, with predictions, most of them in comments.
 
     Raises:
         ConfigError: it cannot be run.
@@ -166,6 +187,7 @@ def plan_file(planning: Planning, profile: Path | None = None) -> str:
     if "placement" in plan.settings:
         said.append(f"{places_in_words(plan.settings['placement'], plan.settings['stages'])} (docs/launchers.md)")
         said += [str(kind) for kind in request.devices.kinds]
-    both = model_settings(request.profile) | settings | ({"profile": str(profile)} if profile else {})
+    predicted = _predicted(planning)
+    both = model_settings(request.profile) | settings | ({"predicted": predicted} if predicted else {})
     values = yaml.safe_dump(both, sort_keys=False, default_flow_style=None)
     return "".join(f"# {line}\n" for line in said) + values

@@ -26,11 +26,13 @@ from penstock.schedule.ir.rank_numbers import RANK_ORDERS
 from penstock.simulate.simulate import simulate_schedule
 from penstock.timeline import Timeline
 
-_BATCHES = 3
-_MOST_PASSES = 20_000  # that are played and drawn
+_DRAWN = 3  # batches
+_MOST_DRAWN = 20_000  # passes
+_SETTLED = 8  # batches, whose beginning and end count little beside the others
+_MOST_COUNTED = 1_000  # passes in them, as these take a second
 
 
-def planned_timeline(planning: Planning) -> Timeline:
+def planned_timeline(planning: Planning, batches: int = _DRAWN) -> Timeline:
     """Return the timeline of a few batches of the best plan.
 
     Raises:
@@ -40,7 +42,7 @@ def planned_timeline(planning: Planning) -> Timeline:
         raise ConfigError("timelines are those of plans that --cost simulated finds")
     plan, request = planning.plans[0], planning.request
     settings, sized = plan.settings, planning.sizes[plan.samples]
-    if settings["stages"] * settings["microbatches"] * _BATCHES > _MOST_PASSES:
+    if settings["stages"] * settings["microbatches"] * batches > _MOST_DRAWN:
         raise ConfigError(
             f"a timeline of {settings['stages']} x {settings['microbatches']} passes is too long to be drawn; plan for "
             "a smaller batch"
@@ -55,7 +57,19 @@ def planned_timeline(planning: Planning) -> Timeline:
     known = KnownSchedules(stages_decide(request.profile))
     times = CandidateTimes(candidate, BlockChain(sized.graph, 2.0), request.devices, known)
     costs = times.costs(np.array([0, *accumulate(settings["balance"])]), activations)
-    return simulate_schedule(known.proof(times.schedule(activations), away), costs, _BATCHES).timeline
+    return simulate_schedule(known.proof(times.schedule(activations), away), costs, batches).timeline
+
+
+def planned_idle_shares(planning: Planning) -> dict[str, float]:
+    """Return the shares of the best plan's time that its ranks are idle, by cause; empty if it has too many passes.
+
+    Raises:
+        ConfigError: it was not found by simulation.
+    """
+    settings = planning.plans[0].settings
+    if settings["stages"] * settings["microbatches"] * _SETTLED > _MOST_COUNTED:
+        return {}
+    return idle_shares(planned_timeline(planning, _SETTLED))
 
 
 def idle_shares(timeline: Timeline) -> dict[str, float]:

@@ -26,6 +26,7 @@ def pipeline_of(
     optimizer: OptimizerFactory,
     group: dist.ProcessGroup | None = None,
     tensor: TensorGroup | None = None,
+    first_only: bool = False,
 ) -> Pipeline:
     """The pipeline of a plan, of which nothing is checked again.
 
@@ -33,6 +34,8 @@ def pipeline_of(
         plan: made of the same blocks; between processes by `shared_plan`, or the like.
         blocks, loss, optimizer, group: as of `Pipeline`.
         tensor: instead of a group, processes each of which has all ranks, and shares all stages with the others.
+        first_only: without a group, only the first of parallel pipelines is made; it updates as if the others had
+            added nothing, and the weights that they own are of no meaning.
 
     Raises:
         ConfigError: the group has another size, or blocks are not what the plan takes them for; or ranks were given
@@ -42,10 +45,10 @@ def pipeline_of(
     check_loss(loss)
     options, pipeline = plan.options, Pipeline.__new__(Pipeline)
     numbers, parts = rank_numbers(options.data_parallel, plan.schedule.ranks), options.partition.tensor_parallel
-    if tensor is None:
+    if tensor is None and not first_only:
         grid = rank_grid(numbers, group, options.run.timeout, parts)
     else:
-        grid = RankGrid(numbers, None, options.run.timeout, tensor)
+        grid = RankGrid(numbers, None, options.run.timeout, tensor, first_only)
     if grid.everyone is not None:
         check_same_plans({"": plan}, None, grid.everyone)
     pipeline._build(plan, grid, blocks, named_blocks(blocks), loss, optimizer)

@@ -36,12 +36,12 @@ def run_in_processes(config: TrainConfig, count: int, updated: list[int], see: S
         see: receives the numbers.
 
     Raises:
-        InterruptedRunError: this process was signalled twice.
+        InterruptedRunError: this process was signalled.
     """
     with tempfile.TemporaryDirectory() as folder:
         arguments = config.model_dump(), folder, count, updated
         try:
-            launch_local(config.processes, _work, *arguments, timeout=config.timeout, preload=(__name__,))
+            launch_local(config.processes, _work, *arguments, timeout=config.timeout, preload=(__name__,), drains=False)
         except WorkerError as error:
             return error
         show_numbers(Path(folder), config, see)

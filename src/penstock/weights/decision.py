@@ -154,6 +154,11 @@ def add_shares(shares: Sequence[Share]) -> Share:
     )
 
 
+def add_shares_alone(shares: Sequence[Share]) -> Share:
+    """Sum the shares of one pipeline without its siblings, so that the norm lacks what these own."""
+    return add_shares(shares)._replace(missing=0.0)
+
+
 def decide(batch: int, total: Share, divisor: float, clip: float | None) -> Decision:
     """Decide on a batch from the sum of all shares.
 

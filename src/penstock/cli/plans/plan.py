@@ -107,11 +107,11 @@ def plan(
             links=None if link_matrix is None else link_matrix_of(link_matrix, planner),
         )
     )
-    _check_options(request.cost, out, worlds, host_memory, timeline)
+    smaller = _check_options(request, out, worlds, host_memory, timeline)
     chosen = choose(request, objective, _target(epochs, epoch_samples), price_of(price, clusters, objective))
     _print_answer(chosen, what_if, as_json)
     if chosen.planning.plans:
-        _write_files(chosen.planning, out, worlds, timeline, profile, as_json)
+        _write_files(chosen.planning, out, smaller, timeline, as_json)
     if what_if and not as_json:
         _print_changes(chosen.planning)
     if not chosen.planning.plans:
@@ -119,17 +119,20 @@ def plan(
 
 
 def _check_options(
-    cost: str | None, out: Path | None, worlds: str | None, host_memory: str | None, timeline: Path | None
-) -> None:
+    request: Any, out: Path | None, worlds: str | None, host_memory: str | None, timeline: Path | None
+) -> Mapping[int, Any]:
     """Refuse options that do not go together, and files that cannot be written, before anything is searched.
+
+    Returns:
+        The devices of the smaller worlds that are asked for, by their number.
 
     Raises:
         ConfigError: they do not, or the folder of a file is not there.
     """
     from penstock.plan.planners.published_run import METHODS
 
-    if worlds is not None and out is None:
-        raise ConfigError("--worlds writes plans beside that of --out; give --out, too")
+    cost = request.cost
+
     if out is not None and cost not in ("simulated", *METHODS):
         raise ConfigError(f"--out takes plans that can be run; those by cost {cost!r} cannot, use --cost simulated")
     if timeline is not None and cost != "simulated":
@@ -141,24 +144,45 @@ def _check_options(
     for file in (out, timeline):
         if file is not None and not file.parent.is_dir():
             raise ConfigError(f"cannot write {str(file)!r}: there is no folder {str(file.parent)!r}; make it first")
+    return _smaller_worlds(worlds, out, request.devices)
+
+
+def _smaller_worlds(worlds: str | None, out: Path | None, devices: Any) -> Mapping[int, Any]:
+    """Return the devices of some smaller worlds, by their number.
+
+    Raises:
+        ConfigError: there are no such devices, or no file to write plans beside.
+    """
+    from penstock.plan.objectives import fewer_devices
+
+    if worlds is None:
+        return {}
+    if out is None:
+        raise ConfigError("--worlds writes plans beside that of --out; give --out, too")
+    try:
+        return {size: fewer_devices(devices, size) for size in whole_numbers("--worlds", worlds)}
+    except ConfigError as error:
+        raise ConfigError(f"--worlds: {error}") from None
 
 
 def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
     """Print plans and what was asked for them; as JSON also what more of each resource would bring."""
     from penstock.cli.plans.plan_tables import planning_tables
+    from penstock.cli.plans.profile_of_model import tokens_of_sample
     from penstock.plan.objective_trials_report import trials_json, trials_table
     from penstock.plan.plan_export import planning_json
     from penstock.plan.planned_timeline import what_would_help
     from penstock.view.tables import table_console
 
     found = chosen.planning
+    tokens = tokens_of_sample(found.request.profile) if chosen.objective == "cost" else None
     if as_json:
         changes = [each._asdict() for each in what_would_help(found)] if what_if else []
-        print_json(planning_json(found) | trials_json(chosen) | {"what_if": changes})
+        print_json(planning_json(found) | trials_json(chosen, tokens) | {"what_if": changes})
         return
     console = table_console()
     if chosen.objective != "throughput":
-        console.print(trials_table(chosen))
+        console.print(trials_table(chosen, tokens))
     console.print(planning_tables(found, console.width))
 
 
@@ -175,13 +199,10 @@ def _print_changes(found: Any) -> None:
         console.print(Text(f"With {change}: {said}" + (f", {faster}." if gain else ".")))
 
 
-def _write_files(
-    found: Any, out: Path | None, worlds: str | None, timeline: Path | None, profile: Path | None, as_json: bool
-) -> None:
+def _write_files(found: Any, out: Path | None, worlds: Mapping[int, Any], timeline: Path | None, as_json: bool) -> None:
     """Write the drawing and the plans that are asked for."""
     if out is not None:
-        trained = profile if found.request.profile.settings else None  # runs of other models are not compared with it
-        _say_plans(_write_plans(out, found, worlds, trained), found, as_json)
+        _say_plans(_write_plans(out, found, worlds), found, as_json)
     if timeline is not None:
         _draw_timeline(timeline, found, as_json)
 
@@ -219,7 +240,7 @@ def _in_python(of: Mapping[str, Any]) -> str:
     )
 
 
-def _write_plans(out: Path, found: Any, worlds: str | None, profile: Path | None) -> list[Path]:
+def _write_plans(out: Path, found: Any, worlds: Mapping[int, Any]) -> list[Path]:
     """Write the best plan, and beside it plans for fewer devices; return their paths, that of the best one last.
 
     Raises:
@@ -227,11 +248,10 @@ def _write_plans(out: Path, found: Any, worlds: str | None, profile: Path | None
     """
     from penstock.plan.plan_export import plan_file
 
-    sizes = whole_numbers("--worlds", worlds) if worlds else []
-    paths = [out.with_stem(f"{out.stem}-{size}") for size in sizes]
-    _write_plan(out, plan_file(found, profile))
-    for path, size in zip(paths, sizes, strict=True):
-        _write_plan(path, _smaller_world(found, size, profile))
+    _write_plan(out, plan_file(found))
+    paths = {out.with_stem(f"{out.stem}-{size}"): devices for size, devices in worlds.items()}
+    for path, devices in paths.items():
+        _write_plan(path, _plan_of_smaller_world(found, devices))
     return [*paths, out]
 
 
@@ -265,27 +285,25 @@ def _draw_timeline(path: Path, found: Any, quiet: bool) -> None:
         say_written("drawing", path)
 
 
-def _smaller_world(found: Any, size: int, profile: Path | None) -> str:
+def _plan_of_smaller_world(found: Any, devices: Any) -> str:
     """Return the plan for fewer devices with the same samples in a batch.
 
     Raises:
-        ConfigError: there are no such devices, or no plan fits them.
+        ConfigError: they are more than those of the best plan, or no plan fits them.
     """
-    from penstock.plan.objectives import fewer_devices
     from penstock.plan.plan_export import plan_file
     from penstock.plan.planning import make_plan
 
-    best, request = found.plans[0], found.request
-    if size > request.devices.count:
+    best, most = found.plans[0], found.request.devices.count
+    if devices.count > most:  # the objective has chosen fewer than there are
         raise ConfigError(
-            f"--worlds: {size} devices are more than the {request.devices.count} of the best plan; leave them out"
+            f"--worlds: {devices.count} devices are more than the {most} of the best plan; leave them out"
         )
     samples = found.sizes[best.samples].microbatches * best.samples
-    request = replace(request, devices=fewer_devices(request.devices, size), samples=samples, microbatches=None)
-    smaller = make_plan(request)
+    smaller = make_plan(replace(found.request, devices=devices, samples=samples, microbatches=None))
     if not smaller.plans:
-        raise ConfigError(f"--worlds: no plan fits {size} devices; leave it out, or give more memory")
-    return plan_file(smaller, profile)
+        raise ConfigError(f"--worlds: no plan fits {devices.count} devices; leave it out, or give more memory")
+    return plan_file(smaller)
 
 
 def _target(epochs: str | None, samples: float | None) -> Any:

@@ -110,28 +110,14 @@ def with_latency(devices: Any, latency: str | None) -> Any:
     """
     if latency is None:
         return devices
-    found, levels = [_seconds(part) for part in latency.split(",")], len(devices.levels)
+    wanted, levels = "--latency takes seconds, 0 or more, as in 3e-6,2e-5", len(devices.levels)
+    found = [_number(part, lambda seconds: 0 <= seconds < 1e9, wanted) for part in latency.split(",")]
     if len(found) not in (1, levels):
         raise ConfigError(
             f"--latency has {len(found)} numbers for {levels} level{'s' if levels > 1 else ''} of devices; give one, "
             "or one each"
         )
     return devices.with_latencies(found * levels if len(found) == 1 else found)
-
-
-def _seconds(text: str) -> float:
-    """Read seconds.
-
-    Raises:
-        ConfigError: they are none.
-    """
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 <= found < 1e9:
-        raise ConfigError(f"--latency takes seconds, 0 or more, as in 3e-6,2e-5, got {text!r:.80}")
-    return found
 
 
 def with_host(devices: Any, bandwidth: str | None, memory: str | None) -> Any:
@@ -185,7 +171,9 @@ def _of_kinds(devices: Any, counts: Sequence[int], speed: str | None, memory: st
     from penstock.plan.stages.device_hierarchy import DeviceKind
 
     kinds = devices.kinds or [DeviceKind(ascii_uppercase[at % 26], n) for at, n in enumerate(counts)]
-    speeds = _for_each("--speed", speed, len(counts), _speed) or [kind.speed for kind in kinds]
+    wanted = "--speed takes numbers above 0, as in 1,0.5"
+    speeds = _for_each("--speed", speed, len(counts), lambda part: _number(part, lambda v: 0 < v < math.inf, wanted))
+    speeds = speeds or [kind.speed for kind in kinds]
     memories = _for_each("--memory", memory, len(counts), lambda part: size_of("--memory", part))
     memories = memories or [kind.memory or devices.memory for kind in kinds]
     largest = None if None in memories else max(memories)
@@ -212,18 +200,23 @@ def _for_each(option: str, text: str | None, count: int, read: Callable[[str], _
     return found * count if len(found) == 1 else found
 
 
-def _speed(text: str) -> float:
-    """Read how many times as fast as the profiled device one is.
+def _number(text: str, fits: Callable[[float], bool], wanted: str) -> float:
+    """Read a number.
+
+    Args:
+        text: of it.
+        fits: whether it is one of those that the option takes.
+        wanted: what the option takes, in words.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is none, or does not fit.
     """
     try:
         found = float(text)
     except ValueError:
         found = math.nan
-    if not 0 < found < math.inf:
-        raise ConfigError(f"--speed takes numbers above 0, as in 1,0.5, got {text!r:.80}")
+    if not fits(found):
+        raise ConfigError(f"{wanted}, got {text!r:.80}")
     return found
 
 

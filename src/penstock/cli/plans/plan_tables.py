@@ -189,9 +189,12 @@ def _stages(plan: Plan, graph: LayerGraph) -> FittedTable:
 
 
 def _held(stage: PlannedStage, rating: StageRating) -> str:
-    """Return the bytes that a device of a stage holds, where devices differ, beside those that it has."""
-    if rating.memory is None:
-        return ""
+    """Return the bytes that a device of a stage holds, where devices differ, beside those that it has.
+
+    By PipeDream's formula some stages, with weights as they are, hold nothing, which nobody should take at its word.
+    """
+    if not rating.memory:
+        return "" if rating.memory is None else "not counted"
     most = None if stage.on is None else stage.on.memory
     return human_bytes(round(rating.memory)) + (f" of {human_bytes(most, 2)}" if most is not None else "")
 

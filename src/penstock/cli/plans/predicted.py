@@ -12,12 +12,14 @@ from rich.text import Text
 
 from penstock.cli.options import AsJson
 from penstock.cli.output import print_json, say_written
-from penstock.errors import ConfigError
+from penstock.errors import CheckpointError, ConfigError
 from penstock.guarded_files import write_whole
 
 if TYPE_CHECKING:
     from penstock.plan.measured_run import RunComparison
     from penstock.plan.profile.schema import Profile
+    from penstock.plan.run_forecast import RunSettings
+    from penstock.train.config.schema import TrainConfig
 
 _ERROR = (
     "forward, backward: of one microbatch; update: of one batch. error: predicted / measured - 1, so -5% means that "
@@ -25,12 +27,7 @@ _ERROR = (
 )
 
 RunFolders = Annotated[list[Path], typer.Argument(metavar="RUN...", help="The folder of a run that has ended.")]
-RunProfile = Annotated[
-    Path | None,
-    typer.Option(
-        "--profile", metavar="FILE", help="The profile that it was planned with; that of its plan if not given."
-    ),
-]
+RunProfile = Annotated[Path, typer.Option("--profile", metavar="FILE", help="The profile that it was planned with.")]
 Recalibrated = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Write a profile whose layers take what they took there.")
 ]
@@ -46,7 +43,7 @@ Calibrated = Annotated[
 
 def predicted(
     runs: RunFolders,
-    profile: RunProfile = None,
+    profile: RunProfile,
     out: Recalibrated = None,
     calibration: Calibrated = None,
     as_json: AsJson = False,
@@ -55,7 +52,6 @@ def predicted(
 
     For example: penstock predicted runs/2026-07-01-120000-2bw --profile blocks.yaml --calibrated better.yaml
     """
-    from penstock.measure.run_against_profile import check_profile_is_of_run, profile_file_of, settings_of_run
     from penstock.plan.calibration import calibrated, measured_passes
     from penstock.plan.measured_run import compare_with_run
     from penstock.plan.profile.files import read_profile
@@ -65,10 +61,10 @@ def predicted(
 
     if out is not None and len(runs) > 1:
         raise ConfigError("--out takes the times of layers from one run; give one, or --calibrated FILE for several")
-    known, compared, measured = read_profile(profile or profile_file_of(runs[0])), [], {}
+    known, compared, measured = read_profile(profile), [], {}
     for run in runs:
         config = load_config(run / "config.yaml", [])
-        check_profile_is_of_run(known, config, run)
+        _check_same_model(known, config, run)
         settings, timeline = settings_of_run(config, run), read_timeline(run)
         compared.append(found := compare_with_run(known, settings, timeline))
         if calibration is not None:
@@ -113,8 +109,120 @@ def _write_profile(file: Path, profile: Profile, next_step: str, quiet: bool) ->
         say_written("profile", file, next_step)
 
 
+def settings_of_run(config: TrainConfig, run: Path) -> RunSettings:
+    """Return how a run was configured.
+
+    Raises:
+        PenstockError: its stages are unknown.
+    """
+    from penstock.plan.run_forecast import RunSettings
+    from penstock.schedule.build import ScheduleRequest
+    from penstock.schedule.transforms.batch_ops import what_decides
+
+    _check_comparable(config)
+    config.check_chain("comparisons of runs with profiles", "as profiles are of blocks in a row")
+    rule = "provisional-in-place" if config.undo == "in-place" else None
+    request = ScheduleRequest(config.row.name, config.stages, config.microbatches, rule, options=config.options)
+    fp16 = config.precision == "fp16"
+    stages, modes = request.schedule.num_stages, config.recompute
+    each = [modes] * stages if isinstance(modes, str) else modes
+    return RunSettings(
+        config.row.name,
+        config.stages,
+        config.width,
+        config.microbatches,
+        config.microbatch_size,
+        tuple(mode == "block" for mode in each),
+        tuple(config.balance or _balance(config, run, stages)),
+        frozenset(index for index, mode in enumerate(each) if mode == "stage"),
+        config.segments,
+        config.options,
+        rule,
+        config.window,
+        config.sharding,
+        bool(what_decides(config.max_grad_norm is not None, fp16, fp16, 1, None, config.tensor_parallel)),
+        config.tensor_parallel,
+        config.rank_order,
+    )
+
+
+def _check_same_model(profile: Profile, config: TrainConfig, run: Path) -> None:
+    """Refuse the profile of another model than a run's; profiles of blocks of one's own do not say what they are of.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    from penstock.train.config.load import validate_config
+    from penstock.train.setup.model_shape import shape_of
+
+    if profile.freezes:
+        raise ConfigError(
+            "the profile is of a model with frozen blocks (`trained: false`), but penstock train trains all; "
+            "leave that out of the profile"
+        )
+    if not profile.settings:
+        return
+    there, here = (shape_of(each) for each in (validate_config(dict(profile.settings)), config))
+    for key in ("layers", "width", "heads", "context"):
+        if getattr(there, key) != getattr(here, key):
+            raise ConfigError(
+                f"the profile is of another model: its model.{key} is {getattr(there, key)}, that of the run "
+                f"{str(run)!r} is {getattr(here, key)}; measure that one with penstock profile"
+            )
+
+
+def _check_comparable(config: TrainConfig) -> None:
+    """Refuse runs of which more happens than a schedule and a profile say.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    in_flight: Any = config.options.get("in_flight")
+    reasons = {
+        "it has a schedule of its own; take a method": config.schedule is not None,
+        "its method changes on the way (sync, fallback)": config.phased,
+        "options.in_flight=auto has changed its order on the way": isinstance(in_flight, str),
+        "profiles do not say what copies to the host take (offload, offload_optimizer)": config.offload != "none"
+        or config.offload_optimizer != "none",
+        "its ranks lay on devices that differ (placement), while a profile is of one device": config.placement
+        is not None,
+        f"its pipelines have weights of their own (combine.kind={config.combine.kind})": config.combine.kind
+        != "reduce",
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(f"this run cannot be compared with a profile: {reason}")
+
+
+def _balance(config: TrainConfig, run: Path, stages: int) -> list[int]:
+    """Return the blocks of each stage of a run without a plan, divided as the run has divided them.
+
+    Raises:
+        ConfigError: the shape of its model is unknown.
+    """
+    from penstock.models.gpt import gpt_blocks
+    from penstock.models.gpt_shape import GPTConfig
+    from penstock.partition.blocks import cut_blocks
+    from penstock.train.export.weights_folder import load_index
+    from penstock.train.setup.model_shape import shape_of
+
+    if config.model.vocabulary is not None:
+        shape = shape_of(config)
+    else:  # that of the data
+        try:
+            shape = GPTConfig(**load_index(run)["model"])
+        except (CheckpointError, TypeError):
+            raise ConfigError(
+                f"the blocks of each stage of {str(run)!r} are not known: its configuration has neither balance, as "
+                "those of plans have, nor model.vocabulary, and it has no weights, which a run saves when it has "
+                f"finished; finish it with penstock train --resume {run}"
+            ) from None
+    return [len(part) for part in cut_blocks(gpt_blocks(shape, config.seed), stages)]
+
+
 def _print(found: RunComparison, name: str) -> None:
     """Print what was found, under the name of its run if there is one."""
+    from penstock.plan.measured_run import idle_in_words
     from penstock.view.drawing.timeline_labels import WORK
 
     console = Console()
@@ -134,6 +242,4 @@ def _print(found: RunComparison, name: str) -> None:
     console.print(table)
     before, after = found.batch
     console.print(Text(f"A batch: predicted {before:.4g} s, measured {after:.4g} s ({before / after - 1:+.1%})."))
-    causes = sorted({*found.idle[0], *found.idle[1]})
-    said = ", ".join(f"{c} {found.idle[0].get(c, 0.0):.1%} / {found.idle[1].get(c, 0.0):.1%}" for c in causes)
-    console.print(Text(f"Idle share of the time of all ranks, predicted / measured: {said or 'never'}."))
+    console.print(Text(idle_in_words("predicted", *found.idle)))

@@ -20,7 +20,7 @@ from penstock.errors import ConfigError
 from penstock.guarded_files import write_whole
 
 if TYPE_CHECKING:
-    from penstock.plan.profile.schema import Profile
+    from penstock.plan.profile.schema import Calibration, Profile
 
 MicrobatchSizes = Annotated[
     str | None,
@@ -53,6 +53,14 @@ ModelSequence = Annotated[int | None, typer.Option("--sequence", metavar="N", he
 ModelHeads = Annotated[
     int | None, typer.Option("--heads", metavar="N", help="Its heads; of size 128 or more if not given.")
 ]
+CalibratedProfile = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        help="Take the calibration of this profile, of any model on this machine (penstock predicted --calibrated).",
+    ),
+]
 ModelVocabulary = Annotated[int | None, typer.Option("--vocabulary", metavar="N", help="Of its tokens.")]
 
 
@@ -82,6 +90,7 @@ def profile(
     data: DataPath = None,
     changes: TrainChanges = None,
     config: ConfigFile = None,
+    calibration: CalibratedProfile = None,
     out: ProfileOut = None,
     as_json: AsJson = False,
 ) -> None:
@@ -92,13 +101,12 @@ def profile(
     share it. For example: penstock profile --set model.preset=small --microbatch-sizes 1,2,4 --out small.yaml
     """
     numbers = (layers, hidden, sequence, heads, vocabulary)
+    constants = None if calibration is None else _calibration_in(calibration)
     measuring: dict[str, object] = {"--seconds": seconds, "--data": data, "--set": changes, "--config": config}
     if cluster is not None or any(number is not None for number in numbers):
         _check_unused({"FILE": file, "--from": source, **measuring}, "--cluster, for which formulas take its place")
         found = _analytic(cluster, numbers, microbatch_sizes, name)
-        _write_profile(found, out, as_json, f" --cluster {quote(str(cluster))} --devices N")
-        return
-    if file is None:
+    elif file is None:
         if source is not None:
             raise ConfigError("--from converts the profile of another program; give its FILE")
         wanted = 0.3 if seconds is None else seconds
@@ -106,7 +114,27 @@ def profile(
     else:
         _check_unused({"--microbatch-sizes": microbatch_sizes, **measuring}, "FILE")
         found = _read(file, source, name)
-    _write_profile(found, out, as_json)
+    if constants is not None:
+        found = found.model_copy(update={"calibration": constants})
+    planned = " --devices N" if cluster is None else f" --cluster {quote(cluster)} --devices N"
+    _write_profile(found, out, as_json, planned)
+
+
+def _calibration_in(file: Path) -> Calibration:
+    """Return the calibration of a profile.
+
+    Raises:
+        ConfigError: it is no profile, or has none.
+    """
+    from penstock.plan.profile.files import read_profile
+
+    found = read_profile(file).calibration
+    if found is None:
+        raise ConfigError(
+            f"the profile {str(file)!r} has no calibration to take; penstock predicted RUN RUN --profile {file} "
+            "--calibrated FILE writes one that has"
+        )
+    return found
 
 
 def _check_unused(given: Mapping[str, object], other: str) -> None:
@@ -188,7 +216,7 @@ def _read(file: Path, source: str | None, name: str | None) -> Any:
     return found
 
 
-def _write_profile(found: Profile, out: Path | None, as_json: bool, planned: str = " --devices N") -> None:
+def _write_profile(found: Profile, out: Path | None, as_json: bool, planned: str) -> None:
     """Print a profile, and write it to a file where one is given.
 
     Raises:

@@ -177,6 +177,17 @@ def profile_by_formulas(shape: ModelShape, cluster: Cluster, sizes: Sequence[int
     return found.model_copy(update={"settings": {}, "source": said})
 
 
+def tokens_of_sample(profile: Profile) -> int | None:
+    """Return the tokens of a sample; None for a model that `penstock train` does not have."""
+    from penstock.train.config.load import validate_config
+    from penstock.train.setup.model_shape import shape_of
+
+    try:
+        return shape_of(validate_config(dict(profile.settings))).context if profile.settings else None
+    except ConfigError:  # settings that somebody has written
+        return None
+
+
 def _no_gpt(profile: Profile) -> str:
     """Return why `penstock train` cannot train what a profile is of; nothing if it can."""
     from penstock.train.config.load import validate_config

@@ -107,7 +107,7 @@ def _shape(x: float | None, given: tuple[int | None, ...], vocabulary: int | Non
     """Return the model of the family, or that of the options.
 
     Raises:
-        ConfigError: neither is given, or both.
+        ConfigError: neither is given, or both, or heads do not divide the hidden size.
     """
     from penstock.plan.scale.model_shape import ModelShape, family_model
 
@@ -122,7 +122,10 @@ def _shape(x: float | None, given: tuple[int | None, ...], vocabulary: int | Non
         missing = ", ".join(name for name, value in zip(names[:3], given, strict=False) if value is None)
         raise ConfigError(f"give --x, or a model of your own: {missing} missing")
     name = f"{layers} x {hidden}"
-    heads = max(1, hidden // 128) if heads is None else heads
+    if heads is None:
+        heads = max(1, hidden // 128)
+    elif heads > 0 and hidden % heads:
+        raise ConfigError(f"--hidden must be a multiple of --heads; {hidden} is none of {heads}")
     return ModelShape(name, layers, hidden, sequence, heads, rules.expansion.value, vocabulary or 0)
 
 

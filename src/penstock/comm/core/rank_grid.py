@@ -49,9 +49,11 @@ class RankGrid:
             of one tensor rank.
         timeout: seconds that a rank waits for another one; also of the control group, if it is made here.
         tensor: the processes that share the stages of this one; it is alone if None.
+        first_only: one process has the ranks of the first pipeline; the others are not there.
 
     Attributes:
         local: the ranks of this process.
+        first_only: as given.
         patience: the `timeout`.
         control: a process group on the CPU for small messages; None in one process.
         everyone: the same of all tensor ranks.
@@ -66,12 +68,14 @@ class RankGrid:
         group: dist.ProcessGroup | None,
         timeout: float,
         tensor: TensorGroup | None = None,
+        first_only: bool = False,
     ) -> None:
-        self.numbers, self.group = numbers, group
+        self.numbers, self.group, self.first_only = numbers, group, first_only
         self.width, self.depth = width, depth = numbers.width, numbers.depth
         self.patience = patience(timeout)
         if group is None:
-            self.local = [RankKey(pipeline, rank) for pipeline in range(width) for rank in range(depth)]
+            here = range(1 if first_only else width)
+            self.local = [RankKey(pipeline, rank) for pipeline in here for rank in range(depth)]
         else:
             size = dist.get_world_size(group)
             if size != width * depth:
@@ -88,6 +92,7 @@ class RankGrid:
     def __repr__(self) -> str:
         """Return its size, and what part of it is here."""
         here = "all in this process" if self.group is None else f"this is {self.local[0]}"
+        here = "the first pipeline in this process" if self.first_only else here
         return f"<RankGrid of {self.width} x {self.depth} ranks, {here}>"
 
     def global_rank(self, key: RankKey) -> int:

@@ -31,11 +31,11 @@ def in_processes(count: int, timeout: float, function: Callable[..., Any], *argu
 
     Raises:
         WorkerError: a process failed.
-        InterruptedRunError: this process was signalled twice.
+        InterruptedRunError: this process was signalled.
     """
     job = {"stages": count, "width": 1, "timeout": timeout, "device": "cpu", "backend": "gloo"}
     with tempfile.TemporaryDirectory() as folder:
-        launch_local(count, _work, job, folder, function, arguments, timeout=timeout)
+        launch_local(count, _work, job, folder, function, arguments, timeout=timeout, drains=False)
         return json.loads((Path(folder) / _FILE).read_text())
 
 

@@ -138,6 +138,8 @@ class Candidate:
 
     def latency(self, devices: Devices) -> Latency:
         """Return the seconds that messages take besides their bytes, as `Costs` has them."""
+        if self.width * self.depth == 1:
+            return 0.0
         if len(set(devices.latencies)) == 1:
             return devices.latencies[0]
         return self.links(devices).latency

@@ -89,7 +89,11 @@ class RankLinks:
 
     @property
     def latency(self) -> Latency:
-        """The same; a number if all are alike."""
+        """The same; a number if all are alike. Pipelines of one rank each send nothing, but decide together."""
+        if self._places.size == 1:
+            return 0.0
+        if len(set(self._devices.latencies)) == 1:
+            return self._devices.latencies[0]
         return self.latencies if len(set(self.latencies)) > 1 else max(self.latencies, default=0.0)
 
     @cached_property

@@ -12,6 +12,7 @@ import re
 
 from penstock.checks import did_you_mean, in_short
 from penstock.errors import ConfigError
+from penstock.plan.profile.layer_graph import in_topological_order
 from penstock.plan.profile.schema import MOST_LAYERS, Profile, ProfiledLayer
 
 _KEYS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
@@ -22,12 +23,14 @@ _MS = 1e-3
 def from_pipedream(text: str, name: str = "model") -> Profile:
     """Return a profile of PipeDream as one of ours; a layer's `kind` is the module that it is.
 
+    Layers come after those that they read, which they do not in all files.
+
     Args:
         text: of a `*.graph.txt`.
         name: of the model.
 
     Raises:
-        ConfigError: it is no such file; the message names the line.
+        ConfigError: it is no such file; the message names the line, or a layer of a cycle.
     """
     layers: dict[str, ProfiledLayer] = {}
     inputs: dict[str, list[str]] = {}
@@ -49,12 +52,13 @@ def from_pipedream(text: str, name: str = "model") -> Profile:
         raise ConfigError(
             "no line is a layer, `NAME -- KIND -- forward_compute_time=.., ...`; is it a PipeDream profile?"
         )
-    return Profile(
+    profile = Profile(
         format="penstock profile 1",
         name=name[:200] or "model",
         source="pipedream",
         layers=[layer.model_copy(update={"inputs": inputs[layer.name]}) for layer in layers.values()],
     )
+    return in_topological_order(profile)
 
 
 def _read_layer(parts: list[str], line: str, where: str) -> ProfiledLayer:

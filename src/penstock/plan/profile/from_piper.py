@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from penstock.checks import in_short
 from penstock.errors import ConfigError
 from penstock.guarded_files import parse_json
+from penstock.plan.profile.layer_graph import in_topological_order
 from penstock.plan.profile.schema import MOST_LAYERS, LayerInput, LayerOption, Number, Profile, ProfiledLayer
 
 _Degree = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}$")]
@@ -66,6 +67,8 @@ class _PiperFile(_Loose):
 def from_piper(text: str, name: str = "model") -> Profile:
     """Return an input of Piper as a profile; layers are named by their ids, `kind` is the name in the file.
 
+    Layers come after those that they read.
+
     Args:
         text: JSON.
         name: of the model.
@@ -94,13 +97,14 @@ def from_piper(text: str, name: str = "model") -> Profile:
         inputs[edge.destId].append(LayerInput(layer=str(edge.sourceId), bytes=edge.communicationCost))
         outputs[edge.sourceId] = max(outputs[edge.sourceId], edge.communicationCost)
     layers = [_layer(node, inputs[node.id], outputs[node.id]) for node in found.nodes]
-    return Profile(
+    profile = Profile(
         format="penstock profile 1",
         name=name[:200] or "model",
         source="piper",
         microbatches=found.mbsInBatch,
         layers=layers,
     )
+    return in_topological_order(profile)
 
 
 def _layer(node: _Node, inputs: list[str | LayerInput], output: float) -> ProfiledLayer:

@@ -46,12 +46,12 @@ def with_frozen_layers(
     found = []
     for number, layer in enumerate(layers):
         changes = dict[str, Any]()
-        if not layer.trained:
-            changes |= _frozen(layer) | (_without_backward(layer) if number in before else {})
-        elif number in behind:  # nobody else keeps its input, which can be moved once it is no message
+        if number in behind - before:  # nobody else keeps its input, which can be moved once it is no message
             changes["shared"], numbers = 0.0, layer_numbers(layer)
             if layer.movable is not None:
                 changes["movable_with"] = numbers("movable_with") + numbers("shared")
+        if not layer.trained:
+            changes |= _frozen(layer) | (_without_backward(layer) if number in before else {})
         found.append(layer.model_copy(update=changes))
     return tuple(found)
 

@@ -189,6 +189,15 @@ def layer_graph(profile: Profile, microbatch_size: int | None = None) -> LayerGr
     return graph
 
 
+def in_topological_order(profile: Profile) -> Profile:
+    """Return a profile whose layers all name their inputs with each after those that it reads, as chains must be.
+
+    Raises:
+        ConfigError: see `layer_graph`.
+    """
+    return profile.model_copy(update={"layers": [profile.layers[number] for number in layer_graph(profile).order]})
+
+
 class _GraphReader:
     """Reads layers and edges of a profile at one of its microbatch sizes."""
 

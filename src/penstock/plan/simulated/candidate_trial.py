@@ -52,8 +52,8 @@ class _PassedOver:
         if not self.slower:
             return f"does not fit: {why}"
         but = f", as with faster cuts {why}" if self.late else ""
-        least = min(self.slower) / samples
-        return f"takes {least:.4g} s per sample at least{but}, the best plan so far {best / samples:.4g}"
+        least, so_far = min(self.slower) / samples, best / samples
+        return f"takes {least:.4g} s per sample at least with the cuts tried{but}, the best plan so far {so_far:.4g}"
 
 
 class CandidateTrial:
@@ -163,8 +163,10 @@ class CandidateTrial:
         """Return the bytes that a device holds on average at least."""
         return self._fit_once(scheduled=False).least()
 
-    def least_memory(self) -> LeastMemory:
+    def least_memory(self) -> LeastMemory | None:
         """Return with how much memory of each device it fits, and what the fullest one holds then.
+
+        None if the memory of the host has no room.
 
         Raises:
             ScheduleError: there is no schedule.
@@ -221,16 +223,36 @@ class CandidateTrial:
         """
         fit, passed = self._fitting, _PassedOver()
         assert fit.first is not None, "a bound is known, so some cuts fit"
-        found = self._faster([fit.first], None, best, passed)
         if fit.are_few():
+            found = self._faster([fit.first], None, best, passed)
             found = self._faster(fit.all(), found, best, passed) or found
         else:
-            better = found or self._faster(fit.near(fit.first), None, best, passed)
+            first = self._no_slower(fit.first, best)
+            found = self._faster([first], None, best, passed)
+            better = found or self._faster(fit.near(first), None, best, passed)
             while better is not None:
                 found, better = better, self._faster(fit.near(better.cuts), better, best, passed)
         if found is None:
             raise NoPlanError(self.of, passed.in_words(best, self.of.samples))
         return found
+
+    def _no_slower(self, cuts: Cuts, best: float) -> Cuts:
+        """Return the next cuts near some, step by step, that may take no longer than the best plan so far.
+
+        Where there are none, the last ones from which no step makes the batch shorter, at least.
+        """
+        fit, least = self._fitting, self._least_batch(cuts)
+        while least > best * _ROUNDING:
+            nearest, step = min((self._least_batch(each), each) for each in (cuts, *fit.near(cuts)))
+            if nearest >= least:
+                break
+            cuts, least = step, nearest
+        return cuts
+
+    def _least_batch(self, cuts: Cuts) -> float:
+        """Return the seconds that a batch takes at least with cuts; infinite if they do not fit."""
+        activations = self._fitting.activations(cuts)
+        return math.inf if activations is None else self.times.least_batch(cuts, activations)
 
     def _faster(
         self, trials: Iterable[Cuts], than: TimedCuts | None, best: float, passed: _PassedOver

@@ -166,17 +166,22 @@ class FittingCuts:
         whole = (0, *[self._chain.blocks] * self._of.stages)
         return self._memory[0][ActivationMemory.RECOMPUTED].at(whole) / self._of.depth
 
-    def least_memory(self) -> LeastMemory:
-        """Return with how much memory there are cuts that fit: the least, or if ranks have several stages, near it."""
-        cuts = self._emptiest()
-        each = [
-            min((self.held(rank, cuts, does), does.value, does) for does in self._memory[rank])
-            for rank in range(self._of.depth)
-        ]
-        rank = max(range(self._of.depth), key=lambda r: each[r][0])
-        return LeastMemory(each[rank][0], self.held_by_kind(rank, cuts, each[rank][2]))
+    def least_memory(self) -> LeastMemory | None:
+        """Return with how much memory there are cuts that fit: the least, or if ranks have several stages, near it.
 
-    def _emptiest(self) -> Cuts:
+        None if the memory of the host has no room.
+        """
+        cuts = self._emptiest()
+        if cuts is None:
+            return None
+        least = [
+            min((self.held(rank, cuts, does), does) for does in of_rank) for rank, of_rank in enumerate(self._memory)
+        ]
+        rank = max(range(self._of.depth), key=lambda r: least[r][0])
+        nbytes, does = least[rank]
+        return LeastMemory(nbytes, self.held_by_kind(rank, cuts, does))
+
+    def _emptiest(self) -> Cuts | None:
         """Return the cuts whose fullest device holds the least; if ranks have several stages, found step by step."""
         of, blocks = self._of, self._chain.blocks
         if self._one_each is not None:

@@ -1,4 +1,4 @@
-"""Where no plan fits: the candidate that does with the least memory, how much that is, and what would help it most."""
+"""Where no plan fits: the candidate that does with the least memory, how much that is, and what may help it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class NearestFit(NamedTuple):
     share: float
 
     def in_words(self, devices: Devices) -> str:
-        """Return what is missing, and what would help most."""
+        """Return what is missing, and what may help, by what takes the most; that is not tried."""
         limit = "" if devices.memory is None else f" of {human_bytes(devices.memory, 2)}"
         return (
             f"the closest is {self.of}: it fits with {_rounded_up(self.nbytes)} for each device instead{limit}; "
-            f"{self.share:.0%} of what its fullest one holds are {self.kind}, so {self._help(devices)} would help most"
+            f"{self.share:.0%} of what its fullest one holds are {self.kind}, so {self._help(devices)} may help"
         )
 
     def _help(self, devices: Devices) -> str:
@@ -80,6 +80,8 @@ def nearest_fit(trials: Iterable[CandidateTrial], devices: Devices) -> NearestFi
             found = trial.least_memory()
         except (ScheduleError, CapabilityError):
             continue
+        if found is None or (devices.memory is not None and found.nbytes <= devices.memory):
+            continue  # more memory of devices is not what it lacks
         if best is None or found.nbytes < best.nbytes:
             kinds = found.kinds
             kind = max(kinds, key=lambda name: kinds[name])

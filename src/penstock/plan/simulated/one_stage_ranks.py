@@ -63,15 +63,16 @@ class OneStageRanks:
             times = np.maximum(times, self._with_copies(self._copies) / self._of.microbatches)
         return evenest_cuts(times)
 
-    def emptiest(self) -> Cuts:
-        """Return the cuts whose fullest device holds the least, if each rank does what takes the least."""
+    def emptiest(self) -> Cuts | None:
+        """Return the cuts whose fullest device holds the least, if each rank does what takes the least.
+
+        None if the memory of the host has no room for what they have there, however blocks are cut.
+        """
         later, rows = ends_later(self._chain.blocks, self._of.depth), list[Floats]()
         for rank, matrices in enumerate(self.held):
             least: Floats = np.minimum.reduce(list(matrices.values()))
             rows.append(np.where(later, self._band(least, rank), np.inf))
-        found = evenest_cuts(np.array(rows))
-        assert found is not None, "there are as many blocks as stages, or more"
-        return found
+        return evenest_cuts(np.array(rows))
 
     def least_held(self) -> float:
         """Return the bytes of a device on average, at least."""

@@ -152,7 +152,8 @@ class _Search:
                 self._refused.append(error.skipped)
                 if not error.refused:
                     self._offer_to_offload(waiting, trial, seconds)
-                    self._unfit += [] if self._best else [trial]
+                    if not (self._best or trial.of.offloads):  # of copies it depends on time whether there is room
+                        self._unfit.append(trial)
                 continue
             self._unfit.clear()
             self._best[method], best = (trial, found), trial.place(found)

@@ -25,7 +25,7 @@ from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.stage_state.stage_constants import stage_specs
 from penstock.weights.corrections.base import Correction
-from penstock.weights.decision import add_shares
+from penstock.weights.decision import add_shares, add_shares_alone
 
 
 class SpanSetup:
@@ -130,7 +130,8 @@ class SpanSetup:
         ranks = {key.rank for key in self.grid.local}
         specs = stage_specs(proof.schedule, 0, ranks)
         lowered = self._transports.placed(proof.lowered)
-        links = connect(self.grid, lowered, add_shares, channel, self._transports, self._holder_groups, combine)
+        add = add_shares_alone if self.grid.first_only else add_shares
+        links = connect(self.grid, lowered, add, channel, self._transports, self._holder_groups, combine)
         holders = holders_of(proof.schedule, self.grid.width)
         return [
             Executor(

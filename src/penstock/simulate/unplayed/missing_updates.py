@@ -15,7 +15,8 @@ from penstock.schedule.ir.schedule import Action, Kind, Op, Schedule, passes
 def missing_updates(schedule: Schedule) -> tuple[int, ...] | None:
     """Return the most updates of another pipeline, of batches before its own, that a forward of each rank lacks.
 
-    In a long run, and where no pipeline adds later than it has to. None if pipelines do not agree now and then.
+    In a long run, and where no pipeline adds later than it has to. None if pipelines do not agree now and then;
+    and of a schedule that is arrays, which has no action for that.
 
     Args:
         schedule: with an AVERAGE behind each STEP, if they do.

@@ -16,6 +16,7 @@ from penstock.checks import check_text, in_short, in_words
 from penstock.errors import ConfigError
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.method_parsing import check_given_once, written_correction, written_method, written_order
+from penstock.train.config.as_planned import is_as_planned
 from penstock.train.config.key_reference import correction_keys, known_keys, order_keys, suggested_keys
 from penstock.train.config.own_schedule import is_file, read_own_schedule, schedule_in, size_fault
 from penstock.train.config.schema import TrainConfig
@@ -45,10 +46,12 @@ def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = Tru
         ScheduleError: the schedule in a file is wrong.
     """
     values = {} if path is None else _read_configuration(path)
-    given: dict[str, Any] = {}
+    planned, given = copy.deepcopy(values), dict[str, Any]()
     for change in changes:
         apply_change(TrainConfig, values, change)
         apply_change(TrainConfig, given, change)
+    if not is_as_planned(values, planned):
+        values.pop("predicted", None)
     for one, other in (("method", "schedule"), ("schedule", "method")):
         if given.get(one) is not None and given.get(other) is None:
             values |= {other: None, "rule": given.get("rule"), "corrected_by": given.get("corrected_by")}

@@ -19,6 +19,7 @@ from penstock.train.config.sections import (
     FallbackSection,
     ModelSection,
     OptimizerSection,
+    PredictedSection,
     RateSection,
     SyncSection,
 )
@@ -167,11 +168,6 @@ class TrainConfig(Strict):
     placement: list[str] | None = Field(
         default=None, description="what penstock plan chose among devices that differ, for each rank; it is said only"
     )
-    profile: str | None = Field(
-        default=None,
-        description="file of the profile that the run was planned with, as penstock plan writes it: at the end the run "
-        "is compared with what it predicts",
-    )
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="of initialisation, sample order and dropout")
     data: str | None = Field(
         default=None, description="text file, folder or token array; the standard library if not set"
@@ -220,6 +216,10 @@ class TrainConfig(Strict):
     sync: SyncSection = Field(default=SyncSection(), description="a synchronous method for the first batches (T3)")
     fallback: FallbackSection = Field(
         default=FallbackSection(), description="a synchronous method from a batch on, or where `method` diverges"
+    )
+    predicted: PredictedSection = Field(
+        default=PredictedSection(),
+        description="what penstock plan predicted; left out where a change is of what it planned",
     )
     combine: CombineSection = Field(default=CombineSection(), description="how parallel pipelines agree")
 

@@ -45,17 +45,38 @@ class ModelSection(Strict):
     )
 
 
+class PredictedSection(Strict):
+    """What `penstock plan` predicted of the run, in seconds of a batch."""
+
+    batch: Number | None = Field(
+        default=None,
+        gt=0,
+        description="one more batch of a long run; a run that penstock train starts ends with what it took beside that",
+    )
+    passes: list[Number] | None = Field(default=None, description="the passes of each stage")
+    updates: list[Number] | None = Field(default=None, description="the update of each stage")
+    idle: dict[str, Number] | None = Field(
+        default=None, description="by cause, the share of the time of all ranks that is idle"
+    )
+
+
 _TAKERS: Mapping[str, tuple[OptimizerName, ...]] = MappingProxyType(
     {
         "beta2": ("adamw", "adam", "nadam", "muon", "adan", "soap", "basis-rotation"),
         "nesterov": ("sgd", "muon"),
         "momentum": ("muon",),
+        "ns_dtype": ("muon",),
         "difference": ("adan",),
         "refresh": ("soap", "basis-rotation"),
         "sides": ("basis-rotation",),
     }
 )
 """Options of optimizers that not all of them take."""
+
+
+def special_options(name: OptimizerName) -> frozenset[str]:
+    """Return the options of an optimizer that not all of them take."""
+    return frozenset(key for key, takers in _TAKERS.items() if name in takers)
 
 
 class OptimizerSection(Strict):
@@ -70,6 +91,10 @@ class OptimizerSection(Strict):
     beta2: Number = Field(default=0.95, ge=0, lt=1, description="second moment")
     nesterov: bool = Field(default=True, description="sgd and muon look ahead, as Nesterov's momentum does")
     momentum: Number = Field(default=0.95, ge=0, lt=1, description="of muon, for the matrices that it steps")
+    ns_dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None,
+        description="of muon, the precision of its Newton-Schulz iteration; null: bfloat16 on GPUs, float32 on CPUs",
+    )
     difference: Number = Field(default=0.92, ge=0, lt=1, description="of adan, the mean of differences of gradients")
     refresh: int = Field(
         default=10, ge=1, le=MOST_BATCHES, description="of soap and basis-rotation, updates between new bases"

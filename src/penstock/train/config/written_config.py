@@ -21,6 +21,7 @@ from penstock.yaml_file import LARGEST, parse_yaml, read_yaml
 CONFIG = "config.yaml"
 WRITTEN = ".config.yaml"
 _DIGEST = "# As penstock has written it; SHA-256 of what follows: "
+_UNKNOWN = "unknown"
 Changes = dict[str, dict[str, Any]]
 """key -> {"before": value, "now": value}."""
 
@@ -50,19 +51,20 @@ def changed_by_hand(folder: Path) -> Changes:
     written, path = _as_written(folder), folder / CONFIG
     if written is None:
         return {}
-    before, values = _flat(written), read_yaml(path)
-    there = {key for key in before if _has(values, key)}
-    if missing := [key for key in before if key not in there]:
+    values = read_yaml(path)
+    if missing := [key for key in written if not _has(values, key)]:
         raise ConfigError(
-            f"{str(path)!r} is not whole: of the {len(before)} keys that were written there, {len(missing)} are "
+            f"{str(path)!r} is not whole: of the {len(written)} keys that were written there, {len(missing)} are "
             f"missing, the first of them {missing[0]}. Put the file back, or take it as it was written: --config "
             f"{folder / WRITTEN}"
         )
-    return _differing(before, _flat(load_config(path, [])))
+    return _differing(written, _flat(load_config(path, [])))
 
 
-def _as_written(folder: Path) -> TrainConfig | None:
-    """Return the configuration that Penstock has written into a run folder last; None if it has not.
+def _as_written(folder: Path) -> dict[str, Any] | None:
+    """Return the configuration that Penstock has written into a run folder last, flat; None if it has not.
+
+    Keys that the version which wrote it did not know are not there.
 
     Raises:
         ConfigError: it is damaged.
@@ -80,7 +82,8 @@ def _as_written(folder: Path) -> TrainConfig | None:
             f"{str(path)!r} is damaged, so nobody knows what was changed in {CONFIG}; look that file through and "
             f"remove the damaged one, or give the configuration with --config"
         )
-    return validate_config(parse_yaml(rest, str(path)))
+    values = parse_yaml(rest, str(path))
+    return {key: value for key, value in _flat(validate_config(values)).items() if _has(values, key)}
 
 
 def _digest(text: str) -> str:
@@ -109,7 +112,7 @@ def changed_since(folder: Path, now: TrainConfig) -> Changes:
         before = _as_written(folder)
     except ConfigError:  # damaged
         before = None
-    return {} if before is None else _differing(_flat(before), _flat(now))
+    return {} if before is None else _differing(before, _flat(now))
 
 
 def option_of(key: str, value: Any) -> str:
@@ -120,7 +123,8 @@ def option_of(key: str, value: Any) -> str:
 def note_changes(config: TrainConfig, folder: Path, batch: int) -> Changes:
     """Write the configuration that a run is resumed with into its folder, if it has changed.
 
-    Comments at the top of `config.yaml` record every such change: from which batch on, and the value before.
+    Comments at the top of `config.yaml` record every such change: from which batch on, and the value before. A key that
+    an earlier version of Penstock did not know counts as changed, as it may do something else now than it did then.
 
     Args:
         config: that the run is resumed with.
@@ -136,13 +140,13 @@ def note_changes(config: TrainConfig, folder: Path, batch: int) -> Changes:
     path = folder / CONFIG
     try:
         there, history = load_config(path, []), _comments(path)
-        before = _flat(_as_written(folder) or there)
-    except (ConfigError, OSError, ValueError):  # there is none, or another version wrote it
+        before = _as_written(folder) or _flat(there)
+    except (ConfigError, OSError, ValueError):  # there is none, or a later version wrote it
         before, history = {}, []
     now = _flat(config)
-    changes = _differing(before, now)
     if before == now:
         return {}
+    changes = _differing({**dict.fromkeys(now, _UNKNOWN), **before} if before else {}, now)
     if changes and batch:
         history.append(f"# From batch {batch} on: {changes_in_words(changes)}")
     try:

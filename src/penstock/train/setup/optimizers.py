@@ -12,6 +12,7 @@ from torch import nn, optim
 from penstock.errors import CapabilityError
 from penstock.train.config.sections import OptimizerSection
 from penstock.weights.optim.basis_rotation import BasisRotation
+from penstock.weights.optim.muon import Muon
 from penstock.weights.optim.optimizer_adapters import ByParameter, Joined
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
@@ -52,8 +53,8 @@ def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
         case "muon":
             # Scaled as in arXiv 2502.16982, so that AdamW's rate and decay suit both.
             ahead, like = section.nesterov and section.momentum > 0, "match_rms_adamw"
-            muon = partial(optim.Muon, **rate, momentum=section.momentum, nesterov=ahead, adjust_lr_fn=like)
-            return partial(_hidden_apart, section, muon)
+            settings: dict[str, Any] = {"momentum": section.momentum, "nesterov": ahead, "ns_dtype": section.ns_dtype}
+            return partial(_hidden_apart, section, partial(Muon, **rate, **settings, adjust_lr_fn=like))
         case "basis-rotation":
             rotated = partial(BasisRotation, **rate, betas=betas, refresh=section.refresh, sides=section.sides)
             return partial(_hidden_apart, section, rotated)

@@ -48,7 +48,7 @@ def check_repeatable(optimizer: Optimizer) -> None:
             check_repeatable(part)
         return
     name = name_of(optimizer)
-    if not is_elementwise(optimizer) and type(optimizer) is not Muon:
+    if not (is_elementwise(optimizer) or isinstance(optimizer, Muon)):
         raise CapabilityError(
             "2bw-ahead and 3bw-ahead repeat the last gradient of SGD, Adam, AdamW, NAdam, Adan and what goes with "
             f"Muon, not of {name}; use their option motion=1, which repeats the last motion of the weights under any "

@@ -16,14 +16,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+from torch import Tensor, nn, optim
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from penstock.errors import CapabilityError
+from penstock.weights.optim.muon import Muon, orthogonalized, rate_factor
 from penstock.weights.optim.optimizer_adapters import Joined, name_of, optimizer_of
 
-PREDICTABLE = (SGD, Adam, AdamW, Muon)
+PREDICTABLE = (SGD, Adam, AdamW, optim.Muon, Muon)
 
 
 def check_predictable(optimizer: Optimizer) -> None:
@@ -36,7 +36,7 @@ def check_predictable(optimizer: Optimizer) -> None:
         for part in optimizer.parts:
             check_predictable(part)
         return
-    names = ", ".join(kind.__name__ for kind in PREDICTABLE)
+    names = ", ".join(dict.fromkeys(kind.__name__ for kind in PREDICTABLE))
     if type(optimizer) not in PREDICTABLE:
         raise CapabilityError(
             f"weights can be predicted from the state of {names}, not of {name_of(optimizer)}; use one of these, or a "
@@ -66,9 +66,11 @@ def direction(
         None before the first update.
     """
     state, kind = optimizer.state.get(parameter, {}), optimizer_of(optimizer, parameter)
-    if isinstance(kind, SGD | Muon):
+    if isinstance(kind, SGD | optim.Muon):
         found: Tensor | None = state.get("momentum_buffer")
-        return _orthogonal(found, group) if isinstance(kind, Muon) and found is not None else found
+        if isinstance(kind, SGD) or found is None:
+            return found
+        return orthogonalized(found, group) * rate_factor(found, group)
     if "exp_avg" not in state:
         return None
     steps = 1 if uncorrected else int(state["step"])
@@ -76,9 +78,3 @@ def direction(
     deviation = (state["exp_avg_sq"] / (1.0 - beta2**steps)).sqrt_().add_(group["eps"])
     result: Tensor = (state["exp_avg"] / (1.0 - beta1**steps)).div_(deviation)
     return result
-
-
-def _orthogonal(momentum: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Orthogonalize Muon's momentum by torch's own functions, which iterate in bfloat16."""
-    found = _zeropower_via_newtonschulz(momentum, group["ns_coefficients"], group["ns_steps"], group["eps"])
-    return found.to(momentum.dtype) * float(_adjust_lr(1.0, group["adjust_lr_fn"], momentum.shape))

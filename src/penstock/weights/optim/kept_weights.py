@@ -13,6 +13,7 @@ from penstock.errors import CapabilityError
 from penstock.weights.optim.optimizer_adapters import ByParameter, name_of, optimizers_in
 
 _DEPTH = 5  # of containers and optimizers within each other
+_KEEP_NONE = ("torch.", "penstock.")  # packages whose optimizers keep no views of weights
 
 
 class KeptWeights:
@@ -21,14 +22,14 @@ class KeptWeights:
     In plain torch such a view always shows the newest weights. So it does here, as long as updates are in one place.
 
     Args:
-        optimizer: whose attributes and state are looked at, unless its class is torch's own.
+        optimizer: whose attributes and state are looked at, unless its class is torch's or Penstock's own.
         weights: where they were when it was made.
     """
 
     def __init__(self, optimizer: Optimizer | None, weights: Iterable[Tensor]) -> None:
         parts = [] if optimizer is None else optimizers_in(optimizer)
         self._foreign = [
-            part for part in parts if isinstance(part, ByParameter) or not type(part).__module__.startswith("torch.")
+            part for part in parts if isinstance(part, ByParameter) or not type(part).__module__.startswith(_KEEP_NONE)
         ]
         self._seen: dict[int, StorageWeakRef] = {}  # references, so that no other storage gets the address of one
         if self._foreign:

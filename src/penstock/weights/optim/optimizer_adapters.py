@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from penstock.errors import CapabilityError
 from penstock.weights.optim.basis_rotation import BasisRotation
+from penstock.weights.optim.muon import Muon
 
 _ELEMENTWISE = frozenset(
     {
@@ -132,7 +133,9 @@ def is_separable(optimizer: Optimizer) -> bool:
     """Return whether parameters may be stepped a few at a time; torch's own classes skip those without a gradient."""
     if isinstance(optimizer, Joined):
         return all(map(is_separable, optimizer.parts))
-    return isinstance(optimizer, ByParameter | BasisRotation) or type(optimizer).__module__.startswith("torch.optim")
+    return isinstance(optimizer, ByParameter | BasisRotation | Muon) or type(optimizer).__module__.startswith(
+        "torch.optim"
+    )
 
 
 def takes_rows(optimizer: Optimizer) -> bool:
