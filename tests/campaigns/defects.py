@@ -680,11 +680,18 @@ DEFECTS = (
         ("tests/stage/test_cuda_graph_passes.py",),
     ),
     Defect(
-        "a replayed mean has the weight of the microbatch before",
-        "stage/cuda_graphs",
-        "else memory.weight.fill_(weight)",
-        "else memory.weight.fill_(memory.weight.item() or weight)",
-        ("tests/stage/test_cuda_graph_passes.py",),
+        "targets of -100 are ignored, whatever the loss ignores",
+        "stage/blocks",
+        "counted = target != ignore_index",
+        "counted = target != -100",
+        ("tests/stage/test_loss.py",),
+    ),
+    Defect(
+        "what a mask picks counts as all targets",
+        "stage/blocks",
+        "return _Data(share * (result.numel() / args[0].numel() if args[0].numel() else 1.0))",
+        "return _Data(share)",
+        ("tests/stage/test_loss.py",),
     ),
     Defect(
         "gradients are scaled up to the clipping norm, too",

@@ -155,7 +155,7 @@ def test_the_gpt2_of_the_start_page_is_trained_and_put_together(project: ModuleT
 
 
 def test_the_other_code_of_the_start_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    *_, blocks, options, _, resume, _ = code_on("start.md")  # others: above, below, test_shuffled_epochs.py
+    *_, blocks, _, options, _, resume, _ = code_on("start.md")  # others: above, below, test_shuffled_epochs.py
     monkeypatch.chdir(tmp_path)
     names = readme_names() | {"model": Model(), "loss": nn.functional.mse_loss, "penstock": penstock, "torch": torch}
     names |= {"batches": names["batches"] * 20, "validation_loader": names["loader"]}
@@ -196,7 +196,7 @@ def test_the_code_that_reads_metrics_takes_the_last_of_what_is_there(
 def run_divided_block(group: dist.ProcessGroup | None, tensor_parallel: int) -> dict[str, torch.Tensor]:
     """Train blocks of the start page that divide themselves; returns the whole weights, on the first rank."""
     names: dict[str, Any] = {"torch": torch}
-    exec(compile(code_on("start.md")[6], "start.md", "exec"), names)
+    exec(compile(code_on("start.md")[7], "start.md", "exec"), names)
     torch.manual_seed(0)
     pipeline = penstock.Pipeline(
         [names["Mlp"](8) for _ in range(4)],

@@ -56,7 +56,7 @@ def test_the_formulas_written_out(forward: int, backward: int) -> None:
     pipeline = Pipeline(
         maps,
         make_schedule("1f1b", 3, 1),
-        loss=lambda y, t: ((y - t) ** 2).sum(),
+        loss=lambda y, t: (((y - t) ** 2).sum(), 1.0),
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
         staleness=Staleness(delays=forward, backward_delays=backward),
     )
@@ -99,7 +99,7 @@ def test_a_part_of_a_parameter_is_looked_up_at_its_place() -> None:
     pipeline = Pipeline(
         [block],
         make_schedule("1f1b", 1, 1),
-        loss=lambda y, t: ((y - t) ** 2).sum(),
+        loss=lambda y, t: (((y - t) ** 2).sum(), 1.0),
         optimizer=lambda named: torch.optim.SGD(named, lr=0.02),
         staleness=Staleness(backward_delays=2),
     )
@@ -264,7 +264,7 @@ class Cast(nn.Linear):
 def test_casts_and_complex_weights_are_refused() -> None:
     arguments: dict[str, Any] = {
         "method": make_schedule("1f1b", 1, 1),
-        "loss": lambda y, _: y.abs().sum(),
+        "loss": lambda y, _: (y.abs().sum(), 1.0),
         "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
         "staleness": Staleness(backward_delays=1),
     }
@@ -301,7 +301,7 @@ def test_blocks_that_run_their_forward_again_are_refused(reentrant: bool, captur
     blocks = [Map(), Checkpointed(reentrant, captured)]
     arguments: dict[str, Any] = {
         "method": make_schedule("1f1b", 1, 1),
-        "loss": lambda y, _: (y**2).sum(),
+        "loss": lambda y, _: ((y**2).sum(), 1.0),
         "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
     }
     batches = [[(torch.ones(2, 3, dtype=torch.float64), None)]] * 4

@@ -59,8 +59,8 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=0.1)
 
 
-def total(output: torch.Tensor, target: object) -> torch.Tensor:
-    return output.sum()
+def total(output: torch.Tensor, target: object) -> tuple[torch.Tensor, float]:
+    return output.sum(), 1.0
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def test_shared_parameters_go_by_their_first_name() -> None:
 
 
 def test_a_model_with_nothing_to_train() -> None:
-    pipeline = make_pipeline(Case("1f1b", 3, 2), blocks=[half] * 6, loss=lambda out, target: out.sum())
+    pipeline = make_pipeline(Case("1f1b", 3, 2), blocks=[half] * 6, loss=lambda out, target: (out.sum() * 2, 2.0))
     batch = [(torch.ones(2), 0.0)] * 2
     with pytest.raises(ConfigError, match="nothing to train: the blocks have no parameters"):
         list(pipeline.run([batch] * 3))

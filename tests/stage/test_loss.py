@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from penstock import Pipeline
 from penstock.errors import ConfigError
-from penstock.stage.blocks.loss import check_loss, count_targets, sum_and_weight
+from penstock.stage.blocks.loss import WeighedLoss, check_loss
 
 CLASSES, TOKENS, SAMPLES = 5, 4, 7
 Loss = Callable[[Tensor, Tensor], Any]
@@ -71,6 +72,53 @@ class Focal(nn.Module):
         return ((1 - (-each).exp()) ** 2 * each).mean()
 
 
+class OwnCriterion(nn.Module):
+    """Contains a loss of torch that weighs classes and ignores one, and shifts the targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=2)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        shifted = F.pad(targets, (0, 1), value=2)[..., 1:]
+        loss: Tensor = 0.5 * self.criterion(logits.flatten(0, 1), shifted.flatten())
+        return loss
+
+
+class Doubled(torch.autograd.Function):
+    """An operation that torch does not know."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * 2
+
+
+def each_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """A loss for each token, those of ignored targets included."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten().clamp(min=0), reduction="none").view(targets.shape)
+
+
+def mean_under_mask(logits: Tensor, targets: Tensor) -> Tensor:
+    counted = targets != -100
+    return (each_of(logits, targets) * counted).sum() / counted.sum()
+
+
+def mean_of_picked(logits: Tensor, targets: Tensor) -> Tensor:
+    counted = targets != -100
+    return F.cross_entropy(logits[counted], targets[counted])
+
+
+def summed_in_place(output: Tensor, target: Tensor) -> Tensor:
+    loss = torch.zeros(())
+    for token in range(TOKENS):
+        loss += F.mse_loss(output[:, token], target[:, token]) / TOKENS
+    return loss
+
+
 WEIGHTS = torch.tensor([1.0, 4.0, 0.5, 2.0, 1.0])
 CASES: dict[str, tuple[Loss, list[tuple[Tensor, Tensor]]]] = {
     "mean squares": (F.mse_loss, numbers()),
@@ -89,6 +137,31 @@ CASES: dict[str, tuple[Loss, list[tuple[Tensor, Tensor]]]] = {
         lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten(0, 1).softmax(1)),
         numbers(),
     ),
+    "a function that ignores another class": (over_tokens(partial(F.cross_entropy, ignore_index=2)), classes(0.5, 2)),
+    "targets shifted by the loss": (
+        lambda o, t: F.cross_entropy(o.flatten(0, 1).float(), F.pad(t, (0, 1), value=-100)[..., 1:].flatten()),
+        classes(0.5),
+    ),
+    "a module that contains a loss": (OwnCriterion(), classes(0.3, 2)),
+    "a mean under a mask": (mean_under_mask, classes(0.5)),
+    "targets that a mask picks": (mean_of_picked, classes(0.5)),
+    "a mean over all targets, the masked ones included": (
+        lambda o, t: (each_of(o, t) * (t != -100)).mean(),
+        classes(0.5),
+    ),
+    "numbers, of which -100 is one": (lambda o, t: F.mse_loss(o[..., 0], t / 100), classes(0.5)),
+    "sums divided by the samples": (
+        lambda o, t: (F.mse_loss(o, t, reduction="sum") + o.exp().sum()) * 0.02 / o.shape[0],
+        numbers(),
+    ),
+    "a mean over samples, summed over the rest": (lambda o, t: 1 - (o - t).abs().mean(0).sum() / 9, numbers()),
+    "two means": (lambda o, t: F.mse_loss(o, t) + 0.1 * F.l1_loss(o, t), numbers()),
+    "two means over the same targets": (
+        lambda o, t: sum(F.cross_entropy(x.flatten(0, 1), t.flatten()) for x in (o, 2 * o)),
+        classes(0.5),
+    ),
+    "means added in place": (summed_in_place, numbers()),
+    "a mean of what an own Function made": (lambda o, t: Doubled.apply((o - t).abs()).mean(), numbers()),
 }
 
 
@@ -121,25 +194,24 @@ def test_a_batch_in_parts_learns_what_plain_torch_learns_from_the_whole(case: st
     torch.testing.assert_close(list(pipeline.full_state_dict().values()), weights, rtol=1e-5, atol=1e-6)
 
 
-def weight_of(loss: Any, target: Any) -> float:
-    return count_targets(loss, torch.zeros(2, 3), target)
+def weight_of(loss: Any, output: Any, target: Any) -> float:
+    return float(WeighedLoss(loss, "stage 1")(output, target)[1])
 
 
 def test_what_a_mean_counts() -> None:
-    ignoring = partial(F.cross_entropy, ignore_index=7)
-    assert weight_of(F.mse_loss, torch.zeros(6, 2)) == 6
-    assert weight_of(F.mse_loss, None) == 2  # the samples of the output
-    assert weight_of(F.cross_entropy, torch.tensor([[1, -100], [-100, -100]])) == 0.5
-    assert weight_of(ignoring, torch.tensor([[1, -100], [7, 7]])) == 1
-    assert weight_of(F.cross_entropy, {"labels": torch.tensor([-100, 3])}) == 1
-    assert weight_of(F.cross_entropy, torch.tensor([-100, 3], dtype=torch.int32)) == 2  # torch takes no such classes
-    assert count_targets(F.mse_loss, torch.tensor(1.0), torch.tensor(2.0)) == 1
+    logits, classes = torch.zeros(2, 3, requires_grad=True), torch.tensor([1, -100])
+    assert weight_of(F.mse_loss, torch.zeros(6, 2), torch.zeros(6, 2)) == 6
+    assert weight_of(lambda output, _: output.mean(), logits, None) == 2  # the samples of the output
+    assert weight_of(F.cross_entropy, torch.zeros(2, 5, 2), torch.tensor([[1, -100], [-100, -100]])) == 0.5
+    assert weight_of(lambda o, t: F.cross_entropy(o, t["labels"]), logits, {"labels": classes}) == 1
+    assert weight_of(F.mse_loss, torch.tensor(1.0), torch.tensor(2.0)) == 1
+    assert weight_of(lambda o, t: F.mse_loss(o[:, 0], t.float()), logits, classes) == 2  # which ignores no -100
 
 
 @pytest.mark.parametrize("weight", [3, 3.0, np.int64(3), torch.tensor(3), torch.tensor([3.0], requires_grad=True)])
 def test_a_sum_comes_with_its_weight(weight: Any) -> None:
     total = torch.tensor(6.0)
-    assert sum_and_weight((total, weight), F.mse_loss, None, None, "stage 1") == (total, 3.0)
+    assert WeighedLoss(lambda *_: (total, weight), "stage 1")(None, None) == (total, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +232,7 @@ def test_a_sum_comes_with_its_weight(weight: Any) -> None:
 )
 def test_what_is_no_loss(result: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        sum_and_weight(result, F.mse_loss, torch.zeros(2), torch.zeros(2), "stage 1")
+        WeighedLoss(lambda *_: result, "stage 1")(torch.zeros(2), torch.zeros(2))
 
 
 SCALER = torch.amp.GradScaler("cpu")
@@ -187,11 +259,6 @@ class Weighted(nn.Module):
         self.scale = nn.Parameter(torch.ones(2))
 
 
-class OwnMean(nn.CrossEntropyLoss):
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits, targets, self.weight, reduction="none").mean()
-
-
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
@@ -199,8 +266,6 @@ class OwnMean(nn.CrossEntropyLoss):
         ("mse", "loss must be a function .*got 'mse'"),
         (nn.MSELoss(reduction="sum"), r"(?s)reduction='sum'.*target.numel\(\)"),
         (partial(F.mse_loss, reduction="none"), "reduction='none'"),
-        (OwnMean(ignore_index=3), r"OwnMean.*CrossEntropyLoss.*ignore_index.*return \(sum, weight\)"),
-        (OwnMean(weight=WEIGHTS), r"OwnMean.*CrossEntropyLoss.*weight.*return \(sum, weight\)"),
         (Weighted(), "loss has a parameter to be trained, scale"),
         (lambda output, target: SCALER.scale(F.mse_loss(output, target)), "loss uses a GradScaler, SCALER.*fp16"),
         (Scaling().loss, "loss uses a GradScaler, scaler"),
@@ -211,8 +276,6 @@ class OwnMean(nn.CrossEntropyLoss):
         "text",
         "sum",
         "none",
-        "ignored in another way",
-        "weighted in another way",
         "parameters",
         "scaled",
         "a method that scales",
@@ -242,32 +305,77 @@ def own_sum(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     return F.mse_loss(output, target, reduction=reduction)
 
 
-@pytest.mark.parametrize("loss", [OwnSum("sum"), partial(own_sum, reduction="sum")], ids=["module", "partial"])
+@pytest.mark.parametrize("loss", [OwnSum("mean"), partial(own_sum, reduction="sum")], ids=["module", "partial"])
 def test_a_loss_of_the_users_that_sums_must_say_of_what(loss: Any) -> None:
     """Else it would count as a mean, and the update would be too large by the number of samples."""
     output, target = torch.ones(2, 3), torch.zeros(2, 3)
     check_loss(loss)  # until it is called, it might return (sum, weight)
-    with pytest.raises(ConfigError, match=r"(?s)stage 1: loss has reduction='sum'.*target.numel\(\)"):
-        sum_and_weight(loss(output, target), loss, output, target, "stage 1")
+    with pytest.raises(ConfigError, match=r"(?s)stage 1: .*it is a sum.*return \(each \* mask\).sum\(\), mask.sum\(\)"):
+        WeighedLoss(loss, "stage 1")(output, target)
+
+
+UNKNOWN: dict[str, tuple[Loss, str]] = {
+    "a sum": (lambda o, t: each_of(o, t).sum(), "it is a sum"),
+    "a sum divided by a constant": (lambda o, t: each_of(o, t).sum() / 7.5, "it is a sum"),
+    "a root of a mean": (lambda o, t: each_of(o, t).mean().sqrt(), "sqrt"),
+    "a norm": (lambda o, t: each_of(o, t).norm(), "no mean over samples"),
+    "a mask of at least one": (
+        lambda o, t: (each_of(o, t) * (t != -100)).sum() / (t != -100).sum().clamp(min=1),
+        "clamp",
+    ),
+    "targets that nonzero picks": (lambda o, t: each_of(o, t)[(t != -100).nonzero()[:, 0]].mean(), "nonzero"),
+    "a quotient of outputs": (lambda o, t: (o[..., 0] * t).sum() / o.sum(), "quotient of two sums"),
+    "means over different targets": (
+        lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()) + o.square().mean(),
+        "different numbers",
+    ),
+    "picked by two masks": (lambda o, t: (o[t > 1][:2] * o[t > 2]).mean(), "different masks"),
+    "a mean without what is not a number": (lambda o, t: each_of(o, t).nanmean(), "nanmean"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_a_number_that_is_no_known_mean_over_samples_is_refused(case: str) -> None:
+    loss, said = UNKNOWN[case]
+    targets = torch.tensor([[1, -100, 3], [2, 4, 0]])
+    with pytest.raises(ConfigError, match=rf"(?s)stage 1: .*{said}.*return \(each \* mask\).sum\(\), mask.sum\(\)"):
+        WeighedLoss(loss, "stage 1")(torch.randn(2, 3, 5, requires_grad=True), targets)
+
+
+def identity() -> nn.Linear:
+    linear = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(torch.eye(2))
+    return linear
+
+
+def test_other_targets_are_ignored_in_every_batch() -> None:
+    logits = torch.tensor([[[0.0, 0.0], [0.0, 0.0]], [[3.0, 0.0], [0.0, 0.0]]])
+    many, one = torch.tensor([[0, 1], [1, 1]]), torch.tensor([[0, 0], [1, 0]])
+    pipeline = Pipeline(
+        [identity(), identity()], "1f1b", stages=2, microbatches=2,
+        loss=lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten(), ignore_index=0),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
+    )  # fmt: skip
+    found = [report.loss for report in pipeline.run((logits, t) for t in (torch.tensor([[1, 1], [1, 0]]), many, one))]
+    two, three = math.log(2), math.log(1 + math.exp(3))
+    assert found == pytest.approx([1.478293904, (2 * two + three) / 3, three], rel=1e-6)
 
 
 def test_a_loss_of_the_users_that_says_its_weight_may_sum() -> None:
-    output, target = torch.ones(2, 3), torch.zeros(2, 3)
-    for loss, wanted in ((OwnSum("sum", 6.0), (6.0, 6.0)), (OwnSum("mean"), (12.0, 2.0)), (OwnSum("own"), (12.0, 2.0))):
-        total, weight = sum_and_weight(loss(output, target), loss, output, target, "stage 1")
-        assert (float(total), weight) == wanted
+    total, weight = WeighedLoss(OwnSum("sum", 6.0), "stage 1")(torch.ones(2, 3), torch.zeros(2, 3))
+    assert (float(total), weight) == (6.0, 6.0)
 
 
 def test_a_frozen_loss_is_no_trouble() -> None:
     check_loss(Weighted().requires_grad_(False))
-    check_loss(OwnMean())
 
 
 def test_an_infinite_output_without_targets_is_a_loss_of_zero() -> None:
     """Logits that are masked by -inf are common, and zero times infinity is no number."""
     output = torch.tensor([[0.0, -torch.inf], [1.0, 2.0]], requires_grad=True)
     target = torch.tensor([-100, -100])
-    total, weight = sum_and_weight(F.cross_entropy(output, target), F.cross_entropy, output, target, "stage 1")
+    total, weight = WeighedLoss(F.cross_entropy, "stage 1")(output, target)
     total.backward()
     assert (float(total.detach()), weight) == (0.0, 0.0)
     assert output.grad is not None

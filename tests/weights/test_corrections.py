@@ -292,7 +292,7 @@ def train_odd(run: Any, method: str = "newest", dtype: torch.dtype = torch.float
     pipeline = Pipeline(
         [Odd(run, dtype), nn.Linear(8, 8)],
         prove(method, 2, 1),
-        loss=lambda y, t: ((y - t) ** 2).sum(),
+        loss=lambda y, t: (((y - t) ** 2).sum(), 1.0),
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
         staleness=correction_of(method),
     )

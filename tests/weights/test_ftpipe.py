@@ -177,7 +177,7 @@ def by_pipeline(
     pipeline = Pipeline(
         [Linear(s) for s in range(d)],
         prove(method, d, m, rule="predicted-stash" if setting.stash else None),
-        loss=lambda y, factor: 0.5 * (y * y).sum() * factor,
+        loss=lambda y, factor: (0.5 * (y * y).sum() * factor, 1.0),
         optimizer=lambda named: OPTIMIZERS[setting.optimizer](named, setting.decay),
         lr_scheduler=by_factor(rate),
         precision=Precision(loss_scale=scale),

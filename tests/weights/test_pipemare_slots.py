@@ -110,7 +110,7 @@ def pipeline(method: str, order: str, p: int, n: int, count: int) -> list[Tensor
     made = Pipeline(
         [Map(w) for w in given.weights],
         prove(method, p, n, order=order),
-        loss=lambda y, target: ((y - target) ** 2).sum(),
+        loss=lambda y, target: (((y - target) ** 2).sum(), 1.0),
         optimizer=lambda named: torch.optim.SGD(named, lr=RATE, momentum=MOMENTUM),
         staleness=correction_of(method, reschedule=FADE, decay=DECAY) if method == "pipemare" else None,
     )
@@ -175,7 +175,7 @@ def test_with_adam_corrections_cost_a_quarter_more() -> None:
         made = Pipeline(
             [nn.Linear(16, 16, bias=False) for _ in range(3)],
             prove(method, 3, 2, order="fine-grained"),
-            loss=lambda y, t: ((y - t) ** 2).sum(),
+            loss=lambda y, t: (((y - t) ** 2).sum(), 1.0),
             optimizer=lambda named: torch.optim.Adam(named, lr=0.01),
             staleness=correction_of(method, reschedule=0) if method == "pipemare" else None,
         )

@@ -101,7 +101,7 @@ def test_bytes_per_parameter(method: str, precision: PrecisionName, wanted: int)
     blocks: list[Any] = [nn.Linear(width, width, bias=False) for _ in range(4)]
     pipeline = make_pipeline(
         Case(method, 2, 4), blocks=blocks, balance=None, precision=precision, optimizer=adam,
-        loss=lambda y, target: (y.float() - target).square().sum(),
+        loss=lambda y, target: ((y.float() - target).square().sum(), 1.0),
     )  # fmt: skip
     batches = [[(torch.randn(2, width), torch.randn(2, width))] * 4 for _ in range(4)]
     list(pipeline.run(batches))

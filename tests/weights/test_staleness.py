@@ -49,7 +49,7 @@ def trajectory(method: str, depth: int, rate: float, updates: int, **options: fl
     pipeline = Pipeline(
         [Weight(), *(lambda x: x * 1.0 for _ in range(depth - 1))],
         prove(method, depth, 1),
-        loss=lambda o, _: (0.5 * (CURVATURE + SENSITIVITY) * o**2).sum(),
+        loss=lambda o, _: ((0.5 * (CURVATURE + SENSITIVITY) * o**2).sum(), 1.0),
         optimizer=lambda named: torch.optim.SGD(named, lr=rate),
         staleness=correction_of(method, **options),
         partition=[1] * depth,
@@ -175,7 +175,7 @@ def after_an_impulse(method: str, depth: int, nesterov: bool, batches: int) -> l
     pipeline = Pipeline(
         [Scaled(), *(lambda x: x * 1.0 for _ in range(depth - 1))],
         prove(method, depth, 1),
-        loss=lambda o, _: o.sum(),
+        loss=lambda o, _: (o.sum(), 1.0),
         optimizer=factory,
         staleness=correction_of(method),
         partition=[1] * depth,

@@ -74,9 +74,9 @@ class Pipeline(SavedStates, UserAdvice):
         loss: a function, (output, target) -> the mean over a microbatch, as torch's losses return it; or (sum, weight),
             such as the sum over tokens and their number. Updates are those of the mean over the whole batch: a mean
             counts by its samples (the length of the first dimension of the target, or of the output if the target has
-            none), less the share of targets that torch's losses ignore. A function that sums, or takes a mean over
-            anything else (a lambda with an ignore_index of its own, a mean under a mask), must return (sum, weight); a
-            scalar of a module with reduction="sum" is refused, be it torch's or your own. A dict, by stage,
+            none), less those that the loss does not count: the operations of each call are followed, so targets that
+            torch's losses over classes ignore, weights of classes, and masks are found wherever the loss uses them. A
+            number that is not seen to be a mean over samples, such as a sum or a root, is refused. A dict, by stage,
             gives stages without a successor losses of their own; their sums are added, and divided by the weight of the
             last stage, whose loss is reported.
         optimizer: a function, named parameters -> optimizer, such as ``lambda named: torch.optim.AdamW(named,

@@ -174,9 +174,7 @@ class GraphBuilder:
             return output, None, None
         result = output[0] if microbatch.piece else output
         sliced = microbatch.piece is not None
-        total, weight = self._module.evaluate_loss(
-            result, microbatch.target, microbatch.rng_key, sliced, microbatch.weight
-        )
+        total, weight = self._module.evaluate_loss(result, microbatch.target, microbatch.rng_key, sliced)
         if total.dtype in (torch.bfloat16, torch.float16):
             total = total.float()  # S / c may be out of its range on the way
         kept = result if self._module.hands_on else None

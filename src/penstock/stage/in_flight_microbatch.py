@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
 from penstock.stage.autograd.forward_graph import Graph
@@ -25,7 +23,6 @@ class Microbatch(NamedTuple):
         target: the second argument of the loss, on stages that have one.
         scale: S, by which its backward multiplies the loss.
         piece: (j, k) for slice j of k; None for the whole microbatch.
-        weight: of a mean, where targets have been counted already.
     """
 
     k: int
@@ -33,7 +30,6 @@ class Microbatch(NamedTuple):
     target: Any = None
     scale: float = 1.0
     piece: tuple[int, int] | None = None
-    weight: Tensor | None = None
 
     @property
     def key(self) -> Piece:

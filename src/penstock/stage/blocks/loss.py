@@ -1,8 +1,8 @@
 """What a loss function returns for a microbatch, as a sum and its weight.
 
-An update divides the sum over a batch by the weight of the batch. So a mean is multiplied by what torch divided by:
-the number of samples, less the share of targets that the loss ignores. However a batch is divided into microbatches,
-the result is the mean that plain torch takes over the whole batch.
+An update divides the sum over a batch by the weight of the batch. So a mean is multiplied by the number of samples that
+it counts (`penstock.stage.blocks.loss_watch`), such as those whose targets the loss does not ignore. However a batch is
+divided into microbatches, the result is the mean that plain torch takes over the whole batch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +23,10 @@ from torch.utils import _pytree as pytree
 from penstock.checks import in_short
 from penstock.comm.message.trees import leaves_of
 from penstock.errors import ConfigError
+from penstock.stage.blocks.loss_watch import LossWatch, NoMeanError
 
 LossFunction = Callable[[Any, Any], Any]
 """(output, target) -> the mean over the targets of a microbatch, as a scalar; or (sum, weight)."""
-_IGNORED = -100  # the default of torch's losses over classes
-_OVER_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _UNUSED = "appears to not have been used in the graph"  # torch's words of what `autograd.grad` is asked for
 _MEANS = ("mean", "batchmean")  # the second one over samples: of KLDivLoss
 
@@ -61,7 +60,6 @@ def _check_one(loss: Any) -> None:
                 f"loss has a parameter to be trained, {trained}, but optimizers step the parameters of blocks only; "
                 "make it part of the last block, or freeze it with loss.requires_grad_(False)"
             )
-        _check_own_forward(loss)
     reduction = _reduction(loss)
     if reduction not in _MEANS:
         raise ConfigError(_reduces(reduction))
@@ -115,26 +113,6 @@ def _reduces(reduction: str) -> str:
     )
 
 
-def _check_own_forward(loss: nn.Module) -> None:
-    """Refuse a class made from a loss over classes whose forward may divide by something else."""
-    if not isinstance(loss, _OVER_CLASSES) or _is_over_classes(loss):
-        return
-    differing = "weight" if loss.weight is not None else "ignore_index" if loss.ignore_index != _IGNORED else None
-    if differing is not None:
-        kind = next(known.__name__ for known in _OVER_CLASSES if isinstance(loss, known))
-        raise ConfigError(
-            f"loss is a {type(loss).__name__}, a {kind} with a forward of its own and with {differing}, so it is not "
-            "known what its mean is divided by; return (sum, weight) from a function, such as the sum over targets and "
-            "the sum of the weights of their classes"
-        )
-
-
-def _is_over_classes(loss: Any) -> bool:
-    """Whether a module is torch's own loss over classes, whose mean is divided by the weights of classes."""
-    forwards = [kind.forward for kind in _OVER_CLASSES]
-    return isinstance(loss, _OVER_CLASSES) and type(loss).forward in forwards and "forward" not in vars(loss)
-
-
 def _reduction(loss: Any) -> str:
     """The reduction of a loss of torch, be it a module or a function with some arguments filled in."""
     if isinstance(loss, functools.partial) and getattr(loss.func, "__module__", None) == F.__name__:
@@ -142,90 +120,90 @@ def _reduction(loss: Any) -> str:
     return loss.reduction if isinstance(loss, _Loss) else "mean"
 
 
-def _own_reduction(loss: Any) -> Any:
-    """The reduction that a loss of the user's names as torch does; it may return (sum, weight) all the same."""
-    if isinstance(loss, functools.partial):
-        return loss.keywords.get("reduction")
-    return getattr(loss, "reduction", None)
-
-
-def _over_classes(loss: Any) -> tuple[int, Any]:
-    """Return the class that a loss of torch ignores, and its weights of classes or None."""
-    if isinstance(loss, functools.partial) and loss.func in (F.cross_entropy, F.nll_loss):
-        return loss.keywords.get("ignore_index", _IGNORED), loss.keywords.get("weight")
-    return (loss.ignore_index, loss.weight) if _is_over_classes(loss) else (_IGNORED, None)
-
-
-def sum_and_weight(
-    result: Any, loss: LossFunction, output: Any, target: Any, where: str, known: float | Tensor | None = None
-) -> tuple[Tensor, float | Tensor]:
-    """Return a loss as a sum and its weight, which is a tensor if the targets that were counted are on a GPU.
+class WeighedLoss:
+    """A loss as a sum and its weight.
 
     Args:
-        result: what the loss function returned.
         loss: the function.
-        output: what it was called with.
-        target: and this.
-        where: the stage, for messages.
-        known: the weight of a mean, where targets have been counted already.
-
-    Raises:
-        ConfigError: the result is neither a scalar nor (sum, weight), or a scalar of a loss with reduction="sum".
+        where: its stage, for messages.
     """
-    told = isinstance(result, tuple) and len(result) == 2
-    total = result[0] if told else result
-    if not isinstance(total, Tensor) or total.numel() != 1:
-        raise ConfigError(
-            f"{where}: the loss must be a mean as a scalar tensor, or (sum, weight); got {_named(result)}"
-        )
-    if not told:
-        reduction = _own_reduction(loss)
-        if reduction == "sum":
-            raise ConfigError(f"{where}: {_reduces(reduction)}")
-        weight = count_targets(loss, output, target) if known is None else known
+
+    def __init__(self, loss: LossFunction, where: str) -> None:
+        self._loss, self._where = loss, where
+        self._tells = False  # its weight; then nobody watches it, as compiled functions are slower meanwhile
+
+    def __call__(self, output: Any, target: Any, *, sliced: bool = False) -> tuple[Tensor, float | Tensor]:
+        """Return the sum of a microbatch and its weight, which is a tensor if what was counted is on a GPU.
+
+        Args:
+            output: of the model.
+            target: of the microbatch.
+            sliced: these are of a slice of a sequence, whose share in the sequence only the loss knows.
+
+        Raises:
+            ConfigError: the loss returned neither a scalar nor (sum, weight); or a scalar that is no mean over samples,
+                or that is of a slice.
+        """
+        watch = None if self._tells else LossWatch(output, target)
+        with watch or nullcontext():
+            result = call_loss(self._loss, output, target)
+        pair = isinstance(result, tuple) and len(result) == 2
+        total = result[0] if pair else result
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            raise self._error(f"the loss must be a mean as a scalar tensor, or (sum, weight); got {_named(result)}")
+        if pair:
+            self._tells = True
+            return total, self._given_weight(result[1])
+        if sliced:
+            raise self._error(
+                "with slices of sequences the loss must return (sum, weight), such as the sum over the tokens and "
+                "their number; it returned a scalar"
+            )
+        if watch is None:
+            raise self._error(
+                "the loss returned (sum, weight) before, and one number now; let it return the same always"
+            )
+        try:
+            weight = _samples(output, target) * watch.share_of(total)
+        except NoMeanError as error:
+            raise self._error(_no_mean(str(error))) from None
         if isinstance(weight, Tensor):  # to look at it would be to wait for the device
-            return _weighted(total, weight, output), weight
+            return times_weight(total, weight, output), weight
         return (total * weight if weight else _zero(output, total)), weight
-    given = result[1]
-    if not isinstance(given, numbers.Real) and not (isinstance(given, Tensor) and given.numel() == 1):
-        raise ConfigError(
-            f"{where}: the loss returned (loss, {_named(given)}), but the second of two is the weight of a sum, a "
-            "number; return the loss alone"
-        )
-    if isinstance(given, Tensor) and not given.is_cpu:
-        return total, given.detach().reshape(()).double()  # `read_losses` looks at it
-    weight = float(given.detach() if isinstance(given, Tensor) else given)
-    if not weight >= 0:
-        raise ConfigError(f"{where}: {_negative(weight)}")
-    return total, weight
+
+    def _given_weight(self, given: Any) -> float | Tensor:
+        if not isinstance(given, numbers.Real) and not (isinstance(given, Tensor) and given.numel() == 1):
+            raise self._error(
+                f"the loss returned (loss, {_named(given)}), but the second of two is the weight of a sum, a number; "
+                "return the loss alone"
+            )
+        if isinstance(given, Tensor) and not given.is_cpu:
+            return given.detach().reshape(()).double()  # `read_losses` looks at it
+        weight = float(given.detach() if isinstance(given, Tensor) else given)
+        if not weight >= 0:
+            raise self._error(_negative(weight))
+        return weight
+
+    def _error(self, text: str) -> ConfigError:
+        return ConfigError(f"{self._where}: {text}")
 
 
-def count_targets(loss: LossFunction, output: Any, target: Any) -> float | Tensor:
-    """Return how much the mean over a microbatch counts: its samples, less the share of targets that are ignored.
-
-    Samples are the length of the first dimension of the target (or, if that has none, of the output). Of targets that
-    are classes, those that torch's losses ignore do not count (-100, or the `ignore_index` of the loss), and others do
-    with the weight of their class, if `loss` is torch's cross entropy or negative log likelihood with such.
-    """
+def _samples(output: Any, target: Any) -> float:
+    """Return the length of the first dimension of the target or, if that has none, of the output."""
     leaves = (*leaves_of(target), *leaves_of(output))
-    known = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
-    if known is None:
-        return 1.0
-    samples = float(known.shape[0])
-    if known.dtype != torch.int64 or not known.numel():
-        return samples
-    ignored, weights = _over_classes(loss)
-    counted = known != ignored
-    if not isinstance(weights, Tensor):
-        total = counted.sum()
-    elif known.is_cpu:
-        total = weights.detach()[known[counted]].double().sum()
-    else:  # of the same shape whatever is ignored, so that the host need not wait for their number
-        total = weights.detach().double()[known.where(counted, 0)].where(counted, 0.0).sum()
-    return samples * ((float(total) if total.is_cpu else total.double()) / known.numel())
+    return float(next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1))
 
 
-def _weighted(total: Tensor, weight: Tensor, output: Any) -> Tensor:
+def _no_mean(why: str) -> str:
+    return (
+        f"the loss returned one number, and how much that counts among those of other microbatches is unknown: {why}. "
+        "Return a sum, and the number that it is to be divided by, such as\n"
+        "    each = torch.nn.functional.cross_entropy(output, target, reduction='none')\n"
+        "    return (each * mask).sum(), mask.sum()"
+    )
+
+
+def times_weight(total: Tensor, weight: Tensor, output: Any) -> Tensor:
     """Multiply a mean by its weight, to the bits as by a number; without targets it is zero, and so are gradients."""
     for leaf in leaves_of(output):  # a mean over nothing would give it NaN
         if isinstance(leaf, Tensor) and leaf.requires_grad:

@@ -13,12 +13,11 @@ from penstock.comm.core.devices import current_device, on_device
 from penstock.comm.core.tensor_group import explain_lost_peer
 from penstock.comm.message.tree_classes import open_dataclasses
 from penstock.comm.message.trees import detached
-from penstock.errors import ConfigError
 from penstock.options.all_options import PipelineOptions
 from penstock.partition.tensor_parallel import Division, whole_output
 from penstock.stage.autograd.forward_graph import open_inputs
 from penstock.stage.blocks.block_tensors import BlockTensors
-from penstock.stage.blocks.loss import LossFunction, call_loss, sum_and_weight
+from penstock.stage.blocks.loss import LossFunction, WeighedLoss
 from penstock.stage.blocks.precision_casts import cast, check_formats, in_full
 from penstock.stage.blocks.rng import BlockRng, RngKey
 
@@ -62,6 +61,7 @@ class StageModule:
         self.division = Division()
         self.last = list(self.blocks)[-1]
         self.loss, self.hands_on = loss, hands_on
+        self._weighed = None if loss is None else WeighedLoss(loss, where)
         self.where, self.precision = where, options.precision.low
         self.tensors = BlockTensors(self.modules, where, self.precision)
         devices = self.tensors.devices
@@ -144,32 +144,25 @@ class StageModule:
         return self.loss is not None
 
     def evaluate_loss(
-        self, output: Any, target: Any, key: RngKey, sliced: bool = False, known: float | Tensor | None = None
+        self, output: Any, target: Any, key: RngKey, sliced: bool = False
     ) -> tuple[Tensor, float | Tensor]:
         """Compute the loss sum of a microbatch and its weight (`penstock.stage.blocks.loss`), in float32 at least.
 
-        Targets are counted where the data are, so that a GPU is not waited for; not if the weight of a mean is known.
+        Targets are counted where the data are, so that a GPU is not waited for.
 
         Raises:
             ConfigError: the loss function returned something else; or, for a slice of a sequence, it returned no
                 weight, so that the share of the slice in the whole sequence is unknown.
         """
-        assert self.loss is not None
+        assert self._weighed is not None
         if LOSS in self.rng.drawing:
             self.rng.seed_block(LOSS, key)
         open_dataclasses(target)
         given, wants = detached(target)
         if self.division.splits and not getattr(self.loss, "takes_parts", False):
             output = whole_output(output)
-        result = call_loss(
-            self.loss, in_full(output, self.precision), open_inputs(on_device(given, self.device), wants)[0]
-        )
-        if sliced and isinstance(result, Tensor):
-            raise ConfigError(
-                f"{self.where}: with slices of sequences the loss must return (sum, weight), such as the sum over the "
-                "tokens and their number; it returned a scalar"
-            )
-        return sum_and_weight(result, self.loss, output, target, self.where, known)
+        target = open_inputs(on_device(given, self.device), wants)[0]
+        return self._weighed(in_full(output, self.precision), target, sliced=sliced)
 
     def refresh(self) -> None:
         """Follow what was changed on the blocks between two runs: frozen parameters, and which blocks may draw."""

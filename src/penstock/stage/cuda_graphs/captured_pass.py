@@ -22,8 +22,8 @@ from penstock.stage.blocks.loss import UnreadLoss
 from penstock.stage.cuda_graphs.recorder import GraphRecorder, RecordedWork
 from penstock.weights.memory.buffers import Buffer
 
-Compute = Callable[[Any, Any, Tensor], tuple[Any, Tensor | None, UnreadLoss | None]]
-"""Runs blocks on input, target and weight of a mean; returns the output, the loss sum in its graph, and the loss."""
+Compute = Callable[[Any, Any], tuple[Any, Tensor | None, UnreadLoss | None]]
+"""Runs blocks on input and target; returns the output, the loss sum in its graph, and the loss."""
 
 
 class Given(NamedTuple):
@@ -55,20 +55,17 @@ class FixedMemory:
 
     Args:
         given: as any forward gets it.
-        device: of the stage.
         kept: pool of what is kept from forwards to backwards.
         passing: pool of what only a backward takes, or a forward.
 
     Attributes:
         given: where forwards find what they get.
-        weight: where they find the weight of a mean.
         gradients: where backwards find the gradients of the output's leaves, or of the loss sum.
         scale: of the loss whose gradient is there; 0 for none.
     """
 
-    def __init__(self, given: Given, device: torch.device, kept: Any, passing: Any) -> None:
+    def __init__(self, given: Given, kept: Any, passing: Any) -> None:
         self.given, self.kept, self.passing = given.zeros_like(), kept, passing
-        self.weight = torch.empty((), dtype=torch.float64, device=device)
         self.gradients: list[Tensor | None] = []
         self.scale = 0.0
 
@@ -180,7 +177,7 @@ class CapturedPass:
         self._bind()
         splitter = None if self._proxies is None else BackwardSplitter(self._proxies)
         with splitter or nullcontext():
-            output, total, self.loss = self._compute(value, given.target, self.memory.weight)
+            output, total, self.loss = self._compute(value, given.target)
         deferred = None if splitter is None else splitter.deferred
         self._graph = Graph(opened, count, edges_of(output if total is None else total), total, 0, deferred)
         self.output, wanted = detached(output)

@@ -21,7 +21,7 @@ from penstock.comm.core.devices import on_device
 from penstock.comm.message.trees import detached
 from penstock.stage.autograd.forward_graph import Graph
 from penstock.stage.autograd.saved_bytes import has_memory
-from penstock.stage.blocks.loss import UnreadLoss, count_targets
+from penstock.stage.blocks.loss import UnreadLoss
 from penstock.stage.blocks.module import StageModule
 from penstock.stage.blocks.rng import RngKey
 from penstock.stage.cuda_graphs.captured_pass import CapturedPass, FixedMemory, Given
@@ -119,7 +119,7 @@ class PassCapturer:
             room = InFlightRoom(self._recorder.pool())
             self._rooms.append(room)
         if key not in room.memories:
-            room.memories[key] = FixedMemory(given, self._module.device, room.kept, self._passing)
+            room.memories[key] = FixedMemory(given, room.kept, self._passing)
         try:
             captured = self._recording(room, key, buffer, gradient)
         except RuntimeError as error:
@@ -193,12 +193,8 @@ class PassCapturer:
 
     def _replay(self, captured: CapturedPass, given: Given, microbatch: Microbatch) -> tuple[Any, UnreadLoss | None]:
         """Replay a forward; returns its output and its loss."""
-        memory, weight = captured.memory, None
+        memory = captured.memory
         memory.fill(given)
-        if captured.loss is not None and captured.loss.weight is memory.weight:
-            assert self._module.loss is not None
-            weight = count_targets(self._module.loss, captured.output, microbatch.target)
-            memory.weight.copy_(weight) if isinstance(weight, Tensor) else memory.weight.fill_(weight)
         output, loss = captured.forward(), captured.loss
         if loss is None:
             return output, None
@@ -207,13 +203,11 @@ class PassCapturer:
             memory.scale = microbatch.scale
             seed.copy_(self._seed(seed, memory.scale))
         output = pytree.tree_map_only(Tensor, torch.clone, output)  # others may read it after the backward
-        found = loss.total, loss.weight if weight is None else weight
-        return output, UnreadLoss(*(value.clone() if isinstance(value, Tensor) else value for value in found))
+        return output, UnreadLoss(*(value.clone() if isinstance(value, Tensor) else value for value in loss))
 
-    def _run(self, value: Any, target: Any, weight: Tensor) -> tuple[Any, Tensor | None, UnreadLoss | None]:
-        """Run the blocks to be recorded; the weight of a mean comes with each replay if it depends on the target."""
-        counts = any(isinstance(leaf, Tensor) and leaf.dim() for leaf in pytree.tree_leaves(target))
-        return self._compute(Microbatch(0, RngKey(0, 0), target, weight=weight if counts else None), value)
+    def _run(self, value: Any, target: Any) -> tuple[Any, Tensor | None, UnreadLoss | None]:
+        """Run the blocks to be recorded."""
+        return self._compute(Microbatch(0, RngKey(0, 0), target), value)
 
     def _give_up(self, reason: str) -> None:
         _LOG.warning("%s: its blocks run without CUDA graphs, since %s", self._module.where, reason)
