@@ -17,7 +17,7 @@ from penstock.runtime.data.batch_source import Batches, BatchSource
 from penstock.runtime.data.lr_schedule_end import Schedules
 from penstock.runtime.engine.lifecycle import Lifecycle
 from penstock.runtime.engine.span_setup import SpanSetup
-from penstock.runtime.execute.evaluation_without_draining import Evaluating, EvaluationData, Evaluator, no_data
+from penstock.runtime.execute.evaluation_without_draining import Evaluating, EvaluationData, Evaluator, longer, no_data
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.span_barriers import SpanBorders
 from penstock.runtime.rank.batch_reports import Report
@@ -86,10 +86,10 @@ class Spans:
         try:
             yield from self._run(self._setup.drive(runs, 1), [*executors, *evaluators], training=True)
         finally:
-            found = next((evaluator.failure for evaluator in evaluators if evaluator.failure is not None), None)
+            found, reason = next(((e.failure, e.reason) for e in evaluators if e.failure is not None), (None, None))
             if self.life.broken is None:
                 with self.life.together():
-                    left, failed = self._borders.end(self._left_after, self.batches, found, source.failure)
+                    left, failed = self._borders.end(self._left_after, self.batches, reason, source.failure)
                     self.unread += source.unread()
         for failure in (found, source.failure, failed):
             if failure is not None:  # all batches before have been trained on, and reported
@@ -111,7 +111,7 @@ class Spans:
         if averaged and not all(weights.keeps_average for weights in kinds):
             raise ConfigError("there are no averaged weights; give the pipeline a decay, such as ema_decay=0.999")
         self.life.check_idle()
-        source, found, failed = self._setup.evaluation_data(batches), [], None
+        source, found, failed, count = self._setup.evaluation_data(batches), [], None, 0
         if not self._begin(source, trains=False):
             if version is not None:  # within a run
                 raise no_data()
@@ -121,11 +121,14 @@ class Spans:
             with ExitStack() as stack:
                 for state in self._ranks:
                     stack.enter_context(state.evaluating(averaged, version))
-                for r in self._run(reports, executors, training=False):
+                for count, r in enumerate(self._run(reports, executors, training=False), 1):
                     if r.loss is not None and r.weight:
                         found.append([r.loss * r.weight, r.weight])
+            if self._grid.group is not None and source.failure is None and self.reporter.has_loss:
+                if source.follows(count):
+                    source.fail(longer(count))
             with self.life.together():
-                found, failed = self._borders.gather_losses(found, source.failure)
+                found, failed = self._borders.gather_losses(found, source.reason(self.reporter.recorder.rank))
             for failure in (source.failure, failed):
                 if failure is not None:
                     raise failure

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from penstock.comm.collective.all_gather_json import gather_json
 from penstock.comm.core.rank_grid import RankGrid, RankKey
-from penstock.errors import ConfigError, DataError
-from penstock.runtime.data.batch_source import BatchSource
+from penstock.errors import ConfigError, DataError, PenstockError
+from penstock.runtime.data.batch_source import BatchSource, failed_elsewhere
 from penstock.runtime.setup.param_group_consistency import check_settings, settings_by_hand
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.setup.same_weights import check_written, follow_first, follow_hooks, follow_settings
@@ -121,7 +121,7 @@ class SpanBorders:
         return None
 
     def end(
-        self, left: int | None, batches: int, failure: Exception | None, unread: Exception | None
+        self, left: int | None, batches: int, failure: str | None, unread: Exception | None
     ) -> tuple[bool, Exception | None]:
         """Tell all ranks after a span of training whether the caller has left here, and what could not be read.
 
@@ -130,7 +130,7 @@ class SpanBorders:
         Args:
             left: the batch after whose report the caller has left; None where it has not.
             batches: that have been trained on.
-            failure: of an evaluation.
+            failure: the reason of an evaluation that has failed.
             unread: why no further batch could be read here.
 
         Returns:
@@ -141,7 +141,7 @@ class SpanBorders:
         """
         if self._grid.group is None:
             return left is not None, None
-        told = self._gather([left, _text(failure), _text(unread)], "ending a run", self._grid.patience)
+        told = self._gather([left, failure, _text(unread)], "ending a run", self._grid.patience)
         after = [batch for batch, *_ in told]
         unreadable = [text for *_, text in told]
         gone = [rank for rank, batch in enumerate(after) if batch is not None]
@@ -155,17 +155,17 @@ class SpanBorders:
                 after[gone[0]],
                 batches - 1,
             )
-        failed = _failed_elsewhere([text for _, text, _ in told]) or _no_rate(unreadable)
+        failed = _first_failure([reason for _, reason, _ in told]) or _no_rate(unreadable)
         ended = f", so the run ends after batch {batches - 1} on all ranks"
         return bool(gone), failed or _failed_elsewhere(unreadable, "read its next batch", ended)
 
-    def gather_losses(self, found: Losses, failure: Exception | None) -> tuple[Losses, Exception | None]:
+    def gather_losses(self, found: Losses, failure: str | None) -> tuple[Losses, Exception | None]:
         """Return what all ranks have found in an evaluation, and the first failure of another one."""
         if self._grid.group is None:
             return found, None
         found = [] if self._grid.tensor.index else found
-        told = self._gather([found, _text(failure)], "gathering the losses of an evaluation", self._grid.patience)
-        return [pair for part, _ in told for pair in part], _failed_elsewhere([text for _, text in told])
+        told = self._gather([found, failure], "gathering the losses of an evaluation", self._grid.patience)
+        return [pair for part, _ in told for pair in part], _first_failure([reason for _, reason in told])
 
     def _gather(self, mine: list[Any], what: str, timeout: timedelta | None = None) -> list[Any]:
         return [mine] if self._grid.group is None else gather_json(mine, what, self._grid.everyone, timeout)
@@ -206,9 +206,12 @@ def _no_rate(texts: Sequence[str | None]) -> NoRateError | None:
     return next((NoRateError(text.removeprefix(mark)) for text in texts if text and text.startswith(mark)), None)
 
 
-def _failed_elsewhere(
-    texts: Sequence[str | None], what: str = "read the data of the evaluation", so: str = ""
-) -> DataError | None:
+def _first_failure(reasons: Sequence[str | None]) -> PenstockError | None:
+    """What a rank raises where an evaluation has failed on another one."""
+    return next((failed_elsewhere(reason) for reason in reasons if reason is not None), None)
+
+
+def _failed_elsewhere(texts: Sequence[str | None], what: str, so: str = "") -> DataError | None:
     """What a rank raises where another one, of all by rank, could not do something."""
     for rank, text in enumerate(texts):
         if text is not None:
