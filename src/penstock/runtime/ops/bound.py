@@ -15,13 +15,14 @@ from penstock.schedule.machine.instructions import Instruction
 from penstock.stage.trained_stage_weights import TrainedWeights
 
 _PASSES = (Op.F, Op.B, Op.I, Op.W, Op.R)
+STEPPING = "the optimizer step"
 _NAMES = {
     Op.F: "the forward",
     Op.B: "the backward",
     Op.I: "the backward for inputs",
     Op.W: "the backward for weights",
     Op.R: "the recomputation",
-    Op.STEP: "the optimizer step",
+    Op.STEP: STEPPING,
 }
 
 
