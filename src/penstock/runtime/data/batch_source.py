@@ -258,7 +258,7 @@ class BatchSource:
 def could_not(rank: int, what: str, error: BaseException) -> str:
     """Say for other ranks that a rank has failed in something."""
     said = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"rank {rank} could not {what} ({said:.200}{''.join(f'; {note}' for note in _places(error))})"
+    return f"rank {rank} could not {what} ({said:.400}{''.join(f'; {note}' for note in _places(error))})"
 
 
 def _places(error: BaseException) -> list[str]:
