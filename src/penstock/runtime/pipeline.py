@@ -228,10 +228,10 @@ class Pipeline(SavedStates, UserAdvice):
         Raises:
             DataError: a batch cannot be split. As with whatever else the data's iterator raises, all batches before it
                 have been trained on and reported by then, and the pipeline is as good as after any run; ranks that
-                could read it raise a DataError, too. The same holds of an evaluation, after the batches under way; if
-                its model or loss has failed, other ranks raise a PenstockError. Or the ranks have other numbers of
-                batches: told before the run where the data say how many they are, else after it. Or the loader has
-                written into a batch under way; then the pipeline is broken.
+                could read it raise a DataError, too. The same holds of an evaluation, after the batches under way; of
+                its model or loss other ranks raise a PenstockError. Or the ranks have other numbers of batches, told
+                before the run if data have a length. Or the loader has written into a batch under way; then the
+                pipeline is broken.
             ConfigError: `lr_scheduler` has no rate for the update of a batch; as with a batch that cannot be split, but
                 all ranks raise it. Or, when the run begins, no parameter of the model is trained, or parameters or
                 blocks have come, gone, or begun or ceased to be trained since the pipeline was made, or a process is to
@@ -240,7 +240,7 @@ class Pipeline(SavedStates, UserAdvice):
                 = ...``. All passes of the next batch read them.)
             PenstockError: a message did not arrive, the data differ between ranks, or weights were rewritten under a
                 reader; then, and after whatever the model itself raises, the pipeline is broken, and a note of the
-                error says what is lost and how to go on. Or another rank made another call than this: nothing is lost.
+                error says what is lost and how to go on. Or another rank made another call.
         """
         check_same_blocks(*self._given)
         self._sharing.check()

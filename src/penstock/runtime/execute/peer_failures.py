@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -75,30 +75,30 @@ class PeerFailures:
         if self._group is None or not self.name:
             return
         if isinstance(error, TransportError):
-            self.reason = self.reason or self._soon(lambda store: _text(store, _FAILED))
-            busy = "" if self.reason else self._soon(lambda store: _text(store, _BUSY))
+            found = self._soon(lambda store: [_text(store, _FAILED), _text(store, _BUSY)])
+            if not found:  # then there is nobody to tell, either
+                return
+            self.reason = self.reason or found[0]
             if self.reason and self.reason not in str(error):
                 error.args = (f"{error}; the cause: {self.reason}",)
-            elif busy:
-                error.args = (f"{error}; meanwhile {busy}",)
+            elif not self.reason and found[1]:
+                error.args = (f"{error}; meanwhile {found[1]}",)
         if not self.reason:
             mine = could_not(dist.get_rank(self._group), "go on", error)
-            self._soon(lambda store: store.compare_set(_FAILED, "", mine).decode())
+            self._soon(lambda store: [store.compare_set(_FAILED, "", mine).decode()])
 
-    def _soon(self, ask: Callable[[Any], str]) -> str:
+    def _soon(self, ask: Callable[[Any], list[str]]) -> list[str]:
         """What the store answers; nothing if it does not in time."""
-        answers: list[str] = []
+        answers = list[str]()
 
         def work() -> None:
-            try:
-                answers.append(ask(self._store()))
-            except Exception:  # whatever is wrong with the store: without it the error says what this rank knows
-                answers.clear()
+            with suppress(Exception):  # whatever is wrong with the store: without it errors say what this rank knows
+                answers.extend(ask(self._store()))
 
         thread = threading.Thread(target=work, name="penstock peers", daemon=True)
         thread.start()
         thread.join(_PATIENCE)
-        return answers[0] if answers else ""
+        return list(answers)
 
     def _store(self) -> Any:
         """The store under the name, by a connection of its own, since one serves one caller at a time."""
