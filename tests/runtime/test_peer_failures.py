@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import penstock
@@ -66,6 +67,30 @@ def test_a_block_that_raises_on_a_rank(pool: Pool) -> None:
         f"rank 2, stage 2, F3: nothing comes on the activation lane from rank 1 to rank 2 any more: {reason}"
         in (said[2][1])
     )
+
+
+def saves_what_is_left(group: dist.ProcessGroup, case: Case, folder: Path) -> str:
+    pipeline, rank = (
+        make_pipeline(case, group, timeout=2.0, **with_block(1, Fails(3, divide_by_zero), 2)),
+        dist.get_rank(group),
+    )
+    with pytest.raises((TransportError, ZeroDivisionError)) as caught:
+        list(pipeline.run(make_batches(case)))
+    torch.save(pipeline.state_dict(), folder / f"rank{rank}.pt")
+    return str(caught.value.__notes__[-1])
+
+
+def test_the_weights_that_an_error_between_processes_leaves_can_be_saved_and_loaded(pool: Pool, tmp_path: Path) -> None:
+    """As the message says, on every rank; of what was trained before."""
+    case = Case("1f1b", 2, 2)
+    for said in pool.submit(saves_what_is_left, case, tmp_path, ranks=2, fresh=True):
+        assert "save these weights on every rank, torch.save(pipeline.state_dict(), f'rank{rank}.pt')" in said
+    changes = with_block(1, Fails(-1, divide_by_zero), 2)
+    pipeline, wanted = make_pipeline(case, **changes), make_pipeline(case, **changes)
+    pipeline.load_state_dict({**torch.load(tmp_path / "rank0.pt"), **torch.load(tmp_path / "rank1.pt")})
+    list(wanted.run(make_batches(case)[:1]))
+    same = wanted.state_dict()
+    assert all(torch.equal(tensor, same[name]) for name, tensor in pipeline.state_dict().items())
 
 
 def fails_in(group: dist.ProcessGroup, case: Case, what: str) -> str:

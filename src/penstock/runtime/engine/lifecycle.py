@@ -77,7 +77,7 @@ def left_behind(
 
     Args:
         batches: that were under way here.
-        versions: version -> names of the stages here that have it.
+        versions: version -> the stages here that have it, and their ranks.
         whole: the weights are all here.
         half: the error came from an update.
         alone: all ranks are in this process.
@@ -87,7 +87,7 @@ def left_behind(
         several = len(batches) > 1
         lost = f"batches {batches[0]} to {batches[-1]} were" if several else f"batch {batches[0]} was"
         lost += " under way and will not be finished"
-    known = " and ".join(f"{number} (stage {', '.join(names)})" for number, names in sorted(versions.items()))
+    known = " and ".join(f"{number} ({', '.join(names)})" for number, names in sorted(versions.items()))
     kind = "one version" if len(versions) == 1 else "different versions"
     weights = f"the weights here are whole, of {kind}: {known}"
     if not whole:

@@ -212,7 +212,7 @@ class Spans:
         for stage in (stage for state in self._ranks for stage in state.stages.values()):
             try:
                 if isinstance(stage.weights, TrainedWeights):
-                    versions.setdefault(stage.weights.store.newest, []).append(stage.key.name)
+                    versions.setdefault(stage.weights.store.newest, []).append(stage.module.where)
                     whole &= stage.weights.store.master.epoch != NOT_WHOLE
                 if whole:
                     stage.restore()
