@@ -111,7 +111,8 @@ def test_a_pipeline_that_raises_gives_exit_code_1_and_a_traceback(verify, monkey
     assert "in evaluate" in err
     found = json.loads(out)
     assert found["error"] == "ZeroDivisionError: planted"
-    assert "ended with ZeroDivisionError, raised by F0 of stage 1 on rank 1: planted" in found["verdict"]
+    place = "raised by F0 of stage 1 on rank 1, the forward of microbatch 0 of batch 0"
+    assert f"ended with ZeroDivisionError, {place}: planted" in found["verdict"]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import CapabilityError, ConfigError, DataError
+from penstock.errors import CapabilityError, ConfigError, DataError, PenstockError
 from support.cases import METHODS, Case, make_batches, make_pipeline, mixed
 from support.pool import Pool
 from support.runtime_faults import Fails, divide_by_zero, refuses_to_go_on, what_happens, with_block
@@ -25,7 +27,10 @@ def test_a_block_that_raises(method: str, stage: int) -> None:
     pipeline = make_pipeline(case, **with_block(stage, Fails(5, divide_by_zero), 3))
     with pytest.raises(ZeroDivisionError, match="a block of the user's") as caught:
         list(pipeline.run(make_batches(case)))
-    assert caught.value.__notes__ == ["raised in block 'extra'", f"raised by F5 of stage {stage} on rank {stage}"]
+    block, place, left = caught.value.__notes__
+    assert block == "raised in block 'extra'"
+    assert place == f"raised by F5 of stage {stage} on rank {stage}, the forward of microbatch 1 of batch 2"
+    assert re.match(r"batch(es \d to)? \d (was|were) under way .* the weights here are whole, of (one|diff)", left)
     refuses_to_go_on(pipeline, case)
 
 
@@ -46,7 +51,7 @@ def test_a_backward_that_raises() -> None:
     pipeline = make_pipeline(case, **with_block(1, FailsBackward.apply, 3))
     with pytest.raises(ZeroDivisionError, match="a backward of the user's") as caught:
         list(pipeline.run(make_batches(case)))
-    assert caught.value.__notes__ == ["raised by B0 of stage 1 on rank 1"]
+    assert caught.value.__notes__[0] == "raised by B0 of stage 1 on rank 1, the backward of microbatch 0 of batch 0"
     refuses_to_go_on(pipeline, case)
 
 
@@ -62,7 +67,8 @@ def test_an_optimizer_that_raises() -> None:
     pipeline = make_pipeline(case, optimizer=lambda named: Third(named, lr=0.1))
     with pytest.raises(ZeroDivisionError) as caught:
         list(pipeline.run(make_batches(case)))
-    assert caught.value.__notes__[0].startswith("raised by STEP2 of stage")
+    assert re.match("raised by STEP2 of stage . on rank ., the optimizer step of batch 2$", caught.value.__notes__[0])
+    assert "the update to the newest has failed" in caught.value.__notes__[1]
     refuses_to_go_on(pipeline, case)
 
 
@@ -109,9 +115,12 @@ def test_what_is_no_pair() -> None:
         list(make_pipeline(Case("1f1b", 2, 3)).run(batches))
 
 
-def with_own_data(group: dist.ProcessGroup, case: Case, data: dict[int, Any], timeout: float) -> tuple[str, str]:
-    """Each rank with its own idea of the data."""
-    return what_happens(group, case, data.get(dist.get_rank(group), make_batches(case)), timeout)
+def with_own_data(
+    group: dist.ProcessGroup, case: Case, data: dict[int, Any], timeout: float, stream: bool = False
+) -> tuple[str, str]:
+    """Each rank with its own idea of the data, which may not say how many they are."""
+    own = data.get(dist.get_rank(group), make_batches(case))
+    return what_happens(group, case, iter(own) if stream else own, timeout)
 
 
 @pytest.mark.parametrize("part", ["input", "target", "length"])
@@ -131,11 +140,11 @@ def test_data_that_differ_between_first_and_last_stage(pool: Pool, part: str) ->
 
 def test_data_that_end_too_early_on_the_last_stage(pool: Pool) -> None:
     case = Case("2bw", 2, 2)
-    said = pool.submit(with_own_data, case, {1: make_batches(case)[:3]}, 1.0, ranks=2, fresh=True)
-    assert said[1] == (
-        "DataError",
-        "the data ends after 3 batches, but the first stage has sent batch 3 raised by F6 of stage 1 on rank 1",
-    )
+    said = pool.submit(with_own_data, case, {1: make_batches(case)[:3]}, 1.0, True, ranks=2, fresh=True)
+    reason = "the data ends after 3 batches, but the first stage has sent batch 3"
+    assert said[1][0] == "DataError"
+    assert said[1][1].startswith(f"{reason} raised by F6 of stage 1 on rank 1, the forward of microbatch 0 of batch 3")
+    assert f"rank 1 could not go on (DataError: {reason}; raised by F6" in said[0][1]
 
 
 def test_data_that_fail_at_once_on_the_first_stage(pool: Pool) -> None:
@@ -195,3 +204,123 @@ def test_the_last_block_may_return_float32_for_the_loss() -> None:
         loss=nn.functional.mse_loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
     )  # fmt: skip
     assert len(list(pipeline.run([(torch.ones(4, 3), torch.ones(4, 3))]))) == 1
+
+
+# --- what an error leaves -------------------------------------------------------------------------------------------
+
+
+def pairs(count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 4, generator=generator)) for _ in range(count)]
+
+
+def picky(output: Tensor, target: Tensor) -> Tensor:
+    if target.shape[1] == 7:
+        raise ZeroDivisionError("a loss of the user's")
+    return nn.functional.mse_loss(output, target)
+
+
+_X = torch.ones(8, 4)
+EVALUATIONS: dict[str, tuple[list[Any], str]] = {
+    "a wrong shape": ([(torch.ones(8, 5), _X)], "mat1 and mat2"),
+    "no target": ([(_X, None)], "'NoneType' object has no attribute"),
+    "a loss that raises": ([*pairs(2, 1), (_X, torch.ones(8, 7)), *pairs(2, 2)], "a loss of the user's"),
+}
+
+
+def small(method: str, group: dist.ProcessGroup | None = None, width: int = 1, **changes: Any) -> penstock.Pipeline:
+    torch.manual_seed(0)
+    blocks = [nn.Linear(4, 4), nn.Dropout(0.1), nn.Tanh(), nn.Linear(4, 4)]
+    sharding = "full" if width > 1 and method == "1f1b" else None
+    options: dict[str, Any] = {
+        "stages": 2, "microbatches": 2, "loss": picky, "optimizer": lambda named: torch.optim.Adam(named, lr=0.1),
+        "data_parallel": penstock.DataParallel(width, sharding=sharding), "group": group,
+    }  # fmt: skip
+    return penstock.Pipeline(blocks, method=method, **(options | changes))
+
+
+def fails_to_evaluate(group: dist.ProcessGroup | None, method: str, width: int) -> dict[str, list[str]]:
+    """All evaluations that fail, between and within runs, beside a pipeline that does not try them."""
+    pipeline, wanted, said = small(method, group, width), small(method, group, width), dict[str, list[str]]()
+
+    def raises(run: Callable[[], Iterable[Any] | None], name: str) -> None:
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            list(run() or ())
+        said.setdefault(name, []).append(f"{caught.type.__name__}: {caught.value}")
+
+    for name, (data, _) in EVALUATIONS.items():
+        raises(partial(pipeline.evaluate, data), name)
+        assert [r.loss for r in pipeline.run(pairs(2, 3))] == [r.loss for r in wanted.run(pairs(2, 3))]
+        assert pipeline.evaluate(pairs(2, 4)) == wanted.evaluate(pairs(2, 4))
+        raises(partial(pipeline.run, pairs(5, 5), evaluate=penstock.Evaluating(2, data)), name)
+        list(wanted.run(pairs(5, 5)[: pipeline.batches - wanted.batches]))
+        assert pipeline.evaluate(pairs(2, 4)) == wanted.evaluate(pairs(2, 4))
+    same, state = wanted.state_dict(), pipeline.state_dict()
+    assert all(torch.equal(tensor, same[name]) for name, tensor in state.items())
+    return said
+
+
+@pytest.mark.parametrize(("method", "width"), [("2bw", 1), ("stash", 1), ("zb-v", 1), ("1f1b", 2)])
+def test_an_evaluation_that_fails_takes_nothing_away(method: str, width: int) -> None:
+    for name, said in fails_to_evaluate(None, method, width).items():
+        assert len(said) == 2
+        assert all(EVALUATIONS[name][1] in text for text in said)
+
+
+@pytest.mark.parametrize(("method", "width"), [("2bw", 1), ("zb-v", 1), ("1f1b", 2)])
+def test_all_ranks_hear_of_an_evaluation_that_fails(pool: Pool, method: str, width: int) -> None:
+    for found in pool.submit(fails_to_evaluate, method, width, ranks=2 * width):
+        for name, said in found.items():
+            assert len(said) == 2
+            assert all(EVALUATIONS[name][1] in text for text in said), said
+            assert all("could not evaluate" in text for text in said if text.startswith("PenstockError"))
+
+
+class Refuses(nn.Linear):
+    """Raises in its forward number `at`."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(4, 4)
+        self.left = at
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if not self.left:
+            raise ZeroDivisionError("a block of the user's")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", ["1f1b", "2bw", "2bw-ahead", "stash"])
+def test_the_advice_after_an_error_in_training_works(tmp_path: Path, method: str, precision: Any) -> None:
+    """Each of both ways, as the message says: with the weights that are left, and with the last checkpoint."""
+    torch.manual_seed(0)
+    blocks = [nn.Linear(4, 4), nn.Tanh(), Refuses(11), nn.Linear(4, 4)]
+    make = partial(
+        penstock.Pipeline, blocks, method=method, stages=2, microbatches=2, loss=nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.Adam(named, lr=0.1), precision=precision,
+    )  # fmt: skip
+    broken = make()
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(broken.run(pairs(9, 1), save=penstock.Checkpoints(broken, tmp_path).every(2)))
+    with pytest.raises(PenstockError) as again:
+        broken.evaluate(pairs(1, 1))
+    for said in (caught.value.__notes__[-1], str(again.value)):
+        assert re.search(r"batch(es 5 to)? [56] (was|were) under way", said) or method.startswith("2bw")
+        assert "Make a new Pipeline of the same model or blocks, which have these weights" in said
+        assert "load the last checkpoint into it, which has both: penstock.Checkpoints(pipeline, folder).load()" in said
+    left = {name: tensor.clone() for name, tensor in broken.state_dict().items()}
+    pipeline = make()
+    assert all(torch.equal(tensor, left[name]) for name, tensor in pipeline.state_dict().items())
+    assert len(list(pipeline.run(pairs(2, 2)))) == 2
+    pipeline = make()
+    checkpoints = penstock.Checkpoints(pipeline, tmp_path)
+    loaded = checkpoints.load()
+    assert loaded is not None
+    list(pipeline.run(pairs(9, 1)[loaded.batch :], save=checkpoints.every(2)))
+    torch.manual_seed(0)
+    blocks[:] = [nn.Linear(4, 4), nn.Tanh(), Refuses(0), nn.Linear(4, 4)]
+    wanted = make()
+    list(wanted.run(pairs(9, 1), save=penstock.Checkpoints(wanted, tmp_path / "wanted").every(2)))
+    same = wanted.state_dict()
+    assert all(torch.equal(tensor, same[name]) for name, tensor in pipeline.state_dict().items())

@@ -225,7 +225,7 @@ def alone(group: dist.ProcessGroup) -> str:
 @pytest.mark.processes
 def test_ranks_that_do_not_take_part_are_missed(pool: Pool) -> None:
     said, _ = pool.submit(alone, ranks=2, fresh=True)
-    assert "rank 0, gathering the weights: a peer is dead or stalled" in said
+    assert "rank 0, gathering the weights for full_state_dict(): a peer is dead or stalled" in said
 
 
 def cannot_follow(group: dist.ProcessGroup) -> str:

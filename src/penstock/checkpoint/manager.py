@@ -205,7 +205,7 @@ class Checkpoints:
                 failure = f"cannot resume in {str(self._folder)!r}: {error}"
             except CheckpointError as error:
                 failure = str(error)
-        found, failure = self._of_first([found, failure], "looking for checkpoints")
+        found, failure = self._of_first([found, failure], "looking for checkpoints, in load()")
         if failure is not None:
             raise CheckpointError(failure)
         newest, self.damaged = open_newest(self._folder, list(map(Path, found)), self._open)
@@ -254,7 +254,8 @@ class Checkpoints:
             check_fresh(self._pipeline)
         except ConfigError as error:
             stale = str(error)
-        found = self._gather([stale, self.wait()], "saving")  # wait for the previous one, as there is time now
+        # wait for the previous one, as there is time now
+        found = self._gather([stale, self.wait()], "saving a checkpoint, in save()")
         stale = next((text for text, _ in found if text is not None), None)
         if stale is not None:
             raise ConfigError(stale)

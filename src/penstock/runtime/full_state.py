@@ -18,7 +18,7 @@ from penstock.partition.parameter_names import block_of, tensors_in, tensors_of
 from penstock.partition.whole_model.fx_subgraph_module import ModelPart
 from penstock.stage.stage_runtime import StageRuntime
 
-_WHAT = "gathering the weights"
+WHAT = "gathering the weights for full_state_dict()"
 _SHOWN = 5  # names in a message
 
 
@@ -205,7 +205,7 @@ def with_whole_tensors(own: Mapping[str, Tensor], grid: RankGrid, stages: Iterab
     splits = {name: split for stage in stages for name, split in stage.module.division.splits.items()}
     if grid.tensor.size == 1:
         return dict(own)
-    with collective(_WHAT, grid.everyone):
+    with collective(WHAT, grid.everyone):
         return {n: splits[n].whole(grid.tensor.gather(t)) if n in splits else t for n, t in own.items()}
 
 
@@ -245,12 +245,12 @@ def gather_state(own: dict[str, Tensor], grid: RankGrid, fault: str | None = Non
     adds = key.pipeline == 0 and not grid.tensor.index
     mine = {name: tensor.contiguous() for name, tensor in own.items()} if adds else {}
     listed = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in mine.items()]
-    everything = gather_json(fault or listed, _WHAT, grid.everyone)
+    everything = gather_json(fault or listed, WHAT, grid.everyone)
     fault = next((one for one in everything if isinstance(one, str)), None)
     if fault is not None:
         raise ConfigError(fault)
     messages = TaggedGroup(grid.everyone, Tag.STATE)
-    with collective(_WHAT, grid.everyone):
+    with collective(WHAT, grid.everyone):
         if dist.get_rank(grid.everyone) != 0:
             for tensor in mine.values():
                 messages.finish([messages.send(_bytes_of(tensor), 0)])

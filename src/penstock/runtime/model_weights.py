@@ -12,6 +12,7 @@ from penstock.errors import ConfigError
 from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks
 from penstock.runtime.built_pipeline import BuiltPipeline
 from penstock.runtime.full_state import (
+    WHAT,
     check_fits_model,
     gather_state,
     names_in,
@@ -73,7 +74,7 @@ class ModelWeights(BuiltPipeline):
         except ConfigError as error:
             fault = str(error)
         if self.grid.tensor.size > 1:
-            fault = next(filter(None, gather_json(fault, "gathering the weights", self.grid.everyone)), None)
+            fault = next(filter(None, gather_json(fault, WHAT, self.grid.everyone)), None)
             own = own if fault else with_whole_tensors(own, self.grid, stages)
         try:
             own = with_all_names(own, stages) if fault is None else {}

@@ -228,8 +228,9 @@ class Pipeline(SavedStates, UserAdvice):
         Raises:
             DataError: a batch cannot be split. As with whatever else the data's iterator raises, all batches before it
                 have been trained on and reported by then, and the pipeline is as good as after any run; ranks that
-                could read it raise a DataError, too. The same holds of the data of an evaluation, after the batches
-                under way. Or the loader has written into a batch under way; then the pipeline is broken.
+                could read it raise a DataError, too. The same holds of an evaluation, after the batches under way. Or
+                ranks have other numbers of batches. Or the loader has written into a batch under way; then the pipeline
+                is broken.
             ConfigError: `lr_scheduler` has no rate for the update of a batch; as with a batch that cannot be split, but
                 all ranks raise it. Or, when the run begins, no parameter of the model is trained, or parameters or
                 blocks have come, gone, or begun or ceased to be trained since the pipeline was made, or a process is to
@@ -237,7 +238,8 @@ class Pipeline(SavedStates, UserAdvice):
                 ranks a DataError. (New values are taken over: by `load_state_dict`, also with assign=True, or ``p.data
                 = ...``. All passes of the next batch read them.)
             PenstockError: a message did not arrive, the data differ between ranks, or weights were rewritten under a
-                reader; then, and after whatever the model itself raises, the pipeline is broken.
+                reader; then, and after whatever the model itself raises, the pipeline is broken, and a note of the
+                error says what is lost and how to go on. Or another rank made another call.
         """
         check_same_blocks(*self._given)
         self._sharing.check()
@@ -266,8 +268,9 @@ class Pipeline(SavedStates, UserAdvice):
             (mean, weight), such as the number of samples; None if the weight is zero.
 
         Raises:
-            DataError: a batch cannot be split. After this, and after whatever else the data's iterator raises, the
-                pipeline is as it was.
+            DataError: a batch cannot be split. After this, and after whatever else the data's iterator, the model or
+                the loss raises, the pipeline is as it was. Other ranks raise a DataError, or a PenstockError that
+                quotes the error.
             ConfigError: a process has old weights of what another one has trained further, for another pipeline of the
                 model; on the other ranks a DataError.
         """

@@ -170,6 +170,7 @@ class ShardedStateDict(ModelWeights):
                 raise CapabilityError(
                     f"weights {why} are not shown as DTensors yet; take full_state_dict(), or penstock.Checkpoints"
                 )
+        gather_json(None, "agreeing to a call for sharded states", self.grid.everyone)  # or all would wait in vain
         if self._width_mesh is None:
             device = next(iter(self.stages.values())).module.device
             self._width_mesh = width_mesh(self.grid, self._plan.options.data_parallel.mesh, device.type)

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from penstock.comm.collective.all_gather_json import gather_json
 from penstock.comm.collective.broadcast_json import from_first
 from penstock.comm.p2p.transport import Channel
 from penstock.runtime.engine.engine import Halt
@@ -59,6 +60,9 @@ class Switching(Inspection):
         self._spans.life.check_idle()
         if evaluate is not None:
             check_evaluating(evaluate)
+        if self.grid.group is not None:  # what rank 0 hands out would not be understood in another call
+            with self._spans.life.together():
+                gather_json(None, "agreeing to switch()", self.grid.everyone)
         depth, microbatches = self.schedule.ranks, self.schedule.microbatches
         request, correction = request_for(method, correction, depth, microbatches)
         present = self._plan

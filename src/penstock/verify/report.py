@@ -58,7 +58,8 @@ class Verification:
         """The result in one sentence."""
         method = method_and_options(self.config)
         if self.error is not None:
-            notes = "".join(f", {note}" for note in getattr(self.error, "__notes__", ()))
+            places = (note for note in getattr(self.error, "__notes__", ()) if note.startswith("raised "))
+            notes = "".join(f", {note}" for note in places)
             return f"the pipeline of {method} ended with {type(self.error).__name__}{notes}: {self.error}"
         if wrong := self._first({row.kind: row.reference for row in self.rows}):
             return f"the pipeline does not train what {method} says: {wrong}"

@@ -13,6 +13,7 @@ from penstock.weights.store import VersionStore
 
 UpdateHook = Callable[[int, Mapping[str, Tensor]], object]
 """(number of the update, weights of a stage by name) -> nothing."""
+SHOWN = "raised by a function given to on_update, which was shown"
 UpdateHooks = OrderedDict[int, UpdateHook]
 
 
@@ -27,7 +28,11 @@ def call_hooks(hooks: UpdateHooks, update: int, store: VersionStore) -> None:
         raise VersionError(f"{store.where}: functions given to on_update are to be called while weights are not whole")
     for hook in tuple(hooks.values()):
         before = [flat._version for flat in store.master.flats]
-        hook(update, {name: view.detach() for name, view in store.master.views.items()})
+        try:
+            hook(update, {name: view.detach() for name, view in store.master.views.items()})
+        except Exception as error:
+            error.add_note(f"{SHOWN} update {update} of {store.where}")
+            raise
         if [flat._version for flat in store.master.flats] != before:
             raise ConfigError(
                 f"a function given to on_update has written into the weights of {store.where}, which passes may have "

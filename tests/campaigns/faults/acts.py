@@ -29,6 +29,16 @@ def to_worker(number: int) -> Act:
     return act
 
 
+def in_model(deed: str) -> Act:
+    """One worker fails, or hangs, in the code of its model from now on (`planted`)."""
+
+    def act(job: Job, rank: int, dice: random.Random) -> bool:
+        (job.temporary / f"{deed}-{rank}").touch()
+        return not job.over
+
+    return act
+
+
 def to_launcher(number: int) -> Act:
     """A signal to the launcher; of two hosts, to that of one of them."""
     return lambda job, rank, dice: _send(job.launchers[rank % len(job.launchers)].pid, number)

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 LOCAL, HOSTS, RANKS = "penstock train", "two torchruns", "a process per rank"
+_PLANTED = Path(__file__).parent / "planted"
 _MARK = "PENSTOCK_TRIAL"  # in the environment of all processes of a job, so that none of them hides
 _CACHE = "torchinductor_"  # which torch makes when it is imported, and keeps for the next time
 _LEAVES = 5.0  # seconds that processes may take to go when a job has ended
@@ -60,6 +61,8 @@ class Job:
 
     def _start(self, number: int, arguments: list[str], variables: dict[str, str]) -> subprocess.Popen[bytes]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(_FAMILIES)}
+        path = os.pathsep.join([str(_PLANTED), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment |= {"PYTHONPATH": path, "PENSTOCK_PLANTED": str(self.temporary)}
         environment |= {_MARK: self._mark, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", **variables}
         out, err = (self._streams.enter_context((self.out / f"{name}{number}").open("w")) for name in ("out", "err"))
         return subprocess.Popen([sys.executable, *arguments], stdout=out, stderr=err, env=environment)

@@ -12,6 +12,7 @@ from campaigns.faults import acts, damage
 from campaigns.faults.acts import (
     Act,
     after,
+    in_model,
     limit,
     paused,
     to_all,
@@ -102,6 +103,8 @@ _HARMLESS = (
     signal.SIGWINCH,
     signal.SIGCONT,
 )
+_RAISED = r"error: worker {rank} failed with exit code 1: ZeroDivisionError: planted in a model"
+_HUNG = r"meanwhile rank {rank}, stage [\d.]+, (F|Fe|B|R)\d+ \(batch \d+\) had been running for"
 _STOPPING = (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -134,6 +137,8 @@ def _of_workers() -> list[Kind]:
     return [
         *found,
         Kind("worker, restarts: SIGKILL twice", again, twice, restarts=3),
+        Kind("model: a worker raises", End((1,), _RAISED), in_model("fails"), when=_STEADY),
+        Kind("model: a worker hangs", End((1,), _HUNG, stalls=True), in_model("hangs"), when=_STEADY),
         Kind("worker: paused", _NO_MATTER, paused(to_worker, 0.2, 2.0)),
         Kind("worker: all of them SIGKILL", End((1,), r"error: worker \d+ failed"), to_all_workers(signal.SIGKILL)),
     ]

@@ -17,12 +17,16 @@ from penstock.comm.core.ticket import brief
 from penstock.errors import TransportError
 
 
+class DifferentCallsError(TransportError):
+    """Ranks have made different calls: all of them hear of it, and nothing has begun."""
+
+
 @contextmanager
 def collective(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Turn torch's error about a lost peer into one that names the collective operation.
 
     Args:
-        what: the operation, such as "agreeing to start".
+        what: the operation, such as "agreeing to start run()".
         group: the ranks that take part.
 
     Raises:
@@ -49,7 +53,8 @@ def gather_json(value: Any, what: str, group: dist.ProcessGroup | None, timeout:
         timeout: how long to wait for each message; the time-out of the group if None.
 
     Raises:
-        TransportError: a peer is dead, or did not take part in time, or made another call.
+        TransportError: a peer is dead, or did not take part in time.
+        DifferentCallsError: a peer made another call.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     messages = TaggedGroup(group, Tag.GATHER, timeout)
@@ -69,7 +74,7 @@ def gather_json(value: Any, what: str, group: dist.ProcessGroup | None, timeout:
     peer = 0
     for count, said, _ in runs:
         if said != what:
-            raise TransportError(
+            raise DifferentCallsError(
                 f"rank {rank} is {what}, but rank {peer} is {said}; all ranks make such calls together, in one order"
             )
         peer += count

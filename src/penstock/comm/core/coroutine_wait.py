@@ -17,7 +17,7 @@ class Wait(NamedTuple):
     what: object
 
 
-class _Waiting(NamedTuple):
+class WaitingFor(NamedTuple):
     """What a rank is doing while it waits, formatted when somebody asks."""
 
     what: object
@@ -44,7 +44,7 @@ def wait_for(
         TransportError: the operation failed.
     """
     if not ticket.done:
-        start, recorder.doing = recorder.now(), _Waiting(what, ticket.where)
+        start, recorder.doing = recorder.now(), WaitingFor(what, ticket.where)
         yield Wait(ticket, what)
         recorder.doing = what
         end = max(start, ticket.done_at)  # not when the rank was resumed, where ranks take turns

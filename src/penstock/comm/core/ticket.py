@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import TransportError
 
+_LOOK = 1.0  # seconds between two questions whether a wait is in vain
 _NAP = 50e-6  # seconds between two looks: too short for a core to fall asleep, but left to others
 _give_way: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))  # not every system has it
 
@@ -109,18 +110,27 @@ class Ticket:
     def _stop_polling(self) -> None:
         """Have it completed by a thread, if that takes somebody who looks."""
 
-    def wait(self, timeout: float, what: object, polling: Polling = LATENCY) -> None:
+    def wait(
+        self, timeout: float, what: object, polling: Polling = LATENCY, failed: Callable[[], str] = lambda: ""
+    ) -> None:
         """Block until done.
 
         Args:
             timeout: seconds.
             what: what the caller was about to do, for messages.
             polling: for how long it looks before it sleeps.
+            failed: asked now and then why it will never be done; nothing if it may.
 
         Raises:
             TransportError: the peer is gone, or nothing came in time.
         """
-        if not self.settles(timeout, polling):
+        end, look = time.perf_counter() + timeout, min(_LOOK, timeout / 4)
+        done = self.settles(look, polling)
+        while not done and (left := end - time.perf_counter()) > 0:
+            if reason := failed():
+                raise TransportError(f"{what}: nothing comes on {self.where} any more: {reason}")
+            done = self.settles(min(look, left), SHARED)
+        if not done:
             raise TransportError(
                 f"{what}: nothing moved on {self.where} within {timeout:g} seconds; the peer is stalled or dead"
             )

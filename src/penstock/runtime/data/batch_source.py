@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.errors import DataError
+from penstock.errors import DataError, PenstockError
 from penstock.runtime.data.checksum import checksum
 from penstock.runtime.data.microbatches import Microbatches, microbatches_of
 from penstock.runtime.data.reuse_watch import ReuseWatch, batch_tensors
@@ -26,6 +26,7 @@ from penstock.runtime.update.stop_request import StopRequest
 
 Batches = Iterable[Any]
 """What `microbatches_of` takes: whole batches, or lists of microbatches."""
+_READ, EVALUATE = "read the data of the evaluation", "evaluate"
 _END = object()
 _COMPARED = 2  # batches of a span of which samples on a GPU are compared, too
 
@@ -56,6 +57,7 @@ class BatchSource:
         stop: the request to end the run; none can come if None.
         fills: whole batches may have fewer samples than microbatches; the last one is repeated, and does not count.
         shared: every rank reads this source, so samples need no checksum.
+        length: how many batches there are, where that is known and counts.
         first: number of the first batch, for messages.
         ahead: how many batches a rank behind the first reads ahead when it has taken the last sample of a batch; if one
             cannot be read, it asks for the end of the run in time.
@@ -63,8 +65,10 @@ class BatchSource:
             (`penstock.schedule.proof.data_read_ahead`).
 
     Attributes:
+        length: as given; None where this process reads none of them.
         failure: what reading ahead has raised: the span ends before the batch that could not be read; or what the first
-            look at the data has raised, or a `DataError` if they are no iterable: then there is no batch; else None.
+            look at the data has raised, or a `DataError` if they are no iterable: then there is no batch; or what a
+            forward of an evaluation has raised; else None.
     """
 
     def __init__(
@@ -81,11 +85,13 @@ class BatchSource:
         first: int = 0,
         ahead: int = 0,
         overlap: int = 1,
+        length: int | None = None,
     ) -> None:
         self._ahead = ahead
         self._whole: dict[int, Any] = {}  # batches that have been read ahead, as they came
         self._fills, self._shared, self._first = fills, shared, first
         self.failure: Exception | None = None
+        self._reason = ""
         self._spoiled: Exception | None = None  # what is wrong with a batch under way
         try:
             self._batches = iterator_of(batches)
@@ -94,6 +100,7 @@ class BatchSource:
         self._m, self._width = microbatches, width
         self._readers = [1] * microbatches if reads is None else reads
         self._reads = pipelines * sum(self._readers)  # of a batch
+        self.length = length if self._reads else None
         self._held: dict[int, Microbatches] = {}
         self._count: dict[int, int] = {}  # microbatches of a held batch that are no repetitions
         self._left: dict[int, int] = {}  # reads that a held batch has before it
@@ -146,6 +153,25 @@ class BatchSource:
     def end_before(self, batch: int) -> None:
         """Let the span end before a batch that another rank cannot read."""
         self._end = min(self._end, batch)
+
+    def fail(self, error: Exception, reason: str = "") -> None:
+        """Take down why an evaluation has failed, and the reason for other ranks, if it is not that of the data.
+
+        It ends before the next batch that is to be read, where all ranks read this source.
+        """
+        if self.failure is None:
+            self.failure, self._reason = error, reason
+        self._exhausted |= self._shared
+
+    def reason(self, rank: int) -> str | None:
+        """Why an evaluation has failed, as rank `rank`, which this source is of, tells others; None if it has not."""
+        return None if self.failure is None else self._reason or could_not(rank, _READ, self.failure)
+
+    def goes_on(self, after: int) -> bool | None:
+        """Whether the data go on after so many batches; None where that is not known, and for who does not read."""
+        if not self._reads or (self._exhausted and self.failure is not None):
+            return None
+        return True if self._fetched > after else False if self._exhausted else None
 
     def unread(self) -> list[Any]:
         """Return the batches that were read ahead, but not trained on."""
@@ -227,6 +253,29 @@ class BatchSource:
         _check_pair(pair, self._first + batch, place)
         known = self._shared or (batch >= _COMPARED and not all(tensor.is_cpu for tensor in batch_tensors(pair)))
         return Sample(pair[0], pair[1], 0 if known else checksum(pair), place < self._count[batch])
+
+
+def could_not(rank: int, what: str, error: BaseException) -> str:
+    """Say for other ranks that a rank has failed in something."""
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"rank {rank} could not {what} ({said:.400}{''.join(f'; {note}' for note in _places(error))})"
+
+
+def _places(error: BaseException) -> list[str]:
+    return [note for note in getattr(error, "__notes__", ()) if note.startswith("raised ") and "\n" not in note]
+
+
+def failed_elsewhere(reason: str) -> PenstockError:
+    """What a rank raises where another one has failed in an evaluation: a `DataError` if in reading its data."""
+    return (PenstockError if f" could not {EVALUATE} (" in reason else DataError)(reason)
+
+
+def batches_in(batches: Any) -> int | None:
+    """Return how many batches there are; None if they do not say."""
+    try:
+        return len(batches)
+    except Exception:  # such as of a DataLoader over a stream, whatever its own method raises
+        return None
 
 
 def iterator_of(batches: Any) -> Iterator[Any]:

@@ -59,7 +59,7 @@ class Schedules:
             return []
         own = self._own()
         mine: Any = [own[0][0].plain() if self._asks is None else None, own[0][1]] if own else None
-        told = gather_json(mine, "telling how the learning rates go", self._grid.control)
+        told = gather_json(mine, "telling how the learning rates of run() go", self._grid.control)
         known = next((one for one in told if one is not None), None)
         if self._asks is None:
             self._asks = known is not None and None in told

@@ -14,7 +14,7 @@ import torch
 
 from penstock.comm.core.rank_grid import RankKey
 from penstock.errors import ConfigError
-from penstock.runtime.data.batch_source import Batches, Portions
+from penstock.runtime.data.batch_source import Batches, Portions, batches_in
 from penstock.runtime.data.resumed_data_check import DataPosition
 from penstock.runtime.engine.span_runner import Spans
 from penstock.runtime.engine.span_setup import SpanSetup
@@ -77,6 +77,7 @@ class Engine:
             raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
         self.life.check_idle()
         self._stop.reset()
+        self._spans.length = batches_in(batches)
         batches = self.position.observed(self._with_unread(batches), self._spans.batches)
         halt = halts()
         if halt is not None and halt.at == self._spans.batches:  # the run before has ended where it would have halted

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from penstock.comm.collective.all_gather_json import DifferentCallsError
 from penstock.errors import PenstockError, TransportError
+from penstock.runtime.execute.peer_failures import PeerFailures
 
 
 class Lifecycle:
@@ -15,9 +17,15 @@ class Lifecycle:
         running: a run or an evaluation is in progress.
         abandoned: the next run whose loop is left drops its batches in flight, instead of finishing them.
         broken: why nothing can go on any more; None if nothing has broken.
+        advice: what is lost then, and how to go on.
+
+    Args:
+        peers: what ranks leave for each other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, peers: PeerFailures) -> None:
+        self._peers = peers
+        self.advice = "make a new one, and load its last checkpoint"
         self.running = self.abandoned = False
         self.broken: BaseException | None = None
 
@@ -38,8 +46,7 @@ class Lifecycle:
         if self.broken is not None:
             why = f"{type(self.broken).__name__}: {self.broken}".rstrip(": ").splitlines()[0]
             raise PenstockError(
-                f"the pipeline broke in an earlier run and cannot go on ({why:.120}); make a new one, and load its "
-                "last checkpoint"
+                f"the pipeline broke in an earlier run and cannot go on ({why:.300}); {self.advice}"
             ) from self.broken
         if self.running:
             raise PenstockError(
@@ -52,6 +59,51 @@ class Lifecycle:
         """A call that all ranks make before or after a span; without one of them nothing can go on any more."""
         try:
             yield
+        except DifferentCallsError:  # all ranks raise it, and have begun nothing
+            raise
         except TransportError as error:
+            self._peers.leave(error)
             self.broken = error
             raise
+
+
+_LOAD = "penstock.Checkpoints(pipeline, folder).load()"
+
+
+def left_behind(
+    batches: Sequence[int], versions: Mapping[int, Sequence[str]], *, whole: bool, half: bool, alone: bool
+) -> str:
+    """Say what an error in training has left, and how to go on.
+
+    Args:
+        batches: that were under way here.
+        versions: version -> the stages here that have it, and their ranks.
+        whole: the weights are all here.
+        half: the error came from an update.
+        alone: all ranks are in this process.
+    """
+    lost = "no batch was under way here"
+    if batches:
+        several = len(batches) > 1
+        lost = f"batches {batches[0]} to {batches[-1]} were" if several else f"batch {batches[0]} was"
+        lost += " under way and will not be finished"
+    known = " and ".join(f"{number} ({', '.join(names)})" for number, names in sorted(versions.items()))
+    kind = "one version" if len(versions) == 1 else "different versions"
+    weights = f"the weights here are whole, of {kind}: {known}"
+    if not whole:
+        return (
+            f"{lost}; the weights here are not whole, so only a checkpoint has them: begin again with a new model, "
+            f"make a new Pipeline, and load the last one into it: {_LOAD}"
+        )
+    if half:
+        weights += "; but the update to the newest has failed, and what it has done to its stage remains"
+    if alone:
+        return (
+            f"{lost}; {weights}. Make a new Pipeline of the same model or blocks, which have these weights: it begins "
+            f"with them, and with new optimizers. Or load the last checkpoint into it, which has both: {_LOAD}"
+        )
+    return (
+        f"{lost}; {weights}. Start all processes again, and load the last checkpoint: {_LOAD}. Without one, save these "
+        "weights on every rank, torch.save(pipeline.state_dict(), f'rank{rank}.pt'), and load those of all ranks into "
+        "the new pipeline: pipeline.load_state_dict({**torch.load('rank0.pt'), **torch.load('rank1.pt'), ...})"
+    )

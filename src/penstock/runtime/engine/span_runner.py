@@ -15,17 +15,20 @@ from penstock.comm.p2p.transport import Channel
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.data.batch_source import Batches, BatchSource
 from penstock.runtime.data.lr_schedule_end import Schedules
-from penstock.runtime.engine.lifecycle import Lifecycle
+from penstock.runtime.engine.lifecycle import Lifecycle, left_behind
 from penstock.runtime.engine.span_setup import SpanSetup
-from penstock.runtime.execute.evaluation_without_draining import Evaluating, EvaluationData, Evaluator, no_data
+from penstock.runtime.execute.evaluation_without_draining import Evaluating, EvaluationData, Evaluator, longer, no_data
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.span_barriers import SpanBorders
+from penstock.runtime.ops.bound import STEPPING
 from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.snapshot import Saving
 from penstock.stage.checks.changes_between_reports import ParameterWatch
 from penstock.stage.checks.remotely_trained_modules import HeldElsewhere
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
+from penstock.weights.memory.buffers import NOT_WHOLE
+from penstock.weights.update_hooks import SHOWN
 
 
 class Spans:
@@ -39,6 +42,7 @@ class Spans:
         life: whether the pipeline is at rest.
         batches: that have been trained on.
         older: how many versions before the newest the next span begins with.
+        length: how many batches the data of the run that is to begin have; None where that is not known.
         unread: what spans have read ahead of the data, and not trained on.
         reporter: the rank of this process that knows what all have decided.
     """
@@ -46,14 +50,15 @@ class Spans:
     def __init__(self, setup: SpanSetup, held: HeldElsewhere | None = None) -> None:
         grid, ranks, combine = setup.grid, setup.ranks, setup.combine
         self._setup, self._grid, self._ranks = setup, grid, ranks
-        self.life = Lifecycle()
+        self.life = Lifecycle(setup.peers)
         self.batches, self.older = 0, 0
+        self.length: int | None = None
         self.unread: list[Any] = []
         self._left_after: int | None = None  # the batch after whose report the caller has left the current run
         self._stop = ranks[0].stop
         stages = [stage for state in ranks for stage in state.stages.values()]
         self._schedules = Schedules(ranks[0].options.update.lr_scheduler, stages, grid)
-        self._borders = SpanBorders(grid, ranks, combine, held)
+        self._borders = SpanBorders(grid, ranks, combine, setup.peers, held)
         alone = grid.group is None or (grid.width == 1 and not any(stage.ties for stage in stages))
         self._watch = ParameterWatch([stage.module.tensors for stage in stages], partial(_stepped, stages), alone=alone)
         entrances = {n.rank for n in setup.schedule.stages if not setup.schedule.predecessors[n.index]}
@@ -72,8 +77,9 @@ class Spans:
         self.life.check_idle()
         with self.life.together():
             scheduled = self._schedules.limit(batches, self.batches if self._setup.combine.apart else None)
-        source = self._setup.training_data(scheduled, self.batches)
-        if not self._begin(source, trains=True):
+        source, start = self._setup.training_data(scheduled, self.batches, self.length), self.batches
+        self.length = None  # it counts from here
+        if not self._begin(source, "run()", trains=True):
             return False
         executors = self._setup.trainers()
         evaluators = [] if evaluate is None else self._evaluators(evaluate, executors)
@@ -86,10 +92,10 @@ class Spans:
         try:
             yield from self._run(self._setup.drive(runs, 1), [*executors, *evaluators], training=True)
         finally:
-            found = next((evaluator.failure for evaluator in evaluators if evaluator.failure is not None), None)
+            found, reason = next(((e.failure, e.reason) for e in evaluators if e.failure is not None), (None, None))
             if self.life.broken is None:
                 with self.life.together():
-                    left, failed = self._borders.end(self._left_after, self.batches, found, source.failure)
+                    left, failed = self._borders.end(self._left_after, self.batches, reason, source, start)
                     self.unread += source.unread()
         for failure in (found, source.failure, failed):
             if failure is not None:  # all batches before have been trained on, and reported
@@ -111,8 +117,9 @@ class Spans:
         if averaged and not all(weights.keeps_average for weights in kinds):
             raise ConfigError("there are no averaged weights; give the pipeline a decay, such as ema_decay=0.999")
         self.life.check_idle()
-        source, found, failed = self._setup.evaluation_data(batches), [], None
-        if not self._begin(source, trains=False):
+        source, found, failed, count = self._setup.evaluation_data(batches), [], None, 0
+        call = "evaluate(averaged=True)" if averaged else "evaluate()" if version is None else "an evaluation in run()"
+        if not self._begin(source, call, trains=False):
             if version is not None:  # within a run
                 raise no_data()
         else:
@@ -122,31 +129,37 @@ class Spans:
                 for state in self._ranks:
                     stack.enter_context(state.evaluating(averaged, version))
                 for r in self._run(reports, executors, training=False):
+                    count += 1
                     if r.loss is not None and r.weight:
                         found.append([r.loss * r.weight, r.weight])
+            sees_end = self._grid.group is not None and source.failure is None and self.reporter.has_loss
+            if sees_end and source.follows(count):
+                source.fail(longer(count))
             with self.life.together():
-                found, failed = self._borders.gather_losses(found, source.failure)
+                found, failed = self._borders.gather_losses(found, source.reason(self.reporter.recorder.rank))
             for failure in (source.failure, failed):
                 if failure is not None:
                     raise failure
         return math.fsum(total for total, _ in found), math.fsum(weight for _, weight in found)
 
-    def _begin(self, source: BatchSource, *, trains: bool) -> bool:
+    def _begin(self, source: BatchSource, call: str, *, trains: bool) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree."""
         with self.life.together():
             entrance = self._setup.schedule.stage_at[0, 0].rank
-            return self._borders.begin(source, self.batches, entrance, trains=trains)
+            return self._borders.begin(source, self.batches, entrance, call, trains=trains)
 
     def _run(
         self, reports: Iterator[Report], parties: Sequence[Executor | Evaluator], training: bool
     ) -> Iterator[Report]:
         """Yield reports until the pipeline is empty again, also when the caller leaves the loop early."""
-        count, self.life.running = 0, True
+        count, self.life.running, watched = 0, True, ExitStack()
         self._watch.begin()
         try:
             try:
+                watched.enter_context(self._setup.peers.during())
                 for report in reports:
                     count += 1
+                    self.reporter.recorder.doing = f"rank {self.reporter.recorder.rank}, in the loop over reports"
                     with self._watch.away(summing=self._grid.group is not None and _summing(parties)):
                         yield report
             except GeneratorExit:  # the caller has left the loop: finish what is under way
@@ -167,6 +180,7 @@ class Spans:
             self.life.broken = error
             raise
         finally:
+            watched.close()
             self.life.running = False
             for party in parties:
                 party.close()
@@ -179,6 +193,35 @@ class Spans:
                     for stage in state.stages.values():
                         stage.restore()
                         stage.weights.end_span()
+            elif not sys.is_finalizing():
+                self._give_up(self.life.broken, parties, count, training=training)
+
+    def _give_up(
+        self, error: BaseException, parties: Sequence[Executor | Evaluator], count: int, *, training: bool
+    ) -> None:
+        """Leave peers the reason why a run cannot go on, and the caller what is lost."""
+        self._setup.peers.leave(error)
+        if training:
+            last = max(party.begun for party in parties if isinstance(party, Executor))
+            self.life.advice = self._left_behind(error, self.batches + count, last)
+            error.add_note(self.life.advice)
+
+    def _left_behind(self, error: BaseException, first: int, last: int) -> str:
+        """Give the modules here the newest weights after an error in training; say what is lost, and how to go on."""
+        versions, whole = dict[int, list[str]](), True
+        for stage in (stage for state in self._ranks for stage in state.stages.values()):
+            try:
+                if isinstance(stage.weights, TrainedWeights):
+                    versions.setdefault(stage.weights.store.newest, []).append(stage.module.where)
+                    whole &= stage.weights.store.master.epoch != NOT_WHOLE
+                if whole:
+                    stage.restore()
+            except Exception:  # a second error must not hide the first
+                whole = False
+        said = " ".join(getattr(error, "__notes__", ()))
+        half = STEPPING in said and SHOWN not in said
+        under_way = range(min(versions, default=first) - half, last + 1)
+        return left_behind(under_way, versions, whole=whole, half=half, alone=self._grid.group is None)
 
 
 def _summing(parties: Sequence[Executor | Evaluator]) -> bool:

@@ -13,9 +13,10 @@ from penstock.comm.p2p.stage_routes import reads_of
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports
 from penstock.options.sdpa_and_tf32 import Kernels
-from penstock.runtime.data.batch_source import Batches, BatchSource
+from penstock.runtime.data.batch_source import Batches, BatchSource, batches_in
 from penstock.runtime.execute.drive_ranks import Run, drive_all, drive_one
 from penstock.runtime.execute.executor import Executor
+from penstock.runtime.execute.peer_failures import PeerFailures
 from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Schedule
@@ -50,6 +51,7 @@ class SpanSetup:
         proof: of the present training schedule; another one may take its place between two spans.
         reads_ahead: passes read predictions, and no version that was decided.
         last: the rank of the last stage.
+        peers: what ranks leave for each other.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class SpanSetup:
         self.grid, self.ranks, self.combine = grid, ranks, combine
         self._transports, self._holder_groups = transports, holder_groups
         self._timeout, self._kernels, self._polling, self._gloo = timeout, kernels, polling, gloo
+        self.peers = PeerFailures(None if grid.group is None else grid.everyone, ranks[0].recorder, timeout)
         self.last = self.schedule.stage_at[self.schedule.num_stages - 1, 0].rank
 
     def switch(self, proof: Proof, correction: Correction | None) -> None:
@@ -89,14 +92,14 @@ class SpanSetup:
         """How many versions before the newest a span may begin with."""
         return RULES[self.schedule.rule].delay
 
-    def training_data(self, batches: Batches, first: int) -> BatchSource:
-        """The data of a span of training that begins with batch `first`."""
+    def training_data(self, batches: Batches, first: int, length: int | None) -> BatchSource:
+        """The data of a span of training that begins with batch `first`, and of so many batches, if that is known."""
         schedule, stop = self.schedule, self.ranks[0].stop
         reads, shared = self._reads(schedule), self.grid.group is None
         return BatchSource(
             batches, schedule.microbatches, self.grid.width, reads, len(self.grid.pipelines), stop,
             shared=shared, first=first, ahead=0 if shared or not any(reads) else self._ahead(stop.alone),
-            overlap=self.proof.reading.overlap,
+            overlap=self.proof.reading.overlap, length=length,
         )  # fmt: skip
 
     def evaluation_data(self, batches: Batches) -> BatchSource:
@@ -104,7 +107,7 @@ class SpanSetup:
         schedule, grid = self._forward_only.schedule, self.grid
         return BatchSource(
             batches, schedule.microbatches, grid.width, self._reads(schedule), len(grid.pipelines),
-            fills=True, shared=grid.group is None,
+            fills=True, shared=grid.group is None, length=batches_in(batches),
         )  # fmt: skip
 
     def _reads(self, schedule: Schedule) -> list[int]:
@@ -148,6 +151,7 @@ class SpanSetup:
     def drive(self, runs: list[Run], pipelines: int) -> Iterator[Report]:
         """Run the ranks; yield the reports of the last stage, where it is in this process, of so many pipelines."""
         if self.grid.group is not None:
-            return self._kernels.during(drive_one(runs[0], self._timeout, self._polling, self._gloo))
+            peers, patience = self.peers, (self._timeout, self._polling)
+            return self._kernels.during(drive_one(runs[0], *patience, self._gloo, lambda: peers.reason))
         last = [pipeline * self.grid.depth + self.last for pipeline in range(pipelines)]
         return self._kernels.during(drive_all(runs, last))

@@ -6,7 +6,7 @@ Executors are generators that yield a `Wait` where they need a message that is n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from penstock.comm.core.coroutine_wait import Wait
 from penstock.comm.core.gloo_threads import GlooThreads
@@ -17,7 +17,9 @@ from penstock.runtime.rank.batch_reports import Report
 Run = Iterator[Wait | Report]
 
 
-def drive_one(run: Run, timeout: float, polling: Polling, gloo: GlooThreads) -> Iterator[Report]:
+def drive_one(
+    run: Run, timeout: float, polling: Polling, gloo: GlooThreads, failed: Callable[[], str]
+) -> Iterator[Report]:
     """Run the only rank of this process.
 
     Args:
@@ -25,6 +27,7 @@ def drive_one(run: Run, timeout: float, polling: Polling, gloo: GlooThreads) -> 
         timeout: seconds after which a missing message is an error.
         polling: for how long it looks before it sleeps.
         gloo: gloo's threads of this process.
+        failed: asked now and then why a peer has failed.
 
     Raises:
         TransportError: a message did not come.
@@ -34,7 +37,7 @@ def drive_one(run: Run, timeout: float, polling: Polling, gloo: GlooThreads) -> 
         for event in run:
             if isinstance(event, Wait):
                 gloo.follow()
-                event.ticket.wait(timeout, event.what, polling)
+                event.ticket.wait(timeout, event.what, polling, failed)
             else:
                 gloo.restore()  # while the caller works
                 yield event

@@ -78,6 +78,11 @@ def no_data() -> DataError:
     return DataError("the data of an evaluation is empty; give at least one batch, or do not evaluate")
 
 
+def longer(count: int) -> DataError:
+    """What an evaluation raises whose data go on where the loss is."""
+    return DataError(f"the data of an evaluation ends after {count} batches on the first stage, not on the last")
+
+
 class _Unreadable:
     """Data whose first look raises an error."""
 
@@ -126,8 +131,9 @@ class EvaluationData:
 class Evaluator:
     """Runs the evaluations of one rank during one span of training.
 
-    What reading the data raises ends the run, as if somebody had asked for its end. Ranks behind the one that cannot
-    read hear why in place of its output; those before it, by the request to stop and at the end of the run.
+    What reading the data, or a forward, raises ends the run, as if somebody had asked for its end: nothing in flight is
+    lost. Ranks behind the one that has failed hear why in place of its output; those before it, by the request to stop
+    and at the end of the run.
 
     Args:
         state: the rank.
@@ -140,7 +146,8 @@ class Evaluator:
         training: runs the training schedule, whose weights may have to be gathered.
 
     Attributes:
-        failure: what reading the data has raised first; None while nothing has.
+        failure: what reading the data, or a forward, has raised first; None while nothing has.
+        reason: of it, for other ranks.
     """
 
     def __init__(
@@ -158,6 +165,7 @@ class Evaluator:
         self._state, self._executor, self._evaluating = state, executor, evaluating
         self._data, self._ask_to_stop, self._delay, self._since = data, ask_to_stop, delay, since
         self.failure: Exception | None = None
+        self.reason: str | None = None
 
     def at_border(self, batch: int) -> Iterator[Wait]:
         """Evaluate before the first forward of `batch`, if the version there is to be evaluated."""
@@ -180,18 +188,13 @@ class Evaluator:
         recorder.span = training
         release()
         follows = self._state.has_loss and source.follows(count)  # it may not be readable on any rank
+        if follows:
+            source.fail(longer(count))
         if source.failure is not None:
-            self._fail(source.failure)
-        elif follows:
-            self._fail(
-                DataError(f"the data of an evaluation ends after {count} batches on the first stage, not on the last")
-            )
+            self.failure, self.reason = self.failure or source.failure, source.reason(recorder.rank)
+            self._ask_to_stop()
         elif self._state.has_loss:
             self._state.decisions.note(batch, Evaluated(version, total, weight))
-
-    def _fail(self, error: Exception) -> None:
-        self.failure = self.failure or error
-        self._ask_to_stop()
 
     def close(self) -> None:
         """Stop the background threads of the executor."""

@@ -62,6 +62,11 @@ class Executor:
         """Whether gradients of this rank may be added to those of others at this moment."""
         return self._span.updates.summing
 
+    @property
+    def begun(self) -> int:
+        """The last batch that has begun here, counted from the start of training; -1 if none has."""
+        return self._span.begun
+
     def close(self) -> None:
         """Stop whatever runs in the background."""
         self._links.close()

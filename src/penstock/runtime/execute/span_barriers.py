@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from penstock.comm.collective.all_gather_json import gather_json
 from penstock.comm.core.rank_grid import RankGrid, RankKey
-from penstock.errors import ConfigError, DataError
-from penstock.runtime.data.batch_source import BatchSource
+from penstock.errors import ConfigError, DataError, PenstockError
+from penstock.runtime.data.batch_source import BatchSource, failed_elsewhere
+from penstock.runtime.execute.peer_failures import PeerFailures
 from penstock.runtime.setup.param_group_consistency import check_settings, settings_by_hand
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.setup.same_weights import check_written, follow_first, follow_hooks, follow_settings
@@ -33,28 +34,31 @@ class SpanBorders:
         grid: all ranks.
         ranks: those of this process.
         combine: how parallel pipelines agree.
+        peers: what ranks leave for each other; they agree here under which name.
         held: what this process has of the stages of others.
     """
 
     def __init__(
-        self, grid: RankGrid, ranks: Sequence[RankState], combine: Combine, held: HeldElsewhere | None = None
-    ) -> None:
-        self._grid, self._ranks, self._combine, self._held = grid, ranks, combine, held
+        self, grid: RankGrid, ranks: Sequence[RankState], combine: Combine, peers: PeerFailures,
+        held: HeldElsewhere | None = None,
+    ) -> None:  # fmt: skip
+        self._grid, self._ranks, self._combine, self._peers, self._held = grid, ranks, combine, peers, held
         self._settings: list[Any] = []  # by hand, on all ranks, as they have last been compared
 
-    def begin(self, source: BatchSource, batches: int, first: int, *, trains: bool) -> bool:
+    def begin(self, source: BatchSource, batches: int, first: int, call: str, *, trains: bool) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree.
 
         Args:
             source: of its data.
             batches: that have been trained on.
             first: the rank that reads the inputs.
+            call: of the user, for messages.
             trains: it is one of training, so there must be something to train.
 
         Raises:
             ConfigError, DataError: what cannot be, here or on another rank.
             NoRateError: the learning-rate scheduler has no rate for the first batch, on any rank.
-            TransportError: a peer is dead.
+            TransportError: a peer is dead, or has made another call.
         """
         failure = self._take_over() or source.failure
         check_written(self._combine, self._grid, self._ranks)
@@ -65,14 +69,18 @@ class SpanBorders:
         lacks = failure is None and not asked and source.lacks_first()
         failure = failure or source.failure
         ends = None if failure is not None or lacks else source.read_ahead()
-        mine: list[Any] = [begins, _text(failure), lacks, ends, self._parameters(), settings_by_hand(self._ranks)]
-        told = self._gather(mine, "agreeing to start")  # the others must hear of a failure before it is raised here
+        counts = self._parameters(), settings_by_hand(self._ranks)
+        mine: list[Any] = [self._peers.proposal, source.length, begins, _text(failure), lacks, ends, *counts]
+        told = self._gather(mine, f"agreeing to start {call}")  # others must hear of a failure before it is raised here
+        self._peers.name, lengths = told[0][0], [length for _, length, *_ in told]
+        told = [rest for _, _, *rest in told]
         texts, reader = [text for _, text, *_ in told], self._grid.global_rank(RankKey(0, first))
         for reason in (
             failure,
             _no_rate(texts) or _failed_elsewhere(texts, "begin"),
             _nothing_to_train([counts for *_, counts, _ in told]) if trains else None,
             _missing(reader, [begin for begin, *_ in told], [lack for _, _, lack, *_ in told]),
+            _of_other_lengths(lengths),
         ):
             if reason is not None:
                 raise reason
@@ -121,7 +129,7 @@ class SpanBorders:
         return None
 
     def end(
-        self, left: int | None, batches: int, failure: Exception | None, unread: Exception | None
+        self, left: int | None, batches: int, failure: str | None, source: BatchSource, start: int
     ) -> tuple[bool, Exception | None]:
         """Tell all ranks after a span of training whether the caller has left here, and what could not be read.
 
@@ -130,8 +138,9 @@ class SpanBorders:
         Args:
             left: the batch after whose report the caller has left; None where it has not.
             batches: that have been trained on.
-            failure: of an evaluation.
-            unread: why no further batch could be read here.
+            failure: the reason of an evaluation that has failed.
+            source: of its data.
+            start: its first batch.
 
         Returns:
             Whether the caller has left on any rank, and the first failure of another one that this one raises, too.
@@ -141,7 +150,8 @@ class SpanBorders:
         """
         if self._grid.group is None:
             return left is not None, None
-        told = self._gather([left, _text(failure), _text(unread)], "ending a run", self._grid.patience)
+        mine = [left, failure, source.goes_on(batches - start), _text(source.failure)]
+        told = self._gather(mine, "ending a run", self._grid.patience)
         after = [batch for batch, *_ in told]
         unreadable = [text for *_, text in told]
         gone = [rank for rank, batch in enumerate(after) if batch is not None]
@@ -155,17 +165,18 @@ class SpanBorders:
                 after[gone[0]],
                 batches - 1,
             )
-        failed = _failed_elsewhere([text for _, text, _ in told]) or _no_rate(unreadable)
+        failed = _first_failure([reason for _, reason, *_ in told]) or _no_rate(unreadable)
         ended = f", so the run ends after batch {batches - 1} on all ranks"
-        return bool(gone), failed or _failed_elsewhere(unreadable, "read its next batch", ended)
+        failed = failed or _failed_elsewhere(unreadable, "read its next batch", ended)
+        return bool(gone), failed or _of_other_ends([more for _, _, more, _ in told], ended)
 
-    def gather_losses(self, found: Losses, failure: Exception | None) -> tuple[Losses, Exception | None]:
+    def gather_losses(self, found: Losses, failure: str | None) -> tuple[Losses, Exception | None]:
         """Return what all ranks have found in an evaluation, and the first failure of another one."""
         if self._grid.group is None:
             return found, None
         found = [] if self._grid.tensor.index else found
-        told = self._gather([found, _text(failure)], "gathering the losses of an evaluation", self._grid.patience)
-        return [pair for part, _ in told for pair in part], _failed_elsewhere([text for _, text in told])
+        told = self._gather([found, failure], "gathering the losses of an evaluation", self._grid.patience)
+        return [pair for part, _ in told for pair in part], _first_failure([reason for _, reason in told])
 
     def _gather(self, mine: list[Any], what: str, timeout: timedelta | None = None) -> list[Any]:
         return [mine] if self._grid.group is None else gather_json(mine, what, self._grid.everyone, timeout)
@@ -193,6 +204,28 @@ def _missing(first: int, begins: Sequence[bool], lacks: Sequence[bool]) -> DataE
     )
 
 
+def _of_other_lengths(lengths: Sequence[int | None]) -> DataError | None:
+    """What all ranks raise where the data of two of them, of all by rank, have other numbers of batches."""
+    known = {length: rank for rank, length in reversed([*enumerate(lengths)]) if length is not None}
+    if len(known) <= 1:
+        return None
+    said = " and ".join(f"{length} on rank {rank}" for length, rank in sorted(known.items(), key=lambda item: item[1]))
+    return DataError(
+        f"the numbers of batches differ: {said}; every rank needs the same batches (a DistributedSampler?). Nothing "
+        "has been run"
+    )
+
+
+def _of_other_ends(more: Sequence[bool | None], ended: str) -> DataError | None:
+    """What all ranks raise where the data have ended on one of them, of all by rank, and go on on another one."""
+    if not {True, False} <= set(more):
+        return None
+    return DataError(
+        f"the data have ended on rank {more.index(False)}, but not on rank {more.index(True)}{ended}; every rank needs "
+        "the same batches"
+    )
+
+
 def _text(failure: Exception | None) -> str | None:
     return None if failure is None else f"{type(failure).__name__}: {failure}"
 
@@ -206,9 +239,12 @@ def _no_rate(texts: Sequence[str | None]) -> NoRateError | None:
     return next((NoRateError(text.removeprefix(mark)) for text in texts if text and text.startswith(mark)), None)
 
 
-def _failed_elsewhere(
-    texts: Sequence[str | None], what: str = "read the data of the evaluation", so: str = ""
-) -> DataError | None:
+def _first_failure(reasons: Sequence[str | None]) -> PenstockError | None:
+    """What a rank raises where an evaluation has failed on another one."""
+    return next((failed_elsewhere(reason) for reason in reasons if reason is not None), None)
+
+
+def _failed_elsewhere(texts: Sequence[str | None], what: str, so: str = "") -> DataError | None:
     """What a rank raises where another one, of all by rank, could not do something."""
     for rank, text in enumerate(texts):
         if text is not None:

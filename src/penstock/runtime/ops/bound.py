@@ -15,6 +15,15 @@ from penstock.schedule.machine.instructions import Instruction
 from penstock.stage.trained_stage_weights import TrainedWeights
 
 _PASSES = (Op.F, Op.B, Op.I, Op.W, Op.R)
+STEPPING = "the optimizer step"
+_NAMES = {
+    Op.F: "the forward",
+    Op.B: "the backward",
+    Op.I: "the backward for inputs",
+    Op.W: "the backward for weights",
+    Op.R: "the recomputation",
+    Op.STEP: STEPPING,
+}
 
 
 class ActionName(NamedTuple):
@@ -153,6 +162,17 @@ class BoundAction(Bound):
         """Do it; may return a later start of the work than the call, for the trace."""
         raise NotImplementedError
 
+    def note(self, turn: Turn, error: Exception) -> None:
+        """Tell an error which action has raised it."""
+        error.add_note(f"raised by {turn.label} of {self._runtime.module.where}, {self._described(turn)}")
+
+    def _described(self, turn: Turn) -> str:
+        """An action with the numbers of the training, such as: the forward of microbatch 1 of batch 4."""
+        name, batch = _NAMES.get(self.op, f"the {self._name}"), f"batch {turn.batch}"
+        if self._evaluates:
+            batch = f"batch {turn.batch - self._span.start} of an evaluation"
+        return f"{name} of {batch}" if self._whole else f"{name} of microbatch {turn.first % self._m} of {batch}"
+
     def act(self, turn: Turn) -> None:
         """Run it in the books and in fact, and take account of what it changed."""
         stage, recorder, store = self.stage, self._recorder, self._store
@@ -162,7 +182,7 @@ class BoundAction(Bound):
             effect = stage.books.apply(self.action, turn.t, turn.first)
             start = self.work(turn) or start
         except Exception as error:
-            error.add_note(f"raised by {turn.label} of {self._runtime.module.where}")
+            self.note(turn, error)
             raise
         if store is not None:
             if self._bears or len(store.versions) != len(effect.versions):

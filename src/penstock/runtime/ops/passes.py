@@ -7,8 +7,8 @@ from typing import Any
 
 from penstock.comm.core.coroutine_wait import Wait
 from penstock.comm.message.tensor_message import Header
-from penstock.errors import DataError
-from penstock.runtime.data.batch_source import Sample
+from penstock.errors import DataError, TransportError
+from penstock.runtime.data.batch_source import EVALUATE, Sample, could_not, failed_elsewhere
 from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.ops.messages import Consumer
 from penstock.runtime.ops.post_validation import Draft
@@ -52,7 +52,7 @@ class Forward(Consumer):
 
     def work(self, turn: Turn) -> float | None:
         """Run the blocks and lay their output ready."""
-        span, stage, routes, k, start = self._span, self.stage, self._routes, turn.first, None
+        routes, k, start = self._routes, turn.first, None
         sample: Sample | None = _NO_SAMPLE
         more = False
         if self._reads:
@@ -61,12 +61,20 @@ class Forward(Consumer):
         if routes.enters:
             checksum = 0 if sample is None else sample.checksum
             wants, header = _NO_GRADIENTS, Header(turn.batch, k, more, checksum, piece=self._number)
-            value = sample and self._runtime.module.take(routes.own_input(sample.input))
+            value = sample and sample.input
         else:
             header, value, wants = routes.inputs((k, self._number))
         if sample is None or header.stop:
             self._pass_by(turn, header, value)
-            return start
+        else:
+            self._pass_on(turn, header, value, wants, sample)
+        return start
+
+    def _pass_on(self, turn: Turn, header: Header, value: Any, wants: tuple[bool, ...], sample: Sample) -> None:
+        """Run the blocks on an input."""
+        span, stage, routes, k = self._span, self.stage, self._routes, turn.first
+        if routes.enters:
+            value = self._runtime.module.take(routes.own_input(value))
         if self._has_loss and header.checksum and sample.checksum and header.checksum != sample.checksum:
             raise DataError(
                 f"microbatch {k} (batch {turn.batch}) is not the same on the first and the last stage; every rank must "
@@ -83,7 +91,6 @@ class Forward(Consumer):
         if self._runtime.module.hands_on:
             routes.put_output(header, output)
         span.reports.forward_done(turn.batch, evaluation=self._evaluates)
-        return start
 
     def _pass_by(self, turn: Turn, header: Header, value: Any) -> None:
         """Do without data; only evaluations can."""
@@ -133,7 +140,7 @@ class UntrainedForward(Forward):
 
 
 class EvaluationForward(Forward):
-    """A forward of an evaluation; where data cannot be read, all stages behind hear of it and run nothing."""
+    """A forward of an evaluation; where it fails, all stages behind hear of it and run nothing, and nothing is lost."""
 
     def _read(self, k: int) -> tuple[Sample | None, bool]:
         """Read a microbatch, and whether another batch follows; None where it cannot be read."""
@@ -143,17 +150,27 @@ class EvaluationForward(Forward):
         try:
             return super()._read(k)
         except Exception as error:
-            source.failure = source.failure or error
+            source.fail(error)
             return None, enters and source.follows(k // self._m + 1)
+
+    def _pass_on(self, turn: Turn, header: Header, value: Any, wants: tuple[bool, ...], sample: Sample) -> None:
+        """Run the blocks on an input, or hand on what they have raised."""
+        try:
+            super()._pass_on(turn, header, value, wants, sample)
+        except TransportError:  # a process that shares the stage is gone
+            raise
+        except Exception as error:
+            self.note(turn, error)
+            self._span.source.fail(error, could_not(self._recorder.rank, EVALUATE, error))
+            self._pass_by(turn, header, value)
 
     def _pass_by(self, turn: Turn, header: Header, value: Any) -> None:
         """Hand on why there are no data."""
         span, source = self._span, self._span.source
         if header.stop:
-            source.failure = source.failure or DataError(value)
+            source.fail(failed_elsewhere(value), value)
         else:
-            error, rank = source.failure, self._recorder.rank
-            value = f"rank {rank} could not read the data of an evaluation ({type(error).__name__}: {error!s:.200})"
+            value = source.reason(self._recorder.rank)
         span.more = header.more
         if self._runtime.module.hands_on:
             self._routes.put_output(header._replace(stop=True), value)

@@ -22,7 +22,7 @@ from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Level
 
-_WHAT = "loading a saved state"
+_WHAT = "loading a saved state, in load()"
 
 
 def restore_all(
