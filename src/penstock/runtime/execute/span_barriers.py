@@ -18,6 +18,7 @@ from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.setup.same_weights import check_written, follow_first, follow_hooks, follow_settings
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.stage.checks.remotely_trained_modules import HeldElsewhere
+from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.updates.lr_scheduler_table import NoRateError
 
 _LOG = logging.getLogger(__name__)
@@ -65,8 +66,12 @@ class SpanBorders:
         lacks = failure is None and not asked and source.lacks_first()
         failure = failure or source.failure
         ends = None if failure is not None or lacks else source.read_ahead()
-        mine: list[Any] = [begins, _text(failure), lacks, ends, self._parameters(), settings_by_hand(self._ranks)]
+        rewritten, by_hand = any(weights.rewritten for weights in self._trained), settings_by_hand(self._ranks)
+        mine: list[Any] = [begins, _text(failure), lacks, ends, rewritten, self._parameters(), by_hand]
         told = self._gather(mine, "agreeing to start")  # the others must hear of a failure before it is raised here
+        if any(written for *_, written, _, _ in told):  # on one stage: then no batch reads old weights of others
+            for weights in self._trained:
+                weights.forget_older()
         texts, reader = [text for _, text, *_ in told], self._grid.global_rank(RankKey(0, first))
         for reason in (
             failure,
@@ -86,6 +91,11 @@ class SpanBorders:
         if begins and trains and self._held is not None:
             self._held.begin()
         return begins
+
+    @property
+    def _trained(self) -> list[TrainedWeights]:
+        stages = [stage for state in self._ranks for stage in state.stages.values()]
+        return [stage.weights for stage in stages if isinstance(stage.weights, TrainedWeights)]
 
     def _parameters(self) -> tuple[int, int]:
         """How many parameters of the model are trained here, and how many are not; copies of stages do not count."""

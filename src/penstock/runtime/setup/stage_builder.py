@@ -167,6 +167,7 @@ class StageBuilder:
             average=None if update.ema_decay is None else average_of(store, module.where),
             counted_elsewhere=elsewhere,
             older=older,
+            reads_late=any(any(each.by_block.values()) for each in (plan.delays, plan.backward_delays) if each),
             agreement=self._make_agreement(stage, store, updater),
         )
 
