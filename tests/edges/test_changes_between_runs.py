@@ -76,10 +76,10 @@ def plainly(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-@pytest.mark.parametrize(
-    ("write", "method", "delay", "options"),
-    [(write, *row) for write, rows in [*((write, LATE[:2]) for write in ALL), *((w, LATE) for w in SOME)] for row in rows],
-)
+WRITTEN = [*((write, *row) for write in ALL for row in LATE[:2]), *((write, *row) for write in SOME for row in LATE)]
+
+
+@pytest.mark.parametrize(("write", "method", "delay", "options"), WRITTEN)
 def test_weights_written_between_runs_are_what_the_next_batch_reads(
     write: Change, method: str, delay: int, options: dict[str, Any]
 ) -> None:
