@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from penstock.checks import did_you_mean
+from penstock.checks import did_you_mean, in_short, is_whole
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.add_options import with_window
 from penstock.schedule.ir.in_flight_option import check_in_flight, in_flight_on
-from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
+from penstock.schedule.ir.order import NO_OPTIONS, Options, Order, OrderFunction, order_options
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Sharding, read_sharding
 from penstock.schedule.ir.version_rules import RULES
@@ -113,15 +115,38 @@ class ScheduleRequest:
                 beyond=self.microbatches,
                 sharding=self.sharding,
             )
-            if legal is None:
+            fewer = _most_in_flight(self)
+            if legal is None and fewer is None:
                 raise
+            lower = f"lower in_flight from {self.options.get('in_flight')} to {fewer}"
+            if legal is None:
+                raise ScheduleError(
+                    f"{schedule.name} with {self.stages} stages and {self.microbatches} microbatches per batch does "
+                    f"not run with so many in flight; {lower}"
+                ) from None
             ours = not callable(self.method) and not callable(self.order)
             need = f"needs at least {legal}" if ours else f"cannot run with the given microbatches, but with {legal}"
             why = _WHY_MORE.get(schedule.rule, "") if ours else f". ({error})"
             raise ScheduleError(
                 f"{schedule.name} with {self.stages} stages {need} microbatches per batch, got {self.microbatches}; "
-                f"raise microbatches to {legal}{why}"
+                f"raise microbatches to {legal}{'' if fewer is None else f', or {lower}'}{why}"
             ) from None
+
+
+def _most_in_flight(asked: ScheduleRequest) -> int | None:
+    """Return the most microbatches in flight that an order runs with; None where it was asked for no such number."""
+    given = asked.options.get("in_flight")
+    if not is_whole(given):
+        return None
+
+    def fails(n: int) -> bool:
+        try:
+            check(_build(replace(asked, options={**asked.options, "in_flight": n})))
+        except ScheduleError:
+            return True
+        return False
+
+    return bisect_left(range(1, given), True, key=fails) or None
 
 
 _WHY_MORE = {
@@ -173,6 +198,29 @@ def _in_flight(order: object, stages: int, options: Options) -> int:
     return {"endless-1f1b": stages, "endless-eager-1f1b": 2 * stages - 1, "fine-grained": 2 * stages}.get(str(order), 1)
 
 
+def _check_reached(function: OrderFunction, asked: ScheduleRequest, made: Order, name: str) -> None:
+    """Make sure that batches that are flushed have as many microbatches as are to be in flight.
+
+    Raises:
+        ScheduleError: fewer in flight would give the same order.
+    """
+    given, m = asked.options.get("in_flight"), asked.microbatches
+    if given is None or isinstance(given, str) or asked.stages == 1 or "group" in order_options(function):
+        return  # those that run groups in turns would wait for ever instead
+
+    def same(n: int) -> bool:
+        fewer = tuple(min(n, each) for each in given) if isinstance(given, Sequence) else n
+        return call_order(function, asked.stages, m, {**asked.options, "in_flight": fewer}).programs == made.programs
+
+    most = max(given) if isinstance(given, Sequence) else given
+    if most > m and same(most - 1):
+        least = bisect_left(range(1, most), True, key=same) + 1
+        raise ScheduleError(
+            f"{name} with {asked.stages} stages: in_flight={in_short(given)} gives the order of {least}, since a batch "
+            f"of {m} microbatches ends before the next one begins; give at most {least}, or raise microbatches"
+        )
+
+
 def _build(asked: ScheduleRequest) -> Schedule:
     method, order, rule = asked.method, asked.order, asked.rule
     choices: tuple[str, ...] = ()
@@ -202,6 +250,8 @@ def _build(asked: ScheduleRequest) -> Schedule:
     if fault is not None:
         raise ScheduleError(f"{name}: {fault}")
     schedule = apply_rule(made, RULES[rule_name], asked.microbatches, name)
+    if RULES[rule_name].flushes and function in ORDERS.values():
+        _check_reached(function, asked, made, name)
     if asked.window is not None:
         schedule = with_window(schedule, asked.window)
     if sharding is not None:

@@ -10,7 +10,7 @@ from penstock.comm.p2p.stage_routes import needs_decisions
 from penstock.errors import ConfigError
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.plan.capabilities import check_offered
-from penstock.runtime.plan.sharding_limits import check_sharding
+from penstock.runtime.plan.sharding_limits import check_sharding, check_width
 from penstock.runtime.plan.tensor_parallel_limits import check_tensor_parallel
 from penstock.schedule.add_options import extend, extended
 from penstock.schedule.build import ScheduleRequest
@@ -74,6 +74,7 @@ def with_all_actions(given: GivenSchedule, options: PipelineOptions, tied: Colle
     """
     plain = taken_apart(schedule_of(given))  # executors run one pass at a time
     check_together(plain, options.deciding, tied)
+    check_width(plain, read_sharding(options.data_parallel.sharding or REPLICATED), options.data_parallel.width)
     whole = extended(plain, **additions(plain, options, tied))
     check_offered(whole, options.data_parallel.combine)
     check_sharding(whole, options)
