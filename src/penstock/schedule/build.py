@@ -120,9 +120,11 @@ class ScheduleRequest:
                 raise
             lower = f"lower in_flight from {self.options.get('in_flight')} to {fewer}"
             if legal is None:
+                begin = f"{schedule.name} with {self.stages} stages and {self.microbatches} microbatches per batch: "
+                said = str(error).splitlines()[0]
                 raise ScheduleError(
-                    f"{schedule.name} with {self.stages} stages and {self.microbatches} microbatches per batch does "
-                    f"not run with so many in flight; {lower}"
+                    f"{'' if said.startswith(schedule.name) else begin}{said}; with fewer microbatches in flight it "
+                    f"runs: {lower}"
                 ) from None
             ours = not callable(self.method) and not callable(self.order)
             need = f"needs at least {legal}" if ours else f"cannot run with the given microbatches, but with {legal}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from penstock.runtime.data.batch_source import BatchSource
 from penstock.runtime.setup.param_group_consistency import check_settings, settings_by_hand
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.setup.same_weights import check_written, follow_first, follow_hooks, follow_settings
+from penstock.runtime.update.run_events import Evaluated
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.stage.checks.remotely_trained_modules import HeldElsewhere
 from penstock.stage.trained_stage_weights import TrainedWeights
@@ -149,11 +151,19 @@ class SpanBorders:
         Raises:
             TransportError: a peer is dead, or has not come this far in time.
         """
+        noted = [list(found) for state in self._ranks for found in state.decisions.take_noted()]
+        told = self._gather([left, _text(failure), _text(unread), noted], "ending a run", self._grid.patience)
+        parts = [Evaluated(*found) for *_, part in told for found in part]
+        if parts:  # of one version, as meetings have shared all before
+            found = Evaluated(
+                parts[0].version, *(math.fsum(each) for each in zip(*(p[1:] for p in parts), strict=True))
+            )
+            for state in self._ranks:
+                state.decisions.events.evaluated_everywhere(found)
         if self._grid.group is None:
             return left is not None, None
-        told = self._gather([left, _text(failure), _text(unread)], "ending a run", self._grid.patience)
         after = [batch for batch, *_ in told]
-        unreadable = [text for *_, text in told]
+        unreadable = [text for _, _, text, _ in told]
         gone = [rank for rank, batch in enumerate(after) if batch is not None]
         if gone and left is None:
             first = after.index(None) == dist.get_rank(self._grid.everyone)
@@ -165,7 +175,7 @@ class SpanBorders:
                 after[gone[0]],
                 batches - 1,
             )
-        failed = _failed_elsewhere([text for _, text, _ in told]) or _no_rate(unreadable)
+        failed = _failed_elsewhere([text for _, text, *_ in told]) or _no_rate(unreadable)
         ended = f", so the run ends after batch {batches - 1} on all ranks"
         return bool(gone), failed or _failed_elsewhere(unreadable, "read its next batch", ended)
 
