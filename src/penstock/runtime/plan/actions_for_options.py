@@ -131,6 +131,19 @@ def adapting(given: GivenSchedule, options: PipelineOptions) -> ScheduleRequest 
     )
 
 
+def check_limits_something(auto: ScheduleRequest | None, options: PipelineOptions) -> None:
+    """Make sure that a limit of the bytes in flight stands where something is chosen for it.
+
+    Raises:
+        ConfigError: nothing is.
+    """
+    if options.microbatches.in_flight_bytes is not None and auto is None:
+        raise ConfigError(
+            "in_flight_bytes limits what in_flight='auto' takes (penstock train: options.in_flight=auto); ask for "
+            "that, or leave in_flight_bytes out"
+        )
+
+
 def with_own_sharding(given: GivenSchedule, options: PipelineOptions) -> PipelineOptions:
     """Options with the sharding that a method has by itself, where they ask for none.
 

@@ -24,6 +24,7 @@ from penstock.runtime.plan.actions_for_options import (
     GivenSchedule,
     adapting,
     additions,
+    check_limits_something,
     check_ranks,
     check_same_places,
     prove_with_all_actions,
@@ -134,11 +135,7 @@ class UnprovenPlan:
         check_recomputed_blocks(schedule, recompute)
         check_correction(schedule, staleness.correction, options.precision.low, recompute, tied=bool(ties))
         auto = adapting(given, options)
-        if options.microbatches.in_flight_bytes is not None and auto is None:
-            raise ConfigError(
-                "in_flight_bytes limits what in_flight='auto' takes (penstock train: options.in_flight=auto); ask for "
-                "that, or leave in_flight_bytes out"
-            )
+        check_limits_something(auto, options)
         places = options, given, schedule, parts, ties, inside, delays, backward
         return UnprovenPlan(*places, auto=auto, shared_buffers=shared_buffers(blocks, parts))
 
