@@ -149,10 +149,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "in flight where all are": ({"method": "gpipe", "microbatches": IN_FLIGHT}, "gpipe has no option 'in_flight'"),
     **{
-        f"more in flight than {method} has": ({"method": method, "microbatches": IN_FLIGHT}, "gives the order of 4")
-        for method in ("1f1b", "zb-h1", "zb-v", "hanayo")
-    },
-    **{
         f"more in flight than {method} runs with": ({"method": method, "microbatches": IN_FLIGHT, **more}, said)
         for method, more, said in (
             ("2bw", {}, "raise microbatches to 8, or lower in_flight from 9 to 5"),
@@ -178,6 +174,11 @@ TOLD: dict[str, tuple[dict[str, Any], str]] = {
     "boundaries of one stage": ({**ONE, "precision": BF16}, "boundary_gradients='bf16'"),
     "boundaries in bf16": ({"precision": Precision("bf16", boundary_gradients="bf16")}, "boundary_gradients='bf16'"),
     "waits for nobody": ({"group": Group(None, waits="shared")}, "waits='shared'"),
+    **{
+        f"more in flight than {method} has": ({"method": method, "microbatches": IN_FLIGHT}, "in_flight=9")
+        for method in ("1f1b", "zb-h1", "zb-v", "hanayo")
+    },
+    "more in flight of each rank": ({"microbatches": Microbatches(4, in_flight=(9, 2))}, "in_flight=(9, 2)"),
     "in flight on one rank": ({**ONE, "method": "2bw", "microbatches": Microbatches(4, in_flight=3)}, "in_flight=3"),
 }
 """Where nothing is left out but time or memory: options, and the one that the log names."""

@@ -102,7 +102,7 @@ class BuiltPipeline:
 
     def _tell_idle(self, plan: PipelinePlan) -> None:
         """Say in the log which options find nothing to act on."""
-        asked = plan.given.options.get("in_flight") if isinstance(plan.given, ScheduleRequest) else None
+        asked = plan.given if isinstance(plan.given, ScheduleRequest) else None
         devices = {stage.module.device for stage in self.stages.values()}
         processes = 1 if self.grid.everyone is None else dist.get_world_size(self.grid.everyone)
         for said in idle_options(plan.schedule, plan.options, asked, devices, processes):

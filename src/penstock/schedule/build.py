@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from penstock.checks import did_you_mean, in_short, is_whole
+from penstock.checks import did_you_mean, is_whole
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.add_options import with_window
 from penstock.schedule.ir.in_flight_option import check_in_flight, in_flight_on
-from penstock.schedule.ir.order import NO_OPTIONS, Options, Order, OrderFunction, order_options
+from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Sharding, read_sharding
 from penstock.schedule.ir.version_rules import RULES
@@ -151,6 +151,21 @@ def _most_in_flight(asked: ScheduleRequest) -> int | None:
     return bisect_left(range(1, given), True, key=fails) or None
 
 
+def enough_in_flight(asked: ScheduleRequest) -> int | None:
+    """Return how many microbatches in flight give the same order, where more than that were asked for; else None."""
+    given, m = asked.options.get("in_flight"), asked.microbatches
+    most = max(given) if isinstance(given, Sequence) and not isinstance(given, str) else given
+    if not is_whole(most) or most <= (m if asked.stages > 1 else 1) or callable(asked.method) or callable(asked.order):
+        return None
+
+    def same(n: int) -> bool:
+        fewer = tuple(min(n, each) for each in given) if isinstance(given, Sequence) else n
+        schedule = _build(replace(asked, options={**asked.options, "in_flight": fewer}))
+        return schedule.actions_hash == asked.schedule.actions_hash
+
+    return bisect_left(range(1, most), True, key=same) + 1 if same(most - 1) else None
+
+
 _WHY_MORE = {
     rule: f". (With fewer, the first stage begins a batch before the backwards of the batch {before} before it have "
     "ended, whose update makes the weights for it.)"
@@ -200,29 +215,6 @@ def _in_flight(order: object, stages: int, options: Options) -> int:
     return {"endless-1f1b": stages, "endless-eager-1f1b": 2 * stages - 1, "fine-grained": 2 * stages}.get(str(order), 1)
 
 
-def _check_reached(function: OrderFunction, asked: ScheduleRequest, made: Order, name: str) -> None:
-    """Make sure that batches that are flushed have as many microbatches as are to be in flight.
-
-    Raises:
-        ScheduleError: fewer in flight would give the same order.
-    """
-    given, m = asked.options.get("in_flight"), asked.microbatches
-    if given is None or isinstance(given, str) or asked.stages == 1 or "group" in order_options(function):
-        return  # those that run groups in turns would wait for ever instead
-
-    def same(n: int) -> bool:
-        fewer = tuple(min(n, each) for each in given) if isinstance(given, Sequence) else n
-        return call_order(function, asked.stages, m, {**asked.options, "in_flight": fewer}).programs == made.programs
-
-    most = max(given) if isinstance(given, Sequence) else given
-    if most > m and same(most - 1):
-        least = bisect_left(range(1, most), True, key=same) + 1
-        raise ScheduleError(
-            f"{name} with {asked.stages} stages: in_flight={in_short(given)} gives the order of {least}, since a batch "
-            f"of {m} microbatches ends before the next one begins; give at most {least}, or raise microbatches"
-        )
-
-
 def _build(asked: ScheduleRequest) -> Schedule:
     method, order, rule = asked.method, asked.order, asked.rule
     choices: tuple[str, ...] = ()
@@ -252,8 +244,6 @@ def _build(asked: ScheduleRequest) -> Schedule:
     if fault is not None:
         raise ScheduleError(f"{name}: {fault}")
     schedule = apply_rule(made, RULES[rule_name], asked.microbatches, name)
-    if RULES[rule_name].flushes and function in ORDERS.values():
-        _check_reached(function, asked, made, name)
     if asked.window is not None:
         schedule = with_window(schedule, asked.window)
     if sharding is not None:

@@ -15,6 +15,7 @@ from penstock.options.all_options import PipelineOptions
 from penstock.options.passes import Recompute
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.runtime.ops.handlers import HANDLERS
+from penstock.schedule.build import ScheduleRequest, enough_in_flight
 from penstock.schedule.ir.schedule import Kind, Op, Schedule, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES
@@ -250,7 +251,11 @@ def check_correction(
 
 
 def idle_options(
-    schedule: Schedule, options: PipelineOptions, in_flight: object, devices: Collection[torch.device], processes: int
+    schedule: Schedule,
+    options: PipelineOptions,
+    asked: ScheduleRequest | None,
+    devices: Collection[torch.device],
+    processes: int,
 ) -> Iterator[str]:
     """Yield the options that find nothing to act on, each with the reason.
 
@@ -259,7 +264,7 @@ def idle_options(
     Args:
         schedule: with all that the options add.
         options: of the pipeline.
-        in_flight: as the order was given it.
+        asked: what the order was asked for with, if it was.
         devices: of the stages.
         processes: how many run the pipeline.
     """
@@ -269,6 +274,7 @@ def idle_options(
     one = "there is one pipeline (data_parallel=1)"
     at_once = "the backward of each microbatch follows its forward at once, so nothing is kept in between"
     cpu, away = {device.type for device in devices} == {"cpu"}, bool(recompute.offloaded)
+    given, enough = (None, None) if asked is None else (asked.options.get("in_flight"), enough_in_flight(asked))
     low, rounds = precision.low is not None, precision.between_stages is not None
     for option, reason, idle in (
         ("reduce='fast'", f"{one}, and no other's gradients to add", parallel.fast and parallel.width == 1),
@@ -291,11 +297,7 @@ def idle_options(
             rounds and low and schedule.num_stages > 1,
         ),
         (f"waits={options.run.waits!r}", "one process runs all ranks", options.run.waits != "auto" and processes == 1),
-        (
-            f"in_flight={in_flight}",
-            "there is one rank, which has one microbatch in flight",
-            isinstance(in_flight, int) and in_flight > 1 and schedule.ranks == 1,
-        ),
+        (f"in_flight={given}", f"{enough} on the first rank give the same order", enough is not None),
     ):
         if idle:
             yield f"{option} has no effect: {reason}"
