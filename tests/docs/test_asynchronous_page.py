@@ -13,6 +13,7 @@ from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.table import METHODS
 from penstock.train.config.load import load_config
 from penstock.train.prepare.prepare_run import prepare
+from penstock.verify.reference import predictions
 from support.offered_methods import OFFERED
 
 PAGE = (Path(__file__).parents[2] / "docs/asynchronous.md").read_text()
@@ -67,3 +68,9 @@ def test_a_method_takes_what_it_needs_and_refuses_else(accepts, method: str) -> 
         few = f"microbatches={1 if '2 m >= ' in needs else 2}"
         assert accepts(f"method={method}", *keys, "stages=4", few) == ("m >= " not in needs)
     assert accepts(f"method={method}", *keys, "precision=bf16") == ("fp32" not in needs)
+
+
+def test_the_reference_of_predictions_quotes_the_equations_of_the_page() -> None:
+    block = PAGE.split("```text\nSGD ")[1].split("```")[0]
+    quoted = {line.strip() for line in (predictions.__doc__ or "").splitlines()}
+    assert {line.strip() for line in f"SGD {block}".splitlines()} <= quoted

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from penstock import Checkpoints, Staleness
+from penstock import Checkpoints, DataParallel, Staleness
 from penstock.errors import ConfigError
 from support.plain_training import PlainTraining, assert_close_weights, make_data, make_model, pipeline_of_model
 
@@ -45,25 +45,79 @@ def replace_a_parameter(model: nn.Sequential) -> None:
     model[0].weight = nn.Parameter(other_state()["0.weight"].clone())
 
 
-WRITES = [load, load_by_assignment, assign_data, write_data, replace_a_parameter]
+@torch.no_grad()
+def double_a_weight_of_the_first_stage(model: nn.Sequential) -> None:
+    model[0].weight.mul_(2)
 
 
-@pytest.mark.parametrize("method", ["1f1b", "2bw"])
-@pytest.mark.parametrize("write", WRITES)
-def test_weights_written_between_runs_are_what_the_next_batch_reads(write: Change, method: str) -> None:
-    """All of its passes: under 2bw they read the version before the newest."""
-    model = make_model()
-    pipeline = pipeline_of_model(model, method=method)
-    list(pipeline.run(make_data()[:2]))
-    write(model)
-    assert_close_weights(pipeline.full_state_dict(), other_state())
-    list(pipeline.run(make_data()[2:]))
-    plain = PlainTraining(make_model(), delay=int(method == "2bw"))
-    plain.run(make_data()[:2])
-    plain.model.load_state_dict(other_state())
+def assign_a_bias_of_the_last_stage(model: nn.Sequential) -> None:
+    model[4].bias.data = other_state()["4.bias"]
+
+
+ALL = [load, load_by_assignment, assign_data, write_data, replace_a_parameter]
+SOME = [double_a_weight_of_the_first_stage, assign_a_bias_of_the_last_stage]
+LATE: list[tuple[str, int, dict[str, Any]]] = [
+    ("1f1b", 0, {}),
+    ("2bw", 1, {}),
+    ("2bw-eager", 1, {}),
+    ("3bw", 2, {}),
+    ("2bw-ahead", 1, {}),
+    ("3bw-ahead", 2, {}),
+    ("1f1b", 2, {"staleness": Staleness(delays={"0": 2, "2": 2, "4": 2})}),
+    *(
+        (method, 1, {"data_parallel": DataParallel(2, sharding=level)})
+        for method, level in [("2bw", "gradients"), ("2bw-ahead", "optimizer"), ("2bw-layered", "none")]
+    ),
+]
+
+
+def plainly(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer whose last step is that of the last gradient."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+WRITTEN = [*((write, *row) for write in ALL for row in LATE[:2]), *((write, *row) for write in SOME for row in LATE)]
+
+
+@pytest.mark.parametrize(("write", "method", "delay", "options"), WRITTEN)
+def test_weights_written_between_runs_are_what_the_next_batch_reads(
+    write: Change, method: str, delay: int, options: dict[str, Any]
+) -> None:
+    """In all of its passes, on all stages, whichever was written: older versions are those of other weights."""
+    model, data = make_model(), make_data(8)
+    pipeline = pipeline_of_model(model, plainly, method, **options)
+    plain = PlainTraining(make_model(), plainly, delay, ahead="ahead" in method)
+    for part in (data[:4], data[4:]):
+        list(pipeline.run(part))
+        plain.run(part)
+        assert_close_weights(dict(model.state_dict()), dict(plain.model.state_dict()))
+        write(model)
+        assert_close_weights(pipeline.full_state_dict(), dict(model.state_dict()))
+        plain.model.load_state_dict(model.state_dict())
+        plain.older = []
+
+
+@pytest.mark.parametrize("method", ["2bw", "2bw-ahead"])
+@pytest.mark.parametrize(("loads", "writes_again"), [(False, True), (True, False), (True, True)])
+def test_a_checkpoint_of_written_weights_goes_on_from_them_on_all_stages(
+    method: str, loads: bool, writes_again: bool, tmp_path: Any
+) -> None:
+    model, data = make_model(), make_data(8)
+    pipeline, plain = pipeline_of_model(model, plainly, method), PlainTraining(make_model(), plainly, 1, "a" in method)
+    list(pipeline.run(data[:4]))
+    plain.run(data[:4])
+    for one in (model, plain.model):
+        double_a_weight_of_the_first_stage(one)
+    Checkpoints(pipeline, tmp_path).save()
+    if loads:
+        model = make_model()
+        pipeline = pipeline_of_model(model, plainly, method)
+        Checkpoints(pipeline, tmp_path).load()
+    for one in (model, plain.model) if writes_again else ():
+        assign_a_bias_of_the_last_stage(one)
     plain.older = []
-    plain.run(make_data()[2:])
-    assert_close_weights(pipeline.state_dict(), dict(plain.model.state_dict()))
+    list(pipeline.run(data[4:]))
+    plain.run(data[4:])
     assert_close_weights(dict(model.state_dict()), dict(plain.model.state_dict()))
 
 
@@ -105,14 +159,14 @@ def test_a_checkpoint_loaded_under_2bw_keeps_both_versions(tmp_path: Any) -> Non
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_weights_written_reach_batches_that_read_with_chosen_delays() -> None:
-    model, states = make_model(), []
-    pipeline = pipeline_of_model(model, staleness=Staleness(delays=2))
+def test_weights_written_reach_batches_that_read_with_a_chosen_delay_on_another_stage() -> None:
+    model, states, late = make_model(), [], Staleness(delays={"0": 2})
+    pipeline = pipeline_of_model(model, staleness=late)
     list(pipeline.run(make_data()[:2]))
-    load(model)
+    assign_a_bias_of_the_last_stage(model)
     fresh = make_model()
-    fresh.load_state_dict(other_state())
-    for one in (pipeline, pipeline_of_model(fresh, staleness=Staleness(delays=2))):
+    fresh.load_state_dict(model.state_dict())
+    for one in (pipeline, pipeline_of_model(fresh, staleness=late)):
         for optimizer in one.optimizers().values():
             optimizer.state.clear()
         list(one.run(make_data()[2:]))

@@ -14,13 +14,19 @@ from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.update.run_events import Evaluated
-from penstock.schedule.ir.version_rules import RULES
+from penstock.schedule.build import prove
+from penstock.schedule.machine.evaluation_without_draining_check import border_fault
 from support.cases import VOCABULARY, WIDTH, Case, assert_equal_tensors, expected, make_batches, make_pipeline
+from support.combinations import case_of
+from support.combined_features import loss_on, wanted
+from support.offered_methods import OFFERED
 from support.pool import Pool
 from support.smallest_batch import least
 from support.snapshots import Kept
 
 Found = list[tuple[int, float | None, float]]
+PARTS = {4: [2, 4], 5: [6, 8], 2: [10]}
+"""Batches of runs, and the versions that each evaluates: the newest at its end, the one before, and that before it."""
 
 
 def data_of(case: Case, batches: int = 2) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -58,31 +64,49 @@ def after_drains(case: Case, every: int) -> Found:
     + [("sequential", 2), ("gpipe", 3), ("eager", 3), ("2bw-eager", 3), ("3bw", 4)],
 )
 def test_it_finds_the_same_as_after_a_drain(method: str, depth: int, device: str) -> None:
-    late = method.startswith(("2bw", "3bw"))  # buffers have no versions: here they are those of one batch later
-    model = "mixed" if late else "restless"
+    model = "mixed" if method.startswith(("2bw", "3bw")) else "restless"  # buffers have no versions: theirs are later
     case = Case(method, depth, least(method, depth) + depth % 2, model, spans=(7,), skips=(), device=device)
     pipeline = make_pipeline(case)
-    found, wanted = plain(run(pipeline, case, 2)), after_drains(case, 2)
-    assert [version for version, *_ in found] == ([2, 4] if late else [2, 4, 6])
-    assert found == wanted[: len(found)]
+    found, drained = plain(run(pipeline, case, 2)), after_drains(case, 2)
+    assert [version for version, *_ in found] == [2, 4, 6]
+    assert found == drained
     drains = () if method != "stash" else (2, 2, 2, 1)
     assert_equal_tensors(
         pipeline.state_dict(), expected(replace(case, spans=drains or case.spans)).weights, "weights after training"
     )
 
 
-@pytest.mark.parametrize("method", ["1f1b", "2bw", "2bw-eager", "3bw"])
-def test_a_run_in_parts_finds_what_the_whole_run_finds(method: str) -> None:
-    """Where weights are late, the version that is due at the first border of a part is older than the newest."""
-    case = Case(method, 3, 4, spans=(8,), skips=())
-    whole, pipeline, found = plain(run(make_pipeline(case), case, 1)), make_pipeline(case), []
-    batches = make_batches(case)
-    for part in (batches[:3], batches[3:4], batches[4:]):
-        for report in pipeline.run(part, evaluate=Evaluating(1, lambda: data_of(case))):
+@pytest.mark.parametrize("method", OFFERED)
+def test_a_run_evaluates_every_version_that_it_makes(method: str) -> None:
+    """Also the last ones, which later batches would read; with the weights of the reference, under every method."""
+    case = replace(case_of(method), spans=tuple(PARTS))
+    stops = border_fault(prove(method, case.depth, case.m).lowered) is not None
+    result = wanted(replace(case, spans=(2, 2, 2, 2, 1, 1, 1)) if stops else case)
+    data, batches, pipeline = make_batches(replace(case, spans=(2,))), make_batches(case), make_pipeline(case)
+    for size, versions in PARTS.items():
+        found: list[Evaluated] = []
+        for report in pipeline.run([batches.pop(0) for _ in range(size)], evaluate=Evaluating(2, data)):
             found += report.evaluated
         found += pipeline.evaluated()
-    assert plain(found) == whole
-    assert [version for version, *_ in whole] == list(range(1, 8 - RULES[case.schedule.rule].delay))
+        assert [e.version for e in found] == versions
+        for e in found:
+            assert e.loss == pytest.approx(loss_on(case, result.versions[e.version], data), rel=1e-4), e.version
+
+
+@pytest.mark.parametrize("method", ["1f1b", "2bw", "3bw", "2bw-ahead", "stash"])
+def test_a_run_that_was_left_is_made_up_for_by_the_next_one(method: str) -> None:
+    case = replace(case_of(method), spans=(9,))
+    batches, pipeline, found = make_batches(case), make_pipeline(case), []
+    evaluate = Evaluating(1, batches[:1])
+    for report in pipeline.run(batches, evaluate=evaluate):
+        found += report.evaluated
+        if report.batch == 1:
+            break
+    left = pipeline.batches
+    for report in pipeline.run(batches[left:], evaluate=evaluate):
+        found += report.evaluated
+    assert 1 < left < 9
+    assert [e.version for e in (*found, *pipeline.evaluated())] == list(range(1, 10))
 
 
 def test_stages_that_share_a_module_do_not_change_its_mode_for_each_other() -> None:
@@ -127,13 +151,13 @@ def test_nothing_is_drained(method: str) -> None:
 
 def test_decided_together_all_ranks_know() -> None:
     case = Case("2bw", 2, 3, spans=(6,), skips=(), clip=0.6)
-    assert plain(run(make_pipeline(case), case, 2)) == after_drains(case, 2)[:2]
+    assert plain(run(make_pipeline(case), case, 2)) == after_drains(case, 2)
 
 
 def test_width_evaluates_all_of_the_data() -> None:
     case = Case("2bw", 2, 2, spans=(5,), skips=(), width=2)
-    found, wanted = plain(run(make_pipeline(case), case, 1)), after_drains(case, 1)[:3]
-    assert [(v, pytest.approx(loss), weight) for v, loss, weight in found] == wanted
+    found, drained = plain(run(make_pipeline(case), case, 1)), after_drains(case, 1)
+    assert [(v, pytest.approx(loss), weight) for v, loss, weight in found] == drained
 
 
 def test_evaluations_and_snapshots_at_once() -> None:
@@ -143,7 +167,7 @@ def test_evaluations_and_snapshots_at_once() -> None:
     evaluate = Evaluating(2, lambda: data_of(case))
     found = [e for r in pipeline.run(make_batches(case), save=Saving(3, snapshots.append), evaluate=evaluate)
              for e in r.evaluated]  # fmt: skip
-    assert [e.version for e in (*found, *pipeline.evaluated())] == [2, 4]
+    assert [e.version for e in (*found, *pipeline.evaluated())] == [2, 4, 6]
     assert sorted((s.batch, s.stage) for s in snapshots) == [(3, 0), (3, 1), (6, 0), (6, 1)]
     assert_equal_tensors(pipeline.state_dict(), expected(case).weights, "weights")
 
@@ -216,9 +240,6 @@ def test_an_evaluation_without_data_says_so(method: str) -> None:
     assert reports == list(range(pipeline.batches))
     assert pipeline.evaluated() == ()
     assert len(list(pipeline.run(make_batches(case)))) == 4
-    if method == "2bw":  # version 1, which is due before the method ends, is evaluated now
-        with pytest.raises(DataError, match="the data of an evaluation is empty"):
-            pipeline.switch("1f1b", evaluate=Evaluating(1, list))
 
 
 # --- averaged weights -------------------------------------------------------------------------------------------------
@@ -266,9 +287,9 @@ def run_on_rank(group: dist.ProcessGroup, case: Case) -> Found:
 def test_evaluation_between_processes(pool: Pool, method: str) -> None:
     case = Case(method, 3, 4, "restless", spans=(5,), skips=())
     *others, last = pool.submit(run_on_rank, case, ranks=3)
-    assert last == plain(run(make_pipeline(case), case, 2, batches=3))
+    alone = plain(run(make_pipeline(case), case, 2, batches=3))
+    assert last == alone
+    assert all(part == [one for one in alone if one in part] for part in others)
     clipped = replace(case, clip=0.6)
     results = pool.submit(run_on_rank, clipped, ranks=3)
-    if method != "stash":
-        assert results == [plain(run(make_pipeline(clipped), clipped, 2, batches=3))] * 3
-        assert others == [[], []]
+    assert results == [plain(run(make_pipeline(clipped), clipped, 2, batches=3))] * 3

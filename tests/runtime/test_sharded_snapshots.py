@@ -182,7 +182,7 @@ def test_averages_and_evaluations_of_a_sharded_run() -> None:
             evaluated += pipeline.evaluated()
             seen.append((shown, evaluated, pipeline))
         (plain, plainly, whole), *others_ = seen
-        assert len(plainly) == 2
+        assert len(plainly) == 3
         for sharded, too, divided in others_:
             assert_equal_tensors(sharded, plain, "what hooks see")
             assert too == plainly

@@ -270,7 +270,7 @@ def train_and_evaluate(group: dist.ProcessGroup | None, case: Case, phases: Phas
     found: list[Evaluated] = []
     for (method, _), (first, end) in zip(phases, pairwise((0, *accumulate(case.spans))), strict=True):
         if first:
-            pipeline.switch(schedule(case, method), evaluate=plan)
+            pipeline.switch(schedule(case, method))
         for report in pipeline.run(batches[first:end], evaluate=plan):
             found += report.evaluated
         found += pipeline.evaluated()
@@ -304,8 +304,7 @@ def test_no_version_is_left_out_or_evaluated_twice(monkeypatch: pytest.MonkeyPat
 
         patch.setattr(cases, "train_reference", train)
         expected_of(drains, drained, patch)
-    last = sum(case.spans) - 1
-    assert [v for v, _, _ in found] == list(range(1, last + 1))
+    assert [v for v, _, _ in found] == list(range(1, sum(case.spans) + 1))
     for v, total, weight in found:
         wanted = evaluated_by_hand(case, versions[v])
         assert (total, weight) == (pytest.approx(wanted[0], rel=1e-5), wanted[1]), v

@@ -8,7 +8,6 @@ import pytest
 import torch.distributed as dist
 
 from penstock.errors import CapabilityError, ConfigError, PenstockError
-from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.weights.corrections.pipemare import PipeMare
 from support.cases import (
     Case,
@@ -18,18 +17,6 @@ from support.cases import (
 from support.phases import case_of, schedule
 from support.pool import Pool
 from support.schedules import make_schedule
-
-
-def test_evaluations_at_a_switch_are_checked() -> None:
-    pipeline = make_pipeline(Case("1f1b", 2, 2, spans=(2,), skips=()))
-    for evaluate, said in (
-        (Evaluating(0, list), "evaluate: every must be a whole number of at least 1, got 0"),
-        (Evaluating(1, iter([])), "evaluate: data is a list_iterator, which the first evaluation would use up"),
-        ([], "evaluate must be penstock.Evaluating"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            pipeline.switch("gpipe", evaluate=evaluate)  # type: ignore[arg-type]
-    assert pipeline.schedule.name == "1f1b"
 
 
 @pytest.mark.parametrize(

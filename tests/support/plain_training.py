@@ -58,18 +58,25 @@ class PlainTraining:
     Attributes:
         model: with the newest weights.
         optimizer: of its parameters.
-        older: the weights of the updates before, the newest last.
+        older: the weights of the updates before, the newest last, or with `ahead` each moved on by `delay` times the
+            update that made it.
     """
 
-    def __init__(self, model: nn.Sequential, optimizer: MakeOptimizer = sgd, delay: int = 0) -> None:
+    def __init__(
+        self, model: nn.Sequential, optimizer: MakeOptimizer = sgd, delay: int = 0, ahead: bool = False
+    ) -> None:
         self.model, self.optimizer, self.delay = model, optimizer(model.parameters()), delay
         self.older: list[dict[str, Tensor]] = []
+        self._ahead = ahead
+        self._before: dict[str, Tensor] = {}
 
     def run(self, batches: Sequence[Batch]) -> None:
         """Make an update with each batch."""
         for inputs, targets in batches:
             newest = copy.deepcopy(self.model.state_dict())
-            self.older.append(newest)
+            before = self._before if self.older and self._ahead else newest
+            self.older.append({name: w + self.delay * (w - before[name]) for name, w in newest.items()})
+            self._before = newest
             self.model.load_state_dict(self.older[max(len(self.older) - 1 - self.delay, 0)])
             self.optimizer.zero_grad()
             for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):

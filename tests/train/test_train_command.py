@@ -186,7 +186,7 @@ def test_pipelines_that_meet_now_and_then(tmp_path, text, command):
     assert ran.returncode == 0, ran.stderr
     folder = only_folder(tmp_path / "runs")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["evaluated"] for line in lines if "evaluated" in line] == [2]
+    assert [line["evaluated"] for line in lines if "evaluated" in line] == [2, 4]
     names = sorted(path.name for path in (folder / "checkpoints" / "batch-00000003").iterdir())
     assert names == ["index.json", "stage-0.1.safetensors", "stage-0.safetensors"]
     shutil.rmtree(folder / "checkpoints" / "batch-00000004")

@@ -27,8 +27,10 @@ class Divergence(NamedTuple):
         """Check the numbers.
 
         Raises:
-            ConfigError: `spike` is not above 1, or `window` no whole number of at least 1.
+            ConfigError: `spike` is not above 1, or `window` no whole number of at least 1; or nothing counts.
         """
+        if self.spike is None and not self.nonfinite:
+            raise ConfigError("divergence: nothing counts as one; set spike=2.0 or the like, or leave nonfinite True")
         check_number("divergence: spike", self.spike, "2.0")
         if self.spike is not None and not self.spike > 1:
             raise ConfigError(f"divergence: spike must be above 1, got {self.spike}")

@@ -25,9 +25,10 @@ class Precision(ShortRepr):
     """The number format of forwards and backwards, and how small gradients survive in it.
 
     Attributes:
-        precision: "fp32" (whatever the parameters have), "bf16" or "fp16". In the latter two, parameters in float32 and
-            floating-point inputs are cast, parameters once per version; the optimizer works on one master copy in
-            float32, and gradients accumulate in float32. The loss gets the output in float32, as under autocast.
+        precision: "fp32" (whatever the parameters have), "bf16" or "fp16". In the latter two, parameters and inputs in
+            float32 are cast, parameters once per version; the optimizer works on one master copy in float32, and
+            gradients accumulate in float32. The loss gets the output in float32, as under autocast. A stage whose
+            parameters are all in float64 is refused.
         loss_scale: how the loss is scaled for its backward; a `LossScale()` with "fp16" if None.
         divisor: c, roughly the weight of a batch, such as its number of tokens. Gradients are computed of the loss sum
             divided by c, and corrected to the mean by c / N at the update, when the weight N is known. So c never

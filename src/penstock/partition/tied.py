@@ -49,8 +49,11 @@ def find_ties(
         The ties between stages, and the entries of `tied` within one stage.
 
     Raises:
-        ConfigError: `tied` names a parameter that belongs to no block.
+        ConfigError: `tied` names a parameter that belongs to no block, or ties one to itself.
     """
+    itself = next((name for name, owner in tied.items() if name == owner), None)
+    if itself is not None:
+        raise ConfigError(f"tied: {itself} is tied to itself; name the other parameter that it is the same as")
     stages, alias = _first_names(blocks, parts)
     for name in (*tied, *tied.values()):
         stages.setdefault(name, _stage_of(name, blocks, parts))

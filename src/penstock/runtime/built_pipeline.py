@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
+
+import torch.distributed as dist
 
 from penstock.comm.collective.polling_choice import choose_polling, cores_of_this_rank
 from penstock.comm.communicators import holders_of
@@ -18,9 +21,11 @@ from penstock.runtime.engine.engine import Engine
 from penstock.runtime.engine.span_runner import Spans
 from penstock.runtime.engine.span_setup import SpanSetup
 from penstock.runtime.in_flight.adapted_in_flight import Adaptations
+from penstock.runtime.plan.capabilities import idle_options
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.build_ranks import blocks_here, make_ranks
 from penstock.runtime.setup.shared_plan import share_evaluation
+from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Stage
 from penstock.stage.blocks.loss import LossFunction
 from penstock.stage.checks.remotely_trained_modules import HeldElsewhere
@@ -28,6 +33,8 @@ from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.update_hooks import UpdateHooks
+
+_LOG = logging.getLogger(__name__)
 
 
 class BuiltPipeline:
@@ -90,6 +97,16 @@ class BuiltPipeline:
         )
         self._spans = Spans(setup, self._held)
         self._engine = Engine(setup, self._spans)
+        if self.grid.everyone is None or not dist.get_rank(self.grid.everyone):
+            self._tell_idle(plan)
+
+    def _tell_idle(self, plan: PipelinePlan) -> None:
+        """Say in the log which options find nothing to act on."""
+        asked = plan.given if isinstance(plan.given, ScheduleRequest) else None
+        devices = {stage.module.device for stage in self.stages.values()}
+        processes = 1 if self.grid.everyone is None else dist.get_world_size(self.grid.everyone)
+        for said in idle_options(plan.schedule, plan.options, asked, devices, processes):
+            _LOG.warning(said)
 
     def _choose_transports(self) -> Transports:
         return choose_transports(self.grid, {stage.module.device for stage in self.stages.values()})

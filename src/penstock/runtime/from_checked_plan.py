@@ -10,7 +10,6 @@ from penstock.comm.core.rank_grid import RankGrid, rank_grid
 from penstock.comm.core.tensor_group import TensorGroup
 from penstock.options.parallelism import rank_numbers
 from penstock.partition.blocks import Blocks, named_blocks
-from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.saved_states import check_idle
@@ -55,13 +54,12 @@ def pipeline_of(
     return pipeline
 
 
-def continue_under(pipeline: Pipeline, plan: PipelinePlan, evaluate: Evaluating | None = None) -> None:
+def continue_under(pipeline: Pipeline, plan: PipelinePlan) -> None:
     """Let a pipeline go on under another plan of it, as `Pipeline.switch` does, without checking the plan again.
 
     Args:
         pipeline: whose run is over.
         plan: of the same blocks; its present one follows it, or is followed by it.
-        evaluate: as of `Pipeline.switch`.
 
     Raises:
         ConfigError: ranks were given different plans.
@@ -70,4 +68,4 @@ def continue_under(pipeline: Pipeline, plan: PipelinePlan, evaluate: Evaluating 
     check_idle(pipeline)
     if pipeline.grid.everyone is not None:
         check_same_plans({"": plan}, None, pipeline.grid.everyone)
-    pipeline._continue(plan, evaluate)
+    pipeline._continue(plan)

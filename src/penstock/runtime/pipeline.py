@@ -218,7 +218,7 @@ class Pipeline(SavedStates, UserAdvice):
         Snapshots and evaluations fit between two batches without draining the pipeline where all stages have one newest
         version there: under methods that flush and under 2bw. Under the others it is drained for them, which with stash
         and vertical-sync changes what the next batches read; so it is, and does, under every method where pipelines are
-        combined by "wsp".
+        combined by "wsp". Evaluations of the last versions, which later batches would read, come at the end of the run.
 
         Args:
             batches: the data.
@@ -255,7 +255,7 @@ class Pipeline(SavedStates, UserAdvice):
                 )
         if save is not None:
             save = save._replace(sink=partial(self._sink, save.sink, shares=save.shares))
-        return TrainingRun(self._engine.train(batches, save, evaluate, partial(self._halts, evaluate)), self.stop)
+        return TrainingRun(self._engine.train(batches, save, evaluate, self._halts), self.stop)
 
     def evaluate(self, batches: Batches, *, averaged: bool = False) -> tuple[float, float] | None:
         """Return the mean loss on batches under the newest weights, and its weight, on all ranks.

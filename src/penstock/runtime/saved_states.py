@@ -65,7 +65,7 @@ class SavedStates(Switching):
         check_pipelines(saved, self.combine, self.grid.width)
         self._adaptations.load(saved.facts.get(IN_FLIGHT, {}))
         self._engine.position.load(saved.facts.get(DATA, {}))
-        self._adopt(None)
+        self._adopt()
         self._held.loaded()
         older = saved_older(saved, self._plan.options.staleness.correction_name)
         older = min(older, RULES[self.schedule.rule].delay)
@@ -80,6 +80,7 @@ class SavedStates(Switching):
             self._spans.life.broken = error  # half of it may have been loaded
             raise
         self._spans.batches, self._spans.older = int(saved.facts["batch"]), older
+        self._spans.evaluated = max((e.version for e in self.evaluations), default=-1)
 
 
 def save_between_runs(pipeline: SavedStates, saving: Saving) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 import torch.distributed as dist
 
@@ -11,7 +10,6 @@ from penstock.comm.collective.all_gather_json import gather_json
 from penstock.comm.collective.broadcast_json import from_first
 from penstock.comm.p2p.transport import Channel
 from penstock.runtime.engine.engine import Halt
-from penstock.runtime.execute.evaluation_without_draining import Evaluating, check_evaluating
 from penstock.runtime.in_flight.adapted_in_flight import MEASURED, AdaptedInFlight, adapt
 from penstock.runtime.in_flight.pass_and_message_times import measured_by_all
 from penstock.runtime.pipeline_stats import Inspection
@@ -20,7 +18,6 @@ from penstock.runtime.plan.schedule_from_arguments import Chosen, request_for
 from penstock.runtime.plan.sharding_limits import check_shown
 from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.schedule.in_flight_choice import NO_LINKS_HERE, on_v
-from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.rank_schedule import Json
 from penstock.weights.corrections.base import Correction
 
@@ -35,7 +32,6 @@ class Switching(Inspection):
         method: Chosen,
         *,
         correction: Correction | None = None,
-        evaluate: Evaluating | None = None,
     ) -> None:
         """Continue under another method, between two runs; between processes all ranks call this together.
 
@@ -48,8 +44,6 @@ class Switching(Inspection):
             method: as of `Pipeline`, for as many ranks and microbatches as before.
             correction: what is done about stale weights, where a schedule does not bring it. The one before is over;
                 one that comes back begins anew.
-            evaluate: the evaluations of the runs before and after. Version rules evaluate a version at different
-                places, and one that would fall between the two is evaluated now.
 
         Raises:
             ConfigError: the schedule has other stages, or other ranks for them, or takes other batches; or ranks were
@@ -58,8 +52,6 @@ class Switching(Inspection):
                 `on_update` could not be shown the weights.
         """
         self._spans.life.check_idle()
-        if evaluate is not None:
-            check_evaluating(evaluate)
         if self.grid.group is not None:  # what rank 0 hands out would not be understood in another call
             with self._spans.life.together():
                 gather_json(None, "agreeing to switch()", self.grid.everyone)
@@ -67,22 +59,21 @@ class Switching(Inspection):
         request, correction = request_for(method, correction, depth, microbatches)
         present = self._plan
         plan = shared_plan(lambda known: present.followed_by(request, correction, known), self.grid.control)
-        self._continue(plan, evaluate)
+        self._continue(plan)
 
-    def _continue(self, plan: PipelinePlan, evaluate: Evaluating | None) -> None:
+    def _continue(self, plan: PipelinePlan) -> None:
         """Continue under a plan that may follow the present one."""
         if self._hooks:
             check_shown(plan.schedule, plan.options)
         for state in self._ranks:
             state.check_switch(plan.proof, plan.options.staleness.correction)
-        self._take(plan, evaluate)
-        self._adopt(evaluate)
+        self._take(plan)
+        self._adopt()
 
-    def _take(self, plan: PipelinePlan, evaluate: Evaluating | None) -> None:
+    def _take(self, plan: PipelinePlan) -> None:
         proof = plan.proof
         self._transports.prepare(Channel.TRAINING, proof.lowered)
-        # It may evaluate first, under the schedule of before.
-        self._engine.switch(proof, plan.options.staleness.correction, evaluate)
+        self._engine.switch(proof, plan.options.staleness.correction)
         self._note(plan)
 
     def _note(self, plan: PipelinePlan) -> None:
@@ -99,7 +90,7 @@ class Switching(Inspection):
         """
         return self._adaptations.of(self._plan.auto)
 
-    def _halts(self, evaluate: Evaluating | None) -> Halt | None:
+    def _halts(self) -> Halt | None:
         """When a run stands still, to go on with as many microbatches in flight as its links ask for."""
         if self._plan.auto is None:
             return None
@@ -110,12 +101,9 @@ class Switching(Inspection):
         until = self._adaptations.measured_until(self._plan.auto, self.batches)
         if until is None:
             return None
-        ahead = CORRECTIONS[self._plan.options.staleness.correction_name].reads_ahead
-        if until > self.batches and ahead and evaluate is not None and evaluate.wants(until - 1):
-            until += 1  # that version would be due behind the halt, over which nobody keeps it
-        return Halt(until, partial(self._adapt, evaluate))
+        return Halt(until, self._adapt)
 
-    def _adapt(self, evaluate: Evaluating | None) -> None:
+    def _adapt(self) -> None:
         """Choose the microbatches in flight by what the batches so far have taken; all ranks do it together."""
         plan, batch = self._plan, self.batches
         assert plan.auto is not None
@@ -133,9 +121,9 @@ class Switching(Inspection):
         self._adaptations.settle(plan.auto, found)
         if not dist.get_rank(self.grid.group):
             _LOG.info("in flight: %s", found)
-        self._adopt(evaluate)
+        self._adopt()
 
-    def _adopt(self, evaluate: Evaluating | None) -> None:
+    def _adopt(self) -> None:
         """Go on with what has been found for the present plan, if anything has."""
         found = self.in_flight
         if found is None:
@@ -147,7 +135,7 @@ class Switching(Inspection):
             self._engine.widen(plan.proof)
             self._note(plan)
         else:
-            self._take(plan, evaluate)
+            self._take(plan)
 
     def look_out(self, first: float = 0) -> None:
         """Watch for divergence from batch `first` on, and forget what was found before; infinity ends the watch.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from penstock.checks import did_you_mean
+from penstock.checks import did_you_mean, is_whole
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.add_options import with_window
 from penstock.schedule.ir.in_flight_option import check_in_flight, in_flight_on
@@ -113,15 +115,55 @@ class ScheduleRequest:
                 beyond=self.microbatches,
                 sharding=self.sharding,
             )
-            if legal is None:
+            fewer = _most_in_flight(self)
+            if legal is None and fewer is None:
                 raise
+            lower = f"lower in_flight from {self.options.get('in_flight')} to {fewer}"
+            if legal is None:
+                begin = f"{schedule.name} with {self.stages} stages and {self.microbatches} microbatches per batch: "
+                said = str(error).splitlines()[0]
+                raise ScheduleError(
+                    f"{'' if said.startswith(schedule.name) else begin}{said}; with fewer microbatches in flight it "
+                    f"runs: {lower}"
+                ) from None
             ours = not callable(self.method) and not callable(self.order)
             need = f"needs at least {legal}" if ours else f"cannot run with the given microbatches, but with {legal}"
             why = _WHY_MORE.get(schedule.rule, "") if ours else f". ({error})"
             raise ScheduleError(
                 f"{schedule.name} with {self.stages} stages {need} microbatches per batch, got {self.microbatches}; "
-                f"raise microbatches to {legal}{why}"
+                f"raise microbatches to {legal}{'' if fewer is None else f', or {lower}'}{why}"
             ) from None
+
+
+def _most_in_flight(asked: ScheduleRequest) -> int | None:
+    """Return the most microbatches in flight that an order runs with; None where it was asked for no such number."""
+    given = asked.options.get("in_flight")
+    if not is_whole(given):
+        return None
+
+    def fails(n: int) -> bool:
+        try:
+            check(_build(replace(asked, options={**asked.options, "in_flight": n})))
+        except ScheduleError:
+            return True
+        return False
+
+    return bisect_left(range(1, given), True, key=fails) or None
+
+
+def enough_in_flight(asked: ScheduleRequest) -> int | None:
+    """Return how many microbatches in flight give the same order, where more than that were asked for; else None."""
+    given, m = asked.options.get("in_flight"), asked.microbatches
+    most = max(given) if isinstance(given, Sequence) and not isinstance(given, str) else given
+    if not is_whole(most) or most <= (m if asked.stages > 1 else 1) or callable(asked.method) or callable(asked.order):
+        return None
+
+    def same(n: int) -> bool:
+        fewer = tuple(min(n, each) for each in given) if isinstance(given, Sequence) else n
+        schedule = _build(replace(asked, options={**asked.options, "in_flight": fewer}))
+        return schedule.actions_hash == asked.schedule.actions_hash
+
+    return bisect_left(range(1, most), True, key=same) + 1 if same(most - 1) else None
 
 
 _WHY_MORE = {

@@ -48,7 +48,9 @@ class TrainedWeights(StageWeights):
         provisional: the update that is not decided on yet.
         mean: c / N by the last batch that an update was made with and that had a loss weight.
         hooks: of the user, called after every update that is made.
+        reads_late: passes read older versions on some stage, if not on this one (`older`).
         watch: detects writes into the newest weights between two runs, where the next one would read older ones, too.
+        rewritten: there were such writes; all stages `forget_older` once one of them is.
     """
 
     store: VersionStore
@@ -57,12 +59,14 @@ class TrainedWeights(StageWeights):
     average: Buffer | None = None
     counted_elsewhere: Collection[str] = ()
     older: OlderVersions | None = None
+    reads_late: bool = False
     agreement: Agreement | WaveWeights | None = None
     corrector: Corrector | None = None
     apart: bool = False
     provisional: Provisional | None = None
     mean: float = 1.0
     watch: WrittenCheck | None = None
+    rewritten: bool = False
     hooks: UpdateHooks = field(default_factory=UpdateHooks)
 
     # --- reading ----------------------------------------------------------------------------------------------------
@@ -208,8 +212,7 @@ class TrainedWeights(StageWeights):
         """Adopt what was written into the newest version, and what was set in the optimizer, between two runs."""
         self.updater.rates.take_over(self.updater.updates)
         self.store.refresh()
-        if self.watch is not None and self.watch.written:
-            self.forget_older()
+        self.rewritten |= self.watch is not None and self.watch.written
         self.store.derived.forget()
         if self.agreement is not None:
             self.agreement.take_over()
@@ -224,8 +227,8 @@ class TrainedWeights(StageWeights):
             self.agreement.begin_span(batches)
 
     def forget_older(self) -> None:
-        """Let the next batches read the newest weights, as at the start of training: they were written from outside."""
-        self.watch = None
+        """Let the next batches read the newest weights, as at the start of training: some were written from outside."""
+        self.rewritten = False
         self.store.forget_older()
         if self.older is not None:
             self.older.restart(self.store.newest, lambda *_: None)
@@ -234,14 +237,14 @@ class TrainedWeights(StageWeights):
         """End a span, with the pipeline drained."""
         if self.agreement is not None:
             self.agreement.watch.look()
-        self.watch = None
-        if len(self.store.versions) > 1 or self.older is not None or self.store.reads_ahead:
-            self.watch_writes()
+        self.watch_writes()
 
     def watch_writes(self) -> None:
         """Take note of the newest weights, so that what is written into them before the next run is noticed."""
-        self.watch = WrittenCheck(self.store)
-        self.watch.look()
+        self.watch, self.rewritten = None, False
+        if len(self.store.versions) > 1 or self.reads_late or self.store.reads_ahead:
+            self.watch = WrittenCheck(self.store)
+            self.watch.look()
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

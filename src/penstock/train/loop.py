@@ -133,7 +133,7 @@ class _Loop:
         self.reporter.started()
         over = False
         while not over:
-            self.reporter.switched(self.phases.enter(self._evaluating()))
+            self.reporter.switched(self.phases.enter())
             self._train()
             assert self.pipeline.batches <= self.phases.end, "a divergence was noticed too late"
             self._keep_lags()

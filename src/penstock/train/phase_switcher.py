@@ -8,7 +8,6 @@ from typing import Any
 
 from penstock.checkpoint.manager import Checkpoints
 from penstock.errors import CheckpointError
-from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.from_checked_plan import continue_under
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.update.divergence import Trouble
@@ -44,17 +43,13 @@ class Phases:
     def ready(self, batch: int, kept: Mapping[str, Any]) -> None:
         """Switch to the method of a checkpoint of `batch`, before it is loaded; `kept` was stored with it."""
         self._course.load(kept.get("falls", []))
-        self._take(self._course.phase(batch - 1), None)
+        self._take(self._course.phase(batch - 1))
 
-    def enter(self, evaluate: Evaluating | None) -> Switched | None:
-        """Start the phase of the next batch; return an event for the observer if its method is another one.
-
-        Args:
-            evaluate: evaluations during the phase.
-        """
+    def enter(self) -> Switched | None:
+        """Start the phase of the next batch; return an event for the observer if its method is another one."""
         batch, first = self._pipeline.batches, self._begun < 0
         before, phase = self._present, self._course.phase(batch)
-        self._take(phase, evaluate)
+        self._take(phase)
         self._begun, came, self._came = batch, self._came, None
         since = self._course.begin(batch)
         self._pipeline.look_out(since if phase == MAIN else math.inf)
@@ -104,9 +99,9 @@ class Phases:
                     "checkpoints more often (checkpoint.every) and keep more of them (checkpoint.keep)"
                 )
 
-    def _take(self, phase: str, evaluate: Evaluating | None) -> None:
+    def _take(self, phase: str) -> None:
         if phase != self._present:
-            continue_under(self._pipeline, self._prepared.plan_of(phase), evaluate)
+            continue_under(self._pipeline, self._prepared.plan_of(phase))
             self._present = phase
 
     def _is_finite(self) -> bool:

@@ -12,7 +12,7 @@ several REDUCEs, each of which adds a part of the sum.
 
 Where passes read predictions, the newest weights are none of the versions: each pipeline keeps its rows of them, 4/w
 bytes per parameter, and an update writes the own rows of what it predicts over the gradient. Between two runs the
-newest weights are whole, as are those of an evaluation within a run as long as it takes.
+newest weights are whole.
 """
 
 from __future__ import annotations
@@ -119,17 +119,16 @@ class ShardedStore(VersionStore):
     def completed(self) -> None:
         """Show whole weights until the next span."""
 
-    def is_whole(self, version: int) -> bool:  # noqa: ARG002  # it is the newest
+    def is_whole(self, version: int) -> bool:  # noqa: ARG002  # all are
         """Return whether the version that an evaluation in a run reads is whole, or is being gathered."""
-        return not (self.reads_ahead and self.divided)
+        return True
 
-    def evaluation_shards(self, version: int) -> list[list[Tensor]] | None:  # noqa: ARG002  # as above
-        """Allocate the newest weights for an evaluation in a run; returns their memory, by owner of the rows."""
-        return self.end_run()
+    def evaluation_shards(self, version: int) -> list[list[Tensor]] | None:
+        """Allocate a version for an evaluation in a run, as for passes."""
+        return self.version_shards(version)
 
-    def release(self, version: int) -> None:  # noqa: ARG002  # as above
-        """Give the memory of what an evaluation has read back."""
-        self.begin_run()
+    def release(self, version: int) -> None:
+        """Give the memory of a gathered version back, where versions are shards."""
 
     def newest_tensors(self) -> dict[str, Tensor]:
         """Return the parameters of the newest version, by name; they share its memory.

@@ -110,9 +110,13 @@ class Engine:
         self, batches: Batches, save: Saving | None, evaluate: Evaluating | None
     ) -> Generator[Report, None, bool]:
         """Train in as many spans as snapshots and evaluations ask for; returns whether a rank has left."""
-        stays_full = self._setup.proof.border_fault is None and not self._setup.combine.spec.drains
-        if (save is None and evaluate is None) or stays_full:
-            return (yield from self._spans.train(batches, save, evaluate))
+        self._evaluate_due(evaluate)
+        ahead = evaluate is not None and self._setup.reads_ahead  # the last versions would be gone at the end
+        if (save is None and evaluate is None) or (self._stays_full and not ahead):
+            left = yield from self._spans.train(batches, save, evaluate)
+            if not left:
+                self._evaluate_due(evaluate)
+            return left
         rest = iter(batches)
         while True:
             size = min(plan.every - self._spans.batches % plan.every for plan in (save, evaluate) if plan is not None)
@@ -120,11 +124,28 @@ class Engine:
             left = yield from self._spans.train(islice(rest, size), None, None)
             if left or self._spans.batches - before < size:
                 return left
-            if evaluate is not None and evaluate.wants(self._spans.batches):
-                self._evaluate_now(evaluate, self._spans.batches)
+            self._evaluate_due(evaluate)
             if save is not None and save.wants(self._spans.batches) and save.make_room(self._spans.batches):
                 for snapshot in self.snapshots():
                     save.sink(snapshot)
+
+    @property
+    def _stays_full(self) -> bool:
+        """Whether snapshots and evaluations fit between two batches."""
+        return self._setup.proof.border_fault is None and not self._setup.combine.spec.drains
+
+    def _evaluate_due(self, evaluate: Evaluating | None) -> None:
+        """Evaluate the versions for which no border of a batch has been the place, with the pipeline drained.
+
+        Those of the end of a run, when it ends; where it was left, or goes on from a snapshot, when a run begins.
+        """
+        spans, older = self._spans, self._spans.older if self._stays_full and not self._setup.reads_ahead else 0
+        for version in range(max(spans.evaluated + 1, spans.batches - older), spans.batches + 1):
+            if evaluate is not None and evaluate.wants(version):
+                total, weight = spans.evaluate(readable(evaluate), averaged=False, version=version)
+                for state in self._ranks:
+                    state.decisions.events.evaluated_everywhere(Evaluated(version, total, weight))
+        spans.evaluated = spans.batches
 
     def snapshots(self) -> list[Snapshot]:
         """Take a snapshot of every stage in this process, with the pipeline drained."""
@@ -136,23 +157,14 @@ class Engine:
                 found.append(take_snapshot(stage, self._spans.batches, state.decisions))
         return found
 
-    def switch(self, proof: Proof, correction: Correction | None, evaluate: Evaluating | None) -> None:
+    def switch(self, proof: Proof, correction: Correction | None) -> None:
         """Continue under another schedule with the same stages, with the pipeline drained.
 
         Args:
             proof: of the schedule.
             correction: of its method.
-            evaluate: evaluations of the runs before and after. The last versions are evaluated now, where the schedule
-                before would have done it at its next border, and this one does not any more.
         """
-        newest, kept = self._spans.batches, min(self._spans.older, RULES[proof.schedule.rule].delay)
-        if evaluate is not None:
-            since = newest - self._setup.delay if self._setup.proof.border_fault is None else newest + 1
-            until = newest - kept if proof.border_fault is None else newest + 1
-            for version in range(max(since, newest - self._spans.readable_older), until):
-                if evaluate.wants(version):
-                    self._evaluate_now(evaluate, version)
-        self._spans.older = kept
+        kept = self._spans.older = min(self._spans.older, RULES[proof.schedule.rule].delay)
         self._setup.switch(proof, correction)
         try:
             for state in self._ranks:
@@ -164,9 +176,3 @@ class Engine:
     def widen(self, proof: Proof) -> None:
         """Continue under the same schedule with another window, of which stages know nothing."""
         self._setup.proof = proof
-
-    def _evaluate_now(self, evaluate: Evaluating, version: int) -> None:
-        """Evaluate one of the versions that exist, with the pipeline drained."""
-        total, weight = self._spans.evaluate(readable(evaluate), averaged=False, version=version)
-        for state in self._ranks:
-            state.decisions.events.evaluated_everywhere(Evaluated(version, total, weight))

@@ -42,6 +42,7 @@ class Spans:
         life: whether the pipeline is at rest.
         batches: that have been trained on.
         older: how many versions before the newest the next span begins with.
+        evaluated: the last version that no run has to evaluate any more.
         length: how many batches the data of the run that is to begin have; None where that is not known.
         unread: what spans have read ahead of the data, and not trained on.
         reporter: the rank of this process that knows what all have decided.
@@ -51,7 +52,7 @@ class Spans:
         grid, ranks, combine = setup.grid, setup.ranks, setup.combine
         self._setup, self._grid, self._ranks = setup, grid, ranks
         self.life = Lifecycle(setup.peers)
-        self.batches, self.older = 0, 0
+        self.batches, self.older, self.evaluated = 0, 0, -1
         self.length: int | None = None
         self.unread: list[Any] = []
         self._left_after: int | None = None  # the batch after whose report the caller has left the current run
@@ -64,11 +65,6 @@ class Spans:
         entrances = {n.rank for n in setup.schedule.stages if not setup.schedule.predecessors[n.index]}
         self._stop.alone = grid.group is None or grid.width * grid.tensor.size * len(entrances) == 1
         self.reporter = ranks[setup.last if grid.group is None else 0]
-
-    @property
-    def readable_older(self) -> int:
-        """How many versions before the newest can be evaluated; of those that were read ahead only predictions are."""
-        return 0 if self._setup.reads_ahead else self.older
 
     def train(
         self, batches: Batches, save: Saving | None, evaluate: Evaluating | None
@@ -104,10 +100,9 @@ class Spans:
 
     def _evaluators(self, evaluate: Evaluating, training: Sequence[Executor]) -> list[Evaluator]:
         executors, delay = self._setup.evaluators(Channel.EVALUATION), self._setup.delay
-        since = self.batches - self.readable_older
         data = EvaluationData(evaluate, self._setup.evaluation_data, len(self._ranks))
         return [
-            Evaluator(state, executor, evaluate, data, self._stop.ask, delay, since, trains)
+            Evaluator(state, executor, evaluate, data, self._stop.ask, delay, self.batches, trains)
             for state, executor, trains in zip(self._ranks, executors, training, strict=True)
         ]
 

@@ -2,9 +2,8 @@
 
 Every rank runs forward-only passes directly before its first forward of a batch, over lanes of their own; what is in
 flight stays where it is (`schedule.machine.evaluation_without_draining_check` says when that cannot block). They read
-the newest weights there, which are of one version on all stages. At the first borders of a span whose passes read
-delayed weights there are newer ones already; an older one is due, and read, as it would have been had the span before
-gone on.
+the newest weights there, which are of one version on all stages. The last versions of a run have no border in it, and
+are evaluated when it has ended.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ class Evaluating(NamedTuple):
     """When to evaluate the newest weights during a run, and on what: the `evaluate` argument of `Pipeline.run`.
 
     Attributes:
-        every: the weights after `every`, 2 * `every`, ... batches are evaluated, as soon as all stages have them:
-            before the next batch begins, under 2bw one batch later, under 3bw two. If the run ends before that, they
-            are not; under 2bw-ahead and 3bw-ahead, which keep predictions in place of older weights, nor where the
-            method changes in between.
+        every: the weights after `every`, 2 * `every`, ... batches are evaluated, in the run that makes them, as soon as
+            all stages have them: before the next batch begins, under 2bw one batch later, under 3bw two, and at the
+            end of the run. (The last ones of a run whose loop is left are evaluated when the next one begins.)
         data: the batches, at least one and the same on all ranks: a DataLoader or a list, or a function that is called
             for them each time.
     """
@@ -142,7 +140,7 @@ class Evaluator:
         data: opens the data.
         ask_to_stop: ends the run after what is under way.
         delay: before batch t, version t - delay is read.
-        since: the oldest version that is there when the span begins.
+        start: the version that the span begins with; those up to it are no matter of borders.
         training: runs the training schedule, whose weights may have to be gathered.
 
     Attributes:
@@ -158,19 +156,19 @@ class Evaluator:
         data: EvaluationData,
         ask_to_stop: Callable[[], None],
         delay: int,
-        since: int,
+        start: int,
         training: Executor,
     ) -> None:
         self._training = training
         self._state, self._executor, self._evaluating = state, executor, evaluating
-        self._data, self._ask_to_stop, self._delay, self._since = data, ask_to_stop, delay, since
+        self._data, self._ask_to_stop, self._delay, self._start = data, ask_to_stop, delay, start
         self.failure: Exception | None = None
         self.reason: str | None = None
 
     def at_border(self, batch: int) -> Iterator[Wait]:
         """Evaluate before the first forward of `batch`, if the version there is to be evaluated."""
         version = batch - self._delay
-        if not self._evaluating.wants(version) or version < self._since:
+        if not self._evaluating.wants(version) or version <= self._start:
             return
         source = self._data.open(batch)  # what its loader raises is no trouble to what is in flight
         total, weight, count, recorder = 0.0, 0.0, 0, self._state.recorder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,8 +18,10 @@ from penstock.runtime.execute.peer_failures import PeerFailures
 from penstock.runtime.setup.param_group_consistency import check_settings, settings_by_hand
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.setup.same_weights import check_written, follow_first, follow_hooks, follow_settings
+from penstock.runtime.update.run_events import Evaluated
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.stage.checks.remotely_trained_modules import HeldElsewhere
+from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.updates.lr_scheduler_table import NoRateError
 
 _LOG = logging.getLogger(__name__)
@@ -69,11 +72,14 @@ class SpanBorders:
         lacks = failure is None and not asked and source.lacks_first()
         failure = failure or source.failure
         ends = None if failure is not None or lacks else source.read_ahead()
-        counts = self._parameters(), settings_by_hand(self._ranks)
-        mine: list[Any] = [self._peers.proposal, source.length, begins, _text(failure), lacks, ends, *counts]
-        told = self._gather(mine, f"agreeing to start {call}")  # others must hear of a failure before it is raised here
-        self._peers.name, lengths = told[0][0], [length for _, length, *_ in told]
-        told = [rest for _, _, *rest in told]
+        rewritten, by_hand = any(weights.rewritten for weights in self._trained), settings_by_hand(self._ranks)
+        mine: list[Any] = [begins, _text(failure), lacks, ends, rewritten, self._parameters(), by_hand]
+        # Others must hear of a failure before it is raised here.
+        met = self._gather([self._peers.proposal, source.length, mine], f"agreeing to start {call}")
+        self._peers.name, lengths, told = met[0][0], [length for _, length, _ in met], [rest for *_, rest in met]
+        if any(written for *_, written, _, _ in told):  # on one stage: then no batch reads old weights of others
+            for weights in self._trained:
+                weights.forget_older()
         texts, reader = [text for _, text, *_ in told], self._grid.global_rank(RankKey(0, first))
         for reason in (
             failure,
@@ -94,6 +100,11 @@ class SpanBorders:
         if begins and trains and self._held is not None:
             self._held.begin()
         return begins
+
+    @property
+    def _trained(self) -> list[TrainedWeights]:
+        stages = [stage for state in self._ranks for stage in state.stages.values()]
+        return [stage.weights for stage in stages if isinstance(stage.weights, TrainedWeights)]
 
     def _parameters(self) -> tuple[int, int]:
         """How many parameters of the model are trained here, and how many are not; copies of stages do not count."""
@@ -148,12 +159,20 @@ class SpanBorders:
         Raises:
             TransportError: a peer is dead, or has not come this far in time.
         """
+        noted = [list(found) for state in self._ranks for found in state.decisions.take_noted()]
+        more = self._grid.group is not None and source.goes_on(batches - start)
+        told = self._gather([left, failure, more, _text(source.failure), noted], "ending a run", self._grid.patience)
+        parts = [Evaluated(*found) for *_, part in told for found in part]
+        if parts:  # of one version, as meetings have shared all before
+            found = Evaluated(
+                parts[0].version, *(math.fsum(each) for each in zip(*(p[1:] for p in parts), strict=True))
+            )
+            for state in self._ranks:
+                state.decisions.events.evaluated_everywhere(found)
         if self._grid.group is None:
             return left is not None, None
-        mine = [left, failure, source.goes_on(batches - start), _text(source.failure)]
-        told = self._gather(mine, "ending a run", self._grid.patience)
         after = [batch for batch, *_ in told]
-        unreadable = [text for *_, text in told]
+        unreadable = [text for *_, text, _ in told]
         gone = [rank for rank, batch in enumerate(after) if batch is not None]
         if gone and left is None:
             first = after.index(None) == dist.get_rank(self._grid.everyone)
@@ -168,7 +187,7 @@ class SpanBorders:
         failed = _first_failure([reason for _, reason, *_ in told]) or _no_rate(unreadable)
         ended = f", so the run ends after batch {batches - 1} on all ranks"
         failed = failed or _failed_elsewhere(unreadable, "read its next batch", ended)
-        return bool(gone), failed or _of_other_ends([more for _, _, more, _ in told], ended)
+        return bool(gone), failed or _of_other_ends([more for _, _, more, *_ in told], ended)
 
     def gather_losses(self, found: Losses, failure: str | None) -> tuple[Losses, Exception | None]:
         """Return what all ranks have found in an evaluation, and the first failure of another one."""

@@ -10,7 +10,7 @@ from penstock.comm.p2p.stage_routes import needs_decisions
 from penstock.errors import ConfigError
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.plan.capabilities import check_offered
-from penstock.runtime.plan.sharding_limits import check_sharding
+from penstock.runtime.plan.sharding_limits import check_sharding, check_width
 from penstock.runtime.plan.tensor_parallel_limits import check_tensor_parallel
 from penstock.schedule.add_options import extend, extended
 from penstock.schedule.build import ScheduleRequest
@@ -74,6 +74,7 @@ def with_all_actions(given: GivenSchedule, options: PipelineOptions, tied: Colle
     """
     plain = taken_apart(schedule_of(given))  # executors run one pass at a time
     check_together(plain, options.deciding, tied)
+    check_width(plain, read_sharding(options.data_parallel.sharding or REPLICATED), options.data_parallel.width)
     whole = extended(plain, **additions(plain, options, tied))
     check_offered(whole, options.data_parallel.combine)
     check_sharding(whole, options)
@@ -128,6 +129,19 @@ def adapting(given: GivenSchedule, options: PipelineOptions) -> ScheduleRequest 
         "another schedule once the links have been measured; give a number (for given times: penstock simulate "
         "--in-flight auto --latency), or leave one of them out"
     )
+
+
+def check_limits_something(auto: ScheduleRequest | None, options: PipelineOptions) -> None:
+    """Make sure that a limit of the bytes in flight stands where something is chosen for it.
+
+    Raises:
+        ConfigError: nothing is.
+    """
+    if options.microbatches.in_flight_bytes is not None and auto is None:
+        raise ConfigError(
+            "in_flight_bytes limits what in_flight='auto' takes (penstock train: options.in_flight=auto); ask for "
+            "that, or leave in_flight_bytes out"
+        )
 
 
 def with_own_sharding(given: GivenSchedule, options: PipelineOptions) -> PipelineOptions:

@@ -5,7 +5,7 @@ A schedule that is refused here can still be proven, drawn and simulated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from penstock.options.all_options import PipelineOptions
 from penstock.options.passes import Recompute
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.runtime.ops.handlers import HANDLERS
+from penstock.schedule.build import ScheduleRequest, enough_in_flight
 from penstock.schedule.ir.schedule import Kind, Op, Schedule, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES
@@ -247,3 +248,56 @@ def check_correction(
         reason = correction.refuses(precision, mode)
         if reason is not None:
             raise CapabilityError(f"{schedule.name}: {reason}")
+
+
+def idle_options(
+    schedule: Schedule,
+    options: PipelineOptions,
+    asked: ScheduleRequest | None,
+    devices: Collection[torch.device],
+    processes: int,
+) -> Iterator[str]:
+    """Yield the options that find nothing to act on, each with the reason.
+
+    They change no number, so they are no errors: a script may be tried with less than it was written for.
+
+    Args:
+        schedule: with all that the options add.
+        options: of the pipeline.
+        asked: what the order was asked for with, if it was.
+        devices: of the stages.
+        processes: how many run the pipeline.
+    """
+    recompute, precision, parallel = options.recompute, options.precision, options.data_parallel
+    again = {index for index in range(schedule.num_stages) if recompute.of(index) == "stage"}
+    on_host = "ranks compute on the CPU, whose own memory is that of the host"
+    one = "there is one pipeline (data_parallel=1)"
+    at_once = "the backward of each microbatch follows its forward at once, so nothing is kept in between"
+    cpu, away = {device.type for device in devices} == {"cpu"}, bool(recompute.offloaded)
+    given, enough = (None, None) if asked is None else (asked.options.get("in_flight"), enough_in_flight(asked))
+    low, rounds = precision.low is not None, precision.between_stages is not None
+    for option, reason, idle in (
+        ("reduce='fast'", f"{one}, and no other's gradients to add", parallel.fast and parallel.width == 1),
+        ("reduce='fast'", "one process adds in the order of pipelines", parallel.fast and parallel.width > processes),
+        (f"rank_order={parallel.rank_order!r}", one, parallel.rank_order != "tp-pp-dp" and parallel.width == 1),
+        ("recompute='stage'", at_once, bool(again) and not again & schedule.recomputed),
+        ("offload='activations'", at_once, away and not cpu and Op.OFFLOAD not in schedule.operations),
+        ("offload='activations'", on_host, away and cpu),
+        (
+            f"offload_optimizer={options.run.offload_optimizer!r}",
+            on_host,
+            options.run.offload_optimizer != "none" and cpu,
+        ),
+        ("tf32=True", "it is a format of GPUs, and ranks compute on the CPU", precision.tf32 is True and cpu),
+        ("boundary_gradients='bf16'", "there is one stage, and so no boundary", rounds and schedule.num_stages == 1),
+        (
+            "boundary_gradients='bf16'",
+            f"with precision={precision.precision!r} gradients between stages have 2 bytes already, but where a block "
+            "returns float32",
+            rounds and low and schedule.num_stages > 1,
+        ),
+        (f"waits={options.run.waits!r}", "one process runs all ranks", options.run.waits != "auto" and processes == 1),
+        (f"in_flight={given}", f"{enough} on the first rank give the same order", enough is not None),
+    ):
+        if idle:
+            yield f"{option} has no effect: {reason}"

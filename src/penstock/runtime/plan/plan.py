@@ -24,6 +24,7 @@ from penstock.runtime.plan.actions_for_options import (
     GivenSchedule,
     adapting,
     additions,
+    check_limits_something,
     check_ranks,
     check_same_places,
     prove_with_all_actions,
@@ -134,6 +135,7 @@ class UnprovenPlan:
         check_recomputed_blocks(schedule, recompute)
         check_correction(schedule, staleness.correction, options.precision.low, recompute, tied=bool(ties))
         auto = adapting(given, options)
+        check_limits_something(auto, options)
         places = options, given, schedule, parts, ties, inside, delays, backward
         return UnprovenPlan(*places, auto=auto, shared_buffers=shared_buffers(blocks, parts))
 

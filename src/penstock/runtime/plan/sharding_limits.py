@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.errors import CapabilityError, ConfigError
 from penstock.options.all_options import PipelineOptions
 from penstock.schedule.ir.schedule import Op, Schedule
-from penstock.schedule.ir.sharding import Level
+from penstock.schedule.ir.sharding import Level, Sharding
 from penstock.schedule.ir.version_rules import RULES, Update
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.table import METHODS
@@ -13,6 +13,22 @@ from penstock.schedule.proof.unsharded_peaks import sums_wait
 from penstock.schedule.transforms.sharding import sharding_fault
 
 _SETTLED = 4  # batches after which a period has all that it ever has
+
+
+def check_width(plain: Schedule, sharding: Sharding, width: int) -> None:
+    """Make sure that there are several to divide the state of stages among, before it is divided.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    level = max(sharding.level, plain.sharding.level, key=list(Level).index)
+    if level is Level.NONE or width * plain.directions > 1:
+        return
+    fault = sharding_fault(plain.rule, level)
+    raise ConfigError(
+        f"{plain.name}: sharding {level} divides state among parallel pipelines, but there is one; set data_parallel "
+        f"(penstock train: width) to 2 or more{'' if fault is None else f'. Besides, {fault}'}"
+    )
 
 
 def check_sharding(schedule: Schedule, options: PipelineOptions) -> None:
@@ -23,8 +39,7 @@ def check_sharding(schedule: Schedule, options: PipelineOptions) -> None:
         options: of the pipeline.
 
     Raises:
-        ConfigError: the method does not go with it, there is nobody to divide it among, or another option speaks
-            against it.
+        ConfigError: the method does not go with it, or another option speaks against it.
         CapabilityError: the runtime does not offer it.
     """
     level, parallel = schedule.sharding.level, options.data_parallel
@@ -35,11 +50,6 @@ def check_sharding(schedule: Schedule, options: PipelineOptions) -> None:
     if fault is not None:  # an own order, or a schedule from a file, has been looked at itself
         raise ConfigError(f"{schedule.name}: {fault}")
     who = f"{schedule.name}: sharding {level}"
-    if parallel.width * schedule.directions == 1:
-        raise ConfigError(
-            f"{who} divides state among parallel pipelines, but there is one; set data_parallel (penstock train: "
-            "width) to 2 or more"
-        )
     if parallel.combine.apart:
         raise ConfigError(
             f"{who} divides one state among pipelines, which with combine={parallel.combine.kind} have states of their "

@@ -32,8 +32,8 @@ class Report:
         decided: the updates that were made or skipped since the last report. Their loss and norm are NaN unless all
             stages decide about them (with `max_grad_norm`, a loss scale or parallel pipelines). They lag behind the
             losses; `Pipeline.decided` has those that come after the last report.
-        evaluated: what evaluations have found since the last report (on all ranks where all stages decide together,
-            else on that of the last stage).
+        evaluated: what evaluations have found since the last report (on all ranks where all stages decide together, or
+            the pipeline is drained for them, else on that of the last stage).
     """
 
     batch: int

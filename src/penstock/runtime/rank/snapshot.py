@@ -35,6 +35,8 @@ from penstock.checks import check_whole
 from penstock.comm.core.host_copy_stream import Done
 from penstock.errors import ConfigError
 
+WRITTEN = "written"  # a fact: weights of some stage were written between two runs, so no pass reads older ones
+
 
 @dataclass(frozen=True)
 class Snapshot:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.comm.core.devices import is_accelerator
 from penstock.comm.core.host_copy_stream import Done, SideStream
-from penstock.runtime.rank.snapshot import Snapshot, older_kind, suffix
+from penstock.runtime.rank.snapshot import WRITTEN, Snapshot, older_kind, suffix
 from penstock.runtime.rank.tensor_pieces import own_pieces
 from penstock.runtime.update.decisions import Decisions
 from penstock.stage.checks.tensor_sums import tensor_sums
@@ -113,6 +113,7 @@ def _add_trained(
     for kept, found in zip((tensors, values), optimizer_state(weights, settled, own), strict=True):
         kept |= found
     facts |= {f"updates{own}": updater.updates} | ({} if agreement is None else agreement.facts())
+    facts |= {WRITTEN: True} if weights.rewritten else {}
     if apart and agreement is not None:
         facts |= {"pipelines": agreement.width}
     if own:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.runtime.rank.snapshot import older_kind
+from penstock.runtime.rank.snapshot import WRITTEN, older_kind
 from penstock.runtime.restore.saved_rows import SavedTensors
 from penstock.runtime.restore.saved_state import SavedState
 from penstock.runtime.restore.stage_reader import StageReader
@@ -109,9 +109,8 @@ class Restored:
     def _finish_trained(self, weights: TrainedWeights) -> None:
         reader, saved, views, agreement = self._reader, self._saved, weights.store.master.views, weights.agreement
         weights.store.refilled(ahead=self._ahead)
-        weights.watch = None  # nothing has been written since
-        if weights.store.reads_ahead:
-            weights.watch_writes()
+        weights.watch_writes()
+        weights.rewritten = WRITTEN in saved.facts
         if weights.older is not None:
             weights.older.restart(int(saved.facts["batch"]), reader.find_delayed)
         if agreement is not None:

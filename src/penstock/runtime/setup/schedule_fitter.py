@@ -78,7 +78,7 @@ class ScheduleFitter:
                 weights.fit_average()
                 fit_sums(weights.store, self._proof, stage, self._low is not None)
             updater.follow(store.own_of(store.master))
-            if store.reads_ahead:
+            if weights.watch is None:
                 weights.watch_writes()
             store.derived.hold_estimate(self._estimates_whole(stage, corrector))
             updater.rates.correct(*(None, None) if corrector is None else (_rate(corrector), corrector.begin))

@@ -27,6 +27,7 @@ from penstock.schedule.ir.schedule import Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.stage.blocks.loss import LossFunction
 from penstock.stage.blocks.module import StageModule
+from penstock.stage.blocks.precision_casts import check_casts
 from penstock.stage.chosen_backward_delays import check_real_delays
 from penstock.stage.sharded_stage_weights import ShardedWeights
 from penstock.stage.stage_runtime import StageRuntime
@@ -124,6 +125,7 @@ class StageBuilder:
         module = StageModule(blocks, loss, where, self._options, hands_on, self._device, plan.shared_buffers)
         module.division = division
         self._options.precision.kernels.check_device(module.device)
+        check_casts({**module.tensors.trained, **module.tensors.frozen()}, self._options.precision, where)
         if module.tensors.trained and stage.index in schedule.frozen:
             raise ConfigError(
                 f"{where} is frozen in the schedule, but {next(iter(module.tensors.trained))} wants gradients; set "
@@ -167,6 +169,7 @@ class StageBuilder:
             average=None if update.ema_decay is None else average_of(store, module.where),
             counted_elsewhere=elsewhere,
             older=older,
+            reads_late=any(any(each.by_block.values()) for each in (plan.delays, plan.backward_delays) if each),
             agreement=self._make_agreement(stage, store, updater),
         )
 

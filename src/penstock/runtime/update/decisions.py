@@ -184,3 +184,8 @@ class Decisions:
     def note(self, batch: int, found: Evaluated) -> None:
         """Note this pipeline's part of an evaluation before `batch`; the decision on that batch shares it."""
         self._noted[batch] = found
+
+    def take_noted(self) -> list[Evaluated]:
+        """Take what no decision has shared: where pipelines meet now and then, what came after the last meeting."""
+        taken, self._noted = list(self._noted.values()), {}
+        return taken if self._counts else []

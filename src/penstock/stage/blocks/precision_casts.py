@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from penstock.errors import CapabilityError
+from penstock.errors import CapabilityError, ConfigError
 from penstock.options.number_formats import NAMES
+from penstock.options.passes import Precision
 
 
 def kept_full(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -67,3 +68,24 @@ def check_formats(error: RuntimeError, where: str, value: Any, precision: torch.
         "operation as under torch.autocast: let the block before end with .to(x.dtype), x being its input, or let this "
         f"one begin with .to(torch.{low})"
     ) from error
+
+
+def check_casts(parameters: Mapping[str, Tensor], precision: Precision, where: str) -> None:
+    """Make sure that a lower precision has something to act on, where there are parameters.
+
+    Args:
+        parameters: all of a stage, by name.
+        precision: of its passes.
+        where: the stage in messages.
+
+    Raises:
+        ConfigError: all are float64, which stay as they are.
+    """
+    wanted = "precision" if precision.low is not None else "boundary_gradients" if precision.between_stages else None
+    if wanted is None or not parameters or {each.dtype for each in parameters.values()} != {torch.float64}:
+        return
+    raise ConfigError(
+        f"{where}: {wanted}={getattr(precision, wanted)!r} is for float32, but all {len(parameters)} parameters here "
+        f"are float64 ({', '.join(list(parameters)[:3])}{', ...' * (len(parameters) > 3)}), which is never cast: make "
+        f"the model float32 (model.float(), and its inputs), or leave {wanted} out"
+    )

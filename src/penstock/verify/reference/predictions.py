@@ -13,16 +13,19 @@ Batch t is trained at P(t-1), in place of W(t-1). Where an update has made W(t) 
     P(t) = W(t) + horizon * (W(t) - W(t-1))    with `motion`, and for matrices that Muon steps
 
 otherwise (the first version, skipped updates) P(t) = W(t). u is, for each optimizer, with its state after the update,
-its n-th, and with all decay of weights left out that is not in its momentum:
+its n-th (docs/asynchronous.md has the same equations):
 
-    SGD     v' = mu v + (1 - dampening) g; u = v', with Nesterov's momentum g + mu v', without momentum g
-    Adam    (b1 m + (1 - b1) g) / (1 - b1^(n+1)) / r,   r = sqrt(s / (1 - b2^n)) + eps
-    NAdam   ((1 - mu1) / (1 - q1) g + mu2 / (1 - q2) (b1 m + (1 - b1) g)) / r, mu_j = b1 (1 - 0.96^((n+j) decay) / 2),
-            q1 = q mu1, q2 = q1 mu2, with q the product of all momenta so far
-    Adan    ((b1 m + (1 - b1) g) / (1 - b1^(n+1)) + b2 (b2 d) / (1 - b2^(n+1))) / r, with b3 in place of b2 in r
+    SGD     v' = mu v + (1 - dampening) g;  u = v', with Nesterov's momentum g + mu v', without momentum g
+    Adam    u = (b1 m + (1 - b1) g) / (1 - b1^(n+1)) / r,  r = sqrt(s / (1 - b2^n)) + eps;  so does AdamW
+    NAdam   u = ((1 - mu1) g / (1 - q1) + mu2 (b1 m + (1 - b1) g) / (1 - q2)) / r,
+            mu_j = b1 (1 - 0.96^((n+j) decay) / 2), q1 = q mu1, q2 = q1 mu2, q the product of the momenta so far
+    Adan    u = ((b1 m + (1 - b1) g) / (1 - b1^(n+1)) + b2 b2 d / (1 - b2^(n+1))) / r, with b3 in place of b2 in r
+    a, b    u = (a m / (1 - b1^n) + b g) / r;  SGD: u = a v + b g (1 - dampening) / (1 - mu), without momentum (a + b) g
+    Muon    its matrices: P(t) = W(t) + h (W(t) - W(t-1)), with a and b, too; the rest as under AdamW
 
-If a and b are given, u = (a m / (1 - b1^n) + b g) / r, and a v + b g (1 - dampening) / (1 - mu) for SGD. Terms of m (or
-v) are collected, and those of g, before they are multiplied.
+g is the gradient without decay of weights. Coupled decay, g + wd W, is in v, m and s, which have it, and is not added
+to the g that comes again; decoupled decay is nowhere in u. Terms of m (or v) are collected, and those of g, before
+they are multiplied.
 """
 
 from __future__ import annotations

@@ -59,10 +59,6 @@ class FullyShardedStore(ShardedStore):
         """Return whether the newest version is whole, or is being gathered."""
         return self.gathered.allocated
 
-    def evaluation_shards(self, version: int) -> list[list[Tensor]] | None:
-        """Allocate a version for an evaluation in a run, as for passes."""
-        return self.version_shards(version)
-
     def complete(self, version: int) -> None:
         """Let passes read a version, which all holders have given their rows of."""
         self._check_newest("GATHER", version)
