@@ -90,7 +90,12 @@ def test_what_fully_shard_has_wrapped_is_refused_with_the_way_on() -> None:
     try:
         inner = fully_shard(nn.Linear(2, 2))
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        for blocks in ([inner], [nn.Sequential(nn.ReLU(), inner)], fully_shard(model), [LazyBlock(lambda: inner, seed=0)]):
+        for blocks in (
+            [inner],
+            [nn.Sequential(nn.ReLU(), inner)],
+            fully_shard(model),
+            [LazyBlock(lambda: inner, seed=0)],
+        ):
             with pytest.raises(ConfigError, match=r"is of type FSDP.*DataParallel\(2, sharding='full'\)"):
                 make_pipeline(Case("1f1b", 1, 2), blocks=blocks, balance=None)
     finally:

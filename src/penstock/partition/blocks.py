@@ -295,9 +295,18 @@ def deal(
     held: set[int] = set()
     for pipeline, stage in sorted(stages, key=lambda held: (held[0], held[1].direction)):
         own = {name: blocks[name] for name in parts[stage.index]}
-        dealt.setdefault(pipeline, {})[stage] = copy.deepcopy(own) if stage.index in held else own
+        dealt.setdefault(pipeline, {})[stage] = _copied(own) if stage.index in held else own
         held.add(stage.index)
     return dealt
+
+
+def _copied(blocks: dict[str, Any]) -> dict[str, Any]:
+    """Copy blocks; attributes of their parameters, which torch does not copy, are those of the originals."""
+    memo: dict[int, Any] = {}
+    made = copy.deepcopy(blocks, memo)
+    for parameter in (p for block in blocks.values() if isinstance(block, nn.Module) for p in block.parameters()):
+        memo[id(parameter)].__dict__ = parameter.__dict__
+    return made
 
 
 def _best_balance(costs: list[float], num_stages: int) -> list[int]:

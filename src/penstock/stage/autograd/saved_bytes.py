@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,8 +84,8 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 class SavedWeights:
     """Lets backwards of custom Functions find in `saved_tensors` the weights, as they do without saved-tensor hooks.
 
-    Torch unpacks what hooks have kept into new tensors: a gradient or an attribute that a backward assigns to such a one
-    would be lost. (What torch's checkpoint keeps is lost in plain torch, too.)
+    Torch unpacks what hooks have kept into new tensors: a gradient or an attribute that a backward assigns to such a
+    one would be lost. (What torch's checkpoint keeps is lost in plain torch, too.)
     """
 
     def __init__(self) -> None:

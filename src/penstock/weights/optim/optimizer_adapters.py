@@ -74,9 +74,10 @@ class Joined(Optimizer):
 class ByParameter(Optimizer):
     """An optimizer of another library, which is called with one parameter at a time and keeps no state itself.
 
-    What it keeps for a parameter, and what it counts or changes in its groups and in numbers of its own, becomes the
-    state of that parameter: lists an entry per item, `group.KEY` (a step counter there is `step`), `self.NAME`; a counter
-    of its own in the state of a parameter is `own.step`. Gradients are left unchanged, even if it would write into them.
+    What it keeps for a parameter becomes the state of that parameter, as does what it counts or changes in its groups
+    (`group.KEY`, but `step` for a step counter) and in numbers of its own (`self.NAME`); lists become an entry per
+    item, and a step counter of a parameter is `own.step`. Gradients are left unchanged, even if it would write into
+    them.
     It must treat each parameter independently: no setting may involve all of them, such as a norm by which it clips.
 
     Args:
@@ -117,7 +118,9 @@ class ByParameter(Optimizer):
         parameter.grad = gradient.clone()
         try:
             inner.step()
-            found = _joined(_without_lists(inner.state[parameter]), _changed(group, alone), _changed(before, vars(inner)))
+            found = _joined(
+                _without_lists(inner.state[parameter]), _changed(group, alone), _changed(before, vars(inner))
+            )
             if len(inner.state) > 1:
                 other = next(key for key in inner.state if key is not parameter)
                 raise CapabilityError(f"{name_of(self)} keeps state by {other!r:.40}, not by parameter")
@@ -152,7 +155,7 @@ def _joined(known: Mapping[str, Any], counted: Mapping[str, Any], numbers: Mappi
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is new or another value, but for parameters; of attributes, of which only numbers are known, these."""
+    """Return what is new or another value, but for parameters; of attributes only numbers."""
     attributes = "params" not in before
     return {
         key: value
@@ -205,7 +208,9 @@ def _rehearse(inner: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
                     _check_same(wanted[stand], state)
                     held = {key: value for key, value in state.items() if value is not None}
                     for key in (key for key, value in held.items() if not isinstance(value, (*_NUMBERS, str))):
-                        raise CapabilityError(f"it keeps a {type(held[key]).__name__} in {key}, which no checkpoint holds")
+                        raise CapabilityError(
+                            f"it keeps a {type(held[key]).__name__} in {key}, which no checkpoint holds"
+                        )
     except Exception as error:
         reason = str(error).partition("\n")[0] or f"it raises {type(error).__name__}"
         raise CapabilityError(
