@@ -263,7 +263,7 @@ LEVELS += [("2bw-ahead", "gradients"), ("2bw-layered", "full"), ("2bw", "gradien
 
 
 @pytest.mark.parametrize(("method", "level"), LEVELS)
-@settings(max_examples=examples(5))
+@settings(max_examples=examples(3))
 @given(
     shapes=st.lists(st.sampled_from(ODD), min_size=1, max_size=4),
     width=st.integers(2, 3),
