@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from penstock.errors import ConfigError
 from penstock.partition.blocks import LazyBlock, named_blocks
@@ -81,6 +82,24 @@ def test_too_few_blocks() -> None:
 def test_what_is_no_block(blocks: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_pipeline(Case("1f1b", 1, 2), blocks=blocks, balance=None)
+
+
+def test_what_fully_shard_has_wrapped_is_refused_with_the_way_on() -> None:
+    """Also within a block, in a model that is wrapped as a whole, and in a lazy block."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        inner = fully_shard(nn.Linear(2, 2))
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        for blocks in (
+            [inner],
+            [nn.Sequential(nn.ReLU(), inner)],
+            fully_shard(model),
+            [LazyBlock(lambda: inner, seed=0)],
+        ):
+            with pytest.raises(ConfigError, match=r"is of type FSDP.*DataParallel\(2, sharding='full'\)"):
+                make_pipeline(Case("1f1b", 1, 2), blocks=blocks, balance=None)
+    finally:
+        dist.destroy_process_group()
 
 
 class Cached(nn.Linear):

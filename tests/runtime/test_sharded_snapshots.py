@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import example, given, settings, strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from penstock.checkpoint.manager import Checkpoints
 from penstock.errors import CheckpointError
+from penstock.options.parallelism import DataParallel
 from penstock.runtime.execute import build_rank_span
 from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.update.unsharded_gradient_limit import GradientPlaces
+from penstock.stage.trained_stage_weights import TrainedWeights
+from penstock.weights.optim.optimizer_adapters import ByParameter
 from support.cases import (
     Case,
     Outcome,
@@ -26,6 +34,7 @@ from support.cases import (
     make_blocks,
     make_pipeline,
 )
+from support.examples import examples
 from support.pool import Pool
 from support.schedules import make_schedule
 from support.sharded import assert_as_whole, joined, parts_of_state
@@ -231,3 +240,69 @@ def test_methods_change_within_a_sharded_run() -> None:
     (losses, weights), (others_, sharded) = found
     assert losses == others_
     assert_equal_tensors(sharded, weights, "weights")
+
+
+class OddShapes(nn.Module):
+    """A layer with parameters of shapes that few think of."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.odd = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        for parameter in self.odd:
+            y = y + 0.1 * parameter.sum()
+        return y.tanh()
+
+
+ODD = [(0,), (0, 3), (3, 0), (), (1,), (1, 3), (2, 5), (3,)]
+LEVELS: list[tuple[str, str]] = [("1f1b", "none"), ("2bw", "optimizer"), ("1f1b", "gradients"), ("1f1b", "full")]
+LEVELS += [("2bw-ahead", "gradients"), ("2bw-layered", "full"), ("2bw", "gradients"), ("layered", "full")]
+
+
+@pytest.mark.parametrize(("method", "level"), LEVELS)
+@settings(max_examples=examples(3))
+@given(
+    shapes=st.lists(st.sampled_from(ODD), min_size=1, max_size=4),
+    width=st.integers(2, 3),
+    depth=st.integers(1, 3),
+    low=st.booleans(),
+    whole=st.booleans(),
+)
+@example(shapes=ODD, width=3, depth=2, low=False, whole=False)
+@example(shapes=ODD, width=2, depth=1, low=True, whole=True)
+def test_what_save_writes_load_reads_for_every_shape(
+    method: str, level: str, shapes: Sequence[tuple[int, ...]], width: int, depth: int, low: bool, whole: bool
+) -> None:
+    """To the bit, weights and optimizer state, also after one more update; `whole`: the optimizer takes no rows."""
+
+    def made() -> Pipeline:
+        torch.manual_seed(0)
+        by_whole = lambda named: ByParameter(torch.optim.Adam(named, lr=0.05), rehearsed=True)  # noqa: E731
+        return Pipeline(
+            [OddShapes(shapes) for _ in range(6)], method=method, stages=depth, microbatches=2, loss=F.mse_loss,
+            optimizer=by_whole if whole and method != "2bw-ahead" else lambda named: torch.optim.AdamW(named, lr=0.05),
+            data_parallel=DataParallel(width, sharding=level), precision="bf16" if low else "fp32",
+        )  # fmt: skip
+
+    data = [(torch.full((2 * width, 4), float(i)), torch.ones(2 * width, 4)) for i in range(3)]
+    first, second = made(), made()
+    list(first.run(data[:2]))
+    with TemporaryDirectory() as folder:
+        Checkpoints(first, folder).save()
+        Checkpoints(second, folder).load()
+        for _ in range(2):
+            for one, other in zip(first.stages.values(), second.stages.values(), strict=True):
+                assert isinstance(one.weights, TrainedWeights)
+                assert isinstance(other.weights, TrainedWeights)
+                assert_equal_tensors(
+                    other.weights.store.newest_tensors(), one.weights.store.newest_tensors(), "weights"
+                )
+                states = [each.weights.updater.state() for each in (one, other)]
+                assert states[0].keys() == states[1].keys()
+                for key, value in states[0].items():
+                    assert value.equal(states[1][key]) if isinstance(value, Tensor) else value == states[1][key], key
+            list(first.run(data[2:]))
+            list(second.run(data[2:]))

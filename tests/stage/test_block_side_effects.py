@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock import DataParallel, Device, Pipeline, Precision, Recompute, Staleness
 from penstock.errors import CapabilityError, ConfigError, PenstockError
 from support.cases import (
     BALANCE,
@@ -27,6 +28,7 @@ from support.cases import (
     reference_of,
     token_loss,
 )
+from support.recorder import CallsAgain
 
 # --- what torch does behind a stage's back --------------------------------------------------------------------------
 
@@ -206,3 +208,186 @@ def test_evaluation_changes_no_buffer() -> None:
     pipeline.evaluate(make_batches(case))
     assert_equal_tensors(pipeline.state_dict(), before, "state")
     assert all(module.training for stage in pipeline.stages.values() for module in stage.module.modules.values())
+
+
+# --- what a block's own backward does to gradients and attributes of weights ------------------------------------------
+
+
+class Linear(torch.autograd.Function):
+    """Its gradient of the weight goes through autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.w = w
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return g @ w, g.t() @ x
+
+
+class Rebinds(Linear):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        found = g.t() @ x
+        w.grad = found if w.grad is None else w.grad + found
+        return g @ w, None
+
+
+class RebindsItsInput(Linear):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        found = g.t() @ x
+        ctx.w.grad = found if ctx.w.grad is None else ctx.w.grad + found
+        return g @ w, None
+
+
+class AddsInPlace(Linear):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        if w.grad is None:
+            w.grad = torch.zeros_like(w)
+        w.grad.add_(g.t() @ x)
+        return g @ w, None
+
+
+class AddsToMainGrad(Linear):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        w.main_grad.add_((g.t() @ x).float())
+        return g @ w, None
+
+
+class Owner(nn.Module):
+    """A layer with a weight that one of these Functions reads, and autograd too if it is `mixed`."""
+
+    def __init__(self, function: Any, mixed: bool = False) -> None:
+        super().__init__()
+        self.function, self.mixed = function, mixed
+        self.weight = nn.Parameter(torch.randn(6, 6) / 3)
+        self.weight.scale = 1.5  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.seen = getattr(self.weight, "seen", 0) + 1  # type: ignore[attr-defined]
+        y: Tensor = self.function.apply(x, self.weight) * self.weight.scale  # type: ignore[attr-defined]
+        return (y + nn.functional.linear(y, self.weight) if self.mixed else y).tanh()
+
+
+def owners(function: Any, mixed: bool = False) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Owner(function, mixed) for _ in range(4)]
+
+
+def batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(8, 6), torch.randn(8, 6)) for _ in range(count)]
+
+
+def piped(blocks: list[nn.Module], method: str, **options: Any) -> Pipeline:
+    return Pipeline(
+        blocks, method=method, stages=2, microbatches=4, loss=nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.5, momentum=0.9), **options,
+    )  # fmt: skip
+
+
+def weights_of(blocks: list[nn.Module]) -> dict[str, Tensor]:
+    return {str(i): block.weight.detach().clone() for i, block in enumerate(blocks)}  # type: ignore[operator]
+
+
+STORED = [
+    (Rebinds, "1f1b", {}),
+    (RebindsItsInput, "1f1b", {"precision": "bf16"}),
+    (AddsInPlace, "zb-h1", {"precision": "bf16"}),
+    (RebindsItsInput, "zb-v", {}),
+    (Rebinds, "zb-v", {"recompute": "stage"}),
+    (Rebinds, "stash", {}),
+    (RebindsItsInput, "2bw-ahead", {}),
+    (Rebinds, "newest", {}),
+    (AddsInPlace, "newest", {"precision": "bf16"}),
+    (RebindsItsInput, "ftpipe", {}),
+    (Rebinds, "layered", {"data_parallel": 2}),
+    (RebindsItsInput, "2bw-layered", {"data_parallel": 2, "precision": "bf16"}),
+    (AddsInPlace, "2bw", {"data_parallel": DataParallel(2, sharding="gradients")}),
+    (Rebinds, "1f1b", {"recompute": Recompute(offload="activations")}),
+    (Rebinds, "1f1b", {"staleness": Staleness(delays=[1, 0, 0, 1], backward_delays=[2, 1, 0, 1])}),
+]
+
+
+@pytest.mark.parametrize(("function", "method", "options"), STORED)
+def test_gradients_that_a_block_stores_itself_count(function: Any, method: str, options: dict[str, Any]) -> None:
+    """Those of all microbatches, to the bit as if they had gone through autograd."""
+    found = []
+    for each in (function, Linear):
+        blocks = owners(each)
+        list(piped(blocks, method, **options).run(batches()))
+        found.append(weights_of(blocks))
+    assert_equal_tensors(*found, "weights")
+
+
+@pytest.mark.parametrize("method", ["1f1b", "zb-h1", "interleaved"])
+@pytest.mark.parametrize("function", [Rebinds, AddsInPlace])
+def test_gradients_that_a_block_stores_itself_are_those_of_plain_torch(function: Any, method: str) -> None:
+    """Also of a weight to whose gradient autograd adds as well."""
+    blocks, plain = owners(function, mixed=True), owners(function, mixed=True)
+    list(piped(blocks, method).run(batches()))
+    optimizer = torch.optim.SGD([p for block in plain for p in block.parameters()], lr=0.5, momentum=0.9)
+    for inputs, targets in batches():
+        for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+            (nn.functional.mse_loss(nn.Sequential(*plain)(x), y) / 4).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, weight in weights_of(plain).items():
+        torch.testing.assert_close(weights_of(blocks)[name], weight)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", ["1f1b", "zb-h1"])
+def test_recordings_count_gradients_that_a_block_stores_itself(
+    recorder: CallsAgain, method: str, precision: str
+) -> None:
+    found = []
+    for cuda_graphs in (True, False):
+        blocks = owners(RebindsItsInput)
+        for block in blocks:
+            block.forward = lambda x, block=block: block.function.apply(x, block.weight).tanh()  # type: ignore[method-assign,misc]
+        pipeline = piped(blocks, method, precision=precision, device=Device(cuda_graphs=cuda_graphs))
+        list(pipeline.run(batches(5)))
+        found.append(weights_of(blocks))
+    assert "_run_backward" in recorder.replayed
+    assert_equal_tensors(*found, "weights")
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("1f1b", {}),
+        ("1f1b", {"recompute": "stage"}),
+        ("zb-h1", {}),
+        ("2bw", {"precision": Precision("bf16", divisor=8)}),
+        ("newest", {}),
+        ("layered", {"data_parallel": 2}),
+    ],
+)
+def test_attributes_of_parameters_are_those_of_plain_torch(method: str, options: dict[str, Any]) -> None:
+    """Read in forwards and backwards, set between two runs, and written by blocks."""
+    blocks, plain = owners(AddsToMainGrad), owners(Linear)
+    for block in blocks:
+        block.weight.main_grad = torch.zeros(6, 6)  # type: ignore[union-attr]
+    pipeline = piped(blocks, method, **({"precision": Precision(divisor=8)} | options))
+    for scale in (1.5, 0.5):
+        for block in (*blocks, *plain):
+            block.weight.scale = scale  # type: ignore[union-attr]
+        list(pipeline.run(batches(2)))
+        for x, y in batches(2):
+            nn.functional.mse_loss(nn.Sequential(*plain)(x), y).backward()  # type: ignore[no-untyped-call]
+    close = {"rtol": 0.1, "atol": 0.01} if "precision" in options else {"rtol": 1e-4, "atol": 1e-6}
+    for i, block in enumerate(blocks):
+        wanted = plain[i].weight.grad  # type: ignore[assignment]
+        torch.testing.assert_close(block.weight.main_grad, wanted, **close)  # type: ignore[arg-type,union-attr]
+        assert block.weight.seen >= 4 * 4 * options.get("data_parallel", 1)  # type: ignore[operator,union-attr]

@@ -16,10 +16,10 @@ from torch.nn.parameter import is_lazy
 from penstock.errors import ConfigError
 from penstock.partition.whole_model.blocks_from_model import (
     CONTAINERS,
-    WRAPPERS,
     blocks_of_model,
     check_same_model,
     own_part,
+    refuse_wrapped,
 )
 from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks, ModelPart
 from penstock.repr_without_defaults import ShortRepr
@@ -117,11 +117,14 @@ def _check_same_children(blocks: nn.Module, named: Mapping[str, Any]) -> None:
 
 
 def check_shapes(name: str, block: Any) -> None:
-    """Refuse a block with parameters that have no shape yet.
+    """Refuse a block with parameters that have no shape yet, or are divided already.
 
     Raises:
-        ConfigError: it has some, as modules such as LazyLinear do before their first forward.
+        ConfigError: it has some, as modules such as LazyLinear do before their first forward; or it is wrapped for
+            another kind of parallelism.
     """
+    if isinstance(block, nn.Module):
+        refuse_wrapped(f"block {name!r}", block)
     tensors = [*block.named_parameters(), *block.named_buffers()] if isinstance(block, nn.Module) else []
     for path, tensor in tensors:
         if is_lazy(tensor):
@@ -159,8 +162,6 @@ def _check_block(name: str, block: Any) -> None:
     check_shapes(name, block)
     if not callable(block) and not isinstance(block, LazyBlock):
         raise ConfigError(f"{what}, neither a module nor a function")
-    if type(block).__name__ in WRAPPERS:
-        raise ConfigError(f"{what}; {WRAPPERS[type(block).__name__]}")
     lacks = isinstance(block, nn.Module) and getattr(block.forward, "__func__", None) is nn.Module.forward
     if lacks and not hasattr(block, "forward_slice"):
         raise ConfigError(f"{what}, which has no forward; pass what it holds, one after the other: [..., *block, ...]")
@@ -294,9 +295,18 @@ def deal(
     held: set[int] = set()
     for pipeline, stage in sorted(stages, key=lambda held: (held[0], held[1].direction)):
         own = {name: blocks[name] for name in parts[stage.index]}
-        dealt.setdefault(pipeline, {})[stage] = copy.deepcopy(own) if stage.index in held else own
+        dealt.setdefault(pipeline, {})[stage] = _copied(own) if stage.index in held else own
         held.add(stage.index)
     return dealt
+
+
+def _copied(blocks: dict[str, Any]) -> dict[str, Any]:
+    """Copy blocks; attributes of their parameters, which torch does not copy, are those of the originals."""
+    memo: dict[int, Any] = {}
+    made = copy.deepcopy(blocks, memo)
+    for parameter in (p for block in blocks.values() if isinstance(block, nn.Module) for p in block.parameters()):
+        memo[id(parameter)].__dict__ = parameter.__dict__
+    return made
 
 
 def _best_balance(costs: list[float], num_stages: int) -> list[int]:

@@ -21,7 +21,7 @@ from penstock.stage.autograd.activation_offload import ActivationOffload
 from penstock.stage.autograd.forward_graph import Graph, open_inputs
 from penstock.stage.autograd.graph_walk import edges_of, graph_nodes
 from penstock.stage.autograd.recompute import copied_buffers, put_back
-from penstock.stage.autograd.saved_bytes import SavedBytes, saved_of, signature
+from penstock.stage.autograd.saved_bytes import SavedBytes, SavedWeights, saved_of, signature
 from penstock.stage.autograd.split_backward import BackwardSplitter
 from penstock.stage.autograd.weight_proxy import ProxyWeights
 from penstock.stage.blocks.loss import UnreadLoss, unread
@@ -83,6 +83,8 @@ class GraphBuilder:
         self._proxies: WeakKeyDictionary[Readable, ProxyWeights] = WeakKeyDictionary()
         # By blocks and shapes: the bytes a graph keeps alive, and those of them the second half of a backward needs.
         self._saved: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._saved_weights = SavedWeights()
+        self._own_backwards: set[tuple[object, ...]] = set()  # of these, those with custom Functions
         self._seed_of: object = None  # the type and scale of the last loss, and its gradient
         self._last_seed = 0.0
 
@@ -125,6 +127,8 @@ class GraphBuilder:
             counter.add(opened.values())
             counter.add(pytree.tree_leaves(output[1]) if piece else ())
             self._saved[key] = counter.total, counter.deferred
+            if (first or key in self._own_backwards) and self._saved_weights.link(graph_nodes(ends)):
+                self._own_backwards.add(key)
         if counter is not None or self._leaf_check.pending(names):
             own = [] if splitting is None else [splitting.gate]
             self._check_leaves(names, ends, handle, [*pytree.tree_leaves(value), *own])

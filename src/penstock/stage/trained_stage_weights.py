@@ -100,7 +100,10 @@ class TrainedWeights(StageWeights):
         """Create a derived copy."""
         assert self.corrector is not None
         *older, newest = versions
-        depends = self.corrector.look_ahead(batch - newest, self.store.gradients.get(newest), self.mean / scale)
+        gradient = self.store.gradients.get(newest)
+        if gradient is not None:
+            gradient.collect_sources()
+        depends = self.corrector.look_ahead(batch - newest, gradient, self.mean / scale)
         if older:
             first, last = (self.store.read(version).whole for version in versions)
             write = partial(self.corrector.blend, first, last, newest - older[0])

@@ -115,6 +115,8 @@ class VersionStore:
         if gradient is None:
             gradient = self.gradients[batch] = self._take_gradient(batch)
             gradient.begin_gradient()
+        if len(gradient.sources) > 1:
+            gradient.collect_sources()  # as the leaves of each go on from what they show
         if handle.buffer.gradient is not gradient:
             handle.buffer.add_to(gradient)
             handle.buffer.apply_hooks(self.hooks)
@@ -210,6 +212,7 @@ class VersionStore:
         """Free the buffers of all versions except those in `alive`."""
         for version in self.versions.keys() - set(alive):
             buffer = self.versions.pop(version)
+            buffer.collect()
             buffer.gradient = None
             buffer.rewrite()
             self._put(buffer)
@@ -318,10 +321,10 @@ class VersionStore:
         """Remove and return the gradient of a batch, to which nothing is added any more."""
         gradient = self.gradients.pop(batch)
         gradient.finish_gradient()
-        # Graphs may still refer to freed buffers.
-        for buffer in (*self.versions.values(), *self.derived.buffers, *self._free, gradient):
+        for buffer in gradient.sources:  # graphs may still refer to freed ones
             if buffer.gradient is gradient:
                 buffer.gradient = None
+        gradient.sources.clear()
         return gradient
 
     def _put(self, buffer: Buffer) -> None:

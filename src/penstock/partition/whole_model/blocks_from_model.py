@@ -17,6 +17,7 @@ WRAPPERS = {
     "DistributedDataParallel": f"{_PLAIN} (model.module), and data_parallel=2 for two parallel pipelines",
     "DataParallel": f"{_PLAIN} (model.module), and data_parallel=2 for two parallel pipelines",
     "FullyShardedDataParallel": f"{_PLAIN}: its stages are sharded over the ranks already",
+    "FSDPModule": f"{_PLAIN}, without fully_shard, and data_parallel=penstock.DataParallel(2, sharding='full')",
 }
 """What wraps modules for other kinds of parallelism, with what to do instead."""
 
@@ -33,6 +34,19 @@ class Part(torch.nn.Module):  # around what takes or returns more than one value
 
 blocks = {'first': Part(model.first), 'second': model.second}  # in the order of the forward
 assert torch.equal(torch.nn.Sequential(*blocks.values())(inputs), model(inputs))  # in eval() mode, if it has dropout"""
+
+
+def refuse_wrapped(name: str, module: nn.Module) -> None:
+    """Refuse a module that is wrapped for another kind of parallelism, as is one in it.
+
+    Raises:
+        ConfigError: it is; the message says what to do instead.
+    """
+    for path, inner in module.named_modules():
+        for kind in type(inner).__mro__:  # fully_shard makes a class from that of the module and FSDPModule
+            if kind.__name__ in WRAPPERS:
+                where = f"{name}, in {path}," if path else name
+                raise ConfigError(f"{where} is of type {type(inner).__name__}; {WRAPPERS[kind.__name__]}")
 
 
 def own_part(container: nn.Module) -> str | None:
@@ -58,8 +72,7 @@ def blocks_of_model(model: nn.Module) -> ModelBlocks:
         ConfigError: they cannot be found; the message shows what to write.
     """
     kind = type(model).__name__
-    if kind in WRAPPERS:
-        raise ConfigError(f"the model is of type {kind}; {WRAPPERS[kind]}")
+    refuse_wrapped("the model", model)
     if kind == "OptimizedModule":  # of torch.compile
         raise ConfigError(
             f"the model is compiled as a whole; {_PLAIN}, and compile each: for block in blocks: block.compile()"

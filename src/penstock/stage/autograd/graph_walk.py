@@ -25,6 +25,15 @@ def trained_leaves(value: Any) -> Iterator[Tensor]:
     yield from (node.variable for node in graph_nodes(value) if type(node).__name__ == "AccumulateGrad")
 
 
+def leaf_of(tensor: Tensor) -> Tensor | None:
+    """Return the leaf that a tensor stands for in graphs: itself, or that of which it is another object."""
+    node: Any = get_gradient_edge(tensor).node
+    if type(node).__name__ == "AliasBackward0":
+        node = node.next_functions[0][0]
+    leaf: Tensor | None = getattr(node, "variable", None)
+    return leaf
+
+
 def graph_nodes(value: Any) -> Iterator[Any]:
     """Yield every node of the graph behind the leaves of `value`."""
     rest: list[Any] = [leaf.grad_fn for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

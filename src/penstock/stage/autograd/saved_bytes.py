@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from penstock.stage.autograd.graph_walk import leaf_of
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
@@ -77,6 +79,65 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     def deferred(self) -> int:
         """The bytes among them that stay alive until the second half of a split backward."""
         return sum(self._deferred.values())
+
+
+class SavedWeights:
+    """Lets backwards of custom Functions find in `saved_tensors` the weights, as they do without saved-tensor hooks.
+
+    Torch unpacks what hooks have kept into new tensors: a gradient or an attribute that a backward assigns to such a
+    one would be lost. (What torch's checkpoint keeps is lost in plain torch, too.)
+    """
+
+    def __init__(self) -> None:
+        self._linked: dict[type, type] = {}
+
+    def link(self, nodes: Iterable[Any]) -> bool:
+        """Link what the Functions among the nodes of a graph have saved under hooks; return whether there are any."""
+        found = [node for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction)]
+        found = [node for node in found if any(map(_is_kept, node._raw_saved_tensors))]
+        for node in found:
+            kind = type(node)
+            node.__class__ = self._linked.setdefault(kind, type(kind.__name__, (_LinkedNode, kind), {}))
+        return bool(found)
+
+
+def _is_kept(saved: Any) -> bool:
+    hook = getattr(saved, "unpack_hook", None)
+    return not getattr(hook, "__module__", "").startswith("torch.utils.checkpoint")
+
+
+class _LinkedNode:
+    """A node of a custom Function whose saved weights share gradients and attributes with the leaves of its graph."""
+
+    __found: tuple[Any, ...] | None = None
+    __given: Sequence[tuple[Tensor, Tensor, Tensor | None]] = ()
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        """What the forward has saved."""
+        if self.__found is None:
+            self.__given = []
+            self.__found = tuple(map(self.__link, super().saved_tensors))  # type: ignore[misc]
+        return self.__found
+
+    def __link(self, saved: Any) -> Any:
+        leaf = leaf_of(saved) if isinstance(saved, Tensor) and saved.requires_grad else None
+        if leaf is None:
+            return saved
+        if saved.grad_fn is not None:  # a proxy, which is no leaf itself
+            saved = saved.detach().requires_grad_()
+        saved.__dict__, saved.grad = leaf.__dict__, leaf.grad
+        self.__given = [*self.__given, (saved, leaf, leaf.grad)]
+        return saved
+
+    def apply(self, *gradients: Any) -> Any:
+        """Run the backward, and give the leaves the gradients that it has assigned."""
+        result = super().apply(*gradients)  # type: ignore[misc]
+        for saved, leaf, before in self.__given:
+            if saved.grad is not before:
+                leaf.grad = saved.grad
+        self.__found, self.__given = None, ()
+        return result
 
 
 def saved_of(nodes: Iterable[Any]) -> Iterator[Tensor]:

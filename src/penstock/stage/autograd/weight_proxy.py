@@ -55,6 +55,8 @@ class WeightProxy(Tensor):
         owner: the set of proxies that it belongs to.
     """
 
+    __slots__ = ("detached", "key", "owner", "plain")  # apart from the attributes of the parameter, in `__dict__`
+
     plain: Tensor
     detached: Tensor
     key: str

@@ -134,6 +134,7 @@ class BlockTensors:
 
     def _place(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
+            tensor.__dict__ = self._originals[name].__dict__  # attributes that anybody has set or is going to set
             for module, key in self._found.places[name]:
                 module._parameters[key] = tensor  # type: ignore[assignment]  # a leaf tensor, not a Parameter
 

@@ -29,6 +29,8 @@ _ALLOWED = frozenset(
 class AbsentWeight(Tensor):
     """A parameter that is not whole at the moment; `where` and `name` say which."""
 
+    __slots__ = ("name_", "where_")  # apart from the attributes of the parameter, in `__dict__`
+
     where_: str
     name_: str
 

@@ -127,7 +127,7 @@ class CapturedPass:
         self.output: Any = None
         self.loss: UnreadLoss | None = None
         with recorder.aside():
-            leaves = accumulating_leaves(weights, gradient)
+            leaves = self._leaves = accumulating_leaves(weights, gradient)
             self._proxies = ProxyWeights(leaves) if halves else None
         self._bind = partial(bind, leaves if self._proxies is None else self._proxies.tensors)
         self._forward = recorder.record(self._run_forward, memory.kept)
@@ -197,6 +197,7 @@ class CapturedPass:
         assert graph is not None
         graph.seed, self._deferred = None, graph.deferred
         self._input_gradients = run_backward(graph, self.memory.gradients)
+        collect_gradients(self._leaves, self.gradient)
 
     def _deferred_gradients(self) -> Sequence[Tensor]:
         return () if self._deferred is None else self._deferred.gradients
@@ -221,6 +222,18 @@ def accumulating_leaves(weights: Buffer, gradient: Buffer) -> dict[str, Tensor]:
         else:
             leaf.register_post_accumulate_grad_hook(_adds_to(place))  # type: ignore[no-untyped-call]
     return leaves
+
+
+def collect_gradients(leaves: Mapping[str, Tensor], gradient: Buffer) -> None:
+    """Move gradients to their places that the backward of a block has put elsewhere (`Buffer.collect`)."""
+    for name, leaf in leaves.items():
+        place, found = gradient.views[name], leaf.grad
+        if place.dtype != leaf.dtype:
+            if found is not None:
+                _adds_to(place)(leaf)
+        elif found is not place:
+            place.zero_() if found is None else place.copy_(found)
+            leaf.grad = place
 
 
 def _adds_to(place: Tensor) -> Callable[[Tensor], None]:

@@ -48,8 +48,9 @@ def _modules(module: StageModule) -> list[nn.Module]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module, without its parameters: those of versions take their places in turns."""
-    return {name: value for name, value in vars(module).items() if name != "_parameters"}
+    """The attributes of a module, and of its parameters in their places: those of versions take these in turns."""
+    own = {name: value for name, value in vars(module).items() if name != "_parameters"}
+    return own | {"_parameters": {name: vars(p) for name, p in module._parameters.items() if p is not None}}
 
 
 @contextmanager
@@ -71,7 +72,7 @@ def noticing_host_effects(module: StageModule, given: Sequence[Tensor]) -> Itera
                 return "they draw random numbers"
             if _versions(given) != versions:
                 return "they write in place into what they get"
-            return "they write attributes of their modules" if attributes.changed() else None
+            return "they write attributes of their modules or parameters" if attributes.changed() else None
 
         yield reason
 

@@ -118,7 +118,7 @@ def _hidden_apart(section: OptimizerSection, make: Any, named: list[tuple[str, n
 
 def _foreign(kind: Any, groups: list[dict[str, Any]], **settings: Any) -> ByParameter:
     """Make an optimizer of another library, whose state is kept per parameter."""
-    return ByParameter(kind(groups, **settings))
+    return ByParameter(kind(groups, **settings), rehearsed=True)
 
 
 def _library(name: str) -> Any:

@@ -117,6 +117,7 @@ class Buffer:
         gradient: the buffer to which backwards of graphs on these leaves add; None before the first.
         unwritten: while this is a gradient, the parameters that no backward has reached yet; their views hold old
             content.
+        sources: while this is a gradient, the buffers whose leaves show it as theirs.
     """
 
     def __init__(self, layout: Layout, name: str) -> None:
@@ -124,6 +125,7 @@ class Buffer:
         self.epoch = 0
         self.gradient: Buffer | None = None
         self.unwritten: set[str] = set()
+        self.sources: list[Buffer] = []
         self._flats = {
             dtype: torch.zeros(size, dtype=dtype, device=layout.device) for dtype, size in layout.sizes.items()
         }
@@ -135,7 +137,9 @@ class Buffer:
         self._gathering: dict[
             str, RemovableHandle
         ] = {}  # hooks of leaves whose next gradient has to be moved to its place
-        self._gathered: list[str] = []  # leaves whose hook has done so
+        self._gathered: set[str] = set()  # leaves whose hook has done so
+        self._awaiting: set[str] = set()  # leaves that show no gradient, until their next one
+        self._lowers = False  # leaves are in lower precision than their gradients
         self._hooks: ParameterHooks | None = None  # of the user, and how leaves call them
         self._calling: list[RemovableHandle] = []
 
@@ -169,23 +173,37 @@ class Buffer:
 
     def finish_gradient(self) -> None:
         """Zero the gradient of parameters that no backward has reached."""
+        self.collect_sources()
         if self.unwritten:
             torch._foreach_zero_([self.views[key] for key in self.unwritten])
             self.unwritten = set()
 
     def add_to(self, gradient: Buffer) -> None:
         """Make backwards of graphs on the leaves add to `gradient`."""
+        self.collect()
         self.gradient = gradient
+        if self not in gradient.sources:
+            gradient.sources.append(self)
+        self._lowers = False
         self.settle()
+        self._awaiting.clear()
         for key, leaf in self.leaves.items():
             view = gradient.views[key]
-            leaf.grad = view if view.dtype == leaf.dtype and key not in gradient.unwritten else None
-            if leaf.grad is None and key not in self._gathering:
+            lowers = view.dtype != leaf.dtype
+            self._lowers |= lowers
+            if not lowers and key not in gradient.unwritten:
+                leaf.grad = view
+                continue
+            leaf.grad = None
+            self._awaiting.add(key)
+            if key not in self._gathering:
                 hook = _gather(weakref.ref(self), key)
                 self._gathering[key] = leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
         """Remove the hooks of leaves to whose gradients autograd now adds itself, since each hook takes time."""
+        if self._lowers:
+            self.collect()  # after each backward: sums are made in full precision
         for key in self._gathered:
             self._gathering.pop(key).remove()
         self._gathered.clear()
@@ -214,9 +232,45 @@ class Buffer:
         """Take note that the gradient of a leaf is in its place, where autograd can add to it, unless in lower
         precision."""
         leaf = self.leaves[key]
-        leaf.grad = view if view.dtype == leaf.dtype else None
-        if leaf.grad is not None and key in self._gathering:
-            self._gathered.append(key)
+        if view.dtype != leaf.dtype:
+            leaf.grad = None
+            return
+        leaf.grad = view
+        self._awaiting.discard(key)
+        if key in self._gathering:
+            self._gathered.add(key)
+
+    def collect(self) -> None:
+        """Move gradients to their places that a block's own backward has put into a tensor of its own.
+
+        It may assign to the `grad` of a weight (w.grad = w.grad + d), as in plain torch. Until this is called, the
+        next backwards go on from there.
+        """
+        gradient = self.gradient
+        if gradient is None:
+            return
+        for key, leaf in self.leaves.items():
+            if leaf.grad is not (None if key in self._awaiting else gradient.views[key]):
+                self.take(key, leaf.grad)
+
+    def collect_sources(self) -> None:
+        """Let all buffers whose leaves show this gradient move to it what blocks have put elsewhere."""
+        for source in self.sources:
+            source.collect()
+
+    def take(self, key: str, found: Tensor | None) -> None:
+        """Move the gradient of a leaf to its place: what is there already is part of it, if the leaf has shown it."""
+        gradient = self.gradient
+        assert gradient is not None
+        view, added = gradient.views[key], key in self._awaiting and key not in gradient.unwritten
+        self.placed(key, view)
+        if found is None:  # a block has dropped it
+            view.zero_()
+        elif added:  # to that of a backward on another version, or in full precision
+            view.add_(found)
+        else:
+            view.copy_(found.to_dense() if found.is_sparse else found)
+        gradient.unwritten.discard(key)
 
     def forget_gradient(self) -> None:
         """Drop the buffer to which backwards of graphs on the leaves have added."""
@@ -229,6 +283,9 @@ class Buffer:
         gradient = self.gradient
         assert gradient is not None
         view = gradient.views[key]
+        shown = self.leaves[key].grad
+        if shown is not (None if key in self._awaiting else view):
+            self.take(key, shown)
         if self._hooks is not None and key in self._hooks.before:
             found = self._hooks.gradient(key, found)
         if key not in gradient.unwritten:
@@ -269,15 +326,8 @@ def _gather(buffer: weakref.ref[Buffer], key: str) -> Callable[[Tensor], None]:
     def move(leaf: Tensor) -> None:
         weights, found = buffer(), leaf.grad
         gradient = weights.gradient if weights is not None else None
-        if weights is None or gradient is None or found is None or found is gradient.views[key]:
-            return
-        view = gradient.views[key]
-        weights.placed(key, view)
-        if key not in gradient.unwritten:  # a backward on another version came first
-            view.add_(found)
-            return
-        view.copy_(found.to_dense() if found.is_sparse else found)
-        gradient.unwritten.discard(key)
+        if weights is not None and gradient is not None and found is not None and found is not gradient.views[key]:
+            weights.take(key, found)
 
     return move
 

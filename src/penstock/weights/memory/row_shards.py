@@ -117,9 +117,12 @@ class RowShards:
         return Rows(min(place * size, count), min((place + 1) * size, count), count)
 
     def own(self, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the own rows of parameters, by name, where there are any."""
-        found = {name: self.rows(name).of(view) for name, view in views.items()}
-        return {name: rows for name, rows in found.items() if rows.numel()}
+        """Return the own rows of parameters, by name, where there are any; one without rows has an owner, too."""
+        return {name: self.rows(name).of(view) for name, view in views.items() if self._owns(name)}
+
+    def _owns(self, name: str) -> bool:
+        first, end, count = self.rows(name)
+        return end > first or (not count and self.place == self._owners.get(name, 0))
 
     def saved_as(self, kind: str, name: str) -> str:
         """Return the name in a saved state of the own rows of something of a parameter: "weights@8/NAME" from row 8 on.

@@ -63,6 +63,13 @@ def _check_capability(optimizer: Any, parameters: dict[str, nn.Parameter]) -> No
             f"{name} needs a closure that evaluates the model again, which a pipeline stage cannot do; "
             "use an optimizer whose step() takes no closure, such as AdamW"
         )
+    rateless = next((group for group in optimizer.param_groups if "lr" not in group), None)
+    if rateless is not None:
+        known = ", ".join(key for key in rateless if key not in ("params", "param_names")) or "no settings"
+        raise CapabilityError(
+            f"{name} has a parameter group without lr (it has {known}), which schedules and corrections set, and "
+            "reports show; give it one in the factory: for group in optimizer.param_groups: group.setdefault('lr', 1.0)"
+        )
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [key for key, p in parameters.items() if id(p) not in covered]
     if missing:

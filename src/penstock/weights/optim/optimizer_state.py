@@ -79,5 +79,5 @@ def remembered_values(optimizer: torch.optim.Optimizer, parameters: Mapping[str,
         for parameter, key, value in found
         if isinstance(value, Tensor)
         and (value.is_floating_point() or value.is_complex())
-        and (value.dim() or (not parameter.dim() and key not in _COUNTERS))
+        and (value.dim() or (not parameter.dim() and key.rpartition(".")[2] not in _COUNTERS))
     ]
