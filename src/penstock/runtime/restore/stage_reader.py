@@ -17,6 +17,7 @@ from penstock.partition.parameter_names import block_of, prefix_of
 from penstock.runtime.rank.snapshot import suffix
 from penstock.runtime.restore.saved_rows import SavedTensors, check_shape
 from penstock.runtime.restore.saved_state import SavedState
+from penstock.stage.checks.changes_between_runs import find_parameters
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.memory.row_shards import Rows
@@ -30,25 +31,30 @@ class StageReader:
         stage: the stage.
         saved: the state.
         tensors: of it.
+        blocks: all of the model.
 
     Attributes:
         own: the suffix in names for the weights of its pipeline, where pipelines have weights of their own.
     """
 
-    def __init__(self, stage: StageRuntime, saved: SavedState, tensors: SavedTensors) -> None:
-        self._stage, self._saved, self._tensors = stage, saved, tensors
+    def __init__(
+        self, stage: StageRuntime, saved: SavedState, tensors: SavedTensors, blocks: Mapping[str, Any]
+    ) -> None:
+        self._stage, self._saved, self._tensors, self._blocks = stage, saved, tensors, blocks
         agreement, weights = stage.weights.agreement, stage.weights
         self.own = suffix(0 if agreement is None else agreement.pipeline)
         self._updater = weights.updater if isinstance(weights, TrainedWeights) else None
         self._store = weights.store if isinstance(weights, TrainedWeights) else None
+        self._as_fixed = f"fixed{suffix(stage.place)}", "fixed"
         index = stage.key.index
-        self._names: dict[str, list[str]] = {}
+        first = find_parameters(blocks).paths  # what is frozen may be shared by stages without a tie
+        self._names = {name: [name, first.get(name, name)] for name in stage.module.tensors.frozen()}
         for tie in stage.ties:
             for place, name in enumerate(tie.names_at(index)):
                 self._names[name] = [name, *(names[place] for names in tie.names)]
         self._splits = stage.module.division.splits
 
-    def check(self, blocks: Mapping[str, Any]) -> None:
+    def check(self) -> None:
         """Make sure that the optimizer is of the saved kind, and that the blocks have all tensors saved for them.
 
         Raises:
@@ -70,7 +76,7 @@ class StageReader:
                 if (
                     kind.partition("@")[0].partition("~")[0].partition(".")[0] in ("weights", "fixed")
                     and rest not in known
-                    and block_of(rest, blocks) == block
+                    and block_of(rest, self._blocks) == block
                 ):
                     raise CheckpointError(f"the checkpoint has a {rest}, which block {block!r} does not have")
 
@@ -79,9 +85,19 @@ class StageReader:
         return any(f"{kind}/{known}" in self._tensors for known in self._known(name))
 
     def kind(self, what: str, name: str) -> str:
-        """Return what a tensor is called: of the stage's own pipeline if saved, else of the first one."""
-        own = f"{what}{self.own}"
-        return own if self.has(own, name) else what
+        """Return what a trained parameter is called: of the stage's own pipeline if saved, else of the first one.
+
+        One that was frozen when it was saved has one value, which all its versions begin with.
+        """
+        return self._first((f"{what}{self.own}", what), self._as_fixed, name)
+
+    def fixed(self, name: str) -> str:
+        """Return what a buffer or a frozen parameter is called; one that was trained goes on with its newest weights."""
+        return self._first(self._as_fixed, (f"weights{self.own}", "weights"), name)
+
+    def _first(self, kinds: tuple[str, str], others: tuple[str, str], name: str) -> str:
+        """Return the first of these kinds of which a tensor is saved; the last of `kinds` if there is none."""
+        return next((kind for kind in (*kinds, *others) if self.has(kind, name)), kinds[-1])
 
     def read(self, kind: str, name: str, like: Tensor) -> Tensor:
         """Read a tensor of the stage.
@@ -178,7 +194,9 @@ class StageReader:
         assert self._updater is not None
         kept: dict[str, dict[str, Any]] = {}
         for key, value in self._saved.facts["values"].items():
-            if key.startswith("setting/"):
+            if key.startswith("stepped/"):
+                kept.setdefault(key.removeprefix("stepped/"), {})
+            elif key.startswith("setting/"):
                 _, setting, name = key.split("/", 2)
                 kept.setdefault(name, {})[setting] = value
         names = {name: next((k for k in self._known(name) if k in kept), None) for name in self._updater.parameters}
