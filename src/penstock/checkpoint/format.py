@@ -152,7 +152,8 @@ def open_newest(
             faults.append(str(error))
     if faults:
         raise CheckpointError(
-            f"none of the {len(faults)} checkpoints in {str(run / FOLDER)!r} is intact; the newest: {faults[0]}"
+            f"none of the {len(faults)} checkpoints in {str(run / FOLDER)!r} is intact; put intact copies back, or begin "
+            f"again in another folder. The newest: {faults[0]}"
         )
     return None, []
 

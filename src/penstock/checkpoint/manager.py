@@ -93,7 +93,8 @@ class Checkpoints:
         store: the key-value store through which ranks announce what they have written; torch's default store if None.
         timeout: seconds to wait for the files of other ranks.
         tell: called with the number of batches of each checkpoint, and None or the reason why it was not written, by a
-            thread on the rank of the first stage. By default, failures are logged as warnings.
+            thread on the rank of the first stage. By default, failures are logged as warnings, and so is what `load`
+            has passed over.
 
     Raises:
         ConfigError: `keep` is less than 1.
@@ -209,6 +210,8 @@ class Checkpoints:
         if failure is not None:
             raise CheckpointError(failure)
         newest, self.damaged = open_newest(self._folder, list(map(Path, found)), self._open)
+        for fault in self.damaged if self._rank == 0 and self._tell is _warn else ():
+            _LOG.warning("a damaged checkpoint was passed over: %s", fault)
         if newest is None:
             return None
         try:
