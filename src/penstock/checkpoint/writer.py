@@ -27,6 +27,7 @@ from penstock.checkpoint.end_at_exit import end_at_exit
 from penstock.checkpoint.frozen_parameters import NOTHING, FrozenFile
 from penstock.checkpoint.index import INDEX
 from penstock.checkpoint.rank_announcements import Posts
+from penstock.checkpoint.tensor_file import layout_of
 from penstock.comm.core.background import Background
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import CheckpointError, TransportError
@@ -163,6 +164,7 @@ class Writer:
         """Write the files of one stage; on the first rank, then wait for the others and complete the checkpoint."""
         place, name = disk.checkpoint_folder(self._run, snapshot.batch), _file_name("stage", snapshot)
         part: dict[str, Any] = {"values": snapshot.values, "facts": snapshot.facts, "tensors": {}, "files": {}}
+        part["layouts"] = {name: layout_of(tensor) for name, tensor in snapshot.tensors.items()}
         try:
             folder = disk.partial_folder(place)
             folder.mkdir(parents=True, exist_ok=True)
@@ -170,7 +172,7 @@ class Writer:
                 check_own_folder(each)
             tensors = snapshot.on_cpu(snapshot.tensors.keys() - snapshot.frozen.keys())
             if tensors:
-                part["files"][name] = disk.write_tensors(folder / name, tensors)
+                part["files"][name] = disk.write_tensors(folder / name, tensors, snapshot.batch)
                 part["tensors"] = dict.fromkeys(tensors, name)
             if snapshot.frozen:
                 name = _file_name("frozen", snapshot)
@@ -261,6 +263,7 @@ def _content(parts: Sequence[dict[str, Any]], extra: Mapping[str, Any]) -> dict[
     facts: dict[str, Any] = {"values": {}}
     tensors: dict[str, str] = {}
     files: dict[str, Any] = {}
+    layouts: dict[str, Any] = {}
     for part in parts:
         twice = tensors.keys() & part["tensors"].keys()
         if twice:
@@ -269,4 +272,5 @@ def _content(parts: Sequence[dict[str, Any]], extra: Mapping[str, Any]) -> dict[
         facts |= part["facts"]
         files |= part["files"]
         tensors |= part["tensors"]
-    return {"facts": facts, "extra": dict(extra), "files": files, "tensors": tensors}
+        layouts |= part["layouts"]
+    return {"facts": facts, "extra": dict(extra), "files": files, "tensors": tensors, "layouts": layouts}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from penstock.checks import in_brief
@@ -13,6 +14,7 @@ from penstock.runtime.restore.saved_state import SavedState, check_names, check_
 from penstock.runtime.switching import Switching
 from penstock.schedule.ir.version_rules import RULES
 
+_LOG = logging.getLogger(__name__)
 IN_FLIGHT = "in_flight"  # among the facts of a saved state
 
 
@@ -80,6 +82,18 @@ class SavedStates(Switching):
             self._spans.life.broken = error  # half of it may have been loaded
             raise
         self._spans.batches, self._spans.older = int(saved.facts["batch"]), older
+        self._tell_what_is_not_finite()
+
+    def _tell_what_is_not_finite(self) -> None:
+        """Warn if weights that have been loaded are not finite, which a run may have saved on purpose."""
+        stages = [stage for state in self._ranks for stage in state.stages.values()]
+        if found := list(dict.fromkeys(name for stage in stages for name in stage.weights.not_finite())):
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            _LOG.warning(
+                "load: after %d batches %s%s had infinities or NaN; what is trained from there has, too. To go on from "
+                "an earlier checkpoint, remove this one, as checkpoints.load(limit=%d) does",
+                self.batches, found[0], more, self.batches - 1,
+            )  # fmt: skip
 
 
 def save_between_runs(pipeline: SavedStates, saving: Saving) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.errors import CheckpointError
 from penstock.partition.parameter_names import block_of, prefix_of
 from penstock.runtime.rank.snapshot import suffix
-from penstock.runtime.restore.saved_rows import SavedTensors, check_shape
+from penstock.runtime.restore.saved_rows import SavedTensors, check_shape, check_type
 from penstock.runtime.restore.saved_state import SavedState
 from penstock.stage.checks.changes_between_runs import find_parameters
 from penstock.stage.stage_runtime import StageRuntime
@@ -92,7 +92,7 @@ class StageReader:
         return self._first((f"{what}{self.own}", what), self._as_fixed, name)
 
     def fixed(self, name: str) -> str:
-        """Return what a buffer or a frozen parameter is called; one that was trained goes on with its newest weights."""
+        """Return what a buffer or a frozen parameter is called; of one that was trained, its newest weights."""
         return self._first(self._as_fixed, (f"weights{self.own}", "weights"), name)
 
     def _first(self, kinds: tuple[str, str], others: tuple[str, str], name: str) -> str:
@@ -121,7 +121,7 @@ class StageReader:
             rows: which; all if None.
 
         Raises:
-            CheckpointError: it is missing or has another shape.
+            CheckpointError: it is missing or has another shape, or numbers of another kind.
         """
         known = next((known for known in self._known(name) if f"{kind}/{known}" in self._tensors), None)
         if known is None:
@@ -132,9 +132,11 @@ class StageReader:
             tensor = self._tensors.joined(kind, known, _all_rows(whole))
             tensor = split.own(tensor) if tensor.shape == whole else tensor
             check_shape(name, tensor.shape, shape)
+            check_type(name, tensor.dtype, place.dtype)
             place.copy_(tensor)
             return
         for at, part in self._tensors.rows(kind, known, rows or _all_rows(shape), shape):
+            check_type(name, part.dtype, place.dtype)
             if place.dim() and place.numel():
                 place[at : at + len(part)].copy_(part)
             elif place.numel():
