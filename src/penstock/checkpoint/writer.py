@@ -164,7 +164,7 @@ class Writer:
         """Write the files of one stage; on the first rank, then wait for the others and complete the checkpoint."""
         place, name = disk.checkpoint_folder(self._run, snapshot.batch), _file_name("stage", snapshot)
         part: dict[str, Any] = {"values": snapshot.values, "facts": snapshot.facts, "tensors": {}, "files": {}}
-        part["layouts"] = {name: layout_of(tensor) for name, tensor in snapshot.tensors.items()}
+        layouts = {key: layout_of(tensor) for key, tensor in snapshot.tensors.items()}
         try:
             folder = disk.partial_folder(place)
             folder.mkdir(parents=True, exist_ok=True)
@@ -173,13 +173,13 @@ class Writer:
             tensors = snapshot.on_cpu(snapshot.tensors.keys() - snapshot.frozen.keys())
             if tensors:
                 part["files"][name] = disk.write_tensors(folder / name, tensors, snapshot.batch)
-                part["tensors"] = dict.fromkeys(tensors, name)
+                part["tensors"][name] = {key: layouts[key] for key in tensors}
             if snapshot.frozen:
                 name = _file_name("frozen", snapshot)
                 begun = FrozenFile(self._run, self._begun, self._files.get(name, NOTHING))
                 shared = self._frozen.setdefault((snapshot.stage, snapshot.place), begun)
                 part["files"][name] = shared.put(snapshot.batch, name, snapshot)
-                part["tensors"] |= dict.fromkeys(snapshot.frozen, name)
+                part["tensors"][name] = {key: layouts[key] for key in snapshot.frozen}
             del tensors
         except Exception as error:  # any error costs only this checkpoint
             part["failure"] = f"{name}: {error}"
@@ -265,12 +265,13 @@ def _content(parts: Sequence[dict[str, Any]], extra: Mapping[str, Any]) -> dict[
     files: dict[str, Any] = {}
     layouts: dict[str, Any] = {}
     for part in parts:
-        twice = tensors.keys() & part["tensors"].keys()
-        if twice:
-            raise CheckpointError(f"two stages have written a tensor named {min(twice)!r}")
+        for name, found in part["tensors"].items():
+            twice = tensors.keys() & found.keys()
+            if twice:
+                raise CheckpointError(f"two stages have written a tensor named {min(twice)!r}")
+            tensors |= dict.fromkeys(found, name)
+            layouts |= found
         facts["values"] |= part["values"]
         facts |= part["facts"]
         files |= part["files"]
-        tensors |= part["tensors"]
-        layouts |= part["layouts"]
     return {"facts": facts, "extra": dict(extra), "files": files, "tensors": tensors, "layouts": layouts}
