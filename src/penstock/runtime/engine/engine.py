@@ -26,6 +26,7 @@ from penstock.runtime.update.run_events import Evaluated
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.proof.proof import Proof
 from penstock.weights.corrections.base import Correction
+from penstock.weights.corrections.two_bw_ahead import prediction_of
 
 
 class Halt(NamedTuple):
@@ -144,7 +145,9 @@ class Engine:
             evaluate: evaluations of the runs before and after. The last versions are evaluated now, where the schedule
                 before would have done it at its next border, and this one does not any more.
         """
-        newest, kept = self._spans.batches, min(self._spans.older, RULES[proof.schedule.rule].delay)
+        newest, delay = self._spans.batches, RULES[proof.schedule.rule].delay
+        same = prediction_of(correction, delay) == self._setup.prediction  # else older versions are another thing
+        kept = min(self._spans.older, delay) if same else 0
         if evaluate is not None:
             since = newest - self._setup.delay if self._setup.proof.border_fault is None else newest + 1
             until = newest - kept if proof.border_fault is None else newest + 1

@@ -63,7 +63,7 @@ class Spans:
     @property
     def readable_older(self) -> int:
         """How many versions before the newest can be evaluated; of those that were read ahead only predictions are."""
-        return 0 if self._setup.reads_ahead else self.older
+        return self.older if self._setup.prediction is None else 0
 
     def train(
         self, batches: Batches, save: Saving | None, evaluate: Evaluating | None

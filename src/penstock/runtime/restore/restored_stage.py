@@ -62,7 +62,7 @@ class Restored:
     def _read_trained(self, weights: TrainedWeights, older: int) -> None:
         """Read the state of a stage's trained parameters; what is not divided is left to `finish`."""
         reader, saved, store = self._reader, self._saved, weights.store
-        self._ahead = store.reads_ahead and any(name.startswith("ahead/") for name in saved.names)
+        self._ahead = store.reads_ahead and older > 0
         room = store.restart(int(saved.facts["batch"]), older)
         self._fill(weights, room.newest, partial(reader.kind, "weights"))
         for back, views in enumerate(room.older, 1):
