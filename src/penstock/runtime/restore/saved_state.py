@@ -17,6 +17,7 @@ from penstock.partition.parameter_names import block_of
 from penstock.runtime.rank.snapshot import older_kind
 from penstock.schedule.methods.data_parallel_sync import Combine
 
+ANOTHER_MODEL = "load it into the model that it was saved from, or give this one a folder of its own"
 PREDICTION = "prediction"  # among the facts: which one passes have read, as of `prediction_of`
 
 
@@ -113,8 +114,7 @@ def check_names(saved: SavedState, blocks: Mapping[str, Any]) -> None:
     if foreign:
         raise CheckpointError(
             f"the checkpoint has {len(foreign)} tensors of blocks that the model does not have, the first of them "
-            f"{foreign[0].rpartition('/')[2]}; blocks of the model: {', '.join(blocks)}. Load it into the model that "
-            "it was saved from, or give this one a folder of its own"
+            f"{foreign[0].rpartition('/')[2]}; blocks of the model: {', '.join(blocks)}; {ANOTHER_MODEL}"
         )
 
 

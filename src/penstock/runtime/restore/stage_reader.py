@@ -16,7 +16,7 @@ from penstock.errors import CheckpointError
 from penstock.partition.parameter_names import block_of, prefix_of
 from penstock.runtime.rank.snapshot import suffix
 from penstock.runtime.restore.saved_rows import SavedTensors, check_shape, check_type
-from penstock.runtime.restore.saved_state import SavedState
+from penstock.runtime.restore.saved_state import ANOTHER_MODEL, SavedState
 from penstock.stage.checks.changes_between_runs import find_parameters
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
@@ -53,6 +53,7 @@ class StageReader:
             for place, name in enumerate(tie.names_at(index)):
                 self._names[name] = [name, *(names[place] for names in tie.names)]
         self._splits = stage.module.division.splits
+        self._types: dict[str, torch.dtype] = {}  # of weights, as they were saved
 
     def check(self) -> None:
         """Make sure that the optimizer is of the saved kind, and that the blocks have all tensors saved for them.
@@ -67,7 +68,9 @@ class StageReader:
             if kinds - {here}:
                 raise CheckpointError(
                     f"the checkpoint has the state of {kinds.pop()}, but {stage.module.where} is stepped by "
-                    f"{here or 'nothing'}; use the same optimizer, or begin a new run from the weights alone"
+                    f"{here or 'nothing'}; use the same optimizer, or begin a new run with the weights alone: "
+                    "pipeline.load_state_dict(weights), with what full_state_dict() of a pipeline that has loaded the "
+                    "checkpoint with its optimizer has returned"
                 )
         for block, module in stage.module.modules.items():
             known = {f"{prefix_of(block, module)}{name}" for name in module.state_dict()}
@@ -78,7 +81,9 @@ class StageReader:
                     and rest not in known
                     and block_of(rest, self._blocks) == block
                 ):
-                    raise CheckpointError(f"the checkpoint has a {rest}, which block {block!r} does not have")
+                    raise CheckpointError(
+                        f"the checkpoint has a {rest}, which block {block!r} does not have; {ANOTHER_MODEL}"
+                    )
 
     def has(self, kind: str, name: str) -> bool:
         """Return True if the checkpoint has a tensor of this kind."""
@@ -125,7 +130,9 @@ class StageReader:
         """
         known = next((known for known in self._known(name) if f"{kind}/{known}" in self._tensors), None)
         if known is None:
-            raise CheckpointError(f"the checkpoint has no {kind}/{name}, which {self._stage.module.where} needs")
+            raise CheckpointError(
+                f"the checkpoint has no {kind}/{name}, which {self._stage.module.where} needs; {ANOTHER_MODEL}"
+            )
         split = self._splits.get(name)
         if split is not None:
             whole = split.whole_shape(shape)
@@ -133,10 +140,12 @@ class StageReader:
             tensor = split.own(tensor) if tensor.shape == whole else tensor
             check_shape(name, tensor.shape, shape)
             check_type(name, tensor.dtype, place.dtype)
+            self._types[name] = tensor.dtype
             place.copy_(tensor)
             return
         for at, part in self._tensors.rows(kind, known, rows or _all_rows(shape), shape):
             check_type(name, part.dtype, place.dtype)
+            self._types[name] = part.dtype
             if place.dim() and place.numel():
                 place[at : at + len(part)].copy_(part)
             elif place.numel():
@@ -170,6 +179,9 @@ class StageReader:
             for kind in dict.fromkeys(kinds[known]):
                 key = f"{what}/{kind}/{known}"
                 value = values[key] if key in values else self._optimizer_rows(name, f"{what}/{kind}", known)
+                if isinstance(value, Tensor) and (value.dim() or not parameter.dim()):
+                    same = value.dtype == self._types.get(name)  # else it has a type of its own
+                    value = value.to(parameter.dtype if same else value.dtype)
                 moved = isinstance(value, Tensor) and value.dim()
                 yield (kind, name), value.to(parameter.device) if moved else value
 

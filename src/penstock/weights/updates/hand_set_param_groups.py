@@ -58,7 +58,7 @@ class GroupSettings:
                 f"{type(self._optimizer).__name__} has parameter groups of {sizes} parameters now, and had "
                 f"{self._sizes} when it was made for its stage (add_param_group?), but what is trained is settled "
                 "then; have the optimizer factory give all parameters of a stage to an optimizer of its own, or make a "
-                "new Pipeline to train others (a checkpoint of this one can be loaded into it)"
+                "new Pipeline to train others (a checkpoint from before can be loaded into it)"
             )
 
     def note(self) -> None:
