@@ -1,10 +1,9 @@
 """Gives random malformed inputs to everything that reads one: `make fuzz`; ARGS="--inputs 2000 --seed 7" for less.
 
 Configurations, schedules as text and as torch's CSV, indexes of checkpoints and weights (behind a valid digest, and
-not), and command lines, in this process. Each input is a valid one in which parts were replaced, removed, repeated or
-nested. Allowed is an error that `penstock.errors` has, or none; everything else is a finding, and so is an input that
-takes longer than ten seconds. `--out FILE` keeps the counts.
-"""
+not), what checkpoints hold (loaded and trained on), and command lines, in this process. Each input is a valid one in
+which parts were replaced, removed, repeated or nested. Allowed is an error that `penstock.errors` has, or none;
+everything else is a finding, and so is an input that takes longer than ten seconds. `--out FILE` keeps the counts."""
 
 from __future__ import annotations
 
@@ -23,9 +22,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
 
-from penstock.checkpoint.format import Checkpoint
+import penstock
+from penstock.checkpoint.format import Checkpoint, checkpoint_folder
 from penstock.checkpoint.index import INDEX, write_index
 from penstock.cli import main
 from penstock.errors import PenstockError, WorkerError
@@ -52,6 +53,7 @@ ODD = (
 VALUES: tuple[Any, ...] = (
     None, True, 0, -1, 1, 10**30, 1e300, float("nan"), "", "x", "\ud800", [], [1], {}, {"a": 1}, [[]], "0" * 64,
 )  # fmt: skip
+TWO_BATCHES = [(torch.ones(4, 2), torch.zeros(4, 2))] * 2
 pieces = st.sampled_from(ODD) | st.text(max_size=8)
 places = st.integers(0, 10**9)
 edits = st.lists(st.tuples(st.sampled_from(["replace", "remove", "repeat", "insert", "swap"]), places, places, pieces),
@@ -151,6 +153,31 @@ def run_command(arguments: list[str]) -> None:
         sys.argv = before
 
 
+def saved(folder: Path) -> dict[str, Any]:
+    """Save a checkpoint after two batches; returns the content of its index."""
+    pipeline = tiny_pipeline()
+    list(pipeline.run(TWO_BATCHES))
+    penstock.Checkpoints(pipeline, folder).save()
+    index = json.loads((checkpoint_folder(folder, 2) / INDEX).read_text())
+    return {key: value for key, value in index.items() if key not in ("schema", "sha256")}
+
+
+def train_on(folder: Path) -> None:
+    """Load the checkpoint of a folder, and train on."""
+    pipeline = tiny_pipeline()
+    penstock.Checkpoints(pipeline, folder).load()
+    list(pipeline.run(TWO_BATCHES))
+
+
+def tiny_pipeline() -> penstock.Pipeline:
+    """Make a pipeline of two small stages, whose checkpoints have two versions of the weights."""
+    torch.manual_seed(0)
+    return penstock.Pipeline(
+        [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], "2bw", stages=2, microbatches=2, max_grad_norm=1.0,
+        loss=torch.nn.functional.mse_loss, optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
+    )  # fmt: skip
+
+
 def readers(folder: Path, findings: Findings) -> dict[str, tuple[Callable[..., None], dict[str, Any]]]:
     """Every reader with what it is given, by name; each tries one input."""
     config = as_yaml(TrainConfig())
@@ -183,6 +210,14 @@ def readers(folder: Path, findings: Findings) -> dict[str, tuple[Callable[..., N
             what, read = ("weights", load_model) if schema == 3 else ("checkpoint", Checkpoint)
             findings.attempt(what, lambda: read(folder if schema == 3 else folder / "weights"), content)
 
+    whole = saved(folder / "saved")
+
+    def content(where: list[int], other: Any) -> None:
+        changes = changed(whole, where, other)
+        if isinstance(changes, dict):
+            write_index(checkpoint_folder(folder / "saved", 2), 1, changes)
+            findings.attempt("content of a checkpoint", lambda: train_on(folder / "saved"), (where, other))
+
     def raw(changes: Any, cut: str) -> None:
         text = edited(json.dumps({"schema": 1, "sha256": "0" * 64, **index}), changes, cut)
         (folder / "weights" / INDEX).write_text(text, errors="surrogatepass")
@@ -204,6 +239,10 @@ def readers(folder: Path, findings: Findings) -> dict[str, tuple[Callable[..., N
                 "other": st.sampled_from(VALUES) | st.recursive(st.sampled_from(VALUES), st.lists, max_leaves=4),
                 "schema": st.sampled_from([1, 3]),
             },
+        ),
+        "content of a checkpoint": (
+            content,
+            {"where": st.lists(places, min_size=1, max_size=4), "other": st.sampled_from(VALUES)},
         ),
         "raw index": (raw, {"changes": edits, "cut": st.sampled_from([" ", '"', "0"])}),
         "command": (command, {"line": st.sampled_from(commands()), "changes": edits}),

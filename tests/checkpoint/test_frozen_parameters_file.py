@@ -92,9 +92,9 @@ def test_a_run_that_goes_on_does_not_write_them_again(tmp_path: Path, monkeypatc
     before, written = set(numbers(tmp_path)), list[str]()
     write = disk.write_tensors
 
-    def counted(path: Path, tensors: Any) -> Any:
+    def counted(path: Path, tensors: Any, *batch: int) -> Any:
         written.append(path.name)
-        return write(path, tensors)
+        return write(path, tensors, *batch)
 
     monkeypatch.setattr(disk, "write_tensors", counted)
     train(tmp_path, 4)
@@ -248,10 +248,10 @@ def test_frozen_parameters_that_change_while_they_are_written_cost_the_checkpoin
     (checkpoints(tmp_path)[-1] / FILE).unlink()
     write = disk.write_tensors
 
-    def late(path: Path, tensors: Any) -> Any:
+    def late(path: Path, tensors: Any, *batch: int) -> Any:
         if path.name == FILE:
             layer.weight.data.mul_(2)
-        return write(path, tensors)
+        return write(path, tensors, *batch)
 
     monkeypatch.setattr(disk, "write_tensors", late)
     list(pipeline.run(batches()[1:2], save=found.every(1)))

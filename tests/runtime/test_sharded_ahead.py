@@ -192,13 +192,15 @@ def test_any_width_and_level_goes_on_from_any_other(kind: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_state_of_a_method_without_predictions_is_read_as_it_is(precision: str) -> None:
-    """Of such a state passes read the weights until updates have made predictions."""
+def test_after_a_method_without_predictions_passes_begin_with_the_newest_weights(precision: str) -> None:
+    """Until updates have made predictions: they were no other weights under a method with a flush."""
     plain = Case("2bw", 2, 2, width=2, spans=(4,), clip=CLIP, skips=(), precision=precision)
     kept = saved_by(plain, "gradients", 4)
     _, case = ahead("2bw-ahead", "adamw", 2, spans=(7,), skips=(), precision=precision)
     (_, wanted), *others = (go_on(case, level, kept, 4) for level in ("none", *LEVELS))
-    before = make_pipeline(replace(plain, spans=(5,)), sharding="gradients", blocks=make_blocks("mixed", seed=99))
+    before = make_pipeline(
+        replace(plain, method="1f1b", spans=(5,)), sharding="gradients", blocks=make_blocks("mixed", seed=99)
+    )
     before.load(kept)
     (report,) = before.run(make_batches(case)[4:5])
     assert [decision.loss for decision in report.decided] == [wanted.decided[0][1]]

@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_refused() -> None:
     kept = kept_at(case, 3, 3)
     with pytest.raises(CheckpointError, match=r"state of AdamW, .* is stepped by SGD"):
         make_pipeline(case, optimizer=plain_sgd).load(kept)
-    with pytest.raises(CheckpointError, match=r"the model does not have, the first of them [^/]+; .* Load it into"):
+    with pytest.raises(CheckpointError, match=r"the model does not have, the first of them [^/]+; .* load it into"):
         make_pipeline(replace(case, model="matrices")).load(kept)
     missing = Kept([])
     missing.facts, missing.tensors = kept.facts, dict(kept.tensors)

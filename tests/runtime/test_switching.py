@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.runtime.execute.evaluation_without_draining import Evaluating
+from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.update.run_events import Evaluated
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.verify.reference import run
@@ -96,6 +97,67 @@ def test_corrections_come_and_go_with_their_methods(
     assert_same(found, wanted)
     uncorrected = expected_of(case, [("1f1b", phases[0][1]), ("newest", 11)], monkeypatch).weights
     assert not all(torch.allclose(found.weights[name], w, rtol=0, atol=1e-4) for name, w in uncorrected.items())
+
+
+DELAYS = {"1f1b": (0, None), "2bw": (1, None), "3bw": (2, None), "2bw-ahead": (1, 1), "3bw-ahead": (2, 2)}
+"""Of a method the delay, and how many steps of SGD its passes read ahead; None where they read weights."""
+CHANGES = [
+    ("2bw", "3bw"), ("3bw", "2bw"), ("2bw", "2bw-ahead"), ("3bw-ahead", "2bw-ahead"), ("2bw-ahead", "3bw-ahead"),
+    ("2bw-ahead", "2bw"), ("3bw", "3bw-ahead"), ("3bw-ahead", "3bw-ahead"), ("2bw-ahead", "1f1b"),
+    ("1f1b", "3bw-ahead"),
+]  # fmt: skip
+
+
+def by_a_plain_loop(blocks: list[nn.Module], batches: Any, phases: Phases, rate: float) -> list[Tensor]:
+    """Batch t reads version t - k, or W - h * step where that is predicted; what of before is another thing is gone."""
+    model = nn.Sequential(*blocks)
+    weights = [p.detach().clone() for p in model.parameters()]
+    read, first, ahead_before, t = {0: weights}, 0, None, 0
+    for method, count in phases:
+        delay, ahead = DELAYS[method]
+        if t and ahead != ahead_before:
+            read, first = {t: weights}, t
+        for x, y in batches[t : t + count]:
+            version = max(t - delay, first, min(read))
+            torch.nn.utils.vector_to_parameters(torch.cat([w.flatten() for w in read[version]]), model.parameters())
+            model.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            steps = [rate * p.grad for p in model.parameters() if p.grad is not None]
+            weights = [w - step for w, step in zip(weights, steps, strict=True)]
+            t += 1
+            read[t] = [w - (ahead or 0) * step for w, step in zip(weights, steps, strict=True)]
+        read = {version: found for version, found in read.items() if version >= t - delay}
+        ahead_before = ahead
+    return weights
+
+
+@pytest.mark.parametrize("way", ["switch", "load"])
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_older_versions_are_taken_over_where_they_are_the_same_thing(before: str, after: str, way: str) -> None:
+    """Else all passes begin with the newest weights, after a switch and after a checkpoint was loaded alike."""
+    generator = torch.Generator().manual_seed(2)
+    batches = [(torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)) for _ in range(8)]
+
+    def blocks() -> list[nn.Module]:
+        torch.manual_seed(1)
+        return [nn.Sequential(nn.Linear(4, 6), nn.Tanh()), nn.Linear(6, 2)]
+
+    def make(method: str) -> Pipeline:
+        loss, sgd = nn.functional.mse_loss, lambda named: torch.optim.SGD(named, lr=0.2)
+        return Pipeline(blocks(), method, stages=2, microbatches=2, loss=loss, optimizer=sgd)
+
+    made = make(before)
+    list(made.run(batches[:3]))
+    other = made
+    if way == "switch":
+        other.switch(after)
+    else:
+        other = make(after)
+        other.load(Kept(made.snapshots()))
+    list(other.run(batches[3:]))
+    wanted = by_a_plain_loop(blocks(), batches, [(before, 3), (after, 5)], 0.2)
+    for found, want in zip(other.full_state_dict().values(), wanted, strict=True):
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-6)
 
 
 def test_the_rates_of_a_correction_begin_where_it_does() -> None:

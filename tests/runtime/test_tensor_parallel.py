@@ -337,7 +337,7 @@ class OlderParts:
 
 
 def test_older_weights_are_found_where_there_are_parts_only() -> None:
-    assert saved_older(OlderParts(), "none") == 1
+    assert saved_older(OlderParts(), None) == 1
 
 
 def test_a_part_that_is_missing_is_told() -> None:

@@ -27,7 +27,7 @@ from support.pool import Pool
 from support.simulated import simulated
 
 
-def test_everything_is_told_once_and_counted_at_the_end() -> None:
+def test_everything_is_told_once_and_what_was_not_written_is_counted_at_the_end() -> None:
     store = HashStore()
     writing, reporting = Troubles(store), Troubles(store)
     assert (writing.summary(), reporting.news()) == ([], [])
@@ -42,8 +42,7 @@ def test_everything_is_told_once_and_counted_at_the_end() -> None:
     assert reporting.news() == ["the checkpoint after 6 batches was not written: the disk is gone"]
     assert (reporting.news(), reporting.summary()) == ([], [])
     assert writing.summary() == [
-        "a damaged checkpoint was passed over: stage-0 is damaged",
-        "2 of 3 checkpoints were not written; the last of them, after 6 batches: the disk is gone",
+        "2 of 3 checkpoints were not written; the last of them, after 6 batches: the disk is gone"
     ]
 
 
@@ -130,4 +129,4 @@ def test_checkpoints_that_find_no_room_are_told_while_the_run_goes_on(pool: Pool
     _, told, *_ = pool.submit(train_on_a_small_disk, values | {"batches": 33}, str(folder), 10**9, ranks=4)
     (warning,) = [line for line in told if isinstance(line, str)]
     assert "a damaged checkpoint was passed over" in warning
-    assert told[-1] == [warning]
+    assert told[-1] == []  # it is told once

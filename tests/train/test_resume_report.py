@@ -14,16 +14,20 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.checkpoint.format import checkpoint_folder, checkpoints, complete, partial_folder as being_written
+from penstock.checkpoint.index import write_index
 from penstock.cli import main
 from penstock.cli.train import _launch
-from penstock.errors import ConfigError, InterruptedRunError, WorkerError
+from penstock.errors import CheckpointError, ConfigError, InterruptedRunError, WorkerError
 from penstock.guarded_files import fingerprint
 from penstock.train.config.load import load_config
 from penstock.train.config.written_config import note_changes, write_config
+from penstock.train.data.run_samples import RunSamples
 from penstock.train.metrics_file import Metrics
 from penstock.train.setup.config_rollback import ConfigBefore
 from penstock.train.setup.run_folder import check_resume, how_to_go_on, set_aside_run
 from support.command_line import run as run_command
+
+LOST = {"bytes": 3, "sha256": "0" * 64}
 
 
 def leave(run: Path, batch: int) -> None:
@@ -306,6 +310,34 @@ def test_how_much_is_trained_again_is_said(tmp_path: Path) -> None:
     record_batches(tmp_path, 7)
     assert "after 5 batches (it was 7 batches far, so 2 are trained again):" in how_to_go_on(tmp_path)
     assert str(InterruptedRunError(signal.SIGINT)) == "SIGINT has ended the run at once"
+
+
+def test_where_no_checkpoint_is_intact_the_run_is_begun_again(monkeypatch, capsys, trained) -> None:
+    """Whatever it was resumed with: neither resuming it again nor taking back what was changed would help."""
+    said = "worker 0 failed with exit code 1: CheckpointError: none of the 2 checkpoints is intact"
+
+    def launch(*_, **__):
+        raise WorkerError(said, "")
+
+    for more in ((), ("--batches", "9")):
+        place = checkpoint_folder(trained, 2)
+        shutil.rmtree(place.parent, ignore_errors=True)
+        leave(trained, 2)
+        write_index(place, 1, {"facts": {"batch": 2}, "extra": {}, "tensors": {}, "files": {"f": LOST}})
+        monkeypatch.setattr("penstock.launch.launch.launch_local", launch)
+        code, _, err = run_command(monkeypatch, capsys, "train", "--resume", trained, *more)
+        assert (code, "which sets the damaged ones aside" in err) == (1, True)
+        advice = err.strip().splitlines()[-1].split()
+        assert advice == ["penstock", "train", "--resume", str(trained), "--restart"]
+        monkeypatch.setattr("penstock.launch.launch.launch_local", lambda *_, **__: leave(trained, 7))
+        assert run_command(monkeypatch, capsys, *advice[1:])[0] == 0
+
+
+@pytest.mark.parametrize("sample", [None, -1, "24", [1], True, 2.5])
+def test_a_bad_field_of_what_a_checkpoint_has_besides_is_a_checkpoint_error(sample: object) -> None:
+    samples = RunSamples(None, 2, 2, "text")  # type: ignore[arg-type]  # whose windows nobody asks for
+    with pytest.raises(CheckpointError, match="after 4 batches in 'run' .*; remove it to go on from the one before"):
+        samples.start(4, {"sample": sample, "corpus": "text"}, "run")
 
 
 @pytest.mark.parametrize("by_hand", [False, True])

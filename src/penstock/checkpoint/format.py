@@ -65,8 +65,12 @@ class Checkpoint:
         self.facts: Mapping[str, Any] = index["facts"]
         self.extra: Mapping[str, Any] = index["extra"]
         if share is not None:
+            layouts: dict[str, dict[str, Any]] = {name: {} for name in index["files"]}
+            for name in self._homes.keys() & index.get("layouts", {}).keys():  # earlier versions have written none
+                layouts[self._homes[name]][name] = index["layouts"][name]
             for name in sorted(index["files"])[share[0] :: share[1]]:
                 indexes.check_file(folder, name, index["files"][name])
+                self._files.check(name, self.batch, layouts[name])
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor.
@@ -152,7 +156,8 @@ def open_newest(
             faults.append(str(error))
     if faults:
         raise CheckpointError(
-            f"none of the {len(faults)} checkpoints in {str(run / FOLDER)!r} is intact; the newest: {faults[0]}"
+            f"none of the {len(faults)} checkpoints in {str(run / FOLDER)!r} is intact; put intact copies back, or "
+            f"begin again in another folder. The newest: {faults[0]}"
         )
     return None, []
 
@@ -163,15 +168,21 @@ def clear_parts(run: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], batch: int | None = None) -> dict[str, Any]:
     """Write a file of tensors to the disk; return its size and SHA-256 for the index.
+
+    Args:
+        path: where to.
+        tensors: by name.
+        batch: of how many batches they are; None if other checkpoints may have the file, too.
 
     Raises:
         OSError: it cannot be written.
     """
     path.unlink(missing_ok=True)
     with new_file_mode(path):
-        save_file(dict(tensors), path, metadata={"schema": str(SCHEMA)})
+        of = {} if batch is None else {indexes.BATCH: str(batch)}
+        save_file(dict(tensors), path, metadata={"schema": str(SCHEMA), **of})
     sync_file(path)
     return fingerprint(path)
 
@@ -254,6 +265,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
         not is_whole(facts.get("batch"))
         or facts["batch"] > _MOST_BATCHES
         or not isinstance(facts.get("values", {}), dict)
+        or not isinstance(index.get("layouts", {}), dict)
     ):
         raise CheckpointError(f"{str(folder / indexes.INDEX)!r} is damaged: it does not say of how many batches it is")
     return index

@@ -29,6 +29,8 @@ _MOST = 1 << 28  # bytes of an index; one of a million tensors has some 100 MiB
 _NAME = re.compile(r"\w[\w.+-]*", re.ASCII)  # of a file
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST_OPEN = 64  # files at once
+BATCH = "batch"
+"""Where the metadata of a file say of how many batches it is."""
 
 
 def write_index(folder: Path, schema: int, content: Mapping[str, Any]) -> None:
@@ -125,6 +127,27 @@ class TensorFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._opened = lru_cache(_MOST_OPEN)(partial(_open, folder))
+
+    def check(self, file: str, batch: int, layouts: Mapping[str, Any]) -> None:
+        """Check that a file is of a checkpoint of `batch`, and has these tensors.
+
+        Args:
+            file: which; one that does not say of how many batches it is may be of any.
+            batch: the number of batches.
+            layouts: type and shape of each tensor, by name.
+
+        Raises:
+            CheckpointError: it is of another checkpoint, or a tensor is missing or has another type or shape.
+        """
+        with self._explained(file, "the header"):
+            metadata = self._opened(file).metadata
+            said = metadata.get(BATCH) if isinstance(metadata, dict) else None
+            if said not in (None, str(batch)):
+                raise ValueError(f"the file is of another checkpoint, after {said!r:.40} batches, not after {batch}")
+        for name, layout in layouts.items():
+            with self._explained(file, name):
+                if (found := self._opened(file).layout(name)) != layout:
+                    raise ValueError(f"it is {found!r:.100}, and by the index {layout!r:.100}")
 
     def read(self, file: str, name: str) -> Tensor:
         """Read a tensor.

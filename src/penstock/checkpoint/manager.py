@@ -93,7 +93,8 @@ class Checkpoints:
         store: the key-value store through which ranks announce what they have written; torch's default store if None.
         timeout: seconds to wait for the files of other ranks.
         tell: called with the number of batches of each checkpoint, and None or the reason why it was not written, by a
-            thread on the rank of the first stage. By default, failures are logged as warnings.
+            thread on the rank of the first stage. By default, failures are logged as warnings, and so is what `load`
+            has passed over.
 
     Raises:
         ConfigError: `keep` is less than 1.
@@ -192,25 +193,12 @@ class Checkpoints:
         check_idle(self._pipeline)
         self.wait()
         self._writer, self._failure, self._known = self._make_writer(), None, True
-        found: list[str] = []
-        failure: str | None = None
-        if self._rank == 0:
-            try:
-                if self._folder.is_dir():
-                    self._owner.claim(take_over=True)
-                check_folder(self._folder)
-                clear_parts(self._folder)
-                found = list(map(str, checkpoints(self._folder, limit)))
-            except OSError as error:
-                failure = f"cannot resume in {str(self._folder)!r}: {error}"
-            except CheckpointError as error:
-                failure = str(error)
-        found, failure = self._of_first([found, failure], "looking for checkpoints, in load()")
-        if failure is not None:
-            raise CheckpointError(failure)
-        newest, self.damaged = open_newest(self._folder, list(map(Path, found)), self._open)
+        newest, self.damaged = open_newest(self._folder, self._find(limit), self._open)
+        for fault in self.damaged if self._rank == 0 and self._tell is _warn else ():
+            _LOG.warning("a damaged checkpoint was passed over: %s", fault)
         if newest is None:
             return None
+        failure: str | None = None
         try:
             if self._rank == 0:
                 if limit is not None:
@@ -229,10 +217,34 @@ class Checkpoints:
                 raise
             raise CheckpointError(
                 f"the index in {str(newest.folder)!r} is whole, but not of the form that this version of penstock "
-                f"writes: {error!r}"
+                f"writes: {error!r}; remove that folder to go on from the checkpoint before it"
             ) from error
         self._written = self._writer.goes_on_from(newest)
         return Loaded(newest.batch, newest.extra)
+
+    def _find(self, limit: int | None) -> list[Path]:
+        """Return the checkpoints in the folder, which is this object's from now on, from the oldest on.
+
+        Raises:
+            CheckpointError: the folder is not as it should be, or another process has it.
+        """
+        found: list[str] = []
+        failure: str | None = None
+        if self._rank == 0:
+            try:
+                if self._folder.is_dir():
+                    self._owner.claim(take_over=True)
+                check_folder(self._folder)
+                clear_parts(self._folder)
+                found = list(map(str, checkpoints(self._folder, limit)))
+            except OSError as error:
+                failure = f"cannot resume in {str(self._folder)!r}: {error}"
+            except CheckpointError as error:
+                failure = str(error)
+        found, failure = self._of_first([found, failure], "looking for checkpoints, in load()")
+        if failure is not None:
+            raise CheckpointError(failure)
+        return list(map(Path, found))
 
     def save(self) -> None:
         """Write a checkpoint between two runs, unless it exists, and wait for it; all ranks call this together.

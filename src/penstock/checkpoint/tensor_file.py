@@ -56,6 +56,9 @@ class TensorFile:
     Args:
         path: of the file.
 
+    Attributes:
+        metadata: texts by name; None if there are none.
+
     Raises:
         OSError: it cannot be opened, or is no regular file.
         ValueError: it is no safetensors file.
@@ -73,6 +76,16 @@ class TensorFile:
         if not isinstance(header, dict):
             raise ValueError("its header is no list of tensors")
         self._header, self._start, self._end = header, _LENGTH + length, size
+        self.metadata: Any = header.get("__metadata__")
+
+    def layout(self, name: str) -> list[Any]:
+        """Return type and shape of a tensor as plain values, as of `layout_of`.
+
+        Raises:
+            ValueError: the file does not hold it.
+        """
+        entry = self._entry(name)
+        return [str(entry.dtype), list(entry.shape)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor.
@@ -134,6 +147,11 @@ class TensorFile:
         if end - first != math.prod(shape) * dtype.itemsize or end > self._end:
             raise ValueError(f"the header gives it {end - first} bytes for shape {tuple(shape)!r:.80}")
         return _Entry(dtype, tuple(shape), first)
+
+
+def layout_of(tensor: Tensor) -> list[Any]:
+    """Return type and shape of a tensor as plain values."""
+    return [str(tensor.dtype), list(tensor.shape)]
 
 
 def _are_whole(numbers: Any) -> TypeGuard[list[int]]:

@@ -27,6 +27,7 @@ from penstock.checkpoint.end_at_exit import end_at_exit
 from penstock.checkpoint.frozen_parameters import NOTHING, FrozenFile
 from penstock.checkpoint.index import INDEX
 from penstock.checkpoint.rank_announcements import Posts
+from penstock.checkpoint.tensor_file import layout_of
 from penstock.comm.core.background import Background
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import CheckpointError, TransportError
@@ -163,6 +164,7 @@ class Writer:
         """Write the files of one stage; on the first rank, then wait for the others and complete the checkpoint."""
         place, name = disk.checkpoint_folder(self._run, snapshot.batch), _file_name("stage", snapshot)
         part: dict[str, Any] = {"values": snapshot.values, "facts": snapshot.facts, "tensors": {}, "files": {}}
+        layouts = {key: layout_of(tensor) for key, tensor in snapshot.tensors.items()}
         try:
             folder = disk.partial_folder(place)
             folder.mkdir(parents=True, exist_ok=True)
@@ -170,14 +172,14 @@ class Writer:
                 check_own_folder(each)
             tensors = snapshot.on_cpu(snapshot.tensors.keys() - snapshot.frozen.keys())
             if tensors:
-                part["files"][name] = disk.write_tensors(folder / name, tensors)
-                part["tensors"] = dict.fromkeys(tensors, name)
+                part["files"][name] = disk.write_tensors(folder / name, tensors, snapshot.batch)
+                part["tensors"][name] = {key: layouts[key] for key in tensors}
             if snapshot.frozen:
                 name = _file_name("frozen", snapshot)
                 begun = FrozenFile(self._run, self._begun, self._files.get(name, NOTHING))
                 shared = self._frozen.setdefault((snapshot.stage, snapshot.place), begun)
                 part["files"][name] = shared.put(snapshot.batch, name, snapshot)
-                part["tensors"] |= dict.fromkeys(snapshot.frozen, name)
+                part["tensors"][name] = {key: layouts[key] for key in snapshot.frozen}
             del tensors
         except Exception as error:  # any error costs only this checkpoint
             part["failure"] = f"{name}: {error}"
@@ -261,12 +263,15 @@ def _content(parts: Sequence[dict[str, Any]], extra: Mapping[str, Any]) -> dict[
     facts: dict[str, Any] = {"values": {}}
     tensors: dict[str, str] = {}
     files: dict[str, Any] = {}
+    layouts: dict[str, Any] = {}
     for part in parts:
-        twice = tensors.keys() & part["tensors"].keys()
-        if twice:
-            raise CheckpointError(f"two stages have written a tensor named {min(twice)!r}")
+        for name, found in part["tensors"].items():
+            twice = tensors.keys() & found.keys()
+            if twice:
+                raise CheckpointError(f"two stages have written a tensor named {min(twice)!r}")
+            tensors |= dict.fromkeys(found, name)
+            layouts |= found
         facts["values"] |= part["values"]
         facts |= part["facts"]
         files |= part["files"]
-        tensors |= part["tensors"]
-    return {"facts": facts, "extra": dict(extra), "files": files, "tensors": tensors}
+    return {"facts": facts, "extra": dict(extra), "files": files, "tensors": tensors, "layouts": layouts}

@@ -200,15 +200,16 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
         WorkerError, InterruptedRunError: see `launch_local`.
         UnsavedRunError: the run has ended, but no checkpoint of it could be written.
     """
+    from penstock.checkpoint.format import checkpoints
     from penstock.launch.launch import launch_local
     from penstock.train.setup.config_rollback import ConfigBefore
     from penstock.train.setup.recorded_progress import recorded
-    from penstock.train.setup.run_folder import check_is_saved, how_to_go_on, make_run_folder, saved_batches
+    from penstock.train.setup.run_folder import check_is_saved, how_to_go_on, make_run_folder
     from penstock.view.closed_terminal_stream import lasting_console
 
     folder = resume or make_run_folder(settings)
     start = 0 if restart else recorded(folder).size
-    if resume is not None and not restart and saved_batches(folder) is None:
+    if resume is not None and not restart and not checkpoints(folder):
         print_words(lasting_console(), Text(f"There is no checkpoint in {folder} yet, so the run begins with batch 1."))
     before = None if resume is None or restart else ConfigBefore(folder, settings)
     workers, console = settings.processes, lasting_console()
@@ -226,7 +227,8 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
         if console.is_terminal:
             console.line()  # a worker that was killed has left the cursor behind its live display
         failed = isinstance(error, WorkerError) and before is not None
-        error.hint = (before.advice() if failed and before is not None else None) or how_to_go_on(folder)
+        as_before = before.advice() if failed and before is not None else None
+        error.hint = how_to_go_on(folder, str(error), as_before)
         if isinstance(error, WorkerError):
             error.hint += _how_to_take_less(settings, str(error))
         raise

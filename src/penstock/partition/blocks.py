@@ -112,7 +112,8 @@ def _check_same_children(blocks: nn.Module, named: Mapping[str, Any]) -> None:
             what = "is new" if before is None else "is gone" if now is None else "is another"
             raise ConfigError(
                 f"block {name!r} {what} since the pipeline was made, so the pipeline would train without that change; "
-                "make a new Pipeline of the changed model (a checkpoint of this one can be loaded into it)"
+                "make a new Pipeline of the changed model (a checkpoint from before the change can be loaded into it "
+                "if parameters have kept their names and shapes)"
             )
 
 

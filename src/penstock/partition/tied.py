@@ -93,8 +93,8 @@ class KnownSharing:
             if name not in self._known:
                 raise ConfigError(
                     f"{name} has become one parameter with {other}, of another stage, since the pipeline was made, "
-                    "which would go on training two; make a new Pipeline of the changed model (a checkpoint of this "
-                    "one can be loaded into it)"
+                    "which would go on training two; make a new Pipeline of the changed model (a checkpoint from "
+                    "before the change can be loaded into it)"
                 )
 
     def _shared(self) -> dict[str, str]:

@@ -40,7 +40,7 @@ class Inspection(ShardedStateDict):
 
     def is_finite(self) -> bool:
         """Return whether the newest weights and the optimizer states in this process are free of infinities and NaN."""
-        return all(stage.weights.is_finite() for state in self._ranks for stage in state.stages.values())
+        return not any(stage.weights.not_finite() for state in self._ranks for stage in state.stages.values())
 
     def lags(self) -> dict[str, dict[int, list[int]]]:
         """Return after how many waves the stages here have added the updates of others, where `Combine` left that open.

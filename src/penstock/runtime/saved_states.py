@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from penstock.checks import in_brief
@@ -9,10 +10,12 @@ from penstock.errors import ConfigError
 from penstock.runtime.data.resumed_data_check import DATA
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.restore.restore_together import restore_all
-from penstock.runtime.restore.saved_state import SavedState, check_names, check_pipelines, saved_older
+from penstock.runtime.restore.saved_state import PREDICTION, SavedState, check_names, check_pipelines, saved_older
 from penstock.runtime.switching import Switching
 from penstock.schedule.ir.version_rules import RULES
+from penstock.weights.corrections.two_bw_ahead import prediction_of
 
+_LOG = logging.getLogger(__name__)
 IN_FLIGHT = "in_flight"  # among the facts of a saved state
 
 
@@ -39,16 +42,19 @@ class SavedStates(Switching):
         snapshot.facts.update({IN_FLIGHT: known} if known else {})
         place = self._engine.position.state()
         snapshot.facts.update({DATA: place} if place else {})
+        prediction = self._prediction()
+        snapshot.facts.update({PREDICTION: prediction} if prediction else {})
         sink(snapshot)
 
     def load(self, saved: SavedState) -> None:
         """Continue from a saved state, bit for bit; it may be of another depth, width or method.
 
         The data of the next run are those that follow; a warning says so where they begin again with the first batch
-        that was trained on. Under another method, training begins with the newest weights of the state; double
-        buffering begins with them twice if it finds no older ones, as after a synchronous run. `Checkpoints.load` calls
-        this. Between processes all ranks call it together: with sharding each reads the rows that it owns, and has the
-        others from those that have read them.
+        that was trained on. Under another method, training begins with the newest weights of the state, as after a
+        synchronous run, and takes older versions over as `switch` does. A parameter that was frozen then and is not now
+        has the state of an optimizer that is new to it; one that is frozen now has its newest weights.
+        `Checkpoints.load` calls this. Between processes all ranks call it together: with sharding each reads the rows
+        that it owns, and has the others from those that have read them.
 
         Raises:
             ConfigError: this is no saved state.
@@ -67,8 +73,7 @@ class SavedStates(Switching):
         self._engine.position.load(saved.facts.get(DATA, {}))
         self._adopt()
         self._held.loaded()
-        older = saved_older(saved, self._plan.options.staleness.correction_name)
-        older = min(older, RULES[self.schedule.rule].delay)
+        older = min(saved_older(saved, self._prediction()), RULES[self.schedule.rule].delay)
         try:
             restore_all(saved, older, self._given[1], self._ranks, self.grid, self.schedule)
             for state in self._ranks:
@@ -81,6 +86,21 @@ class SavedStates(Switching):
             raise
         self._spans.batches, self._spans.older = int(saved.facts["batch"]), older
         self._spans.evaluated = max((e.version for e in self.evaluations), default=-1)
+        self._tell_what_is_not_finite()
+
+    def _prediction(self) -> list[float | None] | None:
+        return prediction_of(self._plan.options.staleness.correction, RULES[self.schedule.rule].delay)
+
+    def _tell_what_is_not_finite(self) -> None:
+        """Warn if weights that have been loaded are not finite, which a run may have saved on purpose."""
+        stages = [stage for state in self._ranks for stage in state.stages.values()]
+        if found := list(dict.fromkeys(name for stage in stages for name in stage.weights.not_finite())):
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            _LOG.warning(
+                "load: after %d batches %s%s had infinities or NaN; what is trained from there has, too. To go on from "
+                "an earlier checkpoint, remove this one, as checkpoints.load(limit=%d) does",
+                self.batches, found[0], more, self.batches - 1,
+            )  # fmt: skip
 
 
 def save_between_runs(pipeline: SavedStates, saving: Saving) -> None:

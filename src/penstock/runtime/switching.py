@@ -36,9 +36,10 @@ class Switching(Inspection):
         """Continue under another method, between two runs; between processes all ranks call this together.
 
         Stages, weights and optimizer states stay where they are. The next run begins as after a synchronous one: every
-        pass reads the newest weights, or what is made of them; double buffering begins with them twice, unless the
-        method before had it, too. Parameter-sized buffers that the new schedule does not need are freed, and those that
-        it needs besides are made (`live_bytes` shows both once a run has begun).
+        pass reads the newest weights, or what is made of them; older versions stay only where both methods read them
+        with a constant delay (2bw, 3bw), or both read the same prediction (2bw-ahead). Parameter-sized buffers that the
+        new schedule does not need are freed, and those that it needs besides are made (`live_bytes` shows both once a
+        run has begun).
 
         Args:
             method: as of `Pipeline`, for as many ranks and microbatches as before.

@@ -111,10 +111,11 @@ class TrainedWeights(StageWeights):
             write = partial(self.corrector.predict, self.updater, self.store.master, copy.label)
         self.store.derived.create(copy, (versions, copy.label, depends), write)
 
-    def is_finite(self) -> bool:
-        """Return whether the newest weights and the optimizer state are finite."""
+    def not_finite(self) -> list[str]:
+        """Return which of the newest weights are not finite, and whether the optimizer state is not."""
+        found = [name for name, weights in self.store.held.items() if not _is_finite(weights)]
         remembered = [value for value in self.updater.tensors if value.is_floating_point()]
-        return all(bool(tensor.isfinite().all()) for tensor in (*self.store.held.values(), *remembered))
+        return found if all(map(_is_finite, remembered)) else [*found, f"the state of {self.updater.name}"]
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -271,3 +272,9 @@ class TrainedWeights(StageWeights):
         if self.apart:
             roles["optimizer before"] = 0 if self.provisional is None else self.provisional.nbytes
         return roles
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor has neither infinities nor NaN."""
+    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return not numbers.numel() or all(bool(end.isfinite()) for end in numbers.aminmax())  # without a copy

@@ -56,9 +56,9 @@ class StageWeights:
             scale: S of the batch whose gradient the next update is made of: all batches before are decided.
         """
 
-    def is_finite(self) -> bool:
-        """Return whether the newest weights and the optimizer state are finite."""
-        return True
+    def not_finite(self) -> list[str]:
+        """Return which of the newest weights are not finite, and whether the optimizer state is not."""
+        return []
 
     # --- gradients --------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """What has gone wrong in a run that continues: checkpoints that were not written, damaged ones that were passed over.
 
-The rank of the first stage knows of it, and the rank that reports shows it: at once, and again in the last lines.
+The rank of the first stage knows of it, and the rank that reports shows it at once; in the last lines it shows how many
+checkpoints were not written.
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ class Troubles:
 
     def __init__(self, store: Store) -> None:
         self._store, self._read = PrefixStore("penstock/troubles", store), 0
-        self._passed_over: list[str] = []
         self._tried, self._failures = 0, list[tuple[int, str]]()
 
     def passed_over(self, fault: str) -> None:
         """Note that a damaged checkpoint was passed over."""
-        self._passed_over.append(f"a damaged checkpoint was passed over: {fault}")
-        self._say(self._passed_over[-1])
+        self._say(f"a damaged checkpoint was passed over: {fault}")
 
     def checkpoint(self, batch: int, failure: str | None) -> None:
         """Note that a checkpoint was written, or was not; any thread of one rank calls this."""
@@ -44,9 +43,9 @@ class Troubles:
         return found
 
     def summary(self) -> list[str]:
-        """Return what this rank has noted, in a line for each kind of trouble, for the end of the run."""
+        """Return a line about the checkpoints that were not written, for the end of the run; none if there are none."""
         if not self._failures:
-            return list(self._passed_over)
+            return []
         batch, failure = self._failures[-1]
         count = f"{len(self._failures)} of {self._tried} checkpoints were not written"
-        return [*self._passed_over, f"{count}; the last of them, after {batch} batches: {failure}"]
+        return [f"{count}; the last of them, after {batch} batches: {failure}"]

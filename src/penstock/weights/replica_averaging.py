@@ -162,12 +162,12 @@ class Agreement:
         """Restore what `copies` returned; where that is missing, restart as at the start of training.
 
         Args:
-            saved: by kind and name of the parameter, all of a kind or none.
+            saved: by kind and name of the parameter.
         """
         for kind, buffer in self._kept():
             own = {name: saved[f"{kind}/{name}"] for name in buffer.views if f"{kind}/{name}" in saved}
             nothing = {name: torch.zeros_like(view) for name, view in buffer.views.items()}
-            buffer.load(own or (nothing if kind == COMMON[1] else self._store.master.views))
+            buffer.load({**(nothing if kind == COMMON[1] else self._store.master.views), **own})
         self.watch.look()
 
     def _kept(self) -> list[tuple[str, Buffer]]:

@@ -21,7 +21,10 @@ WRAPPERS = {
 }
 """What wraps modules for other kinds of parallelism, with what to do instead."""
 
-_AGAIN = "make a new Pipeline of the changed model (a checkpoint of this one can be loaded into it)"
+_AGAIN = (
+    "make a new Pipeline of the changed model (a checkpoint from before the change can be loaded into it if parameters "
+    "have kept their names and shapes)"
+)
 
 _OWN = """\
 class Part(torch.nn.Module):  # around what takes or returns more than one value

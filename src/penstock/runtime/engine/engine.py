@@ -26,6 +26,7 @@ from penstock.runtime.update.run_events import Evaluated
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.proof.proof import Proof
 from penstock.weights.corrections.base import Correction
+from penstock.weights.corrections.two_bw_ahead import prediction_of
 
 
 class Halt(NamedTuple):
@@ -111,7 +112,7 @@ class Engine:
     ) -> Generator[Report, None, bool]:
         """Train in as many spans as snapshots and evaluations ask for; returns whether a rank has left."""
         self._evaluate_due(evaluate)
-        ahead = evaluate is not None and self._setup.reads_ahead  # the last versions would be gone at the end
+        ahead = evaluate is not None and self._setup.prediction is not None  # the last versions would be gone at the end
         if (save is None and evaluate is None) or (self._stays_full and not ahead):
             left = yield from self._spans.train(batches, save, evaluate)
             if not left:
@@ -139,7 +140,8 @@ class Engine:
 
         Those of the end of a run, when it ends; where it was left, or goes on from a snapshot, when a run begins.
         """
-        spans, older = self._spans, self._spans.older if self._stays_full and not self._setup.reads_ahead else 0
+        spans = self._spans
+        older = spans.older if self._stays_full and self._setup.prediction is None else 0
         for version in range(max(spans.evaluated + 1, spans.batches - older), spans.batches + 1):
             if evaluate is not None and evaluate.wants(version):
                 total, weight = spans.evaluate(readable(evaluate), averaged=False, version=version)
@@ -164,7 +166,9 @@ class Engine:
             proof: of the schedule.
             correction: of its method.
         """
-        kept = self._spans.older = min(self._spans.older, RULES[proof.schedule.rule].delay)
+        delay = RULES[proof.schedule.rule].delay
+        same = prediction_of(correction, delay) == self._setup.prediction  # else older versions are another thing
+        kept = self._spans.older = min(self._spans.older, delay) if same else 0
         self._setup.switch(proof, correction)
         try:
             for state in self._ranks:

@@ -21,11 +21,11 @@ from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.setup.rank_state import RankState
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.stage_state.stage_constants import stage_specs
 from penstock.weights.corrections.base import Correction
+from penstock.weights.corrections.two_bw_ahead import prediction_of
 from penstock.weights.decision import add_shares, add_shares_alone
 
 
@@ -49,7 +49,7 @@ class SpanSetup:
     Attributes:
         grid, ranks, combine: as given.
         proof: of the present training schedule; another one may take its place between two spans.
-        reads_ahead: passes read predictions, and no version that was decided.
+        prediction: which one passes read, and no version that was decided; None if they read versions.
         last: the rank of the last stage.
         peers: what ranks leave for each other.
     """
@@ -80,7 +80,7 @@ class SpanSetup:
     def switch(self, proof: Proof, correction: Correction | None) -> None:
         """Make spans of another schedule, of a method with this correction, from now on."""
         self.proof = proof
-        self.reads_ahead = correction is not None and CORRECTIONS[correction.name].reads_ahead
+        self.prediction = prediction_of(correction, RULES[proof.schedule.rule].delay)
 
     @property
     def schedule(self) -> Schedule:

@@ -50,32 +50,30 @@ class Restored:
         older: int,
         blocks: Mapping[str, Any],
     ) -> None:
-        self.stage, self._saved, self._reader = stage, saved, StageReader(stage, saved, tensors)
+        self.stage, self._saved, self._reader = stage, saved, StageReader(stage, saved, tensors, blocks)
         self.rest: list[list[Tensor]] = []
         self._ahead = False
-        self._reader.check(blocks)
-        own = f"fixed.{stage.place}"
+        self._reader.check()
         for name, tensor in stage.module.tensors.unversioned().items():
-            kind = own if f"{own}/{name}" in saved.names else "fixed"
-            self._reader.fill(kind, name, tensor.shape, tensor)
+            self._reader.fill(self._reader.fixed(name), name, tensor.shape, tensor)
         if isinstance(stage.weights, TrainedWeights):
             self._read_trained(stage.weights, older)
 
     def _read_trained(self, weights: TrainedWeights, older: int) -> None:
         """Read the state of a stage's trained parameters; what is not divided is left to `finish`."""
         reader, saved, store = self._reader, self._saved, weights.store
-        self._ahead = store.reads_ahead and any(name.startswith("ahead/") for name in saved.names)
+        self._ahead = store.reads_ahead and older > 0
         room = store.restart(int(saved.facts["batch"]), older)
         self._fill(weights, room.newest, partial(reader.kind, "weights"))
         for back, views in enumerate(room.older, 1):
-            kind = partial(_named, f"ahead.{back}") if self._ahead else partial(reader.kind, older_kind(back))
+            kind = partial(reader.kind, f"ahead.{back}" if self._ahead else older_kind(back))
             self._fill(weights, views, kind, room.older_rows)
         if room.ahead is not None and self._ahead:
-            self._fill(weights, room.ahead, partial(_named, "ahead"))
+            self._fill(weights, room.ahead, partial(reader.kind, "ahead"))
         if weights.average is not None:
-            saved_average = reader.has("average", next(iter(weights.average.views)))
+            saved_average = any(reader.has("average", name) for name in weights.average.views)
             weights.average.rewrite()
-            self._fill(weights, weights.average.views, partial(_named, "average" if saved_average else "weights"))
+            self._fill(weights, weights.average.views, partial(reader.kind, "average" if saved_average else "weights"))
         updates = saved.facts.get(f"updates{reader.own}", saved.facts["updates"])
         weights.updater.load(int(updates), reader.optimizer_state())
         weights.updater.rates.load(reader.settings(), weights.updater.updates)
@@ -129,8 +127,3 @@ def _restore_corrector(corrector: Corrector, reader: StageReader, saved: SavedSt
         known = {name for name in buffer.views if same and reader.has(kind, name)}
         views = buffer.views.items()
         buffer.load({n: reader.read(kind, n, v) if n in known else torch.zeros_like(v) for n, v in views})
-
-
-def _named(kind: str, _: str) -> str:
-    """Return what all parameters of a stage are called alike."""
-    return kind

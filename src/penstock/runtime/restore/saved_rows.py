@@ -96,6 +96,24 @@ def check_shape(name: str, found: Sequence[int], wanted: Sequence[int] | None) -
         )
 
 
+def check_type(name: str, found: torch.dtype, wanted: torch.dtype) -> None:
+    """Make sure that a saved tensor has numbers of the kind of the model's; floating-point ones are rounded.
+
+    Raises:
+        CheckpointError: one has floating-point or complex numbers, or truth values, and the other has not.
+    """
+    if _kind_of_number(found) != _kind_of_number(wanted):
+        raise CheckpointError(
+            f"{name} is {found} in the checkpoint and {wanted} in the model; give the model the type that it was saved "
+            "with"
+        )
+
+
+def _kind_of_number(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    """Return whether numbers are floating-point, complex, or truth values."""
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
+
+
 def _first_rows(names: Collection[str]) -> dict[str, list[int]]:
     """Return, by what tensors saved by rows would be called as a whole, the first rows of their parts, in order."""
     found: dict[str, list[int]] = {}

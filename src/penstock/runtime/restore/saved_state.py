@@ -15,8 +15,10 @@ from torch import Tensor
 from penstock.errors import CheckpointError
 from penstock.partition.parameter_names import block_of
 from penstock.runtime.rank.snapshot import older_kind
-from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.data_parallel_sync import Combine
+
+ANOTHER_MODEL = "load it into the model that it was saved from, or give this one a folder of its own"
+PREDICTION = "prediction"  # among the facts: which one passes have read, as of `prediction_of`
 
 
 @runtime_checkable
@@ -112,8 +114,7 @@ def check_names(saved: SavedState, blocks: Mapping[str, Any]) -> None:
     if foreign:
         raise CheckpointError(
             f"the checkpoint has {len(foreign)} tensors of blocks that the model does not have, the first of them "
-            f"{foreign[0].rpartition('/')[2]}; blocks of the model: {', '.join(blocks)}. Load it into the model that "
-            "it was saved from, or give this one a folder of its own"
+            f"{foreign[0].rpartition('/')[2]}; blocks of the model: {', '.join(blocks)}; {ANOTHER_MODEL}"
         )
 
 
@@ -123,9 +124,15 @@ def _belongs(saved: str, blocks: Mapping[str, Any]) -> bool:
     return any(block_of("/".join(parts[at:]), blocks) is not None for at in range(1, len(parts)))
 
 
-def saved_older(saved: SavedState, correction: str) -> int:
-    """Return of how many versions before the newest a saved state has what passes read, under this correction."""
-    ahead = correction in CORRECTIONS and CORRECTIONS[correction].reads_ahead
+def saved_older(saved: SavedState, prediction: Sequence[float | None] | None) -> int:
+    """Return of how many versions before the newest a saved state has what passes read.
+
+    Args:
+        saved: the state.
+        prediction: what they read in place of versions, as of `prediction_of`; another one is of no use.
+    """
+    if prediction is not None and saved.facts.get(PREDICTION, prediction) != prediction:
+        return 0
     kinds = {re.split("[/@~]", name, maxsplit=1)[0] for name in saved.names}
-    found = (back for back in count(1) if not kinds & {older_kind(back), *((f"ahead.{back}",) if ahead else ())})
-    return next(found) - 1
+    wanted = older_kind if prediction is None else "ahead.{}".format
+    return next(back for back in count(1) if wanted(back) not in kinds) - 1

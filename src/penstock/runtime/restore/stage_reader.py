@@ -15,8 +15,9 @@ from torch import Tensor
 from penstock.errors import CheckpointError
 from penstock.partition.parameter_names import block_of, prefix_of
 from penstock.runtime.rank.snapshot import suffix
-from penstock.runtime.restore.saved_rows import SavedTensors, check_shape
-from penstock.runtime.restore.saved_state import SavedState
+from penstock.runtime.restore.saved_rows import SavedTensors, check_shape, check_type
+from penstock.runtime.restore.saved_state import ANOTHER_MODEL, SavedState
+from penstock.stage.checks.changes_between_runs import find_parameters
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.memory.row_shards import Rows
@@ -30,25 +31,31 @@ class StageReader:
         stage: the stage.
         saved: the state.
         tensors: of it.
+        blocks: all of the model.
 
     Attributes:
         own: the suffix in names for the weights of its pipeline, where pipelines have weights of their own.
     """
 
-    def __init__(self, stage: StageRuntime, saved: SavedState, tensors: SavedTensors) -> None:
-        self._stage, self._saved, self._tensors = stage, saved, tensors
+    def __init__(
+        self, stage: StageRuntime, saved: SavedState, tensors: SavedTensors, blocks: Mapping[str, Any]
+    ) -> None:
+        self._stage, self._saved, self._tensors, self._blocks = stage, saved, tensors, blocks
         agreement, weights = stage.weights.agreement, stage.weights
         self.own = suffix(0 if agreement is None else agreement.pipeline)
         self._updater = weights.updater if isinstance(weights, TrainedWeights) else None
         self._store = weights.store if isinstance(weights, TrainedWeights) else None
+        self._as_fixed = f"fixed{suffix(stage.place)}", "fixed"
         index = stage.key.index
-        self._names: dict[str, list[str]] = {}
+        first = find_parameters(blocks).paths  # what is frozen may be shared by stages without a tie
+        self._names = {name: [name, first.get(name, name)] for name in stage.module.tensors.frozen()}
         for tie in stage.ties:
             for place, name in enumerate(tie.names_at(index)):
                 self._names[name] = [name, *(names[place] for names in tie.names)]
         self._splits = stage.module.division.splits
+        self._types: dict[str, torch.dtype] = {}  # of weights, as they were saved
 
-    def check(self, blocks: Mapping[str, Any]) -> None:
+    def check(self) -> None:
         """Make sure that the optimizer is of the saved kind, and that the blocks have all tensors saved for them.
 
         Raises:
@@ -61,7 +68,9 @@ class StageReader:
             if kinds - {here}:
                 raise CheckpointError(
                     f"the checkpoint has the state of {kinds.pop()}, but {stage.module.where} is stepped by "
-                    f"{here or 'nothing'}; use the same optimizer, or begin a new run from the weights alone"
+                    f"{here or 'nothing'}; use the same optimizer, or begin a new run with the weights alone: "
+                    "pipeline.load_state_dict(weights), with what full_state_dict() of a pipeline that has loaded the "
+                    "checkpoint with its optimizer has returned"
                 )
         for block, module in stage.module.modules.items():
             known = {f"{prefix_of(block, module)}{name}" for name in module.state_dict()}
@@ -70,18 +79,30 @@ class StageReader:
                 if (
                     kind.partition("@")[0].partition("~")[0].partition(".")[0] in ("weights", "fixed")
                     and rest not in known
-                    and block_of(rest, blocks) == block
+                    and block_of(rest, self._blocks) == block
                 ):
-                    raise CheckpointError(f"the checkpoint has a {rest}, which block {block!r} does not have")
+                    raise CheckpointError(
+                        f"the checkpoint has a {rest}, which block {block!r} does not have; {ANOTHER_MODEL}"
+                    )
 
     def has(self, kind: str, name: str) -> bool:
         """Return True if the checkpoint has a tensor of this kind."""
         return any(f"{kind}/{known}" in self._tensors for known in self._known(name))
 
     def kind(self, what: str, name: str) -> str:
-        """Return what a tensor is called: of the stage's own pipeline if saved, else of the first one."""
-        own = f"{what}{self.own}"
-        return own if self.has(own, name) else what
+        """Return what a trained parameter is called: of the stage's own pipeline if saved, else of the first one.
+
+        One that was frozen when it was saved has one value, which all its versions begin with.
+        """
+        return self._first((f"{what}{self.own}", what), self._as_fixed, name)
+
+    def fixed(self, name: str) -> str:
+        """Return what a buffer or a frozen parameter is called; of one that was trained, its newest weights."""
+        return self._first(self._as_fixed, (f"weights{self.own}", "weights"), name)
+
+    def _first(self, kinds: tuple[str, str], others: tuple[str, str], name: str) -> str:
+        """Return the first of these kinds of which a tensor is saved; the last of `kinds` if there is none."""
+        return next((kind for kind in (*kinds, *others) if self.has(kind, name)), kinds[-1])
 
     def read(self, kind: str, name: str, like: Tensor) -> Tensor:
         """Read a tensor of the stage.
@@ -105,20 +126,26 @@ class StageReader:
             rows: which; all if None.
 
         Raises:
-            CheckpointError: it is missing or has another shape.
+            CheckpointError: it is missing or has another shape, or numbers of another kind.
         """
         known = next((known for known in self._known(name) if f"{kind}/{known}" in self._tensors), None)
         if known is None:
-            raise CheckpointError(f"the checkpoint has no {kind}/{name}, which {self._stage.module.where} needs")
+            raise CheckpointError(
+                f"the checkpoint has no {kind}/{name}, which {self._stage.module.where} needs; {ANOTHER_MODEL}"
+            )
         split = self._splits.get(name)
         if split is not None:
             whole = split.whole_shape(shape)
             tensor = self._tensors.joined(kind, known, _all_rows(whole))
             tensor = split.own(tensor) if tensor.shape == whole else tensor
             check_shape(name, tensor.shape, shape)
+            check_type(name, tensor.dtype, place.dtype)
+            self._types[name] = tensor.dtype
             place.copy_(tensor)
             return
         for at, part in self._tensors.rows(kind, known, rows or _all_rows(shape), shape):
+            check_type(name, part.dtype, place.dtype)
+            self._types[name] = part.dtype
             if place.dim() and place.numel():
                 place[at : at + len(part)].copy_(part)
             elif place.numel():
@@ -152,6 +179,9 @@ class StageReader:
             for kind in dict.fromkeys(kinds[known]):
                 key = f"{what}/{kind}/{known}"
                 value = values[key] if key in values else self._optimizer_rows(name, f"{what}/{kind}", known)
+                if isinstance(value, Tensor) and (value.dim() or not parameter.dim()):
+                    same = value.dtype == self._types.get(name)  # else it has a type of its own
+                    value = value.to(parameter.dtype if same else value.dtype)
                 moved = isinstance(value, Tensor) and value.dim()
                 yield (kind, name), value.to(parameter.device) if moved else value
 
@@ -178,7 +208,9 @@ class StageReader:
         assert self._updater is not None
         kept: dict[str, dict[str, Any]] = {}
         for key, value in self._saved.facts["values"].items():
-            if key.startswith("setting/"):
+            if key.startswith("stepped/"):
+                kept.setdefault(key.removeprefix("stepped/"), {})
+            elif key.startswith("setting/"):
                 _, setting, name = key.split("/", 2)
                 kept.setdefault(name, {})[setting] = value
         names = {name: next((k for k in self._known(name) if k in kept), None) for name in self._updater.parameters}

@@ -102,6 +102,8 @@ class ScheduleFitter:
             weights.corrector, store = None, weights.store
             weights.updater.follow(store.own_of(store.master))
             store.resize(self._proof.stages[runtime.key], range(store.newest - older, store.newest + 1))
+            if not older:
+                store.forget_older()  # and what passes have read ahead of the newest
             if isinstance(store, MixedStore):
                 store.step_apart(steps_apart(self._proof))
         runtime.passes = self.fit(runtime.key, runtime.module, weights)

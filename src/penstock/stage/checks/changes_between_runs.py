@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.partition.parameter_names import modules_in
 
-_INSTEAD = "make a new Pipeline of the changed modules (a checkpoint of this one can be loaded into it)"
+_INSTEAD = "make a new Pipeline of the changed modules (a checkpoint from before the change can be loaded into it)"
+_ANEW = (
+    "make a new Pipeline of the changed modules, which begins with their present weights, and with optimizers that are "
+    "new (a checkpoint from before the change does not fit it)"
+)
 ParameterPlaces = dict[str, list[tuple[nn.Module, str]]]
 """By canonical name, where a parameter stands: modules, and its name there."""
 
@@ -64,7 +68,7 @@ def check_changes(before: FoundParameters, now: FoundParameters, trained: Mappin
     """
     for path in before.paths.keys() ^ now.paths.keys():
         what = "is new" if path in now.paths else "is gone"
-        raise ConfigError(f"{where}: {path} {what} since the pipeline was made, but its optimizer is not; {_INSTEAD}")
+        raise ConfigError(f"{where}: {path} {what} since the pipeline was made, but its optimizer is not; {_ANEW}")
     for path, name in before.paths.items():
         if now.paths[path] != name and name == path:
             raise ConfigError(
@@ -74,7 +78,7 @@ def check_changes(before: FoundParameters, now: FoundParameters, trained: Mappin
         if now.paths[path] != name:
             raise ConfigError(
                 f"{where}: {path} and {name} were one parameter when the pipeline was made and no longer are (as after "
-                f"load_state_dict(assign=True)); make them one again: the same Parameter in both places; or {_INSTEAD}"
+                f"load_state_dict(assign=True)); make them one again: the same Parameter in both places; or {_ANEW}"
             )
     for name, parameter in now.originals.items():
         known = trained.get(name, before.originals[name])
@@ -86,7 +90,7 @@ def check_changes(before: FoundParameters, now: FoundParameters, trained: Mappin
         if parameter.shape != known.shape:
             raise ConfigError(
                 f"{where}: {name} has shape {tuple(parameter.shape)} now, and had {tuple(known.shape)} when the "
-                f"pipeline was made; {_INSTEAD}"
+                f"pipeline was made; {_ANEW}"
             )
         if parameter.is_meta and not known.is_meta:
             raise ConfigError(

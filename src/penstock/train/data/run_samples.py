@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from penstock.checks import is_whole
 from penstock.errors import CheckpointError, DataError
 from penstock.train.data.window_sampler import WindowMicrobatches, Windows, batches
 
@@ -35,11 +36,14 @@ class RunSamples:
             CheckpointError: the checkpoint has no such data.
             DataError: it is of another text.
         """
-        sample = 0
+        sample: Any = 0
         if found is not None:
-            if "sample" not in found:
-                raise CheckpointError(f"the checkpoints in {folder!r} were not written by penstock train")
-            sample = int(found["sample"])
+            sample = found.get("sample")
+            if not is_whole(sample):
+                raise CheckpointError(
+                    f"the checkpoint after {batch} batches in {folder!r} was not written by penstock train: of the "
+                    f"samples that have been trained on it says {sample!r:.80}; remove it to go on from the one before"
+                )
             if found.get("corpus", self._fingerprint) != self._fingerprint:
                 raise DataError(
                     f"the run in {folder!r} was trained on other text: {found['corpus']} then, "

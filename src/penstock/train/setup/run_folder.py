@@ -32,10 +32,10 @@ _FILES = (CONFIG, WRITTEN, METRICS, "trace.json", "lags.json")
 _FOLDERS = (FOLDER, "weights", "averaged", "averaged/weights")
 
 
-def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """Return a run's newest intact checkpoint, whose files are not verified; None if there is none."""
+def newest_checkpoint(folder: Path, share: tuple[int, int] | None = None) -> Checkpoint | None:
+    """Return a run's newest intact checkpoint; None if there is none. Its files are verified if there is a `share`."""
     try:
-        newest, _ = open_newest(folder, opened=partial(Checkpoint, share=None))
+        newest, _ = open_newest(folder, opened=partial(Checkpoint, share=share))
     except CheckpointError:  # reported when the checkpoint is loaded
         return None
     return newest
@@ -139,14 +139,26 @@ def set_aside_run(folder: Path) -> None:
         ) from None
 
 
-def how_to_go_on(folder: Path) -> str:
-    """Return the hint for a run that has ended early: how to resume it."""
-    batch, more = saved_batches(folder), recorded(folder).batches
-    if batch is None:
+def how_to_go_on(folder: Path, said: str = "", as_before: str | None = None) -> str:
+    """Return the hint for a run that has ended early: how to resume it.
+
+    Args:
+        folder: of the run.
+        said: what has ended it.
+        as_before: the hint if it has ended because of a change that has been taken back.
+    """
+    newest = newest_checkpoint(folder, (0, 1) if CheckpointError.__name__ in said else None)
+    damaged = newest is None and bool(checkpoints(folder))
+    if as_before is not None and not damaged:
+        return as_before
+    if newest is None:
+        none = "is no intact checkpoint" if damaged else "is no checkpoint"
+        yet, aside = ("", ", which sets the damaged ones aside") if damaged else (" yet", "")
         return (
-            f"there is no checkpoint in {folder} to resume from yet; to begin again there:\n"
+            f"there {none} in {folder} to resume from{yet}; to begin again there{aside}:\n"
             f"  penstock train --resume {folder} --restart"
         )
+    batch, more = newest.batch, recorded(folder).batches
     further = "" if more <= batch else f" (it was {more} batches far, so {more - batch} are trained again)"
     return f"to resume from the checkpoint after {batch} batches{further}:\n  penstock train --resume {folder}"
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.weights.corrections.base import Corrector, StagePlace
+from penstock.weights.corrections.base import Correction, Corrector, StagePlace
 from penstock.weights.corrections.repeated_gradient_step import check_repeatable, is_elementwise, repeated_step
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.optim.optimizer_adapters import Joined, optimizer_of
@@ -50,6 +50,19 @@ class ReadingAhead:
     def on(self, layout: Layout, place: StagePlace) -> _ReadingAheadOnStage:
         """Create the corrector of a stage."""
         return _ReadingAheadOnStage(self, layout, place)
+
+
+def prediction_of(correction: Correction | None, delay: int) -> list[float | None] | None:
+    """Return which prediction passes read in place of versions, as numbers; None if they read versions.
+
+    Args:
+        correction: of a method.
+        delay: of its version rule.
+    """
+    if not isinstance(correction, ReadingAhead):
+        return None
+    horizon = delay if correction.horizon is None else correction.horizon
+    return [float(correction.motion), float(horizon), correction.a, correction.b]
 
 
 class _ReadingAheadOnStage(Corrector):

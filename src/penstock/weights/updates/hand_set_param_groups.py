@@ -58,7 +58,7 @@ class GroupSettings:
                 f"{type(self._optimizer).__name__} has parameter groups of {sizes} parameters now, and had "
                 f"{self._sizes} when it was made for its stage (add_param_group?), but what is trained is settled "
                 "then; have the optimizer factory give all parameters of a stage to an optimizer of its own, or make a "
-                "new Pipeline to train others (a checkpoint of this one can be loaded into it)"
+                "new Pipeline to train others (a checkpoint from before can be loaded into it)"
             )
 
     def note(self) -> None:
@@ -160,7 +160,7 @@ class GroupSettings:
         """Restore what `state` returned, also with other groups.
 
         Args:
-            state: by parameter and setting.
+            state: by parameter and setting; parameters that are not in it take the settings of their groups.
             names: of the parameters, by id.
             without: per group, what a scheduler sets.
 
@@ -169,13 +169,13 @@ class GroupSettings:
         """
         wanted: list[dict[str, Any]] = []
         for place, group in enumerate(self.groups):
-            members = [names[id(parameter)] for parameter in group["params"]]
-            each = [state.get(name, {}) for name in members]
+            members = [name for name in (names[id(parameter)] for parameter in group["params"]) if name in state]
+            each = [state[name] for name in members]
             other = next((n for n, found in zip(members, each, strict=True) if dict(found) != dict(each[0])), None)
             if other is not None:
                 raise CheckpointError(
                     f"{members[0]} and {other} are in one parameter group, but {dict(each[0])} and "
-                    f"{dict(state.get(other, {}))} were set by hand for them when the checkpoint was written; use the "
+                    f"{dict(state[other])} were set by hand for them when the checkpoint was written; use the "
                     "parameter groups that it was written with"
                 )
             found = each[0] if each else {}
