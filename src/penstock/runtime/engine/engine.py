@@ -112,7 +112,7 @@ class Engine:
     ) -> Generator[Report, None, bool]:
         """Train in as many spans as snapshots and evaluations ask for; returns whether a rank has left."""
         self._evaluate_due(evaluate)
-        ahead = evaluate is not None and self._setup.prediction is not None  # the last versions would be gone at the end
+        ahead = evaluate is not None and self._setup.prediction is not None  # whose last versions are gone at the end
         if (save is None and evaluate is None) or (self._stays_full and not ahead):
             left = yield from self._spans.train(batches, save, evaluate)
             if not left:
