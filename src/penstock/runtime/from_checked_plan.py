@@ -10,10 +10,10 @@ from penstock.comm.core.rank_grid import RankGrid, rank_grid
 from penstock.comm.core.tensor_group import TensorGroup
 from penstock.options.parallelism import rank_numbers
 from penstock.partition.blocks import Blocks, named_blocks
+from penstock.runtime.engine.lifecycle import between_runs
 from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.plan import PipelinePlan
-from penstock.runtime.saved_states import check_idle
 from penstock.runtime.setup.same_plan import check_same_plans
 from penstock.stage.blocks.loss import LossFunction, check_loss
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
@@ -55,6 +55,7 @@ def pipeline_of(
     return pipeline
 
 
+@between_runs()
 def continue_under(pipeline: Pipeline, plan: PipelinePlan, evaluate: Evaluating | None = None) -> None:
     """Let a pipeline go on under another plan of it, as `Pipeline.switch` does, without checking the plan again.
 
@@ -67,7 +68,6 @@ def continue_under(pipeline: Pipeline, plan: PipelinePlan, evaluate: Evaluating 
         ConfigError: ranks were given different plans.
         CapabilityError: the optimizer cannot step under it.
     """
-    check_idle(pipeline)
     if pipeline.grid.everyone is not None:
         check_same_plans({"": plan}, None, pipeline.grid.everyone)
     pipeline._continue(plan, evaluate)
