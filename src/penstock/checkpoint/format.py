@@ -29,7 +29,7 @@ from torch import Tensor
 from penstock.checkpoint import index as indexes
 from penstock.checks import is_whole
 from penstock.errors import CheckpointError
-from penstock.guarded_files import check_own_folder, fingerprint, new_file_mode, sync_file, sync_folder
+from penstock.guarded_files import check_own_folder, fingerprint, new_file, sync_folder
 
 SCHEMA = 1
 FOLDER = "checkpoints"
@@ -169,10 +169,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     Raises:
         OSError: it cannot be written.
     """
-    path.unlink(missing_ok=True)
-    with new_file_mode(path):
-        save_file(dict(tensors), path, metadata={"schema": str(SCHEMA)})
-    sync_file(path)
+    with new_file(path) as temporary:
+        save_file(dict(tensors), temporary, metadata={"schema": str(SCHEMA)})
     return fingerprint(path)
 
 

@@ -204,14 +204,13 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
     from penstock.train.setup.config_rollback import ConfigBefore
     from penstock.train.setup.recorded_progress import recorded
     from penstock.train.setup.run_folder import check_is_saved, how_to_go_on, make_run_folder, saved_batches
-    from penstock.view.closed_terminal_stream import lasting_console
 
     folder = resume or make_run_folder(settings)
     start = 0 if restart else recorded(folder).size
     if resume is not None and not restart and saved_batches(folder) is None:
-        print_words(lasting_console(), Text(f"There is no checkpoint in {folder} yet, so the run begins with batch 1."))
+        print_words(Console(), Text(f"There is no checkpoint in {folder} yet, so the run begins with batch 1."))
     before = None if resume is None or restart else ConfigBefore(folder, settings)
-    workers, console = settings.processes, lasting_console()
+    workers, console = settings.processes, Console()
     try:
         launch_local(
             workers, _work, settings.model_dump(), str(folder), restart,
@@ -276,25 +275,26 @@ def _work(values: dict[str, Any], folder: str | None, restart: bool, drain: str 
     """Train as one worker of a job."""
     from penstock.train.config.load import validate_config
     from penstock.train.loop import train as run
-    from penstock.view.closed_terminal_stream import lasting_console
+    from penstock.view.closed_terminal_stream import lasting_streams
     from penstock.view.progress import TerminalObserver
 
-    observer = TerminalObserver(lasting_console())
-    try:
-        place, request = (Path(path) if path else None for path in (folder, drain))
-        # Workers that elastic starts again would train all batches once more, and on the same disk.
-        must_save = request is None and not starts_again(os.environ)
-        run(
-            validate_config(values),
-            place,
-            observer,
-            request,
-            restart=restart,
-            must_save=must_save,
-            choose=_choose_recompute,
-        )
-    finally:
-        observer.close()
+    with lasting_streams():
+        observer = TerminalObserver(Console())
+        try:
+            place, request = (Path(path) if path else None for path in (folder, drain))
+            # Workers that elastic starts again would train all batches once more, and on the same disk.
+            must_save = request is None and not starts_again(os.environ)
+            run(
+                validate_config(values),
+                place,
+                observer,
+                request,
+                restart=restart,
+                must_save=must_save,
+                choose=_choose_recompute,
+            )
+        finally:
+            observer.close()
 
 
 def config() -> None:

@@ -32,6 +32,11 @@ class Troubles:
             self._failures.append((batch, failure))
             self._say(f"the checkpoint after {batch} batches was not written: {failure}")
 
+    def lost(self, what: str) -> None:
+        """Note that something else of the run could not be written; any thread of any rank calls this."""
+        self._passed_over.append(what)
+        self._say(what)
+
     def _say(self, text: str) -> None:
         self._store.set(str(self._store.add("said", 1) - 1), text)
 

@@ -98,7 +98,8 @@ class _Loop:
         torch.set_num_threads(config.threads or self._share_of_cpus())
         self.pipeline = make_pipeline(prepared, dist.group.WORLD)
         request.doing = lambda: self.pipeline.doing
-        self.metrics, self.troubles = Metrics(folder), Troubles(store)
+        self.troubles = Troubles(store)
+        self.metrics = Metrics(folder, self.troubles.lost)
         fingerprint = from_first(lambda: prepared.windows.corpus.fingerprint, "reading the text", None)
         self.samples = RunSamples(prepared.windows, prepared.microbatches, config.microbatch_size, fingerprint)
         self.checkpoints = Checkpoints(
@@ -169,7 +170,10 @@ class _Loop:
         if self.config.combine.lag == RECORD:
             parts = self._gather(self.pipeline.lags())
             if self.rank == 0:
-                write_lags(self.folder, parts)
+                try:
+                    write_lags(self.folder, parts)
+                except OSError as error:
+                    self.troubles.lost(f"the recorded lags were not written: {error}")
 
     def _train(self) -> None:
         """Train until the phase or the run ends, or early stopping applies."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,7 +77,7 @@ def scale(
     from penstock.plan.scale.scaling_curves import analyse
 
     if print_rules:
-        typer.echo(rules_text(), nl=False)
+        sys.stdout.write(rules_text())
         return
     known, machine = read_rules(rules), cluster_named(cluster)
     if memory is not None:
