@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from penstock.cli.failures import fail, said_of_usage
+from penstock.cli.failures import fail, said_of_system, said_of_usage
 from penstock.cli.options import FLAG
 from penstock.errors import InterruptedRunError, PenstockError, UnsavedRunError, WorkerError
+from penstock.job.surroundings import check_working_folder
 from penstock.view.closed_terminal_stream import lasting_streams
 
 
@@ -117,6 +118,7 @@ def main() -> None:
 def _exit_code(arguments: list[str]) -> int:
     """Run a command; return its exit code, or end with it."""
     try:
+        check_working_folder()
         code: Any = make_app(arguments[0])(args=arguments, prog_name="penstock", standalone_mode=False)
     except WorkerError as error:
         if error.trace:
@@ -130,6 +132,8 @@ def _exit_code(arguments: list[str]) -> int:
         fail(str(error), error.hint, 2)
     except (KeyboardInterrupt, typer.Abort):
         code = 128 + signal.SIGINT
+    except (OSError, MemoryError, ImportError) as error:
+        fail(*said_of_system(error), 1)
     except Exception as error:
         said = said_of_usage(error)
         if said is None:

@@ -30,6 +30,7 @@ from penstock.cli.output import print_words
 from penstock.cli.planned_places import say_places
 from penstock.errors import ConfigError, InterruptedRunError, PenstockError, WorkerError
 from penstock.job.place import is_worker
+from penstock.job.surroundings import check_surroundings
 from penstock.job.torchrun_agent import starts_again
 from penstock.launch.fork_server import start_method
 from penstock.launch.print_once import is_first_to_say
@@ -148,6 +149,7 @@ def _checked(
     file = config if resume is None else _config_of(resume, config)
     settings = load_config(file, changes, proves=local)  # rank 0 of a job that runs already proves for all
     check_enough_blocks(settings)
+    check_surroundings(os.environ, settings.processes)
     say_places(settings)
     if local:
         start_method(_PRELOAD)  # workers are forked from a process that imports torch while this one does, too
