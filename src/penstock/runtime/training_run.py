@@ -84,8 +84,8 @@ class TrainingRun(Iterator[Report]):
         """
         if not self._working.acquire(blocking=False):
             raise PenstockError(
-                "this run is under way already: another thread, or what gives it its data, works on it; take its reports "
-                "and close it in one thread"
+                "this run is under way already: another thread, or what gives it its data, works on it; take its "
+                "reports and close it in one thread"
             )
         try:
             with self._requesting():

@@ -1,14 +1,18 @@
-"""Standard output and error that a command outlives: a terminal that was closed, a full disk, a reader that has ended."""
+"""Standard output and error that a command outlives: a closed terminal, a full disk, a reader that has ended."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
+_COLOURS = r"\x1b\[[0-9;]*m"
+_MOVES = r"\x1b\[(?:\?25[lh]|[0-9]*A|2K)"  # of a live display
+_CONTROLS = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
 _GONE = (errno.EIO, errno.EPIPE)  # the terminal has been closed; whoever read the pipe has ended
 
 
@@ -60,27 +64,29 @@ class LastingStream:
     def __init__(self, stream: TextIO, tell: Callable[[str], object] = lambda _: None) -> None:
         self._stream, self._tell = stream, tell
         self._terminal = not stream.closed and stream.isatty()
+        self._controls = re.compile(f"{_COLOURS}|{_MOVES}|{_CONTROLS}" if self._terminal else f"{_COLOURS}|{_CONTROLS}")
         self.failure: str | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text, if there is still a place for it."""
+        """Write a text, if there is still a place for it; characters that would command a terminal are escaped."""
         try:
-            return self._stream.write(text)
+            self._stream.write(self._controls.sub(_escaped, text))
         except UnicodeEncodeError:
             encoding = self.encoding or "ascii"
-            return self.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            self.write(text.encode(encoding, "backslashreplace").decode(encoding))
         except (OSError, ValueError) as error:
-            return self._drop(error, len(text))
+            self._drop(error)
+        return len(text)
 
     def flush(self) -> None:
         """Flush what has been written, if there is still a place for it."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
-            self._drop(error, 0)
+            self._drop(error)
 
     def isatty(self) -> bool:
         """Return whether the stream is a terminal, or was one."""
@@ -91,14 +97,15 @@ class LastingStream:
         self.failure = why
         self._tell(why)
 
-    def _drop(self, error: OSError | ValueError, length: int) -> int:
-        """Return a length as if that had been written.
-
-        From now on the stream writes to the null device: what it holds would fail once more when Python ends.
-        """
+    def _drop(self, error: OSError | ValueError) -> None:
+        """Write to the null device from now on: what the stream holds would fail once more when Python ends."""
         with suppress(OSError, ValueError), open(os.devnull, "wb") as null_device:  # it may have no file
             os.dup2(null_device.fileno(), self._stream.fileno())
         if getattr(error, "errno", None) not in _GONE and self.failure is None:
             why = getattr(error, "strerror", None) or error
             self.fail(f"standard output cannot be written: {why}; what else goes there is lost")
-        return length
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """Return a sequence that stands for itself, or the escape of a character."""
+    return found[0] if len(found[0]) > 1 else ascii(found[0])[1:-1]

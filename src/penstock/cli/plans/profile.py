@@ -101,6 +101,7 @@ def profile(
     share it. For example: penstock profile --set model.preset=small --microbatch-sizes 1,2,4 --out small.yaml
     """
     numbers = (layers, hidden, sequence, heads, vocabulary)
+    name = None if name is None else name[:200] or "model"
     constants = None if calibration is None else _calibration_in(calibration)
     measuring: dict[str, object] = {"--seconds": seconds, "--data": data, "--set": changes, "--config": config}
     if cluster is not None or any(number is not None for number in numbers):
@@ -205,7 +206,7 @@ def _read(file: Path, source: str | None, name: str | None) -> Any:
     text = read_profile_text(file)
     if source is None:
         found = parse_profile(text, str(file))
-        found = found if name is None else found.model_copy(update={"name": name[:200] or "model"})
+        found = found if name is None else found.model_copy(update={"name": name})
     else:
         try:
             found = readers[source](text, name or file.name.partition(".")[0])
