@@ -148,19 +148,31 @@ def _inside(kind: Any) -> Iterator[Any]:
 
 BESIDE = {
     "train": "1f1b --set data=text.txt --set out=runs", "launch": "1f1b --print slurm --set data=text.txt",
-    "verify": "1f1b --set data=text.txt --batches 1", "compare": "1f1b 2bw --data text.txt --out out --batches 1 --seeds 1",
+    "verify": "1f1b --set data=text.txt --batches 1",
+    "compare": "1f1b 2bw --data text.txt --out out --batches 1 --seeds 1",
     "profile": "--cluster h100 --layers 2 --hidden 8 --sequence 8 --vocabulary 8",
-    "plan": "--model tiny --cluster h100 --devices 2 --global-batch 4", "scale": "--x 8", "rehearse": "plan.yaml --rank 0",
+    "plan": "--model tiny --cluster h100 --devices 2 --global-batch 4", "scale": "--x 8",
+    "rehearse": "plan.yaml --rank 0",
     "predicted": "run --profile profile.yaml", "sample": "run", "show": "1f1b", "simulate": "1f1b", "methods": "",
 }  # fmt: skip
 """What a command is given besides the option that is tried."""
-ODD_NAMES = {"long": "f" * 300, "long, in a folder": f"{'f' * 300}/x.yaml", "half a character": "\udcff", "terminal": "\x1b[2J"}
+ODD_NAMES = {
+    "long": "f" * 300,
+    "long, in a folder": f"{'f' * 300}/x.yaml",
+    "half a character": "\udcff",
+    "terminal": "\x1b[2J",
+}
 
 
 @pytest.mark.parametrize(("command", "option"), options_with_text())
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_any_name_is_taken_or_refused_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, option: str, name: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    command: str,
+    option: str,
+    name: str,
 ) -> None:
     """For whatever takes one: new options are found by themselves. Nothing is trained or measured for it."""
     (tmp_path / "text.txt").write_text("the quick brown fox " * 500)

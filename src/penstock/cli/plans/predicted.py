@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.options import AsJson
-from penstock.cli.output import print_json, say_written
+from penstock.cli.output import check_can_write, print_json, say_written
 from penstock.errors import CheckpointError, ConfigError
 from penstock.guarded_files import write_whole
 
@@ -59,6 +59,7 @@ def predicted(
     from penstock.runtime.rank.timeline_files import read_timeline
     from penstock.train.config.load import load_config
 
+    check_can_write(out, calibration)
     if out is not None and len(runs) > 1:
         raise ConfigError("--out takes the times of layers from one run; give one, or --calibrated FILE for several")
     known, compared, measured = read_profile(profile), [], {}
