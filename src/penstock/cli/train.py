@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,7 +29,7 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import print_words
 from penstock.cli.planned_places import say_places
-from penstock.errors import ConfigError, InterruptedRunError, PenstockError, WorkerError
+from penstock.errors import CheckpointError, ConfigError, InterruptedRunError, PenstockError, WorkerError
 from penstock.job.place import is_worker
 from penstock.job.surroundings import check_surroundings
 from penstock.job.torchrun_agent import starts_again
@@ -182,12 +183,17 @@ def _config_of(run: Path, config: Path | None) -> Path:
 
     Raises:
         ConfigError: the folder is none of a run, or a file in it is not a regular one.
+        CheckpointError: a run is under way there.
     """
+    from penstock.checkpoint.folder_claim import reading
     from penstock.train.config.written_config import CONFIG, changed_by_hand, changes_in_words
     from penstock.train.setup.run_folder import check_is_run, check_own_files
 
     check_is_run(run)
     check_own_files(run)
+    if not is_worker(os.environ):  # those of a job that runs may be started again
+        with reading(run):
+            pass
     if config is None and (by_hand := changed_by_hand(run)):
         said = f"{run / CONFIG} was changed by hand: {changes_in_words(by_hand)}"
         if is_first_to_say(said):
@@ -202,6 +208,7 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
         WorkerError, InterruptedRunError: see `launch_local`.
         UnsavedRunError: the run has ended, but no checkpoint of it could be written.
     """
+    from penstock.checkpoint.folder_claim import reading
     from penstock.launch.launch import launch_local
     from penstock.train.setup.config_rollback import ConfigBefore
     from penstock.train.setup.recorded_progress import recorded
@@ -227,7 +234,10 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
         if console.is_terminal:
             console.line()  # a worker that was killed has left the cursor behind its live display
         failed = isinstance(error, WorkerError) and before is not None
-        error.hint = (before.advice() if failed and before is not None else None) or how_to_go_on(folder)
+        back = None
+        with suppress(CheckpointError), reading(folder):  # unless another job has the folder
+            back = before.advice() if failed and before is not None else None
+        error.hint = back or how_to_go_on(folder)
         if isinstance(error, WorkerError):
             error.hint += _how_to_take_less(settings, str(error))
         raise
@@ -316,6 +326,9 @@ def sample(
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.", min=0, max=2**63 - 1)] = 0,
 ) -> None:
     """Sample text with the weights of a finished run."""
+    from penstock.checkpoint.folder_claim import reading
     from penstock.train.export.sample import sample_text
 
-    sys.stdout.write(sample_text(run, prompt, length, temperature, seed) + "\n")
+    with reading(run):
+        text = sample_text(run, prompt, length, temperature, seed)
+    sys.stdout.write(f"{text}\n")

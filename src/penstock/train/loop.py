@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from penstock.checkpoint.folder_claim import Owner
 from penstock.checkpoint.manager import Checkpoints
 from penstock.comm.collective.all_gather_json import gather_json
 from penstock.comm.collective.broadcast_json import from_first
@@ -79,6 +80,8 @@ def train(
             config = prepared.config
             place = folder or shared_folder(config, store)
             if restart and dist.get_rank() == 0 and first_of_the_job(store, "restart"):
+                owner = Owner(place)  # until the checkpoints of this run have taken over
+                owner.claim()
                 set_aside_run(place)
             start = recorded(place).size  # before any rank has written more; a collective follows
             _Loop(prepared, place, store, observer, request).run()
