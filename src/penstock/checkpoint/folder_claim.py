@@ -2,8 +2,9 @@
 
     .checkpoints.lock    who writes, as JSON; locked (flock) by its owner for as long as that lives
 
-Whoever only reads from the folder shares the lock with others that do. It goes with its owner, however that ends. Loading takes a folder over from an owner in the same process, which
-then writes no more; an owner in another process keeps it.
+Whoever only reads from the folder shares the lock with others that do. It goes with its owner, however that ends.
+Loading takes a folder over from an owner in the same process, which then writes no more; an owner in another process
+keeps it.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ def reading(run: Path) -> Iterator[None]:
     Raises:
         CheckpointError: a run writes there.
     """
-    owner, deadline = Owner(run), time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _PATIENCE
     with ExitStack() as stack:
         with suppress(OSError):  # no run has claimed it yet; whatever else is wrong is found by whoever reads
             file = stack.enter_context(open_regular(run / LOCK)).fileno()
             while not _locks(file, fcntl.LOCK_SH):
                 if time.monotonic() > deadline:
+                    host, process = Owner(run).holder()
                     raise CheckpointError(
-                        f"a run is under way in {str(run)!r}: process {owner.holder()[1]} on {owner.holder()[0]} writes "
-                        "there; wait until it has ended, or end it with Ctrl-C"
+                        f"a run is under way in {str(run)!r}: process {process} on {host} writes there; wait until it "
+                        "has ended, or end it with Ctrl-C"
                     )
                 time.sleep(_LOOK)
         yield

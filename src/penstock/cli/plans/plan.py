@@ -96,20 +96,14 @@ def plan(
     from penstock.plan.planning import PlanRequest, with_cost
 
     check_can_write(out, timeline)
-    target = _target(epochs, epoch_samples)
-    links = None if link_matrix is None else link_matrix_of(link_matrix, planner)
+    target, links = _target(epochs, epoch_samples), link_matrix_of(link_matrix, planner)
     check_sizes({"--memory": memory, "--host-bandwidth": host_bandwidth, "--host-memory": host_memory})
     known, clusters = planned_profile(profile, model, microbatch_sizes, cluster, devices, bandwidth)
-    found = devices_of(clusters, devices, bandwidth, memory, known, link_matrix is not None, speed)
+    found = devices_of(clusters, devices, bandwidth, memory, known, links is not None, speed)
     found = with_host(with_latency(found, latency), host_bandwidth, host_memory)
-    request = with_cost(
-        replace(
-            PlanRequest(known, found, planner, cost, microbatches, global_batch),
-            choices=Choices(straight, compression=compression),
-            methods=None if methods is None else tuple(name.strip() for name in methods.split(",")),
-            links=links,
-        )
-    )
+    tried = None if methods is None else tuple(name.strip() for name in methods.split(","))
+    asked = PlanRequest(known, found, planner, cost, microbatches, global_batch)
+    request = with_cost(replace(asked, choices=Choices(straight, compression=compression), methods=tried, links=links))
     smaller = _check_options(request, out, worlds, host_memory, timeline)
     chosen = choose(request, objective, target, price_of(price, clusters, objective))
     _print_answer(chosen, what_if, as_json)

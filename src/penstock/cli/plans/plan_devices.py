@@ -76,8 +76,8 @@ def price_of(price: float | None, clusters: Sequence[Cluster], objective: str) -
     return next(iter(known), None)
 
 
-def link_matrix_of(path: Path, planner: str) -> Any:
-    """Read the bandwidths between all pairs of devices.
+def link_matrix_of(path: Path | None, planner: str) -> Any:
+    """Read the bandwidths between all pairs of devices; None if no file has them.
 
     Raises:
         ConfigError: it cannot be read, is none, or no planner takes it.
@@ -85,6 +85,8 @@ def link_matrix_of(path: Path, planner: str) -> Any:
     from penstock.plan.any_links.device_order import checked_links
     from penstock.yaml_file import numbers_in, read_yaml
 
+    if path is None:
+        return None
     if planner != "spp":
         raise ConfigError("--link-matrix is for --planner spp; others know levels of devices (--devices, --bandwidth)")
     return checked_links(numbers_in(read_yaml(path).get("links")))

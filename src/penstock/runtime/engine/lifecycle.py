@@ -10,7 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from penstock.errors import PenstockError, TransportError
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Lifecycle:
