@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
 
 import pytest
-import typer
 
-from penstock.cli.app import _MODULES, make_app
 from support.command_line import run
+from support.options import ODD_NAMES, WORK, options_with_text, with_option
 from support.time_limit import time_limit
 
 LONG = "9" * 5000
@@ -130,40 +127,6 @@ def test_a_number_that_is_too_large_is_told_with_its_limit(refused) -> None:
     )
 
 
-def options_with_text() -> list[tuple[str, str]]:
-    """Every option and argument of every command that takes a file, a folder or a name, as they are declared."""
-    found = []
-    for name, command in typer.main.get_command(make_app()).commands.items():  # type: ignore[attr-defined]
-        kinds = get_type_hints(getattr(import_module(f"penstock.cli.{_MODULES[name]}"), name))
-        texts = [p for p in command.params if {Path, str} & {kinds.get(p.name), *_inside(kinds.get(p.name))}]
-        found += [(name, max((o for o in p.opts if o.startswith("-")), key=len, default=str(p.name))) for p in texts]
-    return found
-
-
-def _inside(kind: Any) -> Iterator[Any]:
-    for part in get_args(kind):
-        yield part
-        yield from _inside(part)
-
-
-BESIDE = {
-    "train": "1f1b --set data=text.txt --set out=runs", "launch": "1f1b --print slurm --set data=text.txt",
-    "verify": "1f1b --set data=text.txt --batches 1",
-    "compare": "1f1b 2bw --data text.txt --out out --batches 1 --seeds 1",
-    "profile": "--cluster h100 --layers 2 --hidden 8 --sequence 8 --vocabulary 8",
-    "plan": "--model tiny --cluster h100 --devices 2 --global-batch 4", "scale": "--x 8",
-    "rehearse": "plan.yaml --rank 0",
-    "predicted": "run --profile profile.yaml", "sample": "run", "show": "1f1b", "simulate": "1f1b", "methods": "",
-}  # fmt: skip
-"""What a command is given besides the option that is tried."""
-ODD_NAMES = {
-    "long": "f" * 300,
-    "long, in a folder": f"{'f' * 300}/x.yaml",
-    "half a character": "\udcff",
-    "terminal": "\x1b[2J",
-}
-
-
 @pytest.mark.parametrize(("command", "option"), options_with_text())
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_any_name_is_taken_or_refused_in_a_line(
@@ -177,20 +140,10 @@ def test_any_name_is_taken_or_refused_in_a_line(
     """For whatever takes one: new options are found by themselves. Nothing is trained or measured for it."""
     (tmp_path / "text.txt").write_text("the quick brown fox " * 500)
     monkeypatch.chdir(tmp_path)
-    started: list[object] = []
-    for long in ("launch.launch.launch_local", "verify.verify.verify", "compare.run.ComparisonRun.run"):
-        monkeypatch.setattr(f"penstock.{long}", lambda *_, **__: started.append(0) or sys.exit(0))
-    for long in ("measure.configured.measure_configured", "measure.single_rank_rehearsal.rehearse"):
-        monkeypatch.setattr(f"penstock.{long}", lambda *_, **__: started.append(0) or sys.exit(0))
-    monkeypatch.setattr("penstock.launch.fork_server.start_method", lambda *_: "spawn")
-    value = ODD_NAMES[name]
-    given = [option, value] if option.startswith("-") else [value]
-    beside = BESIDE[command].split()
-    if option in beside:
-        at = beside.index(option)
-        del beside[at : at + 2]
+    for long in WORK:
+        monkeypatch.setattr(long, lambda *_, **__: sys.exit(0))
     with time_limit(20):
-        code, out, err = run(monkeypatch, capsys, command, *beside, *given)
+        code, out, err = run(monkeypatch, capsys, *with_option(command, option, ODD_NAMES[name]))
     assert code in (0, 1, 2)
     assert "Traceback" not in err
     assert not (code == 2 and len(err.splitlines()) > 4), err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.view.closed_terminal_stream import LastingStream
-from support.command_line import only_folder, settings
+from support.command_line import only_folder, settings, start
 
 
 def test_what_nobody_reads_is_dropped() -> None:
@@ -104,6 +105,23 @@ def test_outputs_in_any_state_end_no_run(tmp_path: Path, state: str) -> None:
     assert done.stderr.count("warning: standard output") == (state in (">&-", ">/dev/full"))
     assert "Traceback" not in done.stderr
     assert (only_folder(tmp_path / "runs") / "weights").exists()
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize("size", ["16k", "100k"])
+def test_a_run_on_a_full_disk_says_so(tmp_path: Path, size: str) -> None:
+    """Also where not even a worker's report can be written."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", tmp_path], capture_output=True).returncode:
+        pytest.skip("no right to mount a small file system")
+    try:
+        done = start("-m", "penstock", "train", *settings("checkpoint.every=1", f"out={tmp_path / 'runs'}"))
+    finally:
+        subprocess.run(["umount", "--lazy", tmp_path], check=True)
+    assert done.returncode == 1
+    assert "its weights could not be written" in done.stderr
+    assert "No space left on device" in done.stderr
+    assert not re.search("Traceback|EOFError", done.stderr)
 
 
 @pytest.mark.long
