@@ -1,9 +1,10 @@
 """Gives random malformed inputs to everything that reads one: `make fuzz`; ARGS="--inputs 2000 --seed 7" for less.
 
 Configurations, schedules as text and as torch's CSV, indexes of checkpoints and weights (behind a valid digest, and
-not), command lines, values of every option that takes a name, and outputs in all states, in this process. Each input is
-a valid one in which parts were replaced, removed, repeated or nested. Allowed is an error that `penstock.errors` has, or
-none; everything else is a finding, and so is an input that takes longer than ten seconds. `--out FILE` keeps the counts.
+not), command lines, values of every option that takes a name, and outputs in all states, in this process. Each input
+is a valid one in which parts were replaced, removed, repeated or nested. Allowed is an error that `penstock.errors`
+has, or none; everything else is a finding, and so is an input that takes longer than ten seconds. `--out FILE` keeps
+the counts.
 """
 
 from __future__ import annotations
