@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+import penstock
 from penstock.guarded_files import (
     append_line,
     check_own_folder,
     fingerprint,
+    new_file,
     open_regular,
     parse_json,
     read_text,
@@ -47,13 +56,75 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     assert (tmp_path / "outside").read_text() == "mine"
 
 
-def test_a_link_is_replaced_and_not_written_through(tmp_path: Path) -> None:
-    irregular(tmp_path)
-    (tmp_path / f".link.{os.getpid()}.part").symlink_to(tmp_path / "outside")
-    write_whole(tmp_path / "link", "new")
+def test_nothing_but_a_file_is_replaced(tmp_path: Path) -> None:
+    """Not a link either, nor what a link in the place of its temporary file leads to."""
+    for said, path in irregular(tmp_path).items():
+        with pytest.raises(OSError, match="link|regular|directory") as refused:
+            write_whole(path, "new")
+        assert said in str(refused.value) or "irectory" in str(refused.value)
+    (tmp_path / "file").write_text("old")
+    with new_file(tmp_path / "file") as temporary:
+        name = temporary
+    name.symlink_to(tmp_path / "outside")
+    write_whole(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "new"
     assert (tmp_path / "outside").read_text() == "mine"
-    assert (tmp_path / "link").read_text() == "new"
-    assert not (tmp_path / "link").is_symlink()
+
+
+def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path: Path) -> None:
+    for name in ("f" * 255, "\u00e9" * 127):
+        write_whole(tmp_path / name, "new")
+        assert (tmp_path / name).read_text() == "new"
+    with pytest.raises(OSError, match="File name too long"):
+        write_whole(tmp_path / ("f" * 256), "new")
+
+
+@contextmanager
+def no_room(folder: Path, how: str) -> Iterator[Path]:
+    """A folder in which no more than some bytes can be written."""
+    if how == "limit":
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        try:
+            yield folder
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        return
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", folder], capture_output=True).returncode:
+        pytest.skip("no right to mount a small file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize(("how", "said"), [("limit", "File too large"), ("disk", "No space left on device")])
+def test_of_what_cannot_be_written_nothing_is_left(tmp_path: Path, how: str, said: str) -> None:
+    """So that there is room to say so; what had the name stays."""
+    with no_room(tmp_path, how) as folder:
+        write_whole(folder / "file", "old")
+        with pytest.raises(OSError, match=said):
+            write_whole(folder / "file", "new" * 10_000)
+        with pytest.raises(Exception, match=said), new_file(folder / "file") as temporary:
+            save_file({"a": torch.zeros(10_000)}, temporary)
+        assert [path.name for path in folder.iterdir()] == ["file"]
+        assert (folder / "file").read_text() == "old"
+
+
+WRITES = re.compile(
+    r"\.write_(text|bytes)\(|\bopen\([^)]*\"[wax]b?\"|\bos\.(replace|open)\(|\bsave_file\(|json\.dump\("
+)
+ELSEWHERE = {
+    "guarded_files.py", "checkpoint/format.py", "train/export/weights_folder.py",  # the latter two by `new_file`
+    "measure/machine/local_processes.py", "verify/tensor_parallel_run.py", "launch/worker_exit.py",  # temporary folders
+    "view/closed_terminal_stream.py", "comm/core/gloo_threads.py",  # devices
+}  # fmt: skip
+
+
+def test_everything_is_written_through_one_door() -> None:
+    root = Path(penstock.__file__).parent
+    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if WRITES.search(path.read_text())}
+    assert found <= ELSEWHERE
 
 
 def test_folders_may_not_lead_elsewhere(tmp_path: Path) -> None:

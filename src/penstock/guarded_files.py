@@ -7,8 +7,9 @@ import hashlib
 import json
 import os
 import stat
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -78,10 +79,7 @@ def read_text(path: Path, most: int) -> str:
         ValueError: it is larger, or not text in UTF-8.
     """
     with open_regular(path) as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"it is larger than {most} bytes")
-    return data.decode()
+        return _limited(file, most, f"{most} bytes").decode()
 
 
 def read_given(path: Path, most: int = 1 << 28) -> str:
@@ -92,10 +90,7 @@ def read_given(path: Path, most: int = 1 << 28) -> str:
         ValueError: it is larger than `most` bytes, not text in UTF-8, or its name cannot be.
     """
     with path.open("rb") as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"it is larger than {most >> 20} MiB")
-    return data.decode()
+        return _limited(file, most, f"{most >> 20} MiB").decode()
 
 
 def read_json(path: Path, most: int) -> Any:
@@ -133,34 +128,51 @@ def fingerprint(path: Path) -> dict[str, Any]:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest.hexdigest()}
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file in such a way that it has its name only once it is complete; what had the name is replaced.
+def make_own_folder(path: Path) -> None:
+    """Make a folder, and those that it lies in, unless it is there.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be made, or what is there is a link or no folder.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    temporary.unlink(missing_ok=True)  # from a process that was killed
-    with open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    path.mkdir(parents=True, exist_ok=True)
+    check_own_folder(path)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file in such a way that it has its name only once it is complete; a file that had the name is replaced.
+
+    Raises:
+        OSError: it cannot be written, or what has the name is a link or no regular file.
+    """
+    with new_file(path) as temporary, open_regular(temporary, os.O_WRONLY, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def new_file_mode(path: Path) -> Iterator[None]:
-    """Give what a library writes there the permissions that the umask leaves any new file.
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield the name under which to write a file, which gets its own once it is complete and on the disk.
 
-    A library that renames a temporary file would leave those of temporary files: only its owner could read it.
+    If it cannot be written nothing of it is left, as its room may be needed to say so. It has the permissions that the
+    umask leaves any new file: a library that renames a temporary one would leave those of temporary files.
 
     Raises:
-        OSError: the file exists already, or cannot be written.
+        OSError: it cannot be written, or what has the name is a link or no regular file.
     """
-    with open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-    yield
-    path.chmod(mode)
+    if os.path.lexists(path):
+        check_regular(path)
+    temporary = path.with_name(f".{zlib.crc32(os.fsencode(path.name)):08x}.{os.getpid()}.part")  # never too long
+    temporary.unlink(missing_ok=True)  # from a process that was killed
+    try:
+        with open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        yield temporary
+        temporary.chmod(mode)
+        sync_file(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def append_line(path: Path, line: str) -> None:
@@ -188,6 +200,20 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _limited(file: BinaryIO, most: int, limit: str) -> bytes:
+    """Return what is in a file.
+
+    Raises:
+        ValueError: it is larger than `most` bytes.
+    """
+    found = bytearray()
+    for block in _blocks(file):  # `read(most)` would take as much memory, whatever is in the file
+        found += block
+        if len(found) > most:
+            raise ValueError(f"it is larger than {limit}")
+    return bytes(found)
 
 
 def _blocks(file: BinaryIO) -> Iterator[bytes]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.text import Text
 
 from penstock.errors import ConfigError
+from penstock.guarded_files import write_whole
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.in_flight_option import AUTO, AUTO_DELAYED
 from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
@@ -91,7 +92,7 @@ class ProvenSchedule(ProofOfChoice):
         target = Path(path)
         text = to_torch_csv(self.schedule) if target.suffix == ".csv" else f"{self.schedule}\n"
         try:
-            target.write_text(text)
+            write_whole(target, text)
         except OSError as error:
             raise ConfigError(f"cannot write the schedule to {str(target)!r}: {error.strerror or error}") from None
 

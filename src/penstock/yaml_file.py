@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from penstock.errors import ConfigError
+from penstock.guarded_files import read_given
 
 LARGEST = 1 << 26
 """Bytes of a configuration: one with a schedule of a user's own may be large."""
@@ -24,16 +25,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, or holds something else.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(LARGEST + 1)
+        text = read_given(path, LARGEST)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror or error}") from None
-    if len(data) > LARGEST:
-        raise ConfigError(f"the configuration {str(path)!r} is larger than {LARGEST >> 20} MiB")
-    try:
-        return parse_yaml(data.decode(), str(path))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{str(path)!r} is not YAML: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"cannot read the configuration {str(path)!r}: {error}") from None
+    return parse_yaml(text, str(path))
 
 
 def parse_yaml(text: str, name: str) -> dict[str, Any]:

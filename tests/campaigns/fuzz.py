@@ -1,9 +1,11 @@
 """Gives random malformed inputs to everything that reads one: `make fuzz`; ARGS="--inputs 2000 --seed 7" for less.
 
 Configurations, schedules as text and as torch's CSV, indexes of checkpoints and weights (behind a valid digest, and
-not), what checkpoints hold (loaded and trained on), and command lines, in this process. Each input is a valid one in
-which parts were replaced, removed, repeated or nested. Allowed is an error that `penstock.errors` has, or none;
-everything else is a finding, and so is an input that takes longer than ten seconds. `--out FILE` keeps the counts."""
+not), what checkpoints hold (loaded and trained on), command lines, values of every option that takes a name, and
+outputs in all states, in this process. Each input is a valid one in which parts were replaced, removed, repeated or nested.
+Allowed is an error that `penstock.errors` has, or none; everything else is a finding, and so is an input that takes
+longer than ten seconds. `--out FILE` keeps the counts.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +40,7 @@ from penstock.train.config.schema import TrainConfig
 from penstock.train.config.written_config import as_yaml
 from penstock.train.export.sample import load_model
 from penstock.yaml_file import parse_yaml
+from support.options import ODD_NAMES, WORK, options_with_text, with_option
 from support.schedules import make_schedule
 from support.time_limit import TooLongError, time_limit
 
@@ -54,6 +57,27 @@ VALUES: tuple[Any, ...] = (
     None, True, 0, -1, 1, 10**30, 1e300, float("nan"), "", "x", "\ud800", [], [1], {}, {"a": 1}, [[]], "0" * 64,
 )  # fmt: skip
 TWO_BATCHES = [(torch.ones(4, 2), torch.zeros(4, 2))] * 2
+
+
+class Full(io.StringIO):
+    """A stream on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def closed() -> io.StringIO:
+    """A stream that was closed."""
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+OUTPUTS: dict[str, Callable[[], Any]] = {
+    "there": io.StringIO, "full": Full, "closed": closed, "none": lambda: None,
+    "ASCII": lambda: io.TextIOWrapper(io.BytesIO(), "ascii"),
+}  # fmt: skip
+"""States of standard output and error."""
 pieces = st.sampled_from(ODD) | st.text(max_size=8)
 places = st.integers(0, 10**9)
 edits = st.lists(st.tuples(st.sampled_from(["replace", "remove", "repeat", "insert", "swap"]), places, places, pieces),
@@ -227,6 +251,20 @@ def readers(folder: Path, findings: Findings) -> dict[str, tuple[Callable[..., N
         arguments = edited(line, changes, " ").split(" ")
         findings.attempt("command", lambda: run_command(arguments), arguments)
 
+    def option(taken: tuple[str, str], value: str) -> None:
+        arguments = with_option(*taken, value)
+        with contextlib.ExitStack() as stack:
+            for long in WORK:
+                stack.enter_context(mock.patch(long, side_effect=SystemExit(0)))
+            findings.attempt("option", lambda: run_command(arguments), arguments)
+
+    def output(line: str, out: str, err: str) -> None:
+        def call() -> None:
+            with contextlib.redirect_stdout(OUTPUTS[out]()), contextlib.redirect_stderr(OUTPUTS[err]()):
+                run_command(line.split())
+
+        findings.attempt("output", call, (line, out, err))
+
     lines = {"changes": edits, "cut": st.sampled_from(["\n", " ", ":"])}
     return {
         "configuration": (configuration, lines),
@@ -246,6 +284,21 @@ def readers(folder: Path, findings: Findings) -> dict[str, tuple[Callable[..., N
         ),
         "raw index": (raw, {"changes": edits, "cut": st.sampled_from([" ", '"', "0"])}),
         "command": (command, {"line": st.sampled_from(commands()), "changes": edits}),
+        "option": (
+            option,
+            {
+                "taken": st.sampled_from(options_with_text()),
+                "value": st.sampled_from((*ODD, *ODD_NAMES.values())) | st.text(max_size=300),
+            },
+        ),
+        "output": (
+            output,
+            {
+                "line": st.sampled_from(commands()),
+                "out": st.sampled_from(list(OUTPUTS)),
+                "err": st.sampled_from(list(OUTPUTS)),
+            },
+        ),
     }
 
 

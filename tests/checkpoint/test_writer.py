@@ -113,14 +113,14 @@ def test_one_is_left_out_when_a_disk_is_slower_than_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: int
 ) -> None:
     """On all ranks, whichever has the slow disk; training waits for a part of the time-out only, and goes on."""
-    gate, real = threading.Event(), disk.save_file
+    gate, real = threading.Event(), disk.write_tensors
 
-    def write_slowly(tensors: Any, path: Path, **options: Any) -> None:
+    def write_slowly(path: Path, tensors: Any) -> Any:
         if path.name == f"stage-{slow}.safetensors":
             gate.wait(30)
-        real(tensors, path, **options)
+        return real(path, tensors)
 
-    monkeypatch.setattr(disk, "save_file", write_slowly)
+    monkeypatch.setattr(disk, "write_tensors", write_slowly)
     told, posts, parts = Told(), LocalPosts(), [(0, 0), (1, 0)]
     ranks = [Writer(tmp_path, parts, [part], 3, lambda _: {}, posts, 8.0, 2.0, told) for part in parts]
     first = [snapshot(1, index, w=torch.ones(2)) for index in (0, 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.command_line import run
+from support.options import ODD_NAMES, WORK, options_with_text, with_option
 from support.time_limit import time_limit
 
 LONG = "9" * 5000
@@ -123,3 +125,26 @@ def test_a_number_that_is_too_large_is_told_with_its_limit(refused) -> None:
     assert "1f1b: 16384 stages x 65536 microbatches are 1,073,741,824 units" in " ".join(
         refused("show", "1f1b", "--stages", "16384", "--microbatches", "65536").split()
     )
+
+
+@pytest.mark.parametrize(("command", "option"), options_with_text())
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_any_name_is_taken_or_refused_in_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    command: str,
+    option: str,
+    name: str,
+) -> None:
+    """For whatever takes one: new options are found by themselves. Nothing is trained or measured for it."""
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 500)
+    monkeypatch.chdir(tmp_path)
+    for long in WORK:
+        monkeypatch.setattr(long, lambda *_, **__: sys.exit(0))
+    with time_limit(20):
+        code, out, err = run(monkeypatch, capsys, *with_option(command, option, ODD_NAMES[name]))
+    assert code in (0, 1, 2)
+    assert "Traceback" not in err
+    assert not (code == 2 and len(err.splitlines()) > 4), err
+    assert "\x1b[2J" not in out + err

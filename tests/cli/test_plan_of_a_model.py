@@ -16,6 +16,7 @@ from penstock.train.config.load import load_config
 from penstock.train.prepare.build_pipeline import make_pipeline
 from penstock.train.prepare.prepare_run import prepare
 from penstock.train.setup.model_shape import check_enough_blocks
+from support.command_line import run
 
 SHAPE = "layers=4,hidden=48,sequence=8,vocabulary=300,heads=3"
 SMALL = ("--cluster", "a100", "--devices", "2", "--global-batch", "8", "--methods", "1f1b")
@@ -172,3 +173,27 @@ def test_prices_of_clusters_are_one_or_asked_for():
     assert price_of(None, [], "cost") is None
     with pytest.raises(ConfigError, match="different prices"):
         price_of(None, [cheap, dear], "cost")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "plan --profile missing.yaml", "plan --model huge", "plan --model tiny --microbatch-sizes x",
+        "plan --model tiny --out missing/plan.yaml", "plan --model tiny --timeline missing/plan.svg",
+        "plan --model tiny --link-matrix missing.yaml --planner spp", "plan --model tiny --epochs x --epoch-samples 9",
+        "plan --model tiny --memory x", "plan --model tiny --host-memory x",
+        "plan --model tiny --cluster this-machine,missing",
+        "scale --x 8 --rules missing.yaml", "scale", "scale --x 8 --memory x",
+        "profile --layers 2", "profile --layers 2 --hidden 8 --sequence 8 --vocabulary 8 --out missing/profile.yaml",
+        "profile --layers 2 --hidden 8 --sequence 8 --vocabulary 8 --calibration missing.yaml",
+    ],
+)  # fmt: skip
+def test_nothing_is_measured_before_what_is_cheap_was_checked(monkeypatch, capsys, tmp_path, arguments):
+    def measured():
+        raise AssertionError("the machine was measured")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("penstock.measure.machine.this_machine.this_machine", measured)
+    where = [] if "--cluster" in arguments else ["--cluster", "this-machine"]
+    code, _, err = run(monkeypatch, capsys, *arguments.split(), *where)
+    assert (code, err[:7]) == (2, "error: ")

@@ -204,6 +204,87 @@ def test_a_run_that_nobody_asks_is_noticed() -> None:
     pipeline.run(batches()).close()  # on purpose
 
 
+CALLS = {
+    "run": lambda pipeline: next(pipeline.run(batches())),
+    "evaluate": lambda pipeline: pipeline.evaluate(batches()),
+    "full_state_dict": lambda pipeline: pipeline.full_state_dict(),
+    "load_state_dict": lambda pipeline: pipeline.load_state_dict(pipeline.state_dict()),
+    "snapshots": lambda pipeline: pipeline.snapshots(),
+    "switch": lambda pipeline: pipeline.switch("1f1b"),
+    "look_out": lambda pipeline: pipeline.look_out(),
+}
+
+
+@pytest.mark.parametrize("first", ["run", "evaluate"])
+def test_two_threads_never_have_one_pipeline(first: str) -> None:
+    """From the first moment on: one thread is held while it reads its first batch, as is any other that gets so far."""
+    pipeline, read, refused, failed = make_pipeline(), threading.Event(), threading.Event(), list[BaseException]()
+
+    def held() -> Iterator[Any]:
+        read.set()
+        assert refused.wait(20)
+        yield from batches(2)
+
+    def work() -> None:
+        try:
+            (list(pipeline.run(held())) if first == "run" else pipeline.evaluate(held()))
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert read.wait(20)
+        for call in CALLS.values():
+            with pytest.raises(PenstockError, match="a run or an evaluation of this pipeline is under way"):
+                call(pipeline)
+    finally:
+        refused.set()
+        thread.join()
+    assert failed == []
+    for call in CALLS.values():
+        call(pipeline)
+
+
+def test_of_calls_that_begin_together_one_is_made() -> None:
+    """Eight threads leave a barrier at once; whoever reads data waits there until the seven others are refused."""
+    pipeline, begin, refused = make_pipeline(), threading.Barrier(8), threading.Semaphore(0)
+    said = list[str]()
+
+    def held() -> Iterator[Any]:
+        for _ in range(7):
+            assert refused.acquire(timeout=20)
+        yield from batches(2)
+
+    def work(number: int) -> None:
+        begin.wait(20)
+        try:
+            (list(pipeline.run(held())) if number % 2 else pipeline.evaluate(held()))
+        except PenstockError as error:
+            said.append(str(error))
+            refused.release()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(said) == 7
+    assert all("is under way; end it first" in text for text in said)
+
+
+def test_a_run_is_worked_on_in_one_thread() -> None:
+    pipeline = make_pipeline()
+
+    def reads_itself() -> Iterator[Any]:
+        yield from batches(1)
+        next(run)
+
+    run = pipeline.run(reads_itself())
+    with pytest.raises(PenstockError, match="this run is under way already"):
+        list(run)
+
+
 UNFINISHED = """
 import torch
 from torch import nn

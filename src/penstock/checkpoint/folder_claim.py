@@ -2,8 +2,9 @@
 
     .checkpoints.lock    who writes, as JSON; locked (flock) by its owner for as long as that lives
 
-The lock goes with its owner, however that ends. Loading takes a folder over from an owner in the same process, which
-then writes no more; an owner in another process keeps it.
+Whoever only reads from the folder shares the lock with others that do. It goes with its owner, however that ends.
+Loading takes a folder over from an owner in the same process, which then writes no more; an owner in another process
+keeps it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import os
 import socket
 import time
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from penstock.errors import CheckpointError
@@ -23,6 +25,39 @@ from penstock.guarded_files import open_regular, parse_json
 LOCK = ".checkpoints.lock"
 _PATIENCE = 3.0  # seconds that a killed process may take to be gone
 _LOOK = 0.1
+
+
+@contextmanager
+def reading(run: Path) -> Iterator[None]:
+    """Read from the folder of a run while nobody writes there; nothing is written for that.
+
+    Raises:
+        CheckpointError: a run writes there.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    with ExitStack() as stack:
+        with suppress(OSError):  # no run has claimed it yet; whatever else is wrong is found by whoever reads
+            file = stack.enter_context(open_regular(run / LOCK)).fileno()
+            while not _locks(file, fcntl.LOCK_SH):
+                if time.monotonic() > deadline:
+                    host, process = Owner(run).holder()
+                    raise CheckpointError(
+                        f"a run is under way in {str(run)!r}: process {process} on {host} writes there; wait until it "
+                        "has ended, or end it with Ctrl-C"
+                    )
+                time.sleep(_LOOK)
+        yield
+
+
+def _locks(file: int, how: int) -> bool:
+    """Return whether a file could be locked at once; so can any on a file system without locks."""
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 class Owner:
@@ -53,11 +88,13 @@ class Owner:
         self._run.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + _PATIENCE
         while not self._take():
-            host, process = self._holder()
+            host, process = self.holder()
             here = (host, process) == (socket.gethostname(), os.getpid())
             if here and take_over:
                 with suppress(FileNotFoundError):
                     self._path.unlink()  # the lock of the former owner stays on what is no file any more
+            elif time.monotonic() > deadline and self._is_read():
+                raise CheckpointError(f"another process reads from {str(self._run)!r}; try again when it has ended")
             elif here or time.monotonic() > deadline:
                 who = "of this process" if here else f"of process {process} on {host}"
                 raise CheckpointError(
@@ -71,14 +108,7 @@ class Owner:
         """Lock the file and write who has it; return whether that has worked."""
         with open_regular(self._path, os.O_RDWR | os.O_CREAT, "r+b") as opened:
             file = os.dup(opened.fileno())
-        locked = True
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            locked = False
-        except OSError:  # a file system without locks: nothing is checked there
-            pass
-        if not locked or not self._is_current(file):  # the latter: taken over in between
+        if not _locks(file, fcntl.LOCK_EX) or not self._is_current(file):  # the latter: taken over in between
             os.close(file)
             return False
         weakref.finalize(self, os.close, file)
@@ -94,7 +124,13 @@ class Owner:
         except FileNotFoundError:
             return False
 
-    def _holder(self) -> tuple[str, int]:
+    def _is_read(self) -> bool:
+        """Return whether those that have the lock share it."""
+        with suppress(OSError), open_regular(self._path) as file:
+            return _locks(file.fileno(), fcntl.LOCK_SH)
+        return False
+
+    def holder(self) -> tuple[str, int]:
         """Return host and process that have the folder, as far as they have written that."""
         try:
             with open_regular(self._path) as file:

@@ -29,7 +29,7 @@ from torch import Tensor
 from penstock.checkpoint import index as indexes
 from penstock.checks import is_whole
 from penstock.errors import CheckpointError
-from penstock.guarded_files import check_own_folder, fingerprint, new_file_mode, sync_file, sync_folder
+from penstock.guarded_files import check_own_folder, fingerprint, new_file, sync_folder
 
 SCHEMA = 1
 FOLDER = "checkpoints"
@@ -179,11 +179,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], batch: int | None =
     Raises:
         OSError: it cannot be written.
     """
-    path.unlink(missing_ok=True)
-    with new_file_mode(path):
-        of = {} if batch is None else {indexes.BATCH: str(batch)}
-        save_file(dict(tensors), path, metadata={"schema": str(SCHEMA), **of})
-    sync_file(path)
+    of = {} if batch is None else {indexes.BATCH: str(batch)}
+    with new_file(path) as temporary:
+        save_file(dict(tensors), temporary, metadata={"schema": str(SCHEMA), **of})
     return fingerprint(path)
 
 

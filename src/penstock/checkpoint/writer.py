@@ -31,7 +31,7 @@ from penstock.checkpoint.tensor_file import layout_of
 from penstock.comm.core.background import Background
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import CheckpointError, TransportError
-from penstock.guarded_files import check_own_folder
+from penstock.guarded_files import make_own_folder
 from penstock.runtime.rank.snapshot import Snapshot
 
 _LOG = logging.getLogger(__name__)
@@ -167,9 +167,8 @@ class Writer:
         layouts = {key: layout_of(tensor) for key, tensor in snapshot.tensors.items()}
         try:
             folder = disk.partial_folder(place)
-            folder.mkdir(parents=True, exist_ok=True)
             for each in (place.parent, folder):
-                check_own_folder(each)
+                make_own_folder(each)
             tensors = snapshot.on_cpu(snapshot.tensors.keys() - snapshot.frozen.keys())
             if tensors:
                 part["files"][name] = disk.write_tensors(folder / name, tensors, snapshot.batch)

@@ -10,9 +10,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from penstock.cli.failures import fail, said_of_usage
+from penstock.cli.failures import fail, said_of_system, said_of_usage
 from penstock.cli.options import FLAG
 from penstock.errors import InterruptedRunError, PenstockError, UnsavedRunError, WorkerError
+from penstock.job.surroundings import check_working_folder
+from penstock.view.closed_terminal_stream import lasting_streams
 
 
 def _in_paragraphs(text: str) -> str:
@@ -37,6 +39,7 @@ _MODULES = {
     "predicted": "plans.predicted",
 }
 """The module of each command."""
+_RUNS = ("train", "compare")  # what these have done lies in folders
 
 
 class _InPlainWords:
@@ -104,10 +107,18 @@ def main() -> None:
     """Run the command line: user errors exit with a message and code 2, worker failures with code 1.
 
     A run of which no checkpoint could be written exits with 3; a command that is ended by a signal with 128 + its
-    number, as in shells.
+    number, as in shells; one whose output was lost, as a disk is full or it was closed, with 1, unless it is a run.
     """
     arguments = sys.argv[1:] or ["--help"]
+    with lasting_streams() as out:
+        code = _exit_code(arguments)
+    sys.exit(code or int(out.failure is not None and arguments[0] not in _RUNS))
+
+
+def _exit_code(arguments: list[str]) -> int:
+    """Run a command; return its exit code, or end with it."""
     try:
+        check_working_folder()
         code: Any = make_app(arguments[0])(args=arguments, prog_name="penstock", standalone_mode=False)
     except WorkerError as error:
         if error.trace:
@@ -121,9 +132,11 @@ def main() -> None:
         fail(str(error), error.hint, 2)
     except (KeyboardInterrupt, typer.Abort):
         code = 128 + signal.SIGINT
+    except (OSError, MemoryError, ImportError) as error:
+        fail(*said_of_system(error), 1)
     except Exception as error:
         said = said_of_usage(error)
         if said is None:
             raise
         fail(*said, 2)
-    sys.exit(code if isinstance(code, int) else 0)
+    return code if isinstance(code, int) else 0

@@ -28,6 +28,16 @@ def fail(message: str, hint: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
+def said_of_system(error: OSError | MemoryError | ImportError) -> tuple[str, str]:
+    """Return message and hint for what the system has refused: a disk, files to open, memory, a library."""
+    if isinstance(error, MemoryError):
+        return "there is no memory left", "ulimit -v and free tell how much there may be"
+    if isinstance(error, ImportError):
+        return f"a module cannot be imported: {error}", "ulimit -v and ulimit -n tell how much a process may take"
+    places = [repr(name) for name in (error.filename, error.filename2) if name is not None]
+    return ": ".join([*places, error.strerror or repr(error)]), ""
+
+
 def said_of_usage(error: Exception) -> tuple[str, str] | None:
     """Return message and hint for arguments that a command does not take; None if `error` is about something else."""
     if not hasattr(error, "format_message"):  # the classes lie in click or in typer, by the version

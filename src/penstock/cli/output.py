@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -11,10 +12,31 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from penstock.errors import ConfigError
+from penstock.guarded_files import check_regular
+
 
 def print_words(console: Console, text: Text) -> None:
     """Print a text, which a terminal shows with no word divided; who reads the output gets it on one line."""
     console.print(text, soft_wrap=not console.is_terminal)
+
+
+def check_can_write(*files: Path | None) -> None:
+    """Refuse files that cannot be written, before anything is measured or searched for them.
+
+    Raises:
+        ConfigError: the folder of one is not there, or something else than a file has its name.
+    """
+    for file in files:
+        if file is None:
+            continue
+        if not os.path.isdir(file.parent):
+            raise ConfigError(f"cannot write {str(file)!r}: there is no folder {str(file.parent)!r}; make it first")
+        try:
+            if os.path.lexists(file):
+                check_regular(file)
+        except OSError as error:
+            raise ConfigError(f"cannot write {str(file)!r}: {error.strerror or error}") from None
 
 
 def say_written(what: str, path: Path, following: str = "") -> None:

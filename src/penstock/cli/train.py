@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,8 +29,9 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import print_words
 from penstock.cli.planned_places import say_places
-from penstock.errors import ConfigError, InterruptedRunError, PenstockError, WorkerError
+from penstock.errors import CheckpointError, ConfigError, InterruptedRunError, PenstockError, WorkerError
 from penstock.job.place import is_worker
+from penstock.job.surroundings import check_surroundings
 from penstock.job.torchrun_agent import starts_again
 from penstock.launch.fork_server import start_method
 from penstock.launch.print_once import is_first_to_say
@@ -148,6 +150,7 @@ def _checked(
     file = config if resume is None else _config_of(resume, config)
     settings = load_config(file, changes, proves=local)  # rank 0 of a job that runs already proves for all
     check_enough_blocks(settings)
+    check_surroundings(os.environ, settings.processes)
     say_places(settings)
     if local:
         start_method(_PRELOAD)  # workers are forked from a process that imports torch while this one does, too
@@ -180,12 +183,17 @@ def _config_of(run: Path, config: Path | None) -> Path:
 
     Raises:
         ConfigError: the folder is none of a run, or a file in it is not a regular one.
+        CheckpointError: a run is under way there.
     """
+    from penstock.checkpoint.folder_claim import reading
     from penstock.train.config.written_config import CONFIG, changed_by_hand, changes_in_words
     from penstock.train.setup.run_folder import check_is_run, check_own_files
 
     check_is_run(run)
     check_own_files(run)
+    if not is_worker(os.environ):  # those of a job that runs may be started again
+        with reading(run):
+            pass
     if config is None and (by_hand := changed_by_hand(run)):
         said = f"{run / CONFIG} was changed by hand: {changes_in_words(by_hand)}"
         if is_first_to_say(said):
@@ -200,19 +208,18 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
         WorkerError, InterruptedRunError: see `launch_local`.
         UnsavedRunError: the run has ended, but no checkpoint of it could be written.
     """
-    from penstock.checkpoint.format import checkpoints
+    from penstock.checkpoint.folder_claim import reading
     from penstock.launch.launch import launch_local
     from penstock.train.setup.config_rollback import ConfigBefore
     from penstock.train.setup.recorded_progress import recorded
-    from penstock.train.setup.run_folder import check_is_saved, how_to_go_on, make_run_folder
-    from penstock.view.closed_terminal_stream import lasting_console
+    from penstock.train.setup.run_folder import check_is_saved, how_to_go_on, make_run_folder, saved_batches
 
     folder = resume or make_run_folder(settings)
     start = 0 if restart else recorded(folder).size
-    if resume is not None and not restart and not checkpoints(folder):
-        print_words(lasting_console(), Text(f"There is no checkpoint in {folder} yet, so the run begins with batch 1."))
+    if resume is not None and not restart and saved_batches(folder) is None:
+        print_words(Console(), Text(f"There is no checkpoint in {folder} yet, so the run begins with batch 1."))
     before = None if resume is None or restart else ConfigBefore(folder, settings)
-    workers, console = settings.processes, lasting_console()
+    workers, console = settings.processes, Console()
     try:
         launch_local(
             workers, _work, settings.model_dump(), str(folder), restart,
@@ -227,7 +234,9 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
         if console.is_terminal:
             console.line()  # a worker that was killed has left the cursor behind its live display
         failed = isinstance(error, WorkerError) and before is not None
-        as_before = before.advice() if failed and before is not None else None
+        as_before = None
+        with suppress(CheckpointError), reading(folder):  # unless another job has the folder
+            as_before = before.advice() if failed and before is not None else None
         error.hint = how_to_go_on(folder, str(error), as_before)
         if isinstance(error, WorkerError):
             error.hint += _how_to_take_less(settings, str(error))
@@ -278,25 +287,26 @@ def _work(values: dict[str, Any], folder: str | None, restart: bool, drain: str 
     """Train as one worker of a job."""
     from penstock.train.config.load import validate_config
     from penstock.train.loop import train as run
-    from penstock.view.closed_terminal_stream import lasting_console
+    from penstock.view.closed_terminal_stream import lasting_streams
     from penstock.view.progress import TerminalObserver
 
-    observer = TerminalObserver(lasting_console())
-    try:
-        place, request = (Path(path) if path else None for path in (folder, drain))
-        # Workers that elastic starts again would train all batches once more, and on the same disk.
-        must_save = request is None and not starts_again(os.environ)
-        run(
-            validate_config(values),
-            place,
-            observer,
-            request,
-            restart=restart,
-            must_save=must_save,
-            choose=_choose_recompute,
-        )
-    finally:
-        observer.close()
+    with lasting_streams():
+        observer = TerminalObserver(Console())
+        try:
+            place, request = (Path(path) if path else None for path in (folder, drain))
+            # Workers that elastic starts again would train all batches once more, and on the same disk.
+            must_save = request is None and not starts_again(os.environ)
+            run(
+                validate_config(values),
+                place,
+                observer,
+                request,
+                restart=restart,
+                must_save=must_save,
+                choose=_choose_recompute,
+            )
+        finally:
+            observer.close()
 
 
 def config() -> None:
@@ -316,6 +326,9 @@ def sample(
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.", min=0, max=2**63 - 1)] = 0,
 ) -> None:
     """Sample text with the weights of a finished run."""
+    from penstock.checkpoint.folder_claim import reading
     from penstock.train.export.sample import sample_text
 
-    sys.stdout.write(sample_text(run, prompt, length, temperature, seed) + "\n")
+    with reading(run):
+        text = sample_text(run, prompt, length, temperature, seed)
+    sys.stdout.write(f"{text}\n")

@@ -16,6 +16,7 @@ from penstock.job.slurm_notation import first_host, step_of, tasks_on_node
 
 _PORTS = range(20_000, 30_000)  # below those that Linux gives to connections
 LOOPBACK = "127.0.0.1"
+_DIGITS = 9  # of a number of processes
 _CONTRACT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _VARIABLES = {
     "mpirun": tuple(f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
@@ -193,8 +194,10 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         ConfigError: it is not set, or holds none.
     """
     text = environment.get(name, "")
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise ConfigError(f"the environment variable {name} must be a whole number from 0 on, got {text!r}")
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"the environment variable {name} must be a whole number from 0 on, got {text!r:.80}")
+    if len(text) > _DIGITS:
+        raise ConfigError(f"the environment variable {name} must have {_DIGITS} digits at most, got {text!r:.80}")
     return int(text)
 
 

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.errors import InterruptedRunError, WorkerError
+from penstock.job.surroundings import check_surroundings
 from penstock.launch.fork_server import start_method, workers_environment
 from penstock.launch.local_rendezvous import BACKEND
 from penstock.launch.signals import LauncherSignals
@@ -58,7 +59,9 @@ def launch_local(
     Raises:
         WorkerError: a worker failed, and the others have been killed.
         InterruptedRunError: this process was signalled twice, or once where nothing drains.
+        ConfigError: they cannot run here (`check_surroundings`).
     """
+    check_surroundings(os.environ, workers)
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are reported below, once
     kills = not drains

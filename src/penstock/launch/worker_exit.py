@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -28,6 +29,7 @@ _BEGUN, _DONE = "begun", "done"  # kinds of marks
 _SAID_ALL = ("ConfigError", "DataError", "CheckpointError", "EndedError")  # errors whose message needs no traceback
 _CONSEQUENCES = ("TransportError", "EndedError")
 _FROM_OUTSIDE, _FOR_OTHERS = ", which came from outside the job", ", because another worker has failed"
+_REPORT = 1 << 14  # bytes that a worker's report may take
 _GRACE = 10.0  # seconds after the last report or death until workers that have not exited are killed
 
 
@@ -50,11 +52,32 @@ def work(function: Callable[..., None], folder: str, *arguments: Any) -> None:
     """Run a function as a worker: leave a mark before it starts and another one when it has returned."""
     start, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
     mark = f"{start}-{rank}-{os.getpid()}-{os.getpgrp()}"
-    (Path(folder) / f"{_BEGUN}-{mark}").touch()
-    take_default()
-    end_with_parent()
-    function(*arguments)
-    (Path(folder) / f"{_DONE}-{mark}").touch()
+    try:
+        (Path(folder) / f"{_BEGUN}-{mark}").touch()
+        take_default()
+        end_with_parent()
+        function(*arguments)
+    except BaseException as error:
+        _check_room(Path(folder) / f"report-{mark}", f"worker {rank}: {type(error).__name__}: {error}")
+        raise
+    with suppress(OSError):  # on a full disk it would have failed for that alone
+        (Path(folder) / f"{_DONE}-{mark}").touch()
+
+
+def _check_room(path: Path, error: str) -> None:
+    """End this worker if its error cannot be written into a file, and print it instead, in a line.
+
+    Raises:
+        SystemExit: it cannot, as the disk is full, say; torch would print tracebacks of that.
+    """
+    try:
+        path.write_bytes(bytes(_REPORT))
+        path.unlink()
+    except OSError as full:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        sys.stderr.write(f"{' '.join(error.split())} (no report of it can be written: {full.strerror or full})\n")
+        sys.exit(1)
 
 
 class WorkerExits:
@@ -132,7 +155,8 @@ class WorkerExits:
             trace = "" if message.startswith(_SAID_ALL) else trace
         else:
             rank, trace = min(silent) if found in reports else found, ""
-            what = f"failed with exit code {failure.exitcode}: {failure.message}"
+            said = failure.message if failure.exitcode < 0 else "it could not report why; see what it has printed"
+            what = f"failed with exit code {failure.exitcode}: {said}"
             if rank != found and len(silent) > 1:
                 what = f"or {', '.join(map(str, sorted(silent - {rank})))} is stalled or dead: they reported nothing"
             elif rank != found or self._killed is not None:

@@ -10,9 +10,9 @@ from penstock.comm.core.rank_grid import RankGrid, rank_grid
 from penstock.comm.core.tensor_group import TensorGroup
 from penstock.options.parallelism import rank_numbers
 from penstock.partition.blocks import Blocks, named_blocks
+from penstock.runtime.engine.lifecycle import between_runs
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.plan import PipelinePlan
-from penstock.runtime.saved_states import check_idle
 from penstock.runtime.setup.same_plan import check_same_plans
 from penstock.stage.blocks.loss import LossFunction, check_loss
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
@@ -54,6 +54,7 @@ def pipeline_of(
     return pipeline
 
 
+@between_runs()
 def continue_under(pipeline: Pipeline, plan: PipelinePlan) -> None:
     """Let a pipeline go on under another plan of it, as `Pipeline.switch` does, without checking the plan again.
 
@@ -65,7 +66,6 @@ def continue_under(pipeline: Pipeline, plan: PipelinePlan) -> None:
         ConfigError: ranks were given different plans.
         CapabilityError: the optimizer cannot step under it.
     """
-    check_idle(pipeline)
     if pipeline.grid.everyone is not None:
         check_same_plans({"": plan}, None, pipeline.grid.everyone)
     pipeline._continue(plan)

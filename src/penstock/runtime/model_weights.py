@@ -11,6 +11,7 @@ from penstock.comm.collective.all_gather_json import gather_json
 from penstock.errors import ConfigError
 from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks
 from penstock.runtime.built_pipeline import BuiltPipeline
+from penstock.runtime.engine.lifecycle import between_runs
 from penstock.runtime.full_state import (
     WHAT,
     check_fits_model,
@@ -38,6 +39,7 @@ _NO_OPTIMIZERS = (
 class ModelWeights(BuiltPipeline):
     """The part of `Pipeline` that hands out weights and takes others."""
 
+    @between_runs(_WITHIN_A_RUN)
     def full_state_dict(self, model: nn.Module | None = None, *, averaged: bool = False) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model, which the model that was not divided can load.
 
@@ -63,7 +65,6 @@ class ModelWeights(BuiltPipeline):
             PenstockError: a run is under way.
             TransportError: a peer is dead, or did not call this in time.
         """
-        self._spans.life.check_idle(_WITHIN_A_RUN)
         if model is None and isinstance(self._given[1], ModelBlocks):
             model = self._given[1].model
         stages = [stage for key, stage in self.stages.items() if key.direction == 0]  # others hold copies of them
@@ -119,6 +120,7 @@ class ModelWeights(BuiltPipeline):
             state.update(stage.weights.presented(averaged))
         return state
 
+    @between_runs()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Let the next run begin with other weights and buffers, such as those that `full_state_dict` returned.
 
@@ -135,7 +137,6 @@ class ModelWeights(BuiltPipeline):
             ConfigError: a name is missing or unknown, or a tensor has another shape; nothing has been loaded then.
             PenstockError: a run is under way.
         """
-        self._spans.life.check_idle()
         blocks = self._given[1]
         if isinstance(blocks, ModelBlocks):
             check_fits_model(state, blocks.model)

@@ -27,6 +27,7 @@ from penstock.partition.blocks import Blocks, check_same_blocks
 from penstock.runtime.attribute_hints import UserAdvice, names_checked
 from penstock.runtime.data.batch_source import Batches
 from penstock.runtime.data.microbatches import warn_of_short_end
+from penstock.runtime.engine.lifecycle import between_runs
 from penstock.runtime.execute.evaluation_without_draining import Evaluating, check_evaluating
 from penstock.runtime.plan.plan import UnprovenPlan
 from penstock.runtime.plan.received_schedule import ranks_of
@@ -257,6 +258,7 @@ class Pipeline(SavedStates, UserAdvice):
             save = save._replace(sink=partial(self._sink, save.sink, shares=save.shares))
         return TrainingRun(self._engine.train(batches, save, evaluate, self._halts), self.stop)
 
+    @between_runs()
     def evaluate(self, batches: Batches, *, averaged: bool = False) -> tuple[float, float] | None:
         """Return the mean loss on batches under the newest weights, and its weight, on all ranks.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from penstock.checks import in_brief
 from penstock.errors import ConfigError
 from penstock.runtime.data.resumed_data_check import DATA
+from penstock.runtime.engine.lifecycle import between_runs
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.restore.restore_together import restore_all
 from penstock.runtime.restore.saved_state import PREDICTION, SavedState, check_names, check_pipelines, saved_older
@@ -22,6 +23,7 @@ IN_FLIGHT = "in_flight"  # among the facts of a saved state
 class SavedStates(Switching):
     """The part of `Pipeline` that saves its state, and continues from one."""
 
+    @between_runs()
     def snapshots(self) -> list[Snapshot]:
         """Return a snapshot of every stage in this process, between two runs; together they are a saved state.
 
@@ -46,6 +48,7 @@ class SavedStates(Switching):
         snapshot.facts.update({PREDICTION: prediction} if prediction else {})
         sink(snapshot)
 
+    @between_runs()
     def load(self, saved: SavedState) -> None:
         """Continue from a saved state, bit for bit; it may be of another depth, width or method.
 
@@ -60,7 +63,6 @@ class SavedStates(Switching):
             ConfigError: this is no saved state.
             CheckpointError: something is missing, or of another shape, or of a block that the model does not have.
         """
-        self._spans.life.check_idle()
         if not isinstance(saved, SavedState):
             raise ConfigError(
                 f"load takes a state that was saved with its facts, not {in_brief(saved)}; to load a checkpoint: "
@@ -103,6 +105,7 @@ class SavedStates(Switching):
             )  # fmt: skip
 
 
+@between_runs()
 def save_between_runs(pipeline: SavedStates, saving: Saving) -> None:
     """Hand a snapshot of every stage in this process to the sink of `saving`, between two runs."""
     for snapshot in pipeline._engine.snapshots():

@@ -15,6 +15,7 @@ from penstock.comm.core.rank_grid import Holder
 from penstock.comm.device_mesh import width_mesh
 from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks
+from penstock.runtime.engine.lifecycle import between_runs
 from penstock.runtime.full_state import names_in
 from penstock.runtime.model_weights import ModelWeights
 from penstock.stage.stage_runtime import StageRuntime
@@ -27,6 +28,7 @@ class ShardedStateDict(ModelWeights):
 
     _width_mesh: DeviceMesh | None = None
 
+    @between_runs()
     def sharded_state_dict(self, *, averaged: bool = False) -> dict[str, Tensor]:
         """Return copies of the parameters of the stages here, of which each pipeline has its rows, and of buffers.
 
@@ -74,6 +76,7 @@ class ShardedStateDict(ModelWeights):
         self._exchange([[own, *[[]] * (self.grid.width - 1)] for own in buffers], "gathering buffers")
         return found
 
+    @between_runs()
     def load_sharded_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Let the next run begin with other weights and buffers, in the form that `sharded_state_dict` has.
 
@@ -154,7 +157,6 @@ class ShardedStateDict(ModelWeights):
 
     def _mesh_of_holders(self) -> DeviceMesh:
         """Return the mesh of the ranks that hold the same stages in parallel pipelines; made once, by all ranks."""
-        self._spans.life.check_idle()
         self._held.check()
         if self.grid.group is None:
             raise ConfigError(

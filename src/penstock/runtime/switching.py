@@ -10,6 +10,7 @@ from penstock.comm.collective.all_gather_json import gather_json
 from penstock.comm.collective.broadcast_json import from_first
 from penstock.comm.p2p.transport import Channel
 from penstock.runtime.engine.engine import Halt
+from penstock.runtime.engine.lifecycle import between_runs
 from penstock.runtime.in_flight.adapted_in_flight import MEASURED, AdaptedInFlight, adapt
 from penstock.runtime.in_flight.pass_and_message_times import measured_by_all
 from penstock.runtime.pipeline_stats import Inspection
@@ -27,6 +28,7 @@ _LOG = logging.getLogger(__name__)
 class Switching(Inspection):
     """The part of `Pipeline` that replaces its schedule."""
 
+    @between_runs()
     def switch(
         self,
         method: Chosen,
@@ -52,7 +54,6 @@ class Switching(Inspection):
             CapabilityError: the runtime does not offer it, or the optimizer cannot step under it, or functions given to
                 `on_update` could not be shown the weights.
         """
-        self._spans.life.check_idle()
         if self.grid.group is not None:  # what rank 0 hands out would not be understood in another call
             with self._spans.life.together():
                 gather_json(None, "agreeing to switch()", self.grid.everyone)
@@ -138,11 +139,11 @@ class Switching(Inspection):
         else:
             self._take(plan)
 
+    @between_runs()
     def look_out(self, first: float = 0) -> None:
         """Watch for divergence from batch `first` on, and forget what was found before; infinity ends the watch.
 
         Call it between two runs; all ranks call it together.
         """
-        self._spans.life.check_idle()
         for state in self._ranks:
             state.decisions.detector.watch_from(first)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
+from penstock.errors import PenstockError
 from penstock.runtime.rank.batch_reports import Report
 
 _LOG = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class TrainingRun(Iterator[Report]):
     def __init__(self, reports: Generator[Report], stop: Callable[[], None]) -> None:
         self._reports, self._stop = reports, stop
         self._begun = self._interrupted = False
+        self._working = threading.Lock()
 
     def __repr__(self) -> str:
         """Return whether it has begun."""
@@ -40,7 +42,7 @@ class TrainingRun(Iterator[Report]):
     def __next__(self) -> Report:
         self._begun = True
         try:
-            with self._deferring():
+            with self._working_alone():
                 return next(self._reports)
         except Exception as end:
             if self._interrupted:  # after what was under way, whether or not a loader has suffered from it
@@ -55,7 +57,7 @@ class TrainingRun(Iterator[Report]):
             KeyboardInterrupt: there was a Ctrl-C meanwhile, or before, that has not been raised.
         """
         self._begun = True
-        with self._deferring():
+        with self._working_alone():
             self._reports.close()
         if self._interrupted:
             self._interrupted = False
@@ -74,7 +76,25 @@ class TrainingRun(Iterator[Report]):
                 warnings.warn(f"{said} (close() raises this): {error}", RuntimeWarning, stacklevel=2)
 
     @contextmanager
-    def _deferring(self) -> Iterator[None]:
+    def _working_alone(self) -> Iterator[None]:
+        """Work on the run, in one thread at a time, in which the first SIGINT is a request to stop.
+
+        Raises:
+            PenstockError: somebody works on it already.
+        """
+        if not self._working.acquire(blocking=False):
+            raise PenstockError(
+                "this run is under way already: another thread, or what gives it its data, works on it; take its "
+                "reports and close it in one thread"
+            )
+        try:
+            with self._requesting():
+                yield
+        finally:
+            self._working.release()
+
+    @contextmanager
+    def _requesting(self) -> Iterator[None]:
         """Let the first SIGINT be a request to stop."""
         usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if not usual or self._interrupted or threading.current_thread() is not threading.main_thread():

@@ -18,7 +18,7 @@ class Troubles:
 
     def __init__(self, store: Store) -> None:
         self._store, self._read = PrefixStore("penstock/troubles", store), 0
-        self._tried, self._failures = 0, list[tuple[int, str]]()
+        self._tried, self._failures, self._lost = 0, list[tuple[int, str]](), list[str]()
 
     def passed_over(self, fault: str) -> None:
         """Note that a damaged checkpoint was passed over."""
@@ -30,6 +30,10 @@ class Troubles:
         if failure is not None:
             self._failures.append((batch, failure))
             self._say(f"the checkpoint after {batch} batches was not written: {failure}")
+
+    def lost(self, what: str) -> None:
+        """Note for the end of the run that something else of it could not be written; any thread of any rank calls this."""
+        self._lost.append(what)
 
     def _say(self, text: str) -> None:
         self._store.set(str(self._store.add("said", 1) - 1), text)
@@ -43,9 +47,9 @@ class Troubles:
         return found
 
     def summary(self) -> list[str]:
-        """Return a line about the checkpoints that were not written, for the end of the run; none if there are none."""
+        """Return what this rank has not been able to write, for the end of the run: a line about all checkpoints."""
         if not self._failures:
-            return []
+            return list(self._lost)
         batch, failure = self._failures[-1]
         count = f"{len(self._failures)} of {self._tried} checkpoints were not written"
-        return [f"{count}; the last of them, after {batch} batches: {failure}"]
+        return [*self._lost, f"{count}; the last of them, after {batch} batches: {failure}"]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from penstock.checkpoint.folder_claim import Owner
 from penstock.checkpoint.manager import Checkpoints
 from penstock.comm.collective.all_gather_json import gather_json
 from penstock.comm.collective.broadcast_json import from_first
@@ -79,6 +80,8 @@ def train(
             config = prepared.config
             place = folder or shared_folder(config, store)
             if restart and dist.get_rank() == 0 and first_of_the_job(store, "restart"):
+                owner = Owner(place)  # until the checkpoints of this run have taken over
+                owner.claim()
                 set_aside_run(place)
             start = recorded(place).size  # before any rank has written more; a collective follows
             _Loop(prepared, place, store, observer, request).run()
@@ -98,7 +101,8 @@ class _Loop:
         torch.set_num_threads(config.threads or self._share_of_cpus())
         self.pipeline = make_pipeline(prepared, dist.group.WORLD)
         request.doing = lambda: self.pipeline.doing
-        self.metrics, self.troubles = Metrics(folder), Troubles(store)
+        self.troubles = Troubles(store)
+        self.metrics = Metrics(folder, self.troubles.lost)
         fingerprint = from_first(lambda: prepared.windows.corpus.fingerprint, "reading the text", None)
         self.samples = RunSamples(prepared.windows, prepared.microbatches, config.microbatch_size, fingerprint)
         self.checkpoints = Checkpoints(
@@ -169,7 +173,10 @@ class _Loop:
         if self.config.combine.lag == RECORD:
             parts = self._gather(self.pipeline.lags())
             if self.rank == 0:
-                write_lags(self.folder, parts)
+                try:
+                    write_lags(self.folder, parts)
+                except OSError as error:
+                    self.troubles.lost(f"the recorded lags were not written: {error}")
 
     def _train(self) -> None:
         """Train until the phase or the run ends, or early stopping applies."""

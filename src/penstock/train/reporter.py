@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +186,10 @@ class Reporter:
 
     def write_timeline(self) -> None:
         """Write what this rank has recorded; a full disk costs only that."""
-        with suppress(OSError):
+        try:
             self._pipeline.write_timeline(self._folder)
+        except OSError as error:
+            self._troubles.lost(f"the timeline of a rank was not written: {error.strerror or error}")
 
     def interrupted(self, troubles: Sequence[str]) -> None:
         """The run has ended early, after all ranks have written their timelines."""

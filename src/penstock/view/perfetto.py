@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock.guarded_files import write_whole
 from penstock.schedule.ir.schedule import Op
 from penstock.timeline import Interval, Timeline
 from penstock.view.drawing.trace_flow_events import Slice, arrow_events
@@ -24,7 +25,7 @@ def write_trace(timeline: Timeline, path: str | Path) -> None:
     It has a process per rank, a thread per lane (more where messages overlap) and a counter per kind of memory. Seconds
     become microseconds; a simulated unit of time becomes a millisecond.
     """
-    Path(path).write_text(json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms"}))
+    write_whole(Path(path), json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms"}))
 
 
 def trace_events(timeline: Timeline) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from penstock.errors import ConfigError
+from penstock.guarded_files import write_whole
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import format_action
 from penstock.simulate.simulate import Simulation
@@ -49,7 +50,7 @@ def write_svg(path: Path, simulation: Simulation, batches: int) -> None:
         ConfigError: it cannot be written.
     """
     try:
-        path.write_text(timeline_svg(simulation.timeline, _title(simulation, batches)), encoding="utf-8")
+        write_whole(path, timeline_svg(simulation.timeline, _title(simulation, batches)))
     except OSError as error:
         raise ConfigError(f"cannot write the drawing to {str(path)!r}: {error.strerror or error}") from None
 

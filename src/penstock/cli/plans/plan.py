@@ -13,9 +13,9 @@ from rich.text import Text
 
 from penstock.cli.number_lists import whole_numbers
 from penstock.cli.options import AsJson
-from penstock.cli.output import print_json, say_written
+from penstock.cli.output import check_can_write, print_json, say_written
 from penstock.cli.plans.plan_devices import (
-    clusters_of,
+    check_sizes,
     devices_of,
     link_matrix_of,
     price_of,
@@ -95,20 +95,17 @@ def plan(
     from penstock.plan.planners.pipedream import Choices
     from penstock.plan.planning import PlanRequest, with_cost
 
-    clusters = clusters_of(cluster)
-    known = planned_profile(profile, model, microbatch_sizes, clusters, devices, bandwidth)
-    found = devices_of(clusters, devices, bandwidth, memory, known, link_matrix is not None, speed)
+    check_can_write(out, timeline)
+    target, links = _target(epochs, epoch_samples), link_matrix_of(link_matrix, planner)
+    check_sizes({"--memory": memory, "--host-bandwidth": host_bandwidth, "--host-memory": host_memory})
+    known, clusters = planned_profile(profile, model, microbatch_sizes, cluster, devices, bandwidth)
+    found = devices_of(clusters, devices, bandwidth, memory, known, links is not None, speed)
     found = with_host(with_latency(found, latency), host_bandwidth, host_memory)
-    request = with_cost(
-        replace(
-            PlanRequest(known, found, planner, cost, microbatches, global_batch),
-            choices=Choices(straight, compression=compression),
-            methods=None if methods is None else tuple(name.strip() for name in methods.split(",")),
-            links=None if link_matrix is None else link_matrix_of(link_matrix, planner),
-        )
-    )
+    tried = None if methods is None else tuple(name.strip() for name in methods.split(","))
+    asked = PlanRequest(known, found, planner, cost, microbatches, global_batch)
+    request = with_cost(replace(asked, choices=Choices(straight, compression=compression), methods=tried, links=links))
     smaller = _check_options(request, out, worlds, host_memory, timeline)
-    chosen = choose(request, objective, _target(epochs, epoch_samples), price_of(price, clusters, objective))
+    chosen = choose(request, objective, target, price_of(price, clusters, objective))
     _print_answer(chosen, what_if, as_json)
     if chosen.planning.plans:
         _write_files(chosen.planning, out, smaller, timeline, as_json)
@@ -121,13 +118,13 @@ def plan(
 def _check_options(
     request: Any, out: Path | None, worlds: str | None, host_memory: str | None, timeline: Path | None
 ) -> Mapping[int, Any]:
-    """Refuse options that do not go together, and files that cannot be written, before anything is searched.
+    """Refuse options that do not go together, before anything is searched.
 
     Returns:
         The devices of the smaller worlds that are asked for, by their number.
 
     Raises:
-        ConfigError: they do not, or the folder of a file is not there.
+        ConfigError: they do not.
     """
     from penstock.plan.planners.published_run import METHODS
 
@@ -141,9 +138,6 @@ def _check_options(
         )
     if host_memory is not None and cost != "simulated":
         raise ConfigError(f"--host-memory is for --cost simulated; {cost} knows no such limit, so leave it out")
-    for file in (out, timeline):
-        if file is not None and not file.parent.is_dir():
-            raise ConfigError(f"cannot write {str(file)!r}: there is no folder {str(file.parent)!r}; make it first")
     return _smaller_worlds(worlds, out, request.devices)
 
 

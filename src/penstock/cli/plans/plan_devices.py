@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from string import ascii_uppercase
@@ -41,7 +41,25 @@ def clusters_of(names: str | None) -> list[Cluster]:
     Raises:
         ConfigError: as of `cluster_named`.
     """
-    return [] if names is None else [cluster_named(name.strip()) for name in names.split(",")]
+    from penstock.plan.cluster.files import THIS_MACHINE
+
+    listed = [] if names is None else [name.strip() for name in names.split(",")]
+    found = {name: cluster_named(name) for name in sorted(listed, key=THIS_MACHINE.__eq__)}  # measured last
+    return [found[name] for name in listed]
+
+
+def check_sizes(given: Mapping[str, str | None]) -> None:
+    """Refuse sizes that cannot be read, before a machine is measured; there may be several, with commas between them.
+
+    Args:
+        given: by option; None where one is not given.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    for option, text in given.items():
+        for part in [] if text is None else text.split(","):
+            size_of(option, part)
 
 
 def price_of(price: float | None, clusters: Sequence[Cluster], objective: str) -> float | None:
@@ -58,8 +76,8 @@ def price_of(price: float | None, clusters: Sequence[Cluster], objective: str) -
     return next(iter(known), None)
 
 
-def link_matrix_of(path: Path, planner: str) -> Any:
-    """Read the bandwidths between all pairs of devices.
+def link_matrix_of(path: Path | None, planner: str) -> Any:
+    """Read the bandwidths between all pairs of devices; None if no file has them.
 
     Raises:
         ConfigError: it cannot be read, is none, or no planner takes it.
@@ -67,6 +85,8 @@ def link_matrix_of(path: Path, planner: str) -> Any:
     from penstock.plan.any_links.device_order import checked_links
     from penstock.yaml_file import numbers_in, read_yaml
 
+    if path is None:
+        return None
     if planner != "spp":
         raise ConfigError("--link-matrix is for --planner spp; others know levels of devices (--devices, --bandwidth)")
     return checked_links(numbers_in(read_yaml(path).get("links")))

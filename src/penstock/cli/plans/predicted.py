@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.options import AsJson
-from penstock.cli.output import print_json, say_written
+from penstock.cli.output import check_can_write, print_json, say_written
 from penstock.errors import CheckpointError, ConfigError
 from penstock.guarded_files import write_whole
 
@@ -52,6 +52,7 @@ def predicted(
 
     For example: penstock predicted runs/2026-07-01-120000-2bw --profile blocks.yaml --calibrated better.yaml
     """
+    from penstock.checkpoint.folder_claim import reading
     from penstock.plan.calibration import calibrated, measured_passes
     from penstock.plan.measured_run import compare_with_run
     from penstock.plan.profile.files import read_profile
@@ -59,13 +60,15 @@ def predicted(
     from penstock.runtime.rank.timeline_files import read_timeline
     from penstock.train.config.load import load_config
 
+    check_can_write(out, calibration)
     if out is not None and len(runs) > 1:
         raise ConfigError("--out takes the times of layers from one run; give one, or --calibrated FILE for several")
     known, compared, measured = read_profile(profile), [], {}
     for run in runs:
-        config = load_config(run / "config.yaml", [])
-        _check_same_model(known, config, run)
-        settings, timeline = settings_of_run(config, run), read_timeline(run)
+        with reading(run):
+            config = load_config(run / "config.yaml", [])
+            _check_same_model(known, config, run)
+            settings, timeline = settings_of_run(config, run), read_timeline(run)
         compared.append(found := compare_with_run(known, settings, timeline))
         if calibration is not None:
             measured[run.name] = settings, measured_passes(timeline, len(found.stages), settings.numbers.of_pipeline(0))

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from penstock.cli.number_lists import whole_numbers
 from penstock.cli.options import FLAG, AsJson, ConfigFile, DataPath, TrainChanges
-from penstock.cli.output import print_json, say_written
+from penstock.cli.output import check_can_write, print_json, say_written
 from penstock.cli.plans.plan_devices import cluster_named
 from penstock.cli.plans.profile_of_model import WORDS, microbatch_sizes, profile_by_formulas, shape_of_numbers
 from penstock.cli.train import changes_of
@@ -100,7 +100,9 @@ def profile(
     measured once, as a stage of its own, and messages between two processes; with tensor_parallel=T in T processes that
     share it. For example: penstock profile --set model.preset=small --microbatch-sizes 1,2,4 --out small.yaml
     """
+    check_can_write(out)
     numbers = (layers, hidden, sequence, heads, vocabulary)
+    name = None if name is None else name[:200] or "model"
     constants = None if calibration is None else _calibration_in(calibration)
     measuring: dict[str, object] = {"--seconds": seconds, "--data": data, "--set": changes, "--config": config}
     if cluster is not None or any(number is not None for number in numbers):
@@ -205,7 +207,7 @@ def _read(file: Path, source: str | None, name: str | None) -> Any:
     text = read_profile_text(file)
     if source is None:
         found = parse_profile(text, str(file))
-        found = found if name is None else found.model_copy(update={"name": name[:200] or "model"})
+        found = found if name is None else found.model_copy(update={"name": name})
     else:
         try:
             found = readers[source](text, name or file.name.partition(".")[0])

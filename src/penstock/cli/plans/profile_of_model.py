@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.checks import check_whole, did_you_mean, in_words
 from penstock.cli.number_lists import whole_numbers
+from penstock.cli.plans.plan_devices import clusters_of
 from penstock.errors import ConfigError
 from penstock.models.gpt_shape import PRESETS
 
@@ -27,17 +28,19 @@ def planned_profile(
     profile: Path | None,
     model: str | None,
     sizes: str | None,
-    clusters: Sequence[Cluster],
+    cluster: str | None,
     devices: str | None,
     bandwidth: str | None,
-) -> Profile:
-    """Return the profile to plan for, from a file or by formulas, where the other options that a plan needs are there.
+) -> tuple[Profile, list[Cluster]]:
+    """Return the profile to plan for, from a file or by formulas, and the clusters, which may have to be measured.
+
+    All that can be is checked before.
 
     Args:
         profile: its file.
         model: of which one is made for the devices of the first cluster.
         sizes: samples per microbatch, of a model.
-        clusters, devices, bandwidth: of the devices.
+        cluster, devices, bandwidth: of the devices, as options say it.
 
     Raises:
         ConfigError: options are missing, all of which the message names; or some do not go together.
@@ -48,22 +51,21 @@ def planned_profile(
         if sizes is not None:
             raise ConfigError("--microbatch-sizes is for --model; a profile has sizes of its own, so leave it out")
         known = None if profile is None else read_profile(profile)
-        _check_all_given(known, clusters, devices, bandwidth)
+        _check_all_given(known, cluster, devices, bandwidth)
         assert known is not None
-        return known
+        return known, clusters_of(cluster)
     if profile is not None:
         raise ConfigError("--profile and --model both say what is planned for; give one of them")
-    if not clusters:
+    if cluster is None:
         raise ConfigError(
             "--model needs --cluster, whose devices formulas count with, as in --model 1.3b --cluster h100; for this "
             "machine measure instead: penstock profile --out mine.yaml, then penstock plan --profile mine.yaml"
         )
-    return profile_by_formulas(model_named(model), clusters[0], microbatch_sizes(sizes, _SIZES))
+    shape, wanted, clusters = model_named(model), microbatch_sizes(sizes, _SIZES), clusters_of(cluster)
+    return profile_by_formulas(shape, clusters[0], wanted), clusters
 
 
-def _check_all_given(
-    known: Profile | None, clusters: Sequence[Cluster], devices: str | None, bandwidth: str | None
-) -> None:
+def _check_all_given(known: Profile | None, cluster: str | None, devices: str | None, bandwidth: str | None) -> None:
     """Refuse to plan where options are missing that say for what.
 
     Raises:
@@ -71,8 +73,8 @@ def _check_all_given(
     """
     given = {
         "--profile FILE": known is not None,
-        "--devices N": devices is not None or bool(clusters),
-        "--bandwidth B": bandwidth is not None or bool(clusters) or (known is not None and bool(known.links)),
+        "--devices N": devices is not None or cluster is not None,
+        "--bandwidth B": bandwidth is not None or cluster is not None or (known is not None and bool(known.links)),
     }
     lacking = [option for option, is_there in given.items() if not is_there]
     if known is None or not given["--devices N"]:

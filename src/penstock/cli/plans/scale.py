@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from penstock.byte_sizes import size_of
 from penstock.cli.options import AsJson
 from penstock.cli.output import print_json
 from penstock.cli.plans.plan_devices import cluster_named
@@ -76,15 +78,15 @@ def scale(
     from penstock.plan.scale.scaling_curves import analyse
 
     if print_rules:
-        typer.echo(rules_text(), nl=False)
+        sys.stdout.write(rules_text())
         return
-    known, machine = read_rules(rules), cluster_named(cluster)
-    if memory is not None:
-        from penstock.byte_sizes import size_of
-
-        given = machine.memory.model_copy(update={"value": size_of("--memory", memory), "source": "--memory"})
-        machine = machine.model_copy(update={"memory": given})
+    known = read_rules(rules)
+    size = None if memory is None else size_of("--memory", memory)
     shape = _shape(x, (layers, hidden, sequence, heads), vocabulary, known)
+    machine = cluster_named(cluster)  # last, as it may be measured
+    if size is not None:
+        given = machine.memory.model_copy(update={"value": size, "source": "--memory"})
+        machine = machine.model_copy(update={"memory": given})
     batch = by_rules(shape, known, x) if critical_batch is None else critical_batch
     training = ScaledTraining(shape, machine, known, batch, known.steps.value if steps is None else steps, devices)
     found = analyse(training, x)

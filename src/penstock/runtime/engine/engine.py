@@ -73,10 +73,18 @@ class Engine:
             batches: the data.
             save, evaluate: on the way.
             halts: asked when the run begins whether it halts on the way.
+
+        Raises:
+            PenstockError: another run, or a call between two runs, is in progress.
         """
+        with self.life.exclusive():
+            yield from self._train(batches, save, evaluate, halts)
+
+    def _train(
+        self, batches: Batches, save: Saving | None, evaluate: Evaluating | None, halts: Callable[[], Halt | None]
+    ) -> Generator[Report]:
         if not torch.is_grad_enabled():
             raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
-        self.life.check_idle()
         self._stop.reset()
         self._spans.length = batches_in(batches)
         batches = self.position.observed(self._with_unread(batches), self._spans.batches)
@@ -151,7 +159,6 @@ class Engine:
 
     def snapshots(self) -> list[Snapshot]:
         """Take a snapshot of every stage in this process, with the pipeline drained."""
-        self.life.check_idle()
         found = []
         for state in self._ranks:
             for stage in state.stages.values():

@@ -70,7 +70,6 @@ class Spans:
         self, batches: Batches, save: Saving | None, evaluate: Evaluating | None
     ) -> Generator[Report, None, bool]:
         """Train in one span, after which ranks hear who has left. Returns whether one has."""
-        self.life.check_idle()
         with self.life.together():
             scheduled = self._schedules.limit(batches, self.batches if self._setup.combine.apart else None)
         source, start = self._setup.training_data(scheduled, self.batches, self.length), self.batches
@@ -111,7 +110,6 @@ class Spans:
         kinds = [stage.weights for state in self._ranks for stage in state.stages.values()]
         if averaged and not all(weights.keeps_average for weights in kinds):
             raise ConfigError("there are no averaged weights; give the pipeline a decay, such as ema_decay=0.999")
-        self.life.check_idle()
         source, found, failed, count = self._setup.evaluation_data(batches), [], None, 0
         call = "evaluate(averaged=True)" if averaged else "evaluate()" if version is None else "an evaluation in run()"
         if not self._begin(source, call, trains=False):

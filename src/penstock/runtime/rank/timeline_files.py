@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import zlib
 from pathlib import Path
 from typing import Any
 
 from penstock.comm.core.trace_recorder import Recorder, merge_recordings
 from penstock.errors import DataError
+from penstock.guarded_files import make_own_folder, write_whole
 from penstock.timeline import Timeline
 
 FOLDER = "timeline"
@@ -29,11 +29,10 @@ def write_recording(run: Path, recorder: Recorder, ranks: int) -> None:
         OSError: it cannot be written; what was there is gone all the same.
     """
     path = _file(run, recorder.rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_own_folder(path.parent)
     path.unlink(missing_ok=True)  # another run's would be taken for this one's
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(gzip.compress(json.dumps({"ranks": ranks, **recorder.recording()}).encode(), compresslevel=1))
-    os.replace(part, path)
+    recording = json.dumps({"ranks": ranks, **recorder.recording()})
+    write_whole(path, gzip.compress(recording.encode(), compresslevel=1))
 
 
 def read_timeline(run: Path | str) -> Timeline:

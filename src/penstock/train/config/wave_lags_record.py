@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.guarded_files import parse_json, read_given
+from penstock.guarded_files import parse_json, read_given, write_whole
 from penstock.schedule.methods.wave_lags import RECORD, Record
 
 NAME = "lags.json"
@@ -49,4 +49,4 @@ def read_lags(path: Path) -> Record:
 
 def write_lags(folder: Path, parts: Iterable[Mapping[str, Any]]) -> None:
     """Write the lags that all processes have recorded into the run folder."""
-    (folder / NAME).write_text(json.dumps({place: waves for part in parts for place, waves in part.items()}))
+    write_whole(folder / NAME, json.dumps({place: waves for part in parts for place, waves in part.items()}))

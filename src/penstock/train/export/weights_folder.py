@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.checkpoint.index import INDEX, TensorFiles, check_file, read_index, write_index
 from penstock.errors import CheckpointError
-from penstock.guarded_files import check_own_folder, fingerprint, new_file_mode, sync_file
+from penstock.guarded_files import fingerprint, make_own_folder, new_file
 
 SCHEMA = 3
 FOLDER = "weights"
@@ -45,18 +45,13 @@ def save_stage(folder: Path, batch: int, stage: int, stages: int, state: Mapping
         OSError: they cannot be written.
     """
     place = folder / FOLDER
-    place.mkdir(parents=True, exist_ok=True)
     for own in (folder, place):
-        check_own_folder(own)
+        make_own_folder(own)
     name = f"batch-{batch}-stage-{stage}-of-{stages}.safetensors"
     tensors = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in state.items()}
-    temporary = place / f".{name}.part"
-    temporary.unlink(missing_ok=True)
-    with new_file_mode(temporary):
+    with new_file(place / name) as temporary:
         save_file(tensors, temporary, metadata={"schema": str(SCHEMA), "stage": str(stage)})
-    sync_file(temporary)
-    written = fingerprint(temporary)
-    os.replace(temporary, place / name)
+        written = fingerprint(temporary)
     return {"files": {name: written}, "tensors": dict.fromkeys(tensors, name)}
 
 
