@@ -2,9 +2,9 @@
 
 Configurations, schedules as text and as torch's CSV, indexes of checkpoints and weights (behind a valid digest, and
 not), what checkpoints hold (loaded and trained on), command lines, values of every option that takes a name, and
-outputs in all states, in this process. Each input is a valid one in which parts were replaced, removed, repeated or nested.
-Allowed is an error that `penstock.errors` has, or none; everything else is a finding, and so is an input that takes
-longer than ten seconds. `--out FILE` keeps the counts.
+outputs in all states, in this process. Each input is a valid one in which parts were replaced, removed, repeated or
+nested. Allowed is an error that `penstock.errors` has, or none; everything else is a finding, and so is an input that
+takes longer than ten seconds. `--out FILE` keeps the counts.
 """
 
 from __future__ import annotations

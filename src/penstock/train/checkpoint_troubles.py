@@ -32,7 +32,7 @@ class Troubles:
             self._say(f"the checkpoint after {batch} batches was not written: {failure}")
 
     def lost(self, what: str) -> None:
-        """Note for the end of the run that something else of it could not be written; any thread of any rank calls this."""
+        """Note for the end of the run that something else could not be written; any thread of any rank calls this."""
         self._lost.append(what)
 
     def _say(self, text: str) -> None:
