@@ -860,7 +860,7 @@ DEFECTS = (
     Defect(
         "a method that reads ahead is not drained for evaluations",
         "runtime/engine",
-        "ahead = evaluate is not None and self._setup.reads_ahead",
+        "ahead = evaluate is not None and self._setup.prediction is not None",
         "ahead = False",
         ("tests/weights/test_read_ahead.py", "tests/runtime/test_evaluation.py"),
     ),
