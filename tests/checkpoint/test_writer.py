@@ -115,10 +115,10 @@ def test_one_is_left_out_when_a_disk_is_slower_than_training(
     """On all ranks, whichever has the slow disk; training waits for a part of the time-out only, and goes on."""
     gate, real = threading.Event(), disk.write_tensors
 
-    def write_slowly(path: Path, tensors: Any) -> Any:
+    def write_slowly(path: Path, *more: Any) -> Any:
         if path.name == f"stage-{slow}.safetensors":
             gate.wait(30)
-        return real(path, tensors)
+        return real(path, *more)
 
     monkeypatch.setattr(disk, "write_tensors", write_slowly)
     told, posts, parts = Told(), LocalPosts(), [(0, 0), (1, 0)]

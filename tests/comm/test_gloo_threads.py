@@ -54,7 +54,7 @@ def test_threads_give_way_while_the_rank_works(thread: int) -> None:
             seen.append(state(thread))
             yield Report(batch, None, None, 0.0)
 
-    for _ in drive_one(run(), 1.0, LATENCY, GlooThreads(1.0)):
+    for _ in drive_one(run(), 1.0, LATENCY, GlooThreads(1.0), str):
         assert state(thread) == before
     assert [(policy, len(cpus)) for policy, cpus in seen] == [(os.SCHED_BATCH, 1)] * 2
     assert state(thread) == before
@@ -68,7 +68,7 @@ def test_threads_are_as_before_after_a_failure(thread: int) -> None:
         yield Report(0, None, None, 0.0)
 
     with pytest.raises(AssertionError):
-        next(drive_one(run(), 1.0, LATENCY, GlooThreads(1.0)))
+        next(drive_one(run(), 1.0, LATENCY, GlooThreads(1.0), str))
     assert state(thread) == before
 
 
@@ -84,7 +84,7 @@ def test_threads_follow_a_rank_that_waits(thread: int) -> None:
             seen.append(state(thread)[1])
 
     try:
-        assert list(drive_one(run(), 1.0, LATENCY, GlooThreads(1.0))) == []
+        assert list(drive_one(run(), 1.0, LATENCY, GlooThreads(1.0), str)) == []
     finally:
         os.sched_setaffinity(0, here)
     assert seen == [{cpu} for cpu in sorted(here)]
