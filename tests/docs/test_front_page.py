@@ -154,6 +154,14 @@ def test_the_gpt2_of_the_start_page_is_trained_and_put_together(project: ModuleT
     assert again.lm_head.weight is again.transformer.wte.weight
 
 
+def test_any_model_of_the_start_page_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install penstock[hf]")
+    names: dict[str, Any] = {"penstock": penstock, "torch": torch, "F": nn.functional}
+    names |= {name: getattr(transformers, name) for name in ("BertConfig", "BertForMaskedLM")}
+    exec(compile(code_on("start.md")[4], "start.md", "exec"), names)
+    assert 3 < float(capsys.readouterr().out) < 6
+
+
 def test_the_other_code_of_the_start_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     *_, blocks, _, options, _, resume, _ = code_on("start.md")  # others: above, below, test_shuffled_epochs.py
     monkeypatch.chdir(tmp_path)
@@ -196,7 +204,7 @@ def test_the_code_that_reads_metrics_takes_the_last_of_what_is_there(
 def run_divided_block(group: dist.ProcessGroup | None, tensor_parallel: int) -> dict[str, torch.Tensor]:
     """Train blocks of the start page that divide themselves; returns the whole weights, on the first rank."""
     names: dict[str, Any] = {"torch": torch}
-    exec(compile(code_on("start.md")[7], "start.md", "exec"), names)
+    exec(compile(code_on("start.md")[8], "start.md", "exec"), names)
     torch.manual_seed(0)
     pipeline = penstock.Pipeline(
         [names["Mlp"](8) for _ in range(4)],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.partition.blocks import named_blocks
 from support.pool import Pool
 
 VOCABULARY, LENGTH, M = 16, 6, 2
@@ -272,39 +270,3 @@ def test_a_model_that_was_changed_between_two_runs_is_refused() -> None:
     model.norm = nn.LayerNorm(8)
     with pytest.raises(ConfigError, match="norm is another object since the pipeline was made"):
         pipeline.run(batches())
-
-
-def test_a_tied_gpt2_of_transformers_trains_as_plain_torch() -> None:
-    """A block for each layer; the trained weights go back into the model, which computes with them."""
-    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install penstock[hf]")
-    torch.manual_seed(0)
-    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 8, "n_layer": 3, "n_head": 2}
-    config = transformers.GPT2Config(**sizes, **drops, bos_token_id=0, eos_token_id=0)
-    model = transformers.GPT2LMHeadModel(config)
-    plain = copy.deepcopy(model)
-    losses = train_plain(plain, batches(), loss, lambda found: found.logits, make_sgd)
-    pipeline = make_pipeline(model, 3, optimizer=make_sgd)
-    assert [report.loss for report in pipeline.run(batches())] == pytest.approx(losses, rel=1e-6)
-    layers = [f"transformer.h.{i}" for i in range(3)]
-    assert [name for part in pipeline.parts for name in part] == [
-        "transformer.wte..transformer.wpe", "transformer.drop", *layers, "transformer.ln_f", "lm_head"
-    ]  # fmt: skip
-    again = transformers.GPT2LMHeadModel(config)
-    again.load_state_dict(pipeline.full_state_dict())
-    assert again.lm_head.weight is again.transformer.wte.weight
-    for name, tensor in plain.state_dict().items():
-        torch.testing.assert_close(again.state_dict()[name], tensor, rtol=1e-5, atol=1e-6)
-
-
-def test_a_gpt2_with_eager_attention_is_told_to_change_it() -> None:
-    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install penstock[hf]")
-    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 8, "n_layer": 3, "n_head": 2}
-    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, attn_implementation="eager")
-    model = transformers.GPT2LMHeadModel(config)
-    with pytest.raises(
-        ConfigError, match=r'before the pipeline is made, write model.set_attn_implementation\("sdpa"\)'
-    ):
-        named_blocks(model)
-    model.set_attn_implementation("sdpa")
-    assert len(named_blocks(model)) == 7

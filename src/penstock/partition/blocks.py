@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError
+from penstock.partition.replay.model_stages import UnitBlocks
 from penstock.partition.whole_model.blocks_from_model import (
     CONTAINERS,
     blocks_of_model,
@@ -55,14 +56,24 @@ class LazyBlock(ShortRepr):
             return self.build()
 
 
-def named_blocks(blocks: Any) -> dict[str, Any]:
+def named_blocks(blocks: Any, example: Any = None, stages: int = 2) -> dict[str, Any]:
     """Return the blocks by name, given as `Blocks`, or as `children` or `named_children` of a module yields them.
+
+    Args:
+        blocks: of the model.
+        example: inputs of a whole model, by which its layers are found; None to follow its forward without.
+        stages: into how many a whole model is to be cut, at least.
 
     Raises:
         ConfigError: there is no block, one is neither a module nor a function, or names of parameters collide; or this
             is a whole model that cannot be divided.
     """
     named: dict[str, Any]
+    if example is not None:
+        if not isinstance(blocks, nn.Module):
+            raise ConfigError("example is for a whole model; leave it out where you pass blocks")
+        refuse_wrapped("the model", blocks)
+        return UnitBlocks(blocks, example, stages)
     if isinstance(blocks, nn.Module) and (not isinstance(blocks, CONTAINERS) or own_part(blocks) is not None):
         named = blocks_of_model(blocks)
     elif isinstance(blocks, nn.Module):
@@ -94,7 +105,9 @@ def check_same_blocks(blocks: Any, named: Mapping[str, Any]) -> None:
         ConfigError: one was replaced, added or removed; or the container has got something of its own, such as a hook,
             which would not be called.
     """
-    if isinstance(named, ModelBlocks):
+    if isinstance(named, UnitBlocks):
+        named.check()
+    elif isinstance(named, ModelBlocks):
         check_same_model(named)
     elif isinstance(blocks, nn.Module):
         _check_same_children(blocks, named)
@@ -294,9 +307,16 @@ def deal(
     """
     dealt: dict[int, dict[Stage, dict[str, Any]]] = {}
     held: set[int] = set()
+    copies: dict[tuple[int, int], UnitBlocks] = {}
     for pipeline, stage in sorted(stages, key=lambda held: (held[0], held[1].direction)):
-        own = {name: blocks[name] for name in parts[stage.index]}
-        dealt.setdefault(pipeline, {})[stage] = _copied(own) if stage.index in held else own
+        if isinstance(blocks, UnitBlocks):  # whose stages share the model
+            if stage.index in held and (pipeline, stage.direction) not in copies:
+                copies[pipeline, stage.direction] = _copied(blocks)  # type: ignore[assignment]  # of the same class
+            given = copies.get((pipeline, stage.direction), blocks)
+            dealt.setdefault(pipeline, {})[stage] = {parts[stage.index][0]: given.stage(parts, stage.index)}
+        else:
+            own = {name: blocks[name] for name in parts[stage.index]}
+            dealt.setdefault(pipeline, {})[stage] = _copied(own) if stage.index in held else own
         held.add(stage.index)
     return dealt
 

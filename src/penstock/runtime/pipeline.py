@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,14 +57,13 @@ class Pipeline(SavedStates, UserAdvice):
             ...
 
     Args:
-        blocks: the model, if its forward takes one value and can be followed (torch.fx), or if it is a GPT-2, Llama,
-            Mistral or Qwen of `transformers` for causal language modelling, which takes tokens and returns logits. It
-            is divided into blocks (`parts`), and its parameters keep their names; what its own forward reads besides
-            parameters and buffers, such as ``self.scale``, is read now. Or its blocks: an nn.Sequential, or a list or
-            dict of modules and functions, each of which takes what the one before returned. A `LazyBlock` is built only
-            in the process that holds it. The names of a dict are those of `full_state_dict`. Hooks on parameters run
-            for each microbatch, as in plain torch where gradients accumulate; those of `register_hook` get the gradient
-            of its loss sum divided by `Precision.divisor`.
+        blocks: the model, with an `example`; or without one, if its forward takes one value and can be followed
+            (torch.fx; what it reads besides parameters and buffers, such as ``self.scale``, is then read now). It is
+            divided into blocks (`parts`), and its parameters keep their names. Or its blocks: an nn.Sequential, or a
+            list or dict of modules and functions, each of which takes what the one before returned. A `LazyBlock` is
+            built only in the process that holds it. The names of a dict are those of `full_state_dict`. Hooks on
+            parameters run for each microbatch, as in plain torch where gradients accumulate; those of `register_hook`
+            get the gradient of its loss sum divided by `Precision.divisor`.
         method: what ranks run: the name of a method, such as "2bw" (`penstock methods` lists them), or what
             `penstock.method` returned; an order of your own, a function as of `make_schedule`, which rank 0 alone calls
             and proves; or a schedule as `make_schedule`, `check` or `load_schedule` return it.
@@ -102,6 +102,11 @@ class Pipeline(SavedStates, UserAdvice):
         partition: the number of blocks of each stage; or a `Partition`, with tied parameters and slices of sequences.
             Stages are balanced by the cost of blocks if None.
         divergence: what counts as a divergence, for `Pipeline.trouble`.
+        example: for a whole model, inputs of a batch as it takes them (a tuple by position, a dict by name; a few
+            samples are enough). With it any model is divided as it is: its forward is run to find the layers that it
+            calls, their order and their work; each stage runs the model's own forward, and computes what is its own of
+            it; and the stages are compared with the model on the example, gradients included. Code between layers that
+            stages cannot run alike is refused, with its line.
         seed: of the random numbers that blocks draw, such as dropout.
         group: a process group with one process per rank, the ranks of a pipeline next to each other (or the replicas of
             a stage: `DataParallel.rank_order`); None to run all ranks in this process. Pipelines whose runs overlap in
@@ -146,12 +151,13 @@ class Pipeline(SavedStates, UserAdvice):
         staleness: Correction | Staleness | None = None,
         partition: Sequence[int] | Partition | None = None,
         divergence: Divergence | None = None,
+        example: Any = None,
         seed: int = 0,
         group: dist.ProcessGroup | Group | None = None,
         device: str | torch.device | Device | None = None,
     ) -> None:
-        named = blocks_of(blocks, optimizer, lr_scheduler)
         processes = group if isinstance(group, Group) else Group(group)
+        named = blocks_of(blocks, optimizer, lr_scheduler, example, _stages_at_least(stages, processes.group))
         place = device if isinstance(device, Device) else Device(device)
         options = PipelineOptions(
             data_parallel if isinstance(data_parallel, DataParallel) else DataParallel(data_parallel),
@@ -329,3 +335,10 @@ class Pipeline(SavedStates, UserAdvice):
     def abandon(self) -> None:
         """Drop the batches in flight when the loop is left, instead of finishing them, because the job is to end."""
         self._spans.life.abandoned = True
+
+
+def _stages_at_least(stages: int | None, group: dist.ProcessGroup | None) -> int:
+    """Return into how many stages a model is cut, as far as that is known before there is a schedule."""
+    if isinstance(stages, int):
+        return max(stages, 1)
+    return 2 if group is None else dist.get_world_size(group)

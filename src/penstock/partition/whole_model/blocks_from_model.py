@@ -8,7 +8,6 @@ from penstock.errors import ConfigError
 from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks, ModelPart, changed_part
 from penstock.partition.whole_model.fx_trace import CannotFollowError, without_guards
 from penstock.partition.whole_model.traced_blocks import blocks_of_forward, called_parts
-from penstock.partition.whole_model.transformers_models import blocks_of_known, is_of_transformers
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _CALL = nn.Module.__call__
@@ -26,30 +25,7 @@ _AGAIN = (
     "have kept their names and shapes)"
 )
 
-_OWN = """\
-class Part(torch.nn.Module):  # around what takes or returns more than one value
-    def __init__(self, part):
-        super().__init__()
-        self.part = part
-
-    def forward(self, x):
-        return self.part(x)  # as the forward of the model calls it, with masks, positions and the like made here
-
-blocks = {'first': Part(model.first), 'second': model.second}  # in the order of the forward
-assert torch.equal(torch.nn.Sequential(*blocks.values())(inputs), model(inputs))  # in eval() mode, if it has dropout"""
-
-
-def refuse_wrapped(name: str, module: nn.Module) -> None:
-    """Refuse a module that is wrapped for another kind of parallelism, as is one in it.
-
-    Raises:
-        ConfigError: it is; the message says what to do instead.
-    """
-    for path, inner in module.named_modules():
-        for kind in type(inner).__mro__:  # fully_shard makes a class from that of the module and FSDPModule
-            if kind.__name__ in WRAPPERS:
-                where = f"{name}, in {path}," if path else name
-                raise ConfigError(f"{where} is of type {type(inner).__name__}; {WRAPPERS[kind.__name__]}")
+_EXAMPLE = "pass example=inputs, inputs of a batch, with which any model is divided as it is"
 
 
 def own_part(container: nn.Module) -> str | None:
@@ -68,6 +44,23 @@ def own_part(container: nn.Module) -> str | None:
     return None if state is None else f"a parameter or buffer of its own, {state}"
 
 
+def refuse_wrapped(name: str, module: nn.Module) -> None:
+    """Refuse a module that is wrapped for another kind of parallelism, as is one in it.
+
+    Raises:
+        ConfigError: it is; the message says what to do instead.
+    """
+    for path, inner in module.named_modules():
+        for kind in type(inner).__mro__:  # fully_shard makes a class from that of the module and FSDPModule
+            if kind.__name__ in WRAPPERS:
+                where = f"{name}, in {path}," if path else name
+                raise ConfigError(f"{where} is of type {type(inner).__name__}; {WRAPPERS[kind.__name__]}")
+    if type(module).__name__ == "OptimizedModule":  # of torch.compile
+        raise ConfigError(
+            f"{name} is compiled as a whole; {_PLAIN}, and compile each: for block in blocks: block.compile()"
+        )
+
+
 def blocks_of_model(model: nn.Module) -> ModelBlocks:
     """Return the blocks that a whole model calls one after the other, by name, and compute what it does.
 
@@ -76,19 +69,13 @@ def blocks_of_model(model: nn.Module) -> ModelBlocks:
     """
     kind = type(model).__name__
     refuse_wrapped("the model", model)
-    if kind == "OptimizedModule":  # of torch.compile
-        raise ConfigError(
-            f"the model is compiled as a whole; {_PLAIN}, and compile each: for block in blocks: block.compile()"
-        )
     try:
-        return ModelBlocks(model, _found(model, compare=True))
+        return ModelBlocks(model, _found(model))
     except CannotFollowError as error:
         what = f"{kind} has {own_part(model)}, so it is one" if isinstance(model, CONTAINERS) else f"{kind} is one"
-        lines = _indented(f"{_OWN}\n{_PIPELINE}\n{_BACK}")
         raise ConfigError(
-            f"{what} module, and its forward cannot be followed to divide it into blocks: {error}. "
-            "Pass the parts that it calls one after the other, each with one value in and one out (a tensor, or a "
-            f"tuple or dict of tensors):\n{lines}"
+            f"{what} module, and its forward cannot be followed to divide it into blocks: {error}; {_EXAMPLE}: "
+            "penstock.Pipeline(model, ..., example=inputs)"
         ) from None
 
 
@@ -99,7 +86,7 @@ def check_same_model(blocks: ModelBlocks) -> None:
         ConfigError: a module was replaced, or the forward is another one, as after an attribute was changed.
     """
     try:
-        now = _found(blocks.model, compare=False)
+        now = _found(blocks.model)
     except CannotFollowError as error:
         said = f"the forward of the model has changed since the pipeline was made: {error}"
         raise ConfigError(f"{said}; {_AGAIN}") from None
@@ -121,23 +108,15 @@ def check_same_model(blocks: ModelBlocks) -> None:
         )
 
 
-_PIPELINE = "pipeline = penstock.Pipeline(blocks, ...)"
-_BACK = "weights = pipeline.full_state_dict(model)  # on all ranks; then, on rank 0: model.load_state_dict(weights)"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
-
-
-def _found(model: nn.Module, *, compare: bool) -> dict[str, nn.Module]:
+def _found(model: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks of a model, of which other processes may train some.
 
     Raises:
         CannotFollowError: there are none that are known to be right.
     """
     with without_guards(model):
-        if is_of_transformers(model):
-            return blocks_of_known(model, compare=compare)
+        if type(model).__module__.startswith("transformers."):
+            raise CannotFollowError("models of transformers take masks, caches and more")
         if type(model).forward is nn.Module.forward:
             raise CannotFollowError("it has none")
         parts = called_parts("", model)  # of a TransformerEncoder

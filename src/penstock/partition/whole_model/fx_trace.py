@@ -10,7 +10,7 @@ import dis
 import inspect
 import random
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from types import FrameType
@@ -46,34 +46,6 @@ def forward_graph(model: nn.Module) -> fx.Graph:
     if str(graph) != str(other):
         raise CannotFollowError("it does something else in training, beside its modules (use an nn.Dropout)")
     return graph
-
-
-def graph_of_function(model: nn.Module, forward: Callable[[Any, Any], Any]) -> fx.Graph:
-    """Return the graph of a function of a model and its input, with the modules of the model as they are.
-
-    Raises:
-        CannotFollowError: the model has hooks, which the function would not call.
-    """
-    if any(map(hooked, (model, *_layered(model)))):
-        raise CannotFollowError("it has hooks, which blocks would not call")
-    graph = _Follower(deep=False).trace(_Function(model, forward))
-    for node in graph.nodes:
-        if node.op in ("call_module", "get_attr"):
-            node.target = node.target.removeprefix(f"{_Function.INNER}.")
-    return graph
-
-
-class _Function(nn.Module):
-    """A function of a model as a forward of its own."""
-
-    INNER = "model"
-
-    def __init__(self, model: nn.Module, forward: Callable[[Any, Any], Any]) -> None:
-        super().__init__()
-        self.model, self._function = model, forward
-
-    def forward(self, x: Any) -> Any:
-        return self._function(self.model, x)
 
 
 def hooked(module: nn.Module) -> bool:

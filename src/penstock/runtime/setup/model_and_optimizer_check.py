@@ -9,7 +9,7 @@ from penstock.partition.blocks import named_blocks
 from penstock.weights.optim.instance_instead_of_factory import refuse_instances
 
 
-def blocks_of(blocks: Any, optimizer: Any, lr_scheduler: Any) -> dict[str, Any]:
+def blocks_of(blocks: Any, optimizer: Any, lr_scheduler: Any, example: Any = None, stages: int = 2) -> dict[str, Any]:
     """Return the blocks of a model by name.
 
     Raises:
@@ -18,7 +18,7 @@ def blocks_of(blocks: Any, optimizer: Any, lr_scheduler: Any) -> dict[str, Any]:
     """
     faults, named = [], {}
     try:
-        named = named_blocks(blocks)
+        named = named_blocks(blocks, example, stages)
     except ConfigError as error:
         faults.append(str(error))
     try:

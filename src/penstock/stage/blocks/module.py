@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from penstock.comm.core.tensor_group import explain_lost_peer
 from penstock.comm.message.tree_classes import open_dataclasses
 from penstock.comm.message.trees import detached
 from penstock.options.all_options import PipelineOptions
+from penstock.partition.replay.model_stages import ModelStage
 from penstock.partition.tensor_parallel import Division, whole_output
 from penstock.stage.autograd.forward_graph import open_inputs
 from penstock.stage.blocks.block_tensors import BlockTensors
@@ -69,6 +71,9 @@ class StageModule:
         options.precision.kernels.check_device(self.device)
         drawing = [*self.blocks.items(), *([] if loss is None else [(LOSS, loss)])]
         self.rng = BlockRng(options.run.seed, devices, drawing)
+        for block in self.blocks.values():
+            if isinstance(block, ModelStage):
+                block.precision = self.precision
 
     def take(self, value: Any) -> Any:
         """Return the model's own input on the device of the stage, in the precision of its passes.
@@ -87,7 +92,11 @@ class StageModule:
             if name in drawing:
                 self.rng.seed_block(name, key)
             try:
-                value = blocks[name](value)
+                block = blocks[name]
+                if isinstance(block, ModelStage):
+                    value = block.run(value, partial(self.rng.seed_block, key=key))
+                else:
+                    value = block(value)
             except Exception as error:
                 if isinstance(error, RuntimeError):
                     if self.division.splits:

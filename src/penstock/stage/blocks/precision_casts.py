@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.options.number_formats import NAMES
 from penstock.options.passes import Precision
-
-
-def kept_full(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a module that are not cast to a lower precision.
-
-    They are those of layers with running statistics, such as BatchNorm: the statistics stay in float32, and torch
-    computes on inputs of lower precision with parameters of the same format as the statistics.
-    """
-    for inner in module.modules():
-        if isinstance(inner, _NormBase) and inner.running_mean is not None:
-            yield from inner.parameters(recurse=False)
 
 
 def cast(value: Any, precision: torch.dtype | None) -> Any:

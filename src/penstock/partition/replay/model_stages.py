@@ -1,0 +1,234 @@
+"""A whole model as the blocks of a pipeline, and the stages that they make."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ConfigError
+from penstock.partition.replay.comparison import check_stages
+from penstock.partition.replay.placeholder import TensorSpec
+from penstock.partition.replay.stage_forward import Cut, Seed, Specs, StageForward
+from penstock.partition.replay.units import UnitGroup, no_seed, record_forward
+from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks, ModelPart, value_at
+from penstock.partition.whole_model.fx_trace import without_guards
+
+_OF_A_STAGE = 1 / 3  # of the work of an even stage: units that take more are opened
+_SPEC = "penstock.TensorSpec "
+
+
+class UnitPart(ModelPart):
+    """Units of a model, with what else is on their stage, under the names that the model has for them.
+
+    Args:
+        model: the model.
+        group: of it.
+    """
+
+    def __init__(self, model: nn.Module, group: UnitGroup) -> None:
+        nn.Module.__init__(self)
+        self.group, self.cost, self.text = group, group.work, ""
+        self.targets = {name: name for name in (*group.units, *group.unused, *group.bare)}
+        for path in (*group.units, *group.unused):
+            outer, _, key = path.rpartition(".")
+            _shell(self, outer).add_module(key, model.get_submodule(path))
+        for name in group.bare:
+            outer, _, key = name.rpartition(".")
+            owner, shell = model.get_submodule(outer), _shell(self, outer)
+            if key in owner._parameters:
+                shell.register_parameter(key, owner._parameters[key])
+            else:
+                shell.register_buffer(key, owner._buffers[key], persistent=key not in owner._non_persistent_buffers_set)
+
+    def forward(self, x: Any) -> Any:
+        """Refuse to be called: the model calls units."""
+        raise AssertionError(f"{self.group.units} are called by the model around them, not with {x!r:.80}")
+
+
+def _shell(part: nn.Module, path: str) -> nn.Module:
+    """Return the module within a part at a path, made where there is none."""
+    for key in path.split(".") if path else ():
+        if key not in part._modules:
+            part.add_module(key, nn.Module())
+        part = part.get_submodule(key)
+    return part
+
+
+class ModelStage(UnitPart):
+    """The forward of a whole model as one stage runs it, which takes a value and returns another, as blocks do.
+
+    The first stage takes what the model takes, the last one returns what it returns. In between travels a dict: the
+    arguments, without the values of floating-point tensors, and what later stages need ("sent").
+
+    Args:
+        blocks: of the model.
+        cut: where units run.
+        index: the stage.
+
+    Attributes:
+        precision: that float32 weights are cast to; None for their own.
+    """
+
+    def __init__(self, blocks: UnitBlocks, cut: Cut, index: int) -> None:
+        own = [group for group in blocks.groups.values() if cut.stages[group.units[0]] == index]
+        units, unused, bare, work = zip(*own, strict=True)
+        super().__init__(blocks.model, UnitGroup(sum(units, ()), sum(unused, ()), sum(bare, ()), sum(work)))
+        self._blocks, self._cut, self._index = blocks, cut, index
+        self.precision: torch.dtype | None = None
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile each unit."""
+        for path in self.group.units:
+            self.get_submodule(path).compile(*args, **kwargs)
+
+    def forward(self, x: Any) -> Any:
+        """Run the stage, with random numbers as they come."""
+        return self.run(x, no_seed)
+
+    def run(self, value: Any, seed: Seed) -> Any:
+        """Run the stage.
+
+        Args:
+            value: what the model takes, or what the stage before returned.
+            seed: for units and operations that may draw random numbers.
+        """
+        model, received = self._blocks.model, {}
+        if self._index == 0:
+            args, kwargs = arguments_of(value)
+        else:
+            args, kwargs, received = value["args"], value["kwargs"], value["sent"]
+            device = next((p.device for p in self.parameters()), torch.device("cpu"))
+            args, kwargs = pytree.tree_map(partial(_decoded, device=device), (args, kwargs))
+        specs = self._blocks.specs(self.precision)
+        forward = StageForward(model, specs, self._cut, self._index, received, seed, bound=True)
+        with self._bare_in_place(), _mode_of(model, self.training):
+            output = forward.run(args, kwargs)
+        if self._index == self._cut.last:
+            return output
+        args, kwargs = pytree.tree_map(_encoded, (args, kwargs))
+        return {"args": args, "kwargs": kwargs, "sent": forward.sent}
+
+    @contextmanager
+    def _bare_in_place(self) -> Iterator[None]:
+        """Let modules around units have the tensors that this stage has of them."""
+        places: list[tuple[dict[str, Any], str, Any]] = []
+        for name in self.group.bare:
+            outer, _, key = name.rpartition(".")
+            owner, own = self._blocks.model.get_submodule(outer), self.get_submodule(outer)
+            kind = "_parameters" if key in owner._parameters else "_buffers"
+            places.append((getattr(owner, kind), key, getattr(own, kind)[key]))
+        before = [held[key] for held, key, _ in places]
+        for held, key, tensor in places:
+            held[key] = tensor
+        try:
+            yield
+        finally:
+            for (held, key, _), tensor in zip(places, before, strict=True):
+                held[key] = tensor
+
+
+class UnitBlocks(ModelBlocks):
+    """The units of a whole model, in the order in which it calls them, as blocks.
+
+    Args:
+        model: the model.
+        example: what it is called with.
+        stages: into how many it is to be cut, at least.
+
+    Attributes:
+        groups: the units of each block.
+
+    Raises:
+        CapabilityError: it cannot be divided; the message names what is in the way, and the line.
+    """
+
+    def __init__(self, model: nn.Module, example: Any, stages: int) -> None:
+        self._example = arguments_of(example)
+        with without_guards(model):
+            found = record_forward(model, *self._example, _OF_A_STAGE / stages)
+        self.groups = {group.units[0]: group for group in found.groups}
+        super().__init__(model, {name: UnitPart(model, group) for name, group in self.groups.items()})
+        self._written, self._specs = found.written, dict[torch.dtype | None, Specs]()
+        self._compared: Cut | None = None
+
+    def specs(self, precision: torch.dtype | None) -> Specs:
+        """Return the shapes of what units return in a precision, which all stages of this process share."""
+        if precision not in self._specs:
+            paths = [path for group in self.groups.values() for path in (*group.units, *group.unused)]
+            units = {path: self.model.get_submodule(path) for path in paths}
+            self._specs[precision] = Specs(units, precision, self._written)
+        return self._specs[precision]
+
+    def check(self) -> None:
+        """Make sure that the model has the units that it had.
+
+        Raises:
+            ConfigError: one was replaced.
+        """
+        for block in self.values():
+            assert isinstance(block, UnitPart)
+            for path in (*block.group.units, *block.group.unused):
+                if value_at(self.model, path) is not block.get_submodule(path):
+                    raise ConfigError(
+                        f"{path} is another object since the pipeline was made of the model, so the pipeline would "
+                        "train without that change; make a new Pipeline of the changed model (a checkpoint of this one "
+                        "can be loaded into it)"
+                    )
+
+    def stage(self, parts: Sequence[Sequence[str]], index: int) -> ModelStage:
+        """Return a stage, given the names of the blocks of all.
+
+        Raises:
+            CapabilityError: the stages do not compute what the model does.
+        """
+        groups = [(stage, self.groups[name]) for stage, names in enumerate(parts) for name in names]
+        stages = {path: stage for stage, group in groups for path in (*group.units, *group.unused)}
+        cut = Cut(stages, len(parts) - 1)
+        if cut != self._compared:
+            with without_guards(self.model):
+                check_stages(self.model, self.specs(None), cut, *self._example)
+            self._compared = cut
+        return ModelStage(self, cut, index)
+
+
+def arguments_of(value: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Return positional and named arguments: a dict by name, a tuple or list by position, anything else alone."""
+    if isinstance(value, Mapping):
+        return [], dict(value)
+    return (list(value), {}) if isinstance(value, tuple | list) else ([value], {})
+
+
+def _encoded(leaf: Any) -> Any:
+    """Return an argument as other stages get it: of a floating-point tensor, its shape."""
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        leaf = TensorSpec.of(leaf)
+    if not isinstance(leaf, TensorSpec):
+        return leaf
+    return _SPEC + json.dumps([leaf.shape, leaf.strides, str(leaf.dtype).removeprefix("torch."), leaf.requires_grad])
+
+
+def _decoded(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, str) or not leaf.startswith(_SPEC):
+        return leaf
+    shape, strides, dtype, requires_grad = json.loads(leaf.removeprefix(_SPEC))
+    return TensorSpec(tuple(shape), tuple(strides), getattr(torch, dtype), device, requires_grad)
+
+
+@contextmanager
+def _mode_of(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put all of a model into evaluation mode while a stage of it is."""
+    changed = [] if training else [module for module in model.modules() if module.training]
+    for module in changed:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.training = True

@@ -1,0 +1,82 @@
+"""Stand-ins for tensors of other stages: shapes and types without values, on which every computation is an error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import CapabilityError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What other stages know of a tensor.
+
+    Attributes:
+        shape, strides, dtype, device, requires_grad: of the tensor.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """Return that of a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def zeros(self, device: torch.device) -> Tensor:
+        """Return such a tensor on another device, full of zeros."""
+        made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+        if device.type != "meta":
+            made.zero_()
+        return made.requires_grad_() if self.requires_grad else made
+
+
+class Placeholder(Tensor):
+    """A tensor of another stage.
+
+    Args:
+        spec: of the tensor.
+        origin: the unit or operation that makes it, for messages.
+    """
+
+    origin: str
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: type[Placeholder], spec: TensorSpec, origin: str) -> Placeholder:
+        """Make one without memory."""
+        made: Placeholder = Tensor._make_wrapper_subclass(
+            cls, spec.shape, strides=spec.strides, dtype=spec.dtype, device=spec.device,
+            requires_grad=spec.requires_grad,
+        )  # fmt: skip
+        made.origin = origin
+        return made
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        """Refuse every computation."""
+        found = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder))
+        raise CapabilityError(
+            f"{func} takes the value of {found.origin}, which belongs to another stage, in a way that cannot be seen"
+        )
+
+    def __repr__(self, *_: object, **__: object) -> str:  # type: ignore[override]
+        """Say what it stands for."""
+        return f"Placeholder({self.origin}, {tuple(self.shape)}, {self.dtype})"

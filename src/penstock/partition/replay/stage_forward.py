@@ -1,0 +1,575 @@
+"""One forward of a whole model, as one of its stages runs it.
+
+Every stage runs the model's own forward. *Units* are calls of layers with weights; the operations between them are the
+*frame*. All are numbered as they happen. What depends on weights, or on floating-point inputs, is computed on one stage
+only: a unit on its own, an operation on that of the last unit before it. Elsewhere a `Placeholder` stands in its place,
+or what was sent. What the rest of the forward, behind a stage's last unit, takes of the values that are there is what
+later stages need; it is sent on. All else, such as masks, every stage computes for itself.
+
+A stage that computes with the wrong values would be silent, so whatever is not seen is refused: a placeholder has no
+values, and the shapes that it was expected to have are compared where the values are.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from penstock.errors import CapabilityError
+from penstock.partition.replay.placeholder import Placeholder, TensorSpec
+
+Seed = Callable[[str], None]
+"""Seeds torch's generators for a unit or an operation of the frame, by its name."""
+
+
+class Cut(NamedTuple):
+    """Where the units of a model run.
+
+    Attributes:
+        stages: of each unit, by the path of its module.
+        last: the number of the last stage.
+    """
+
+    stages: Mapping[str, int]
+    last: int
+
+
+class Specs:
+    """Shapes of what units and operations of other stages return, by the shapes of their arguments.
+
+    Args:
+        units: of a model, by path.
+        precision: that float32 weights are cast to; None for their own.
+        written: keys of values that operations write into, as far as they are known.
+
+    Attributes:
+        units, written: the same.
+    """
+
+    def __init__(
+        self, units: Mapping[str, nn.Module], precision: torch.dtype | None = None, written: Iterable[str] = ()
+    ) -> None:
+        self.units, self.written, self._precision = units, set(written), precision
+        self._found: dict[Any, Any] = {}
+
+    def of_unit(self, path: str, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
+        """Return what a unit of another stage returns, with `TensorSpec`s in the places of tensors."""
+        key = self.key_of_unit(path, args, kwargs)
+        if key not in self._found:
+            self._found[key] = self._try(path, args, kwargs, leaves)
+        return self._found[key]
+
+    def check_unit(self, path: str, args: Any, kwargs: Any, leaves: Sequence[Tensor], result: Any) -> None:
+        """Make sure that a unit of this stage returned what the others take it to return.
+
+        Raises:
+            CapabilityError: it did not, as its shapes depend on values, or it returned another number.
+        """
+        key, found = self.key_of_unit(path, args, kwargs), spec_of(result, leaves)
+        expected = self._found.setdefault(key, found)
+        if found != expected:
+            raise CapabilityError(
+                f"{path} returned {_in_words(found)}, and {_in_words(expected)} for arguments of the same shapes with "
+                "other values, which stages that do not compute it cannot know"
+            )
+
+    def key_of_unit(self, path: str, args: Any, kwargs: Any) -> Any:
+        """Return what the shapes of its results depend on."""
+        return path, self.units[path].training, torch.is_grad_enabled(), shapes_in((args, kwargs))
+
+    def _try(self, path: str, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
+        """Call a copy of a unit without values, or with zeros if it asks for values."""
+        device = next((leaf.device for leaf in leaves), torch.device("cpu"))
+        for where in (torch.device("meta"), device):
+            made = {id(leaf): TensorSpec.of(leaf).zeros(where) for leaf in leaves}
+            twin = _twin(self.units[path], where, self._precision)
+            a, k = _map_tensors((args, kwargs), partial(_replaced, made))
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    result = twin._call_impl(*a, **k)  # type: ignore[no-untyped-call]
+            except (RuntimeError, NotImplementedError):
+                if where.type != "meta":
+                    raise
+                continue
+            return _moved(spec_of(result, [made[id(leaf)] for leaf in leaves]), device)
+        raise AssertionError
+
+    def of_operation(self, func: Callable[..., Any], args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
+        """Return what an operation of another stage returns, likewise."""
+        key = func, torch.is_grad_enabled(), shapes_in((args, kwargs))
+        if key not in self._found:
+            meta, values = torch.device("meta"), pytree.tree_leaves((args, kwargs))
+            made = {id(leaf): TensorSpec.of(leaf).zeros(meta) for leaf in leaves}
+            device = next((value for value in values if isinstance(value, torch.device)), leaves[0].device)
+            a, k = _map_tensors((args, kwargs), lambda leaf: made[id(leaf)] if isinstance(leaf, Tensor) else meta)
+            try:
+                result = func(*a, **k)
+            except (RuntimeError, NotImplementedError) as error:
+                raise CapabilityError(
+                    f"{_name(func)} of what another stage has gives shapes that depend on values{line_of_user()}: "
+                    f"{error}"
+                ) from error
+            self._found[key] = _moved(spec_of(result, [made[id(leaf)] for leaf in leaves]), device)
+        return self._found[key]
+
+
+class StageForward(TorchFunctionMode):
+    """Runs one forward of a model as one stage does.
+
+    Args:
+        model: the whole model.
+        specs: of its units.
+        cut: where they run.
+        stage: this one; None to run all of it.
+        received: values from earlier stages.
+        seed: for units and operations that may draw random numbers.
+        bound: versions of weights are in the places of the parameters that this stage trains.
+
+    Attributes:
+        sent: what later stages need of the values that are here.
+        calls: the units that were called, in their order.
+        used: identities of the parameters and buffers that the frame took, with the unit before (None before the
+            first) and by which operation.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        specs: Specs,
+        cut: Cut,
+        stage: int | None,
+        received: Mapping[str, Tensor],
+        seed: Seed,
+        *,
+        bound: bool = False,
+    ) -> None:
+        super().__init__()
+        self._model, self._specs, self._cut, self._stage, self._seed = model, specs, cut, stage, seed
+        self._received, self._bound = received, bound
+        self._number, self._at = 0, 0
+        self._keys: Any = WeakTensorKeyDictionary()  # of values that one stage computes, and that are here
+        self._everywhere: Any = WeakTensorKeyDictionary()  # the same of what every stage computes
+        self._storages: dict[int, StorageWeakRef] = {}  # of the former
+        self._stale: list[Tensor] = []  # written by another stage
+        self._stale_storages: set[int] = set()
+        self.sent: dict[str, Tensor] = {}
+        self.calls: list[str] = []
+        self.used: dict[int, tuple[str | None, str]] = {}
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the forward, and return the output of the model; on an earlier stage it has placeholders.
+
+        Raises:
+            CapabilityError: the model does something between its units that cannot be divided.
+        """
+        units = self._specs.units
+        before = {path: vars(unit).pop("_compiled_call_impl", None) for path, unit in units.items()}
+        try:
+            for path, unit in units.items():
+                call = before[path] or unit._call_impl
+                vars(unit)["_compiled_call_impl"] = _UnitCall(self, path, call)
+            args, kwargs = pytree.tree_map(self._given, (tuple(args), dict(kwargs)))
+            with self:
+                output = self._model(*args, **kwargs)
+        finally:
+            for path, unit in units.items():
+                vars(unit).pop("_compiled_call_impl", None)
+                if before[path] is not None:
+                    vars(unit)["_compiled_call_impl"] = before[path]
+        self._at = self._cut.last
+        for leaf in leaves_in(output):
+            self._use(leaf, "the output of the model")
+        return output
+
+    def _given(self, leaf: Any) -> Any:
+        """Return an argument of the model; one in floating point is a value of the first stage."""
+        if isinstance(leaf, Placeholder | TensorSpec) or (isinstance(leaf, Tensor) and leaf.is_floating_point()):
+            spec = leaf if isinstance(leaf, TensorSpec) else TensorSpec.of(leaf)
+            return self._noted(leaf if self._mine and isinstance(leaf, Tensor) else spec, (), "an input of the model")
+        if isinstance(leaf, Tensor):
+            self._everywhere[leaf] = ""
+        return leaf
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _mine(self) -> bool:
+        return self._stage is None or self._at == self._stage
+
+    def _noted(self, result: Any, leaves: Sequence[Tensor], origin: str) -> Any:
+        """Number the tensors of a result, and put placeholders, or what was received, for those of other stages."""
+        self._number += 1
+        count = 0
+
+        def one(leaf: Any) -> Any:
+            nonlocal count
+            if isinstance(leaf, _Argument):
+                return leaves[leaf.place]
+            if not isinstance(leaf, Tensor | TensorSpec) or any(leaf is given for given in leaves):
+                return leaf
+            count += 1
+            key = f"{self._number}.{count}"
+            if isinstance(leaf, TensorSpec):
+                if key not in self._received:
+                    return Placeholder(leaf, origin)
+                leaf = self._taken(key)
+            self._own(leaf, key)
+            return leaf
+
+        return pytree.tree_map(one, result)
+
+    def _taken(self, key: str) -> Tensor:
+        """Return a value that was received; a copy, if it may be written into."""
+        received = self._received[key]
+        return received.clone() if key in self._specs.written else received
+
+    def _own(self, value: Tensor, key: str) -> None:
+        self._keys.setdefault(value, key)
+        storage = value.untyped_storage()
+        self._storages.setdefault(storage._cdata, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+
+    def _depends(self, value: Tensor) -> bool:
+        """Whether one stage alone computes a value."""
+        if isinstance(value, Placeholder | nn.Parameter) or value in self._keys:
+            return True
+        if value.requires_grad and value.is_leaf:  # weights of a version
+            return True
+        if not self._storages or value.layout != torch.strided:
+            return False
+        found = self._storages.get(value.untyped_storage()._cdata)
+        return found is not None and not found.expired()  # type: ignore[no-untyped-call]
+
+    def _use(self, value: Tensor, by: str) -> None:
+        """Note that something at the present place takes a value: it has to be here, or is sent on."""
+        if self._mine:
+            if isinstance(value, Placeholder):
+                raise CapabilityError(
+                    f"{by} takes the value of {value.origin}, which earlier stages did not expect to be needed, so it "
+                    f"was not sent{line_of_user()}"
+                )
+            if self._stale and value.untyped_storage()._cdata in self._stale_storages:
+                raise CapabilityError(f"{by} takes a tensor into which an earlier stage wrote{line_of_user()}")
+            return
+        if self._stage is None or self._at < self._stage or isinstance(value, Placeholder | nn.Parameter):
+            return
+        key = self._keys.get(value)
+        if key is not None:
+            self.sent[key] = value
+        elif self._depends(value) and not (value.requires_grad and value.is_leaf):
+            raise CapabilityError(f"{by} takes a tensor that was made in a way that cannot be seen{line_of_user()}")
+
+    # --- units --------------------------------------------------------------------------------------------------------
+
+    def call_unit(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a unit, or return what stands for its result."""
+        stage = self._cut.stages[path]
+        if stage < self._at:
+            raise CapabilityError(
+                f"{path} belongs to stage {stage}, but is called behind layers of stage {self._at}{line_of_user()}"
+            )
+        self._at = stage
+        self.calls.append(path)
+        leaves = list(leaves_in((args, kwargs)))
+        for leaf in leaves:
+            self._use(leaf, path)
+        if not self._mine:
+            return self._noted(self._specs.of_unit(path, args, kwargs, leaves), leaves, path)
+        versions = [leaf._version for leaf in leaves if not leaf.is_inference()]
+        held = _sizes((args, tuple(kwargs.values()))) if self._stage is None else None
+        self._seed(f"{path}/{len(self.calls)}")
+        result = call(*args, **kwargs)
+        if [leaf._version for leaf in leaves if not leaf.is_inference()] != versions:
+            raise CapabilityError(
+                f"{path} writes into its argument, which other stages cannot see; let it make a new tensor "
+                "(inplace=False)"
+            )
+        if held is not None and _sizes((args, tuple(kwargs.values()))) != held:
+            raise CapabilityError(
+                f"{path} puts something into a list or dict that it is given, as caches do, which other stages cannot "
+                "see (models of transformers: use_cache=False)"
+            )
+        self._specs.check_unit(path, args, kwargs, leaves, result)
+        return self._noted(result, leaves, path)
+
+    # --- operations ---------------------------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation of the frame, or return what stands for its result."""
+        kwargs = kwargs or {}
+        if func in _ABOUT_TENSORS:
+            return func(*args, **kwargs)
+        name, leaves = _name(func), list(leaves_in((args, kwargs)))
+        if name in _DRAWING:
+            self._seed(f"operation {self._number}")
+        written = _written(name, args, kwargs)
+        if not any(map(self._depends, leaves)):
+            return self._by_all(func, name, args, kwargs, leaves, written)
+        if name in _REFUSED:
+            raise CapabilityError(f"{name} between layers of different stages{line_of_user()}: {_REFUSED[name]}")
+        if not torch.is_grad_enabled() and (own := _own_function()) is not None:
+            raise CapabilityError(f"{own}, an autograd.Function, is applied between layers; put it into a layer")
+        for leaf in leaves:
+            self._use(leaf, name)
+            if leaf.is_leaf and self._stage is None:
+                self.used.setdefault(id(leaf), (self.calls[-1] if self.calls else None, f"{name}{line_of_user()}"))
+        if self._mine or (name == "detach" and leaves[0] in self._keys):  # of a received value, for torch's checkpoint
+            return self._here(func, name, args, kwargs, leaves, written)
+        if written is not None:
+            if not isinstance(written, Placeholder) and written not in self._keys and self._at < (self._stage or 0):
+                self._stale.append(written)
+                self._stale_storages.add(written.untyped_storage()._cdata)
+            self._number += 1
+            return None if name == "__setitem__" else written
+        if name in _ON_OWNER:
+            self._number += 1
+            return None
+        return self._noted(self._specs.of_operation(func, args, kwargs, leaves), leaves, name)
+
+    def _here(
+        self, func: Any, name: str, args: Any, kwargs: Any, leaves: Sequence[Tensor], written: Tensor | None
+    ) -> Any:
+        """Run an operation of this stage."""
+        if self._bound and any(isinstance(leaf, nn.Parameter) and leaf.requires_grad for leaf in leaves):
+            raise CapabilityError(f"{name} takes a parameter that another stage trains{line_of_user()}")
+        result = func(*args, **kwargs)
+        if written is not None and written not in self._keys:
+            if written not in self._everywhere:
+                raise CapabilityError(
+                    f"{name} writes into a tensor that was there before the forward, such as a buffer{line_of_user()}"
+                )
+            self._own(written, self._everywhere[written])
+        if written is not None and self._stage is None:
+            self._specs.written.add(self._keys[written])
+        for leaf in () if name in _ON_OWNER else pytree.tree_leaves(result):
+            if isinstance(leaf, bool | int | float | complex) or type(leaf).__module__ == "numpy":
+                raise CapabilityError(
+                    f"{name} asks for the value of a tensor that only one stage has{line_of_user()}; let the model go "
+                    "on with tensors there"
+                )
+        return self._noted(result, leaves, name)
+
+    def _by_all(
+        self, func: Any, name: str, args: Any, kwargs: Any, leaves: Sequence[Tensor], written: Tensor | None
+    ) -> Any:
+        """Run an operation that every stage runs, such as one that makes a mask."""
+        if written is not None and self._everywhere.get(written, "") == "" and written not in self._keys:
+            raise CapabilityError(
+                f"{name} writes into a tensor that was there before the forward, such as an input{line_of_user()}"
+            )
+        result = func(*args, **kwargs)
+        self._number += 1
+        if not isinstance(result, Tensor) or any(result is leaf for leaf in leaves):
+            for count, leaf in enumerate(leaves_in(result)):
+                self._everywhere.setdefault(leaf, f"{self._number}.{count + 1}")
+            return result
+        key = f"{self._number}.1"
+        if key in self._received:  # an earlier stage wrote into it
+            result = self._taken(key)
+            self._own(result, key)
+        else:
+            self._everywhere[result] = key
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """Stands for a result that is one of the arguments, by its number among their tensors."""
+
+    place: int
+
+
+class _UnitCall:
+    """What is called in the place of a unit, with its hooks: torch calls what `Module.compile` sets instead of it."""
+
+    def __init__(self, forward: StageForward, path: str, call: Callable[..., Any]) -> None:
+        self._forward, self._path, self._call = forward, path, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _pop_mode_temporarily():
+            return self._forward.call_unit(self._path, self._call, args, kwargs)
+
+
+def kept_full(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a module that are not cast to a lower precision.
+
+    They are those of layers with running statistics, such as BatchNorm: the statistics stay in float32, and torch
+    computes on inputs of lower precision with parameters of the same format as the statistics.
+    """
+    for inner in module.modules():
+        if isinstance(inner, _NormBase) and inner.running_mean is not None:
+            yield from inner.parameters(recurse=False)
+
+
+def _twin(unit: nn.Module, device: torch.device, precision: torch.dtype | None) -> nn.Module:
+    """Return a copy of a module with zeros as weights."""
+    full = {id(p) for p in kept_full(unit)}
+    memo: dict[int, Any] = {}
+    for tensor in unit.parameters():
+        low = precision is not None and tensor.dtype == torch.float32 and id(tensor) not in full
+        zeros = torch.zeros(tensor.shape, dtype=precision if low else tensor.dtype, device=device)
+        memo[id(tensor)] = nn.Parameter(zeros, tensor.requires_grad)
+    memo |= {id(buffer): buffer.detach().to(device, copy=True) for buffer in unit.buffers()}
+    held = vars(unit).pop("_compiled_call_impl", None)
+    try:
+        twin = copy.deepcopy(unit, memo)
+    finally:
+        if held is not None:
+            vars(unit)["_compiled_call_impl"] = held
+    for module in twin.modules():
+        module._forward_pre_hooks.clear()
+        module._forward_hooks.clear()
+    return twin
+
+
+def _sizes(tree: Any) -> list[Any]:
+    """Return identities and sizes of the containers in a tree, and of what other objects in it have as attributes."""
+    if isinstance(tree, Tensor | str | bytes | nn.Module | type):
+        return []
+    if isinstance(tree, dict | list | tuple | set):
+        parts = tree.values() if isinstance(tree, dict) else tree
+        own = [] if isinstance(tree, tuple) else [(id(tree), len(tree))]
+        return [*own, *(size for part in parts for size in _sizes(part))]
+    return _sizes(vars(tree)) if hasattr(tree, "__dict__") and not callable(tree) else []
+
+
+def _replaced(made: Mapping[int, Any], leaf: Any) -> Any:
+    return made.get(id(leaf), leaf)
+
+
+def spec_of(result: Any, leaves: Sequence[Tensor]) -> Any:
+    """Return a result with `TensorSpec`s in the places of its tensors, and numbers for those that were arguments."""
+    places = {id(leaf): _Argument(place) for place, leaf in enumerate(leaves)}
+    return pytree.tree_map_only(Tensor, lambda leaf: places.get(id(leaf)) or TensorSpec.of(leaf), result)
+
+
+def _moved(spec: Any, device: torch.device) -> Any:
+    return pytree.tree_map_only(TensorSpec, lambda found: replace(found, device=device), spec)
+
+
+def _in_words(spec: Any) -> str:
+    """Return shapes for a message."""
+    return str(pytree.tree_map_only(TensorSpec, lambda found: found.shape, spec))
+
+
+def leaves_in(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a tree of containers."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from leaves_in(value)
+    elif isinstance(tree, tuple | list):
+        for value in tree:
+            yield from leaves_in(value)
+    elif isinstance(tree, slice):
+        yield from leaves_in((tree.start, tree.stop, tree.step))
+
+
+def _map_tensors(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a tree with a function applied to its tensors and devices."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, slice):
+            return slice(*map(one, (leaf.start, leaf.stop, leaf.step)))
+        return function(leaf) if isinstance(leaf, Tensor | torch.device) else leaf
+
+    return pytree.tree_map(one, tree)
+
+
+def shapes_in(tree: Any) -> Any:
+    """Return what the shapes of results depend on, as a key."""
+    if isinstance(tree, Tensor):
+        return tuple(tree.shape), tree.stride() if tree.layout == torch.strided else (), tree.dtype, tree.requires_grad
+    if isinstance(tree, dict):
+        return tuple((key, shapes_in(value)) for key, value in tree.items())
+    if isinstance(tree, tuple | list):
+        return type(tree), *map(shapes_in, tree)
+    if isinstance(tree, slice):
+        return slice, shapes_in(tree.start), shapes_in(tree.stop), shapes_in(tree.step)
+    try:
+        hash(tree)
+    except TypeError:
+        return id(tree)
+    return type(tree), tree
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return str(getattr(func, "__name__", func))
+
+
+def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the tensor that an operation writes into; None if it makes a new one."""
+    if isinstance(kwargs.get("out"), Tensor):
+        return kwargs["out"]  # type: ignore[no-any-return]
+    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace")
+    target = args[0] if args else None
+    return target if in_place and isinstance(target, Tensor) and name not in ("requires_grad_", *_ON_OWNER) else None
+
+
+def line_of_user() -> str:
+    """Return the line of code that runs, outside of torch and Penstock, for messages."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not any(part in file for part in ("penstock", f"{'torch'}/", "contextlib")):
+            return f" ({file}:{frame.f_lineno})"
+        frame = frame.f_back
+    return ""
+
+
+def _own_function() -> str | None:
+    """Return the name of the autograd.Function in whose forward this is; None if it is in none."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "apply" and frame.f_code.co_filename.endswith("autograd/function.py"):
+            return str(getattr(frame.f_locals.get("cls"), "__name__", "a class"))
+        frame = frame.f_back
+    return None
+
+
+_IN_PLACE = frozenset(
+    ("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__")
+)
+_ON_OWNER = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
+_REFUSED = {
+    "grad": "the graph is on several stages; take the gradient within one layer",
+    "backward": "the graph is on several stages; take the gradient within one layer",
+}
+_DRAWING = frozenset(
+    (
+        "dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "rand", "randn",
+        "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_", "multinomial",
+        "normal", "normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_", "poisson",
+        "gumbel_softmax", "rrelu", "scaled_dot_product_attention", "dropout_", "alpha_dropout_", "binomial",
+        "multi_head_attention_forward", "fractional_max_pool2d", "fractional_max_pool3d",
+    )
+)  # fmt: skip
+_ABOUT_TENSORS = frozenset(
+    (
+        *(getattr(Tensor, name) for name in (
+            "size", "dim", "stride", "numel", "nelement", "is_floating_point", "is_contiguous", "ndimension", "__len__",
+            "element_size", "is_complex", "get_device", "storage_offset", "dim_order", "is_signed", "is_conj", "is_neg",
+            "is_inference", "_is_zerotensor", "is_pinned", "is_shared",
+            "is_coalesced", "is_same_size", "is_set_to", "_is_view",
+        )),
+        *(getattr(Tensor, name).__get__ for name in (
+            "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "is_meta", "is_leaf", "is_sparse",
+            "is_nested", "is_quantized", "is_mps", "is_xpu", "is_cpu", "itemsize", "nbytes", "_version",
+        )),
+        torch.is_floating_point, torch.numel, torch.is_complex, torch.is_tensor,
+    )
+)  # fmt: skip

@@ -1,0 +1,476 @@
+"""Models as people write them, each of which is divided exactly or refused: never trained as something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WIDTH, SAMPLES = 6, 4
+Kind = Callable[[], nn.Module]
+EXACT: dict[str, Kind] = {}
+REFUSED: dict[str, tuple[Kind, str]] = {}
+
+
+def exact(kind: type[nn.Module]) -> type[nn.Module]:
+    """Add a model that is divided exactly."""
+    EXACT[(kind.__doc__ or "").strip().rstrip(".")] = kind
+    return kind
+
+
+def refused(said: str) -> Callable[[type[nn.Module]], type[nn.Module]]:
+    """Add a model that is refused in certain words."""
+
+    def add(kind: type[nn.Module]) -> type[nn.Module]:
+        REFUSED[(kind.__doc__ or "").strip().rstrip(".")] = kind, said
+        return kind
+
+    return add
+
+
+class Layers(nn.Module):
+    """Four layers and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(torch.tanh(self.d(torch.tanh(self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))))))
+
+
+@exact
+class Skips(Layers):
+    """Skips over several layers, a sum in place."""
+
+    def forward(self, x: Tensor) -> Any:
+        first = torch.relu(self.a(x))
+        h = self.c(self.b(first).relu_() + x)
+        h += first
+        return self.head(self.d(h) + first)
+
+
+@exact
+class OtherOperand(Layers):
+    """A way that is decided behind the cut, by the data."""
+
+    def forward(self, x: Tensor, flag: Tensor) -> Any:
+        h = self.a(x)
+        g = self.b(torch.tanh(h))
+        y = self.d(self.c(g))
+        return self.head(y + (h if flag.sum() % 2 else g))
+
+
+@exact
+class Preallocated(Layers):
+    """Outputs that are written into a tensor of zeros, one after the other."""
+
+    def forward(self, x: Tensor) -> Any:
+        outputs = torch.zeros(x.shape[0], 4, WIDTH, dtype=x.dtype)
+        h = x
+        for place, layer in enumerate((self.a, self.b, self.c, self.d)):
+            h = torch.tanh(layer(h))
+            outputs[:, place] = h
+        return self.head(outputs.sum(1))
+
+
+@exact
+class DroppedResults(Layers):
+    """Operations in place whose results are dropped, and a second name for what they write."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x) * 1
+        alias = h.contiguous()
+        h.mul_(2)
+        h.masked_fill_(x > 1, 0.0)
+        g = self.b(alias)
+        g.add_(h)
+        return self.head(self.d(self.c(g)) + alias)
+
+
+@exact
+class Loop(Layers):
+    """A layer that is called several times, in a loop with another one."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        for _ in range(3):
+            h = torch.tanh(self.c(torch.tanh(self.b(h))))
+        return self.head(self.d(h))
+
+
+@exact
+class Pairs(Layers):
+    """Layers that take and return tuples and dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = PairLayer()
+
+    def forward(self, x: Tensor) -> Any:
+        h, extra = self.pair(self.a(x), scale={"by": 2.0})
+        g, again = self.pair(self.b(h), scale={"by": extra["half"]})
+        return self.head(self.d(self.c(g)) + again["half"])
+
+
+class PairLayer(nn.Module):
+    """Returns a tuple with a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: dict[str, Any]) -> Any:
+        y = self.inner(x) * scale["by"]
+        return y, {"half": y / 2}
+
+
+@exact
+class OwnParameters(Layers):
+    """Parameters of the model itself, one of which is read twice, one behind the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.rand(2))
+        self.register_buffer("offset", torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        x = x + self.scale
+        return self.head(self.d(self.c(self.b(self.a(x * self.scale) + self.offset)))) + self.shift
+
+
+@exact
+class Tied(Layers):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.d.weight = self.a.weight
+
+
+@exact
+class Normed(Layers):
+    """Layers with running statistics and dropout of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        h = F.dropout(self.first(self.b(self.a(x))), 0.0, self.training)
+        return self.head(self.d(self.second(self.c(h))))
+
+
+@exact
+class ManyOutputs(Layers):
+    """Outputs of several stages, in a dict."""
+
+    def forward(self, x: Tensor) -> Any:
+        found = {}
+        for name, layer in self.named_children():
+            x = layer(x)
+            found[name] = x
+        return found
+
+
+@exact
+class Hooked(Layers):
+    """Layers with hooks, one of which changes the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.register_forward_hook(lambda module, inputs, output: output * 2)
+        self.c.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
+        self.d.register_full_backward_hook(lambda module, grads, outs: (grads[0] * 0.5,))
+
+
+@exact
+class GradientHook(Layers):
+    """A hook on a value between layers."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.b(self.a(x))
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient * 0.1)
+        return self.head(self.d(self.c(h)))
+
+
+@exact
+class Checkpointed(Layers):
+    """Layers under torch's activation checkpointing."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        for layer in (self.b, self.c):
+            h = torch.utils.checkpoint.checkpoint(layer, torch.tanh(h), use_reentrant=False)
+        return self.head(self.d(h))
+
+
+@exact
+class Frozen(Layers):
+    """A part without gradients."""
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            teacher = self.b(self.a(x))
+        return self.head(self.d(self.c(self.a(x) + teacher)))
+
+
+@exact
+class Getters(Layers):
+    """Transposes and data of values, shapes that decide, sizes of batches."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        if h.shape[0] > 2:
+            h = h.T.contiguous().T
+        g = self.b(h) + h.data.mean()
+        return self.head(self.d(self.c(g)) / len(x))
+
+
+@exact
+class Masks(Layers):
+    """Masks that are made of the inputs, for all layers."""
+
+    def forward(self, x: Tensor, flag: Tensor) -> Any:
+        mask = torch.zeros(len(x), dtype=torch.bool)
+        mask[flag > 2] = True
+        h = self.a(x)
+        for layer in (self.b, self.c, self.d):
+            h = torch.where(mask[:, None], layer(h), h)
+        return self.head(h)
+
+
+@exact
+class Drawn(Layers):
+    """A layer that is passed over by chance, decided by torch."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        for layer in (self.b, self.c, self.d):
+            if torch.rand(()) < 1.0:
+                h = torch.tanh(layer(h))
+        return self.head(h)
+
+
+@exact
+class ThroughInput(Layers):
+    """A layer that may return its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maybe = Maybe()
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.maybe(self.a(x))
+        return self.head(self.d(self.c(self.b(h)) + h))
+
+
+class Maybe(nn.Module):
+    """Returns its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@refused("changes steps")
+class Counting(Layers):
+    """Counts its forwards."""
+
+    steps = 0
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.b(self.a(x)) * (1 + self.steps)
+        self.steps += 1
+        return self.head(self.d(self.c(h)))
+
+
+@refused("changes hidden")
+class Remembers(Layers):
+    """Keeps a value for the next forward."""
+
+    hidden: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.b(self.a(x))
+        self.hidden = h.detach()
+        return self.head(self.d(self.c(h)))
+
+
+@refused("changes mixture.auxiliary")
+class LeftOnLayer(Layers):
+    """Takes an auxiliary value that a layer has left on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = Leaves()
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.mixture(self.a(x))
+        return self.head(self.d(self.c(self.b(h)))) + self.mixture.auxiliary
+
+
+class Leaves(nn.Module):
+    """Leaves a value on itself."""
+
+    auxiliary: Any = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        self.auxiliary = y.mean()
+        return y
+
+
+@refused("puts something into a list or dict")
+class Cache(Layers):
+    """Layers that append to a list which they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Appends(), Appends()
+
+    def forward(self, x: Tensor) -> Any:
+        seen: list[Tensor] = []
+        h = self.second(self.first(self.a(x), seen), seen)
+        return self.head(self.d(self.c(self.b(h)) + sum(seen)))
+
+
+class Appends(nn.Linear):
+    """Appends to a list."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:  # type: ignore[override]
+        seen.append(x)
+        return super().forward(x)
+
+
+@refused("writes into its argument")
+class WritingLayer(Layers):
+    """A layer that writes into its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer = Writer()
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x) * 1
+        g = self.writer(h)
+        return self.head(self.d(self.c(self.b(g)) + h))
+
+
+class Writer(nn.Linear):
+    """Writes into its argument."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.add_(1))
+
+
+@refused("asks for the value")
+class AsksForNumber(Layers):
+    """Decides by a value that one stage has."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.b(self.a(x))
+        if h.mean().item() > 0:
+            h = h * 2
+        return self.head(self.d(self.c(h)))
+
+
+@refused("autograd.Function")
+class OwnFunction(Layers):
+    """An autograd.Function between layers."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.d(self.c(Reversed.apply(self.b(self.a(x))))))
+
+
+class Reversed(torch.autograd.Function):
+    """Reverses the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return -gradients[0]
+
+
+@refused("grad between layers")
+class Penalised(Layers):
+    """A gradient through several layers in the forward."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        g = self.b(h)
+        (slope,) = torch.autograd.grad(g.sum(), h, create_graph=True)
+        return self.head(self.d(self.c(g + slope)))
+
+
+@refused("is used outside of the layer")
+class BorrowedWeight(Layers):
+    """A weight of a layer that the model uses by itself."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.d(self.c(self.b(self.a(x))))
+        return self.head(F.linear(h, self.a.weight))
+
+
+@refused("is there before the forward|was there before the forward|changes _buffers.mean")
+class OwnAverage(Layers):
+    """A running mean that the model keeps between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        return self.head(self.d(self.c(self.b(h - self.mean))))
+
+
+@refused("shapes that depend on values")
+class Picked(Layers):
+    """As many values as are positive."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.b(self.a(x))
+        return self.head(self.d(self.c(h)) + h[h > 0].mean())
+
+
+@refused("Python's or NumPy's random numbers")
+class DrawnByPython(Layers):
+    """A layer that is passed over by chance, decided by Python."""
+
+    def forward(self, x: Tensor) -> Any:
+        import random
+
+        h = self.b(self.a(x))
+        return self.head(self.d(self.c(h) if random.random() < 1 else h))
+
+
+@refused("writes into a tensor that was there before the forward")
+class WritesInput(Layers):
+    """Writes into its input."""
+
+    def forward(self, x: Tensor, flag: Tensor) -> Any:
+        flag += 1
+        return self.head(self.d(self.c(self.b(self.a(x) * flag[:, None]))))
