@@ -267,7 +267,7 @@ def train_gpt2(names: dict[str, Any], *, copies: bool) -> tuple[nn.Module, list[
         head.weight = nn.Parameter(embedding.weight.detach().clone())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for inputs, targets in names["make_loader"]():
-        losses.append(accumulate(model, lambda x, y: names["loss"](x.logits, y), inputs, targets))
+        losses.append(accumulate(model, lambda x, y: names["loss"](x, y), inputs, targets))
         if copies:
             embedding.weight.grad += head.weight.grad
             head.weight.grad = embedding.weight.grad.clone()
