@@ -74,11 +74,11 @@ def _seed(name: str) -> None:
 
 def _loss(output: Any) -> Tensor:
     """Return a number that depends on all numbers of an output that have a gradient."""
-    total = torch.zeros(())
+    total = torch.zeros((), dtype=torch.float64)
     for leaf in leaves_in(output):
         if leaf.requires_grad:
             factors = torch.arange(1, leaf.numel() + 1, device=leaf.device).cos().view(leaf.shape)
-            total = total + (leaf.float() * factors).sum()
+            total = total + (leaf.double() * factors).sum().to(total.device)
     return total
 
 
@@ -96,4 +96,5 @@ def _close(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return all(tensor is None or not tensor.count_nonzero() for tensor in (one, other))
     scale = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max()) if one.numel() else 0.0
-    return torch.allclose(one, other, rtol=1e-3, atol=1e-4 * scale, equal_nan=True)
+    few = torch.finfo(one.dtype).eps ** 0.5 if one.is_floating_point() else 0.0
+    return torch.allclose(one, other, rtol=few, atol=few * scale, equal_nan=True)
