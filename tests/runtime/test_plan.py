@@ -237,7 +237,7 @@ def test_every_option_has_a_name_of_its_own_and_keywords_are_options() -> None:
     names = [option.name for group in fields(default) for option in fields(getattr(default, group.name))]
     assert len(names) == len(set(names)) == len(PipelineOptions.names())
     arguments = Pipeline.__init__.__annotations__.keys()
-    what = {"blocks", "method", "stages", "loss", "optimizer", "group", "return"}
+    what = {"blocks", "method", "stages", "loss", "optimizer", "group", "example", "return"}
     assert {*names, *(group.name for group in fields(default))} >= arguments - what
 
 

@@ -19,6 +19,7 @@ from penstock.partition.whole_model.blocks_from_model import (
     CONTAINERS,
     blocks_of_model,
     check_same_model,
+    check_whole_model,
     own_part,
     refuse_wrapped,
 )
@@ -72,7 +73,7 @@ def named_blocks(blocks: Any, example: Any = None, stages: int = 2) -> dict[str,
     if example is not None:
         if not isinstance(blocks, nn.Module):
             raise ConfigError("example is for a whole model; leave it out where you pass blocks")
-        refuse_wrapped("the model", blocks)
+        check_whole_model(blocks)
         return UnitBlocks(blocks, example, stages)
     if isinstance(blocks, nn.Module) and (not isinstance(blocks, CONTAINERS) or own_part(blocks) is not None):
         named = blocks_of_model(blocks)

@@ -341,4 +341,4 @@ def _stages_at_least(stages: int | None, group: dist.ProcessGroup | None) -> int
     """Return into how many stages a model is cut, as far as that is known before there is a schedule."""
     if isinstance(stages, int):
         return max(stages, 1)
-    return 2 if group is None else dist.get_world_size(group)
+    return dist.get_world_size(group) if isinstance(group, dist.ProcessGroup) else 2

@@ -55,9 +55,18 @@ def refuse_wrapped(name: str, module: nn.Module) -> None:
             if kind.__name__ in WRAPPERS:
                 where = f"{name}, in {path}," if path else name
                 raise ConfigError(f"{where} is of type {type(inner).__name__}; {WRAPPERS[kind.__name__]}")
-    if type(module).__name__ == "OptimizedModule":  # of torch.compile
+
+
+def check_whole_model(model: nn.Module) -> None:
+    """Refuse a whole model that is wrapped or compiled.
+
+    Raises:
+        ConfigError: it is.
+    """
+    refuse_wrapped("the model", model)
+    if type(model).__name__ == "OptimizedModule":  # of torch.compile
         raise ConfigError(
-            f"{name} is compiled as a whole; {_PLAIN}, and compile each: for block in blocks: block.compile()"
+            f"the model is compiled as a whole; {_PLAIN}, and compile each: for block in blocks: block.compile()"
         )
 
 
@@ -68,7 +77,7 @@ def blocks_of_model(model: nn.Module) -> ModelBlocks:
         ConfigError: they cannot be found; the message shows what to write.
     """
     kind = type(model).__name__
-    refuse_wrapped("the model", model)
+    check_whole_model(model)
     try:
         return ModelBlocks(model, _found(model))
     except CannotFollowError as error:
