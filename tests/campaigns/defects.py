@@ -689,8 +689,8 @@ DEFECTS = (
     Defect(
         "what a mask picks counts as all targets",
         "stage/blocks",
-        "return _Data(share * (result.numel() / args[0].numel() if args[0].numel() else 1.0))",
-        "return _Data(share)",
+        "return _Data(share * (result.numel() / args[0].numel() if args[0].numel() else 1.0), aligned)",
+        "return _Data(share, aligned)",
         ("tests/stage/test_loss.py",),
     ),
     Defect(

@@ -155,6 +155,10 @@ CASES: dict[str, tuple[Loss, list[tuple[Tensor, Tensor]]]] = {
         numbers(),
     ),
     "a mean over samples, summed over the rest": (lambda o, t: 1 - (o - t).abs().mean(0).sum() / 9, numbers()),
+    "probabilities of targets, by index": (
+        lambda o, t: -o.flatten(0, 1).log_softmax(1)[torch.arange(t.numel()), t.flatten()].mean(),
+        classes(0),
+    ),
     "two means": (lambda o, t: F.mse_loss(o, t) + 0.1 * F.l1_loss(o, t), numbers()),
     "two means over the same targets": (
         lambda o, t: sum(F.cross_entropy(x.flatten(0, 1), t.flatten()) for x in (o, 2 * o)),
@@ -318,7 +322,7 @@ UNKNOWN: dict[str, tuple[Loss, str]] = {
     "a sum": (lambda o, t: each_of(o, t).sum(), "it is a sum"),
     "a sum divided by a constant": (lambda o, t: each_of(o, t).sum() / 7.5, "it is a sum"),
     "a root of a mean": (lambda o, t: each_of(o, t).mean().sqrt(), "sqrt"),
-    "a norm": (lambda o, t: each_of(o, t).norm(), "no mean over samples"),
+    "a norm": (lambda o, t: each_of(o, t).norm(), "norm takes samples together"),
     "a mask of at least one": (
         lambda o, t: (each_of(o, t) * (t != -100)).sum() / (t != -100).sum().clamp(min=1),
         "clamp",
@@ -329,7 +333,28 @@ UNKNOWN: dict[str, tuple[Loss, str]] = {
         lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()) + o.square().mean(),
         "different numbers",
     ),
-    "picked by two masks": (lambda o, t: (o[t > 1][:2] * o[t > 2]).mean(), "different masks"),
+    "picked by two masks": (lambda o, t: torch.cat((o[t > 1], o[t > 2])).mean(), "different masks"),
+    "picked and other targets": (lambda o, t: torch.cat((o[t > 1], o.flatten(0, 1))).mean(), "different masks"),
+    "a loss for each sample, added up": (
+        lambda o, t: sum(F.cross_entropy(a, b) for a, b in zip(o, t, strict=True)),
+        "samples one by one",
+    ),
+    "a sum of picked targets, divided by the samples": (
+        lambda o, t: F.cross_entropy(o[t > 0], t[t > 0], reduction="sum") / len(o),
+        "divide by the mask's sum",
+    ),
+    "one sample": (lambda o, t: F.cross_entropy(o[0], t[0]), "some samples"),
+    "some samples": (lambda o, t: F.cross_entropy(o[:1].flatten(0, 1), t[:1].flatten()), "some samples"),
+    "targets gathered under a mask": (lambda o, t: -o[t != -100, t[t != -100]].mean(), "different masks"),
+    "weights of mean squares": (lambda o, t: F.mse_loss(o[..., 0], t.float(), weight=t.abs() + 1.0), "its weights"),
+    "a sum over another dimension than it seems": (
+        lambda o, t: each_of(o, t).transpose(0, 1).mean(0).sum(),
+        "it is a sum",
+    ),
+    "a sum over what may be samples": (lambda o, t: each_of(o, t).T.sum(1).mean(), "has been moved"),
+    "a mean of one": (lambda o, t: each_of(o, t).unsqueeze(0).mean(0).sum(), "it is a sum"),
+    "largest of all samples": (lambda o, t: o.amax(0).mean(), "amax takes samples together"),
+    "largest few": (lambda o, t: each_of(o, t).flatten().topk(3).values.mean(), "topk takes samples together"),
     "a mean without what is not a number": (lambda o, t: each_of(o, t).nanmean(), "nanmean"),
 }  # fmt: skip
 

@@ -32,6 +32,8 @@ def said_of_system(error: OSError | MemoryError | ImportError) -> tuple[str, str
     """Return message and hint for what the system has refused: a disk, files to open, memory, a library."""
     if isinstance(error, MemoryError):
         return "there is no memory left", "ulimit -v and free tell how much there may be"
+    if isinstance(error, ModuleNotFoundError):
+        return f"a module is missing: {error}", ""
     if isinstance(error, ImportError):
         return f"a module cannot be imported: {error}", "ulimit -v and ulimit -n tell how much a process may take"
     places = [repr(name) for name in (error.filename, error.filename2) if name is not None]

@@ -99,8 +99,8 @@ class SavedStates(Switching):
         if found := list(dict.fromkeys(name for stage in stages for name in stage.weights.not_finite())):
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             _LOG.warning(
-                "load: after %d batches %s%s had infinities or NaN; what is trained from there has, too. To go on from "
-                "an earlier checkpoint, remove this one, as checkpoints.load(limit=%d) does",
+                "load: after %d batches %s%s had infinities or NaN; what is trained from there has, too. If there is "
+                "an earlier checkpoint, checkpoints.load(limit=%d) goes on from it, and removes this one",
                 self.batches, found[0], more, self.batches - 1,
             )  # fmt: skip
 

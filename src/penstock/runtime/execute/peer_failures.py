@@ -60,11 +60,13 @@ class PeerFailures:
             yield
             return
         over = threading.Event()
-        threading.Thread(target=self._watch, args=(over,), name="penstock peers", daemon=True).start()
+        watching = threading.Thread(target=self._watch, args=(over,), name="penstock peers", daemon=True)
+        watching.start()
         try:
             yield
         finally:
             over.set()
+            watching.join(_PATIENCE)
 
     def leave(self, error: BaseException) -> None:
         """Leave the reason why this rank has failed, unless another one has before; or learn what was left.
@@ -83,7 +85,7 @@ class PeerFailures:
                 error.args = (f"{error}; the cause: {self.reason}",)
             elif not self.reason and found[1]:
                 error.args = (f"{error}; meanwhile {found[1]}",)
-        if not self.reason:
+        elif not self.reason:  # what only says that nothing has come is no cause
             mine = could_not(dist.get_rank(self._group), "go on", error)
             self._soon(lambda store: [store.compare_set(_FAILED, "", mine).decode()])
 

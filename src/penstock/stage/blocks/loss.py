@@ -197,7 +197,8 @@ def _samples(output: Any, target: Any) -> float:
 def _no_mean(why: str) -> str:
     return (
         f"the loss returned one number, and how much that counts among those of other microbatches is unknown: {why}. "
-        "Return a sum, and the number that it is to be divided by, such as\n"
+        "(The sum of a mask divides as it is, without clamp or epsilon.) Return a sum, and the number that it is to be "
+        "divided by, such as\n"
         "    each = torch.nn.functional.cross_entropy(output, target, reduction='none')\n"
         "    return (each * mask).sum(), mask.sum()"
     )

@@ -31,9 +31,11 @@ class _Data(NamedTuple):
 
     Attributes:
         share: the part of its elements that masks have picked.
+        aligned: its first dimension is that of samples, or of samples and what came behind.
     """
 
     share: float = 1.0
+    aligned: bool = True
 
 
 class _Sum(NamedTuple):
@@ -147,18 +149,33 @@ class LossWatch(TorchFunctionMode):
             return unknown
         if not all(isinstance(state, _Data) for state in states):
             return self._after_reduction(name, args, states, constants=len(states) < len(found))
-        share = _common([state for state in states if isinstance(state, _Data)])
-        if share is None:
+        data = [state for state in states if isinstance(state, _Data)]
+        share, aligned = data[0].share, all(state.aligned for state in data)
+        if any(state.share != share for state in data):
             return _Unknown(f"{name} takes together what different masks have picked")
         if (defaults := _loss_arguments(func)) is not None:
-            return _after_loss(func, {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}, share)
+            given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+            return _after_loss(func, given, _Data(share, aligned))
         if name in ("mean", "sum", "nanmean", "nansum"):
-            return _after_reduction_of(name, args, kwargs, share)
+            return _after_reduction_of(name, args, kwargs, _Data(share, aligned))
         if name in _PICKING or (name == "where" and len(args) == 1):
-            return _Unknown(f"{name} gives as many numbers as the data have it")
+            return _Unknown(f"{name} returns as many numbers as the values ask for")
         if name == "masked_select" or (name == "getitem" and _is_mask(args[1])):
-            return _Data(share * (result.numel() / args[0].numel() if args[0].numel() else 1.0))
-        return _Data(share)
+            return _Data(share * (result.numel() / args[0].numel() if args[0].numel() else 1.0), aligned)
+        if name == "getitem":
+            return _after_index(args[0], args[1], _Data(share, aligned))
+        if name in _TAKING_APART:
+            return _Unknown(f"{name} takes samples one by one, or some of them")
+        if name in _MOVING:
+            return _Data(share, aligned=False)
+        sizes = {tensor.shape[0] for tensor in _tensors_in((*args, *kwargs.values())) if tensor.dim()}
+        if name in _REVIEWING:
+            shape = args[0].shape
+            kept = result.dim() and any(result.shape[0] == math.prod(shape[:end]) for end in range(1, len(shape) + 1))
+            return _Data(share, aligned and (kept or (result.dim() > 0 and result.shape[0] in self._samples)))
+        if aligned and (not result.dim() or result.shape[0] not in sizes):
+            return _Unknown(f"{name} takes samples together, otherwise than by a mean or a sum")
+        return _Data(share, aligned)
 
     def _after_reduction(
         self, name: str, args: tuple[Any, ...], states: list[_State], constants: bool
@@ -182,20 +199,26 @@ class LossWatch(TorchFunctionMode):
             if len(sums) == len(states) and not constants and len({state.share for state in sums}) == 1:
                 return first
         divides = name in _DIVIDING and len(args) == 2 and isinstance(args[0], Tensor)
-        if len(states) == 1 and divides and isinstance(first, _Sum) and self._counts(first, args[1]):
-            return _Means((first.share,))
+        if len(states) == 1 and divides and isinstance(first, _Sum):
+            if first.share != 1 and isinstance(args[1], int | float):  # of all samples, or of those that were picked?
+                return _Unknown("a sum of what a mask has picked is divided by a number; divide by the mask's sum")
+            if args[1] == math.prod(first.of) or self._counts(args[1]):
+                return _Means((1.0,))
         if len(states) == 1 and (name in _MULTIPLYING or (divides and self._state_of(args[0]) is not None)):
             return first
         if divides and all(isinstance(state, _Sum) for state in states):
             return _after_masked_mean(first, args[1])
         return _Unknown(f"{name} is applied to a sum or mean over its samples")
 
-    def _counts(self, total: _Sum, number: Any) -> bool:
-        """Whether a number is that of samples, or of all that was added up."""
+    @property
+    def _samples(self) -> set[int]:
+        return {shape[0] for shape in self._given if shape}
+
+    def _counts(self, number: Any) -> bool:
+        """Whether a number is that of samples, or of samples and what is behind them."""
         if not isinstance(number, int | float):
             return False
-        shapes = (total.of, *self._given)
-        return any(number == math.prod(shape[:end]) for shape in shapes for end in range(1, len(shape) + 1))
+        return any(number == math.prod(shape[:end]) for shape in self._given for end in range(1, len(shape) + 1))
 
 
 class NoMeanError(Exception):
@@ -212,6 +235,26 @@ _RESHAPING = frozenset(
         "requires_grad", "cpu", "cuda",
     )
 )  # fmt: skip
+_TAKING_APART = frozenset(("unbind", "select", "narrow", "split", "chunk", "tensor_split", "index_select", "take"))
+_MOVING = frozenset(
+    (
+        "transpose",
+        "permute",
+        "movedim",
+        "moveaxis",
+        "swapaxes",
+        "swapdims",
+        "t",
+        "get",
+        "unsqueeze",
+        "stack",
+        "roll",
+        "flip",
+    )
+)
+_REVIEWING = frozenset(
+    ("reshape", "view", "flatten", "unflatten", "ravel", "squeeze", "reshape_as", "view_as", "rearrange")
+)
 _PICKING = frozenset(("nonzero", "argwhere", "unique", "unique_consecutive", "bincount"))
 _OVER_CLASSES = frozenset(("cross_entropy", "nll_loss", "linear_cross_entropy"))
 
@@ -224,10 +267,25 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors_in(value)
 
 
-def _common(states: list[_Data]) -> float | None:
-    """Return the share of what is computed from several tensors; None if different masks have picked them."""
-    shares = {state.share for state in states} - {1.0}
-    return None if len(shares) > 1 else next(iter(shares), 1.0)
+def _after_index(data: Tensor, index: Any, state: _Data) -> _State:
+    """Return what indexing gives without a mask: the dimension of samples has to stay as it is."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    if first is Ellipsis:
+        others = (
+            [part for part in index if part is not Ellipsis and part is not None] if isinstance(index, tuple) else []
+        )
+        whole = len(others) < data.dim()
+    elif isinstance(first, slice):
+        whole = first == slice(None)
+    else:  # as in each[torch.arange(len(each)), target]
+        whole = (
+            isinstance(first, Tensor)
+            and not first.is_floating_point()
+            and first.dim() == 1
+            and isinstance(index, tuple)
+        )
+        whole = whole and len(first) == len(data)
+    return state if whole else _Unknown("indexing takes some samples")
 
 
 @functools.cache
@@ -239,23 +297,26 @@ def _loss_arguments(func: Callable[..., Any]) -> Mapping[str, Any] | None:
     return {name: p.default for name, p in parameters.items()} if "reduction" in parameters else None
 
 
-def _after_loss(func: Callable[..., Any], given: Mapping[str, Any], share: float) -> _State:
+def _after_loss(func: Callable[..., Any], given: Mapping[str, Any], data: _Data) -> _State:
     """Return what one of torch's losses gives.
 
     Args:
         func: the loss.
         given: its arguments by name.
-        share: the part of the samples that masks have picked.
+        data: what is known of its input and target.
     """
+    share, name = data.share, func.__name__
     reduction = given["reduction"]
     if given.get("size_average") is not None or given.get("reduce") is not None:
         reduction = _reduction.legacy_get_string(given["size_average"], given["reduce"], emit_warning=False)
     target = given.get("target")
     if reduction == "none":
-        return _Data(share)
+        return data
+    if name in ("mse_loss", "l1_loss") and given.get("weight") is not None:
+        return _Unknown(f"{name} divides by the sum of its weights")
     if reduction == "sum":
         return _Sum(tuple(target.shape) if isinstance(target, Tensor) else (), share)
-    if func.__name__ not in _OVER_CLASSES or target is None or target.is_floating_point():  # of probabilities
+    if name not in _OVER_CLASSES or target is None or target.is_floating_point():  # of probabilities
         return _Means((share,))
     ignored = -100 if given["ignore_index"] is None else given["ignore_index"]
     return _Means((_counted(target, ignored, given["weight"], share),))
@@ -272,18 +333,22 @@ def _counted(target: Tensor, ignore_index: int, weights: Tensor | None, share: f
     return (float(total) if total.is_cpu else total.double()) / target.numel() * share
 
 
-def _after_reduction_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], share: float) -> _State:
+def _after_reduction_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: _Data) -> _State:
     """Return what a mean or sum of data gives; one over other dimensions than that of samples, the first, is data."""
     data = args[0] if args else kwargs["input"]
     dims = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
     if isinstance(dims, int):
         dims = (dims,)
-    over_samples = not dims or not data.dim() or any(dim % data.dim() == 0 for dim in dims)
-    if not over_samples:
-        return _Data(share)
     if name.startswith("nan"):
         return _Unknown(f"{name} leaves numbers out")
-    return _Means((share,)) if name == "mean" else _Sum(tuple(data.shape), share)
+    if not data.dim():
+        return _Unknown(f"{name} is of one number")
+    if dims and len({dim % data.dim() for dim in dims}) < data.dim():  # over some dimensions
+        if not state.aligned:
+            return state if name == "mean" else _Unknown(f"{name} may be over samples, whose dimension has been moved")
+        if all(dim % data.dim() for dim in dims):
+            return state
+    return _Means((state.share,)) if name == "mean" else _Sum(tuple(data.shape), state.share)
 
 
 def _after_masked_mean(total: _State, divisor: Any) -> _State:
