@@ -424,7 +424,7 @@ class Penalised(Layers):
         return self.head(self.d(self.c(g + slope)))
 
 
-@refused("is used outside of the layer")
+@refused("has left somewhere|is used outside of the layer|takes a parameter")
 class BorrowedWeight(Layers):
     """A weight of a layer that the model uses by itself."""
 
@@ -456,7 +456,7 @@ class Picked(Layers):
         return self.head(self.d(self.c(h)) + h[h > 0].mean())
 
 
-@refused("Python's or NumPy's random numbers")
+@refused("changes Python's random numbers")
 class DrawnByPython(Layers):
     """A layer that is passed over by chance, decided by Python."""
 
@@ -474,3 +474,182 @@ class WritesInput(Layers):
     def forward(self, x: Tensor, flag: Tensor) -> Any:
         flag += 1
         return self.head(self.d(self.c(self.b(self.a(x) * flag[:, None]))))
+
+
+@exact
+class NormedAtFirst(Layers):
+    """A layer that sets its bias in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = SetsBias()
+
+
+class SetsBias(nn.Linear):
+    """Centres its output once."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("done", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.done:
+            self.done += 1
+        return super().forward(x)
+
+
+@exact
+class Averaging(Layers):
+    """A layer with an average in a frozen parameter, which it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = Averages()
+
+
+class Averages(nn.Linear):
+    """Averages its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.mean = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.mean.data.mul_(0.9).add_(0.1 * y.detach().mean(0))
+        return y
+
+
+@exact
+class CheckpointedBlocks(Layers):
+    """Blocks of several layers, each under torch's checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        for block in self.blocks:
+            h = h + torch.utils.checkpoint.checkpoint(block, h, use_reentrant=False)
+        return self.head(h)
+
+
+@exact
+class CachedMask(Layers):
+    """A mask for each length, made when it is first needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: Any = CACHE
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.b(self.a(x))
+        return self.head(self.d(self.c(h * mask_of(len(x))) + h))
+
+
+CACHE: dict[int, Tensor] = {}
+
+
+def mask_of(length: int) -> Tensor:
+    """Return a column of ones and halves, kept by length."""
+    if length not in CACHE:
+        CACHE[length] = (torch.arange(length) % 2 + 1)[:, None] / 2
+    return CACHE[length]
+
+
+@refused("changes steps")
+class CountsOnAWay(Layers):
+    """Counts on a way that the example does not take."""
+
+    steps = 0
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.b(self.a(x))
+        if len(x) > SAMPLES // 2:
+            self.steps += 1
+        return self.head(self.d(self.c(h)) * (1 + self.steps))
+
+
+@refused("has left somewhere|fails on the example")
+class KeptByHook(Layers):
+    """Takes what a hook of a layer has kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        kept = self.kept
+        self.b.register_forward_hook(lambda module, inputs, output: kept.__setitem__(slice(None), [output.mean()]))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.d(torch.tanh(self.c(self.b(self.a(x)))))) + self.kept[0]
+
+
+@refused("reads a parameter or buffer of norm|is in stages|has left somewhere")
+class OthersBuffer(Layers):
+    """A layer that reads the statistics of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.d = ReadsStatistics(self.norm)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.d(torch.tanh(self.c(self.b(self.norm(self.a(x)))))))
+
+
+class ReadsStatistics(nn.Linear):
+    """Subtracts the statistics of another module."""
+
+    def __init__(self, norm: nn.BatchNorm1d) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.others = [norm]
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.others[0].running_mean
+        assert mean is not None
+        return super().forward(x - mean)
+
+
+@refused("changes counts")
+class NestedCounter(Layers):
+    """Counts in a list of lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = [[0]]
+
+    def forward(self, x: Tensor) -> Any:
+        self.counts[0][0] += 1
+        return self.head(self.d(self.c(self.b(self.a(x)))))
+
+
+@refused("changes generator")
+class OwnGenerator(Layers):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.c(self.b(self.a(x)))
+        return self.head(self.d(h * 2 if torch.rand((), generator=self.generator) < 0.05 else h))
+
+
+@refused("graph of a value")
+class AsksForGraph(Layers):
+    """Asks whether a value has a graph."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.b(torch.tanh(self.a(x)))
+        return self.head(self.d(self.c(h) * (1 if h.is_leaf else 2)))
+
+
+@refused("has hooks")
+class HookedItself(Layers):
+    """A model with a hook of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(lambda module, inputs, output: output * 2)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import CapabilityError
 from penstock.partition.replay.placeholder import TensorSpec
 from penstock.partition.replay.stage_forward import Cut, Specs, StageForward, leaves_in
-from penstock.partition.replay.units import kept_as_it_is
+from penstock.partition.replay.units import copied
 
 
 def check_stages(model: nn.Module, specs: Specs, cut: Cut, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -22,31 +22,53 @@ def check_stages(model: nn.Module, specs: Specs, cut: Cut, args: Sequence[Any], 
     Raises:
         CapabilityError: they do not.
     """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    weights = list(trained.values())
-    with kept_as_it_is(model):
-        loss = _loss(StageForward(model, specs, Cut(cut.stages, 0), None, {}, _seed).run(args, kwargs))
-        wanted = [loss.detach(), *_grad([loss], weights, [torch.ones_like(loss)])]
-    with kept_as_it_is(model):
-        found = _through_stages(model, specs, cut, args, kwargs, weights)
-    for name, one, other in zip(("its output", *trained), wanted, found, strict=True):
-        if not _close(one, other):
-            what = name if name == "its output" else f"the gradient of {name}"
-            raise CapabilityError(
-                f"{type(model).__name__} computes something else when it is divided: on the example {what} differs, so "
-                "its code does something between layers that stages do not see. Pass its layers as blocks"
-            )
+    with copied(model, args, kwargs) as (twin, given, named):
+        trained = {name: p for name, p in twin.named_parameters() if p.requires_grad}
+        output = StageForward(twin, _on(twin, specs), Cut(cut.stages, 0), None, {}, _seed).run(given, named)
+        loss = _loss(output)
+        wanted = [loss.detach(), *_grad([loss], list(trained.values()), [torch.ones_like(loss)])]
+        plain = _plain(output)
+    with copied(model, args, kwargs) as (twin, given, named):
+        weights = [p for p in twin.parameters() if p.requires_grad]
+        found, output = _through_stages(twin, _on(twin, specs), cut, given, named, weights)
+        same = _plain(output)
+    differing = next((name for name, a, b in zip(("", *trained), wanted, found, strict=True) if not _close(a, b)), None)
+    if differing is None and (len(plain) != len(same) or not all(map(_alike, plain, same))):
+        differing = ""
+    if differing is not None:
+        what = f"the gradient of {differing}" if differing else "its output"
+        raise CapabilityError(
+            f"{type(model).__name__} computes something else when it is divided: on the example {what} differs, so its "
+            "code does something between layers that stages do not see. Pass its layers as blocks"
+        )
+
+
+def _on(twin: nn.Module, specs: Specs) -> Specs:
+    return Specs({path: twin.get_submodule(path) for path in specs.units}, written=specs.written)
+
+
+def _plain(output: Any) -> list[Any]:
+    """Return the leaves of an output, without graphs."""
+    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(output)]
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and _close(one, other)
+    return type(one) is type(other) and (not isinstance(one, int | float | str) or one == other)
 
 
 def _through_stages(
     model: nn.Module, specs: Specs, cut: Cut, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Return the loss and the gradients of weights that stages find, each of which gets what the one before sent."""
+) -> tuple[list[Tensor | None], Any]:
+    """Return the loss and the gradients of weights that stages find, each of which gets what the one before sent; and
+    the output.
+    """
     frames: list[StageForward] = []
     received: list[dict[str, Tensor]] = [{}]
     output: Any = None
     for stage in range(cut.last + 1):
-        given = (list(args), dict(kwargs)) if stage == 0 else pytree.tree_map(_as_sent, (list(args), dict(kwargs)))
+        given: Any = (list(args), dict(kwargs)) if stage == 0 else pytree.tree_map(_as_sent, (list(args), dict(kwargs)))
         frames.append(StageForward(model, specs, cut, stage, received[-1], _seed))
         output = frames[-1].run(*given)
         received.append({key: t.detach().requires_grad_(t.requires_grad) for key, t in frames[-1].sent.items()})
@@ -61,7 +83,7 @@ def _through_stages(
         ends, gradients = [frames[stage - 1].sent[key] for key in back], list(back.values())
         if not ends:
             break
-    return [loss.detach(), *total]
+    return [loss.detach(), *total], output
 
 
 def _as_sent(leaf: Any) -> Any:

@@ -16,7 +16,8 @@ from penstock.errors import ConfigError
 from penstock.partition.replay.comparison import check_stages
 from penstock.partition.replay.placeholder import TensorSpec
 from penstock.partition.replay.stage_forward import Cut, Seed, Specs, StageForward
-from penstock.partition.replay.units import UnitGroup, no_seed, record_forward
+from penstock.partition.replay.units import UnitGroup, check_unchanged, has_hooks, no_seed, record_forward
+from penstock.partition.replay.watch import state_of
 from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks, ModelPart, value_at
 from penstock.partition.whole_model.fx_trace import without_guards
 
@@ -109,7 +110,9 @@ class ModelStage(UnitPart):
         specs = self._blocks.specs(self.precision)
         forward = StageForward(model, specs, self._cut, self._index, received, seed, bound=True)
         with self._bare_in_place(), _mode_of(model, self.training):
+            before = state_of(self._blocks.around.items())
             output = forward.run(args, kwargs)
+            check_unchanged(model, before, self._blocks.around)
         if self._index == self._cut.last:
             return output
         args, kwargs = pytree.tree_map(_encoded, (args, kwargs))
@@ -144,6 +147,7 @@ class UnitBlocks(ModelBlocks):
 
     Attributes:
         groups: the units of each block.
+        around: the modules that are in no unit, whose code every stage runs, by path.
 
     Raises:
         CapabilityError: it cannot be divided; the message names what is in the way, and the line.
@@ -156,6 +160,9 @@ class UnitBlocks(ModelBlocks):
         self.groups = {group.units[0]: group for group in found.groups}
         super().__init__(model, {name: UnitPart(model, group) for name, group in self.groups.items()})
         self._written, self._specs = found.written, dict[torch.dtype | None, Specs]()
+        units = [model.get_submodule(path) for group in found.groups for path in (*group.units, *group.unused)]
+        inner = {id(module) for unit in units for module in unit.modules()}
+        self.around = {path: module for path, module in model.named_modules() if id(module) not in inner}
         self._compared: Cut | None = None
 
     def specs(self, precision: torch.dtype | None) -> Specs:
@@ -172,10 +179,13 @@ class UnitBlocks(ModelBlocks):
         Raises:
             ConfigError: one was replaced.
         """
-        for block in self.values():
-            assert isinstance(block, UnitPart)
-            for path in (*block.group.units, *block.group.unused):
-                if value_at(self.model, path) is not block.get_submodule(path):
+        hooked = next((path for path, module in self.around.items() if has_hooks(module)), None)
+        if hooked is not None:
+            raise ConfigError(f"{hooked or 'the model'} has got hooks, but runs on every stage; put them on layers")
+        for name, group in self.groups.items():
+            for path in (*group.units, *group.unused, *group.bare):
+                now, own = value_at(self.model, path), value_at(self[name], path)
+                if now is not own and not (isinstance(now, nn.Parameter) and now.requires_grad):  # others look at these
                     raise ConfigError(
                         f"{path} is another object since the pipeline was made of the model, so the pipeline would "
                         "train without that change; make a new Pipeline of the changed model (a checkpoint of this one "

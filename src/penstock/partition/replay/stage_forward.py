@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -77,9 +78,9 @@ class Specs:
         Raises:
             CapabilityError: it did not, as its shapes depend on values, or it returned another number.
         """
-        key, found = self.key_of_unit(path, args, kwargs), spec_of(result, leaves)
-        expected = self._found.setdefault(key, found)
-        if found != expected:
+        found = spec_of(result, leaves)
+        expected = self.of_unit(path, args, kwargs, leaves)
+        if _essence(found) != _essence(expected):
             raise CapabilityError(
                 f"{path} returned {_in_words(found)}, and {_in_words(expected)} for arguments of the same shapes with "
                 "other values, which stages that do not compute it cannot know"
@@ -87,17 +88,17 @@ class Specs:
 
     def key_of_unit(self, path: str, args: Any, kwargs: Any) -> Any:
         """Return what the shapes of its results depend on."""
-        return path, self.units[path].training, torch.is_grad_enabled(), shapes_in((args, kwargs))
+        return path, self.units[path].training, torch.is_grad_enabled(), _autocast(), shapes_in((args, kwargs))
 
     def _try(self, path: str, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
         """Call a copy of a unit without values, or with zeros if it asks for values."""
         device = next((leaf.device for leaf in leaves), torch.device("cpu"))
-        for where in (torch.device("meta"), device):
+        for where in (device,) if _autocast() else (torch.device("meta"), device):  # which is none on meta
             made = {id(leaf): TensorSpec.of(leaf).zeros(where) for leaf in leaves}
             twin = _twin(self.units[path], where, self._precision)
             a, k = _map_tensors((args, kwargs), partial(_replaced, made))
             try:
-                with torch.random.fork_rng(devices=[]):
+                with torch.random.fork_rng(devices=[]), _without_saved_tensor_hooks():
                     result = twin._call_impl(*a, **k)  # type: ignore[no-untyped-call]
             except (RuntimeError, NotImplementedError):
                 if where.type != "meta":
@@ -108,9 +109,11 @@ class Specs:
 
     def of_operation(self, func: Callable[..., Any], args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
         """Return what an operation of another stage returns, likewise."""
-        key = func, torch.is_grad_enabled(), shapes_in((args, kwargs))
+        key = func, torch.is_grad_enabled(), _autocast(), shapes_in((args, kwargs))
         if key not in self._found:
             meta, values = torch.device("meta"), pytree.tree_leaves((args, kwargs))
+            if _autocast():
+                meta = leaves[0].device
             made = {id(leaf): TensorSpec.of(leaf).zeros(meta) for leaf in leaves}
             device = next((value for value in values if isinstance(value, torch.device)), leaves[0].device)
             a, k = _map_tensors((args, kwargs), lambda leaf: made[id(leaf)] if isinstance(leaf, Tensor) else meta)
@@ -158,7 +161,9 @@ class StageForward(TorchFunctionMode):
         super().__init__()
         self._model, self._specs, self._cut, self._stage, self._seed = model, specs, cut, stage, seed
         self._received, self._bound = received, bound
-        self._number, self._at = 0, 0
+        self._number, self._minor, self._at = 0, 0, 0
+        self.borders: Any = None  # what watches them, in a recording
+        self._written_behind: list[Tensor] = []  # by operations of later stages
         self._keys: Any = WeakTensorKeyDictionary()  # of values that one stage computes, and that are here
         self._everywhere: Any = WeakTensorKeyDictionary()  # the same of what every stage computes
         self._storages: dict[int, StorageWeakRef] = {}  # of the former
@@ -191,7 +196,17 @@ class StageForward(TorchFunctionMode):
         self._at = self._cut.last
         for leaf in leaves_in(output):
             self._use(leaf, "the output of the model")
+        self._check_views()
         return output
+
+    def _check_views(self) -> None:
+        """Refuse to send several views of memory into which a later stage writes: there they would be apart."""
+        for written in self._written_behind:
+            storage = written.untyped_storage()._cdata
+            if sum(value.untyped_storage()._cdata == storage for value in self.sent.values()) > 1:
+                raise CapabilityError(
+                    "a later stage writes into a tensor of which it also has another view; let it write into a copy"
+                )
 
     def _given(self, leaf: Any) -> Any:
         """Return an argument of the model; one in floating point is a value of the first stage."""
@@ -202,6 +217,10 @@ class StageForward(TorchFunctionMode):
             self._everywhere[leaf] = ""
         return leaf
 
+    def _next(self) -> None:
+        """Number what one stage alone computes. What all compute is counted in between: it may come from a cache."""
+        self._number, self._minor = self._number + 1, 0
+
     # --- values -------------------------------------------------------------------------------------------------------
 
     @property
@@ -210,7 +229,7 @@ class StageForward(TorchFunctionMode):
 
     def _noted(self, result: Any, leaves: Sequence[Tensor], origin: str) -> Any:
         """Number the tensors of a result, and put placeholders, or what was received, for those of other stages."""
-        self._number += 1
+        self._next()
         count = 0
 
         def one(leaf: Any) -> Any:
@@ -240,7 +259,7 @@ class StageForward(TorchFunctionMode):
         storage = value.untyped_storage()
         self._storages.setdefault(storage._cdata, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
 
-    def _depends(self, value: Tensor) -> bool:
+    def depends(self, value: Tensor) -> bool:
         """Whether one stage alone computes a value."""
         if isinstance(value, Placeholder | nn.Parameter) or value in self._keys:
             return True
@@ -267,7 +286,7 @@ class StageForward(TorchFunctionMode):
         key = self._keys.get(value)
         if key is not None:
             self.sent[key] = value
-        elif self._depends(value) and not (value.requires_grad and value.is_leaf):
+        elif self.depends(value) and not (value.requires_grad and value.is_leaf):
             raise CapabilityError(f"{by} takes a tensor that was made in a way that cannot be seen{line_of_user()}")
 
     # --- units --------------------------------------------------------------------------------------------------------
@@ -289,7 +308,12 @@ class StageForward(TorchFunctionMode):
         versions = [leaf._version for leaf in leaves if not leaf.is_inference()]
         held = _sizes((args, tuple(kwargs.values()))) if self._stage is None else None
         self._seed(f"{path}/{len(self.calls)}")
-        result = call(*args, **kwargs)
+        if self.borders is None:
+            result = call(*args, **kwargs)
+        else:
+            self.borders.begin(path, leaves)
+            result = call(*args, **kwargs)
+            self.borders.end((*leaves_in(result), *leaves))
         if [leaf._version for leaf in leaves if not leaf.is_inference()] != versions:
             raise CapabilityError(
                 f"{path} writes into its argument, which other stages cannot see; let it make a new tensor "
@@ -300,7 +324,8 @@ class StageForward(TorchFunctionMode):
                 f"{path} puts something into a list or dict that it is given, as caches do, which other stages cannot "
                 "see (models of transformers: use_cache=False)"
             )
-        self._specs.check_unit(path, args, kwargs, leaves, result)
+        if self._stage is not None and self._cut.last:
+            self._specs.check_unit(path, args, kwargs, leaves, result)
         return self._noted(result, leaves, path)
 
     # --- operations ---------------------------------------------------------------------------------------------------
@@ -314,10 +339,18 @@ class StageForward(TorchFunctionMode):
             return func(*args, **kwargs)
         name, leaves = _name(func), list(leaves_in((args, kwargs)))
         if name in _DRAWING:
-            self._seed(f"operation {self._number}")
+            self._seed(f"operation {self._number}/{self._minor}")
         written = _written(name, args, kwargs)
-        if not any(map(self._depends, leaves)):
+        if not any(map(self.depends, leaves)):
             return self._by_all(func, name, args, kwargs, leaves, written)
+        if func in _OF_ITS_GRAPH:
+            raise CapabilityError(
+                f"code between layers asks for the graph of a value, which ends at stages{line_of_user()}"
+            )
+        if self._stage is None and _within_checkpoint():
+            raise CapabilityError(
+                f"{name} is under torch's checkpoint, with layers of different stages{line_of_user()}"
+            )
         if name in _REFUSED:
             raise CapabilityError(f"{name} between layers of different stages{line_of_user()}: {_REFUSED[name]}")
         if not torch.is_grad_enabled() and (own := _own_function()) is not None:
@@ -332,17 +365,23 @@ class StageForward(TorchFunctionMode):
             if not isinstance(written, Placeholder) and written not in self._keys and self._at < (self._stage or 0):
                 self._stale.append(written)
                 self._stale_storages.add(written.untyped_storage()._cdata)
-            self._number += 1
+            if not isinstance(written, Placeholder) and self._at > (self._stage or 0):
+                self._written_behind.append(written)
+            self._next()
             return None if name == "__setitem__" else written
         if name in _ON_OWNER:
-            self._number += 1
+            self._next()
             return None
         return self._noted(self._specs.of_operation(func, args, kwargs, leaves), leaves, name)
 
     def _here(
         self, func: Any, name: str, args: Any, kwargs: Any, leaves: Sequence[Tensor], written: Tensor | None
     ) -> Any:
-        """Run an operation of this stage."""
+        """Run an operation of this stage.
+
+        Raises:
+            CapabilityError: others could not know of what it does.
+        """
         if self._bound and any(isinstance(leaf, nn.Parameter) and leaf.requires_grad for leaf in leaves):
             raise CapabilityError(f"{name} takes a parameter that another stage trains{line_of_user()}")
         result = func(*args, **kwargs)
@@ -354,6 +393,15 @@ class StageForward(TorchFunctionMode):
             self._own(written, self._everywhere[written])
         if written is not None and self._stage is None:
             self._specs.written.add(self._keys[written])
+        elif (
+            written is not None
+            and self._keys[written] in self._received
+            and self._keys[written] not in self._specs.written
+        ):
+            raise CapabilityError(
+                f"{name} writes into a value of an earlier stage, which the example does not{line_of_user()}; take an "
+                "example that does, or let it make a new tensor"
+            )
         for leaf in () if name in _ON_OWNER else pytree.tree_leaves(result):
             if isinstance(leaf, bool | int | float | complex) or type(leaf).__module__ == "numpy":
                 raise CapabilityError(
@@ -371,12 +419,12 @@ class StageForward(TorchFunctionMode):
                 f"{name} writes into a tensor that was there before the forward, such as an input{line_of_user()}"
             )
         result = func(*args, **kwargs)
-        self._number += 1
+        self._minor += 1
         if not isinstance(result, Tensor) or any(result is leaf for leaf in leaves):
             for count, leaf in enumerate(leaves_in(result)):
-                self._everywhere.setdefault(leaf, f"{self._number}.{count + 1}")
+                self._everywhere.setdefault(leaf, f"{self._number}/{self._minor}.{count + 1}")
             return result
-        key = f"{self._number}.1"
+        key = f"{self._number}/{self._minor}.1"
         if key in self._received:  # an earlier stage wrote into it
             result = self._taken(key)
             self._own(result, key)
@@ -444,6 +492,21 @@ def _sizes(tree: Any) -> list[Any]:
         own = [] if isinstance(tree, tuple) else [(id(tree), len(tree))]
         return [*own, *(size for part in parts for size in _sizes(part))]
     return _sizes(vars(tree)) if hasattr(tree, "__dict__") and not callable(tree) else []
+
+
+@contextmanager
+def _without_saved_tensor_hooks() -> Iterator[None]:
+    """Keep what is tried from those who watch what is saved for backwards, such as torch's checkpoint."""
+    hooks: Any = torch._C._autograd
+    held = []
+    while (top := hooks._top_saved_tensors_default_hooks(True)) is not None:
+        held.append(top)
+        hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(held):
+            hooks._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def _replaced(made: Mapping[int, Any], leaf: Any) -> Any:
@@ -531,6 +594,27 @@ def line_of_user() -> str:
     return ""
 
 
+def _essence(spec: Any) -> Any:
+    """Return a spec without the strides of its tensors, which may differ on the meta device."""
+    return pytree.tree_map_only(TensorSpec, lambda found: replace(found, strides=()), spec)
+
+
+def _autocast() -> Any:
+    """Return the formats that autocast casts to, by device; None where it is off."""
+    kinds = ("cpu", "cuda")
+    on = tuple(torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind))
+    return on or None
+
+
+def _within_checkpoint() -> bool:
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("utils/checkpoint.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _own_function() -> str | None:
     """Return the name of the autograd.Function in whose forward this is; None if it is in none."""
     frame: Any = sys._getframe(2)
@@ -558,16 +642,19 @@ _DRAWING = frozenset(
         "multi_head_attention_forward", "fractional_max_pool2d", "fractional_max_pool3d",
     )
 )  # fmt: skip
+_OF_ITS_GRAPH = frozenset(
+    (*(getattr(Tensor, name).__get__ for name in ("is_leaf", "grad_fn", "_base")), Tensor._is_view)
+)
 _ABOUT_TENSORS = frozenset(
     (
         *(getattr(Tensor, name) for name in (
             "size", "dim", "stride", "numel", "nelement", "is_floating_point", "is_contiguous", "ndimension", "__len__",
             "element_size", "is_complex", "get_device", "storage_offset", "dim_order", "is_signed", "is_conj", "is_neg",
             "is_inference", "_is_zerotensor", "is_pinned", "is_shared",
-            "is_coalesced", "is_same_size", "is_set_to", "_is_view",
+            "is_coalesced", "is_same_size", "is_set_to",
         )),
         *(getattr(Tensor, name).__get__ for name in (
-            "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "is_meta", "is_leaf", "is_sparse",
+            "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "is_meta", "is_sparse",
             "is_nested", "is_quantized", "is_mps", "is_xpu", "is_cpu", "itemsize", "nbytes", "_version",
         )),
         torch.is_floating_point, torch.numel, torch.is_complex, torch.is_tensor,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import random
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.replay.stage_forward import Cut, Specs, StageForward
+from penstock.partition.replay.watch import UnitBorders, changed, state_of
 
 _DIVIDED_OF_TORCH = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
@@ -62,10 +62,13 @@ def record_forward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
         CapabilityError: the code between the largest layers cannot be divided.
         ConfigError: the model calls no layers.
     """
-    work, first = work_of_modules(model, args, kwargs), None
+    first = None
+    with copied(model, args, kwargs) as (twin, given, named):
+        work = work_of_modules(twin, given, named)
     while largest < 2:
         try:
-            return _grouped(model, units_of(model, work, largest), work, args, kwargs)
+            with copied(model, args, kwargs) as (twin, given, named):
+                return _grouped(twin, units_of(twin, work, largest), work, given, named)
         except CapabilityError as error:
             first = first or error
         largest *= 2
@@ -113,27 +116,39 @@ def work_of_modules(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
         work[path] = before + counter.get_total_flops() - begun.pop()
 
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CapabilityError(
+                f"{path} is scripted (torch.jit), and cannot be watched; use the module that it was made of"
+            )
         handles.append(module.register_forward_pre_hook(begin))
         handles.append(module.register_forward_hook(partial(end, path)))
     try:
-        with kept_as_it_is(model), counter:
+        with counter:
             model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    except Exception as error:
+        raise CapabilityError(
+            f"the forward of a copy of {type(model).__name__} fails on the example: {type(error).__name__}: {error}"
+        ) from error
+    for handle in handles:
+        handle.remove()
     return work
 
 
 @contextmanager
-def kept_as_it_is(model: nn.Module) -> Iterator[None]:
-    """Run a model so that its buffers and torch's random numbers are as before."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+def copied(model: nn.Module, *given: Any) -> Iterator[Any]:
+    """Yield copies of a model and of what it is called with, so that running them changes nothing of the originals.
+
+    Raises:
+        CapabilityError: the model cannot be copied.
+    """
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            yield
-    finally:
-        for buffer, content in buffers:
-            buffer.data.copy_(content)
+        made = copy.deepcopy((model, *given))
+    except Exception as error:  # whatever an attribute of a model says
+        raise CapabilityError(
+            f"{type(model).__name__} cannot be copied, to be run on the example without being changed: {error}"
+        ) from error
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        yield made
 
 
 def _grouped(
@@ -190,50 +205,46 @@ def _watched(model: nn.Module, specs: Specs, args: Sequence[Any], kwargs: Mappin
     Raises:
         CapabilityError: it does something that stages which compute a part of it could not do alike.
     """
-    before, drawn = _attributes(model, specs.units), _drawn()
-    with kept_as_it_is(model):
-        frame = StageForward(model, specs, Cut(dict.fromkeys(specs.units, 0), 0), None, {}, no_seed)
-        frame.run(args, kwargs)
-    now = _attributes(model, specs.units)
-    changed = next((name for name in (*before, *now) if before.get(name) != now.get(name)), None)
-    kind = type(model).__name__
-    if changed is not None:
+    units = specs.units
+    inner = {id(module) for unit in units.values() for module in unit.modules()}
+    around = {path: module for path, module in model.named_modules() if id(module) not in inner}
+    hooked = next((path for path, module in around.items() if has_hooks(module)), None)
+    if hooked is not None:
         raise CapabilityError(
-            f"the forward of {kind} changes {changed}, and each stage would do that with what it has; let it return "
-            "that, or keep it in a layer that alone uses it"
+            f"{hooked or 'the model'} has hooks, but its code runs on every stage; put them on its layers"
         )
-    if drawn != _drawn():
+    before = state_of(around.items())
+    forward = StageForward(model, specs, Cut(dict.fromkeys(units, 0), 0), None, {}, no_seed)
+    with UnitBorders(units, forward.depends) as borders:
+        forward.borders = borders
+        forward.run(args, kwargs)
+    check_unchanged(model, before, around)
+    return forward
+
+
+def has_hooks(module: nn.Module) -> bool:
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
+def check_unchanged(model: nn.Module, before: Mapping[str, Any], around: Mapping[str, nn.Module]) -> None:
+    """Refuse a forward that has changed something on the modules around its units, which every stage runs.
+
+    Args:
+        model: whose forward.
+        before: `state_of` those modules.
+        around: these, by path.
+
+    Raises:
+        CapabilityError: it has.
+    """
+    name = changed(before, state_of(around.items()))
+    if name is not None:
         raise CapabilityError(
-            f"the forward of {kind} draws from Python's or NumPy's random numbers, which differ on each stage; draw "
-            "from torch's"
+            f"the forward of {type(model).__name__} changes {name}, and each stage would do that with what it has; let "
+            "it return what it keeps, or draw from torch's random numbers"
         )
-    return frame
 
 
 def no_seed(name: str) -> None:
     """Let random numbers come as they do."""
-
-
-def _drawn() -> Any:
-    return random.getstate(), repr(np.random.get_state(legacy=False)["state"])
-
-
-def _attributes(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Return what a forward might change on the modules of a model, by name: attributes, and what containers hold.
-
-    Units may write into their own buffers, as layers with running statistics do.
-    """
-    inner = {id(module) for unit in units.values() for module in unit.modules()}
-    found: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        for key, value in vars(module).items():
-            name = f"{path}.{key}".removeprefix(".")
-            if key == "_buffers":
-                for buffer_name, buffer in value.items():
-                    version = None if buffer is None or id(module) in inner else buffer._version
-                    found[f"{path}.{buffer_name}".removeprefix(".")] = id(buffer), version
-            elif isinstance(value, list | dict | set):
-                found[name] = [id(part) for part in (value.values() if isinstance(value, dict) else value)]
-            elif key not in ("training", "_compiled_call_impl"):
-                found[name] = value if isinstance(value, int | float | str) else id(value)
-    return found

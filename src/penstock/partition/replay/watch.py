@@ -1,0 +1,181 @@
+"""What a forward does beside computing: it changes attributes, draws random numbers, and passes values behind backs."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.errors import CapabilityError
+
+_COUNTING = (int, float, list, dict, set, deque, np.ndarray)  # of a class
+_DEEP = 4  # levels of containers and objects that are looked into
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def state_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
+    """Return what a forward might change on some modules, by name: attributes, with what containers and objects hold,
+    parameters and buffers by identity and number of writes, generators, and attributes of their classes; and the random
+    numbers of Python and NumPy.
+    """
+    seen: set[int] = set()
+    found: dict[str, Any] = {"Python's random numbers": random.getstate(), "NumPy's random numbers": _numpy_state()}
+    for path, module in modules:
+        for key, value in vars(module).items():
+            name = f"{path}.{key}".removeprefix(".")
+            if key in ("_parameters", "_buffers"):
+                found |= {f"{path}.{k}".removeprefix("."): _looked_at(t, _DEEP, seen) for k, t in value.items()}
+            elif key not in ("training", "_compiled_call_impl", "_modules"):
+                found[name] = _looked_at(value, _DEEP, seen)
+        for kind in type(module).__mro__:
+            if not kind.__module__.startswith(("torch.", "builtins")):
+                own = {k: v for k, v in vars(kind).items() if not k.startswith("__") and isinstance(v, _COUNTING)}
+                found |= {f"{kind.__name__}.{key}": _looked_at(value, 2, seen) for key, value in own.items()}
+    return found
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return the name of something that has changed, if anything has."""
+    return next((name for name in (*before, *now) if before.get(name) != now.get(name)), None)
+
+
+def _looked_at(value: Any, deep: int, seen: set[int]) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return id(value), None if value.is_inference() else value._version
+    if isinstance(value, np.ndarray):
+        return id(value), value.tobytes()
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if deep == 0 or id(value) in seen or isinstance(value, nn.Module | type) or callable(value):
+        return id(value)
+    if isinstance(value, dict):
+        seen.add(id(value))
+        return [
+            (key if isinstance(key, _PLAIN) else id(key), _looked_at(v, deep - 1, seen)) for key, v in value.items()
+        ]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        seen.add(id(value))
+        return [_looked_at(part, deep - 1, seen) for part in value]
+    if hasattr(value, "__dict__"):
+        seen.add(id(value))
+        return id(value), _looked_at(vars(value), deep - 1, seen)
+    return id(value)
+
+
+def _numpy_state() -> Any:
+    state = np.random.get_state(legacy=False)
+    return str(state["state"]["pos"]), state["state"]["key"].tobytes()
+
+
+class UnitBorders(TorchDispatchMode):
+    """Watches, in every operation of a forward, which tensors cross the border of a unit other than as arguments and
+    results.
+
+    Args:
+        units: by path.
+        depends: whether one stage alone computes a tensor that is made between units.
+    """
+
+    def __init__(self, units: Mapping[str, nn.Module], depends: Callable[[Tensor], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._depends = depends
+        self._owners: dict[int, set[str]] = {}  # of parameters and buffers, by storage
+        for path, unit in units.items():
+            for tensor in (*unit.parameters(), *unit.buffers()):
+                if (storage := _storage(tensor)) is not None:
+                    self._owners.setdefault(storage, set()).add(path)
+        self._made: dict[int, tuple[StorageWeakRef, int, str]] = {}  # storage -> the call of a unit; 0 between units
+        self._path, self._call, self._count = "", 0, 0
+        self._arguments: set[int | None] = set()
+
+    def begin(self, path: str, arguments: Iterable[Tensor]) -> None:
+        """Note that a unit is called."""
+        self._count += 1
+        self._path, self._call = path, self._count
+        self._arguments = set(map(_storage, arguments))
+
+    def end(self, results: Iterable[Tensor]) -> None:
+        """Note that it has returned."""
+        for tensor in results:
+            storage = _storage(tensor)
+            if storage in self._made:
+                self._made[storage] = self._made[storage][0], 0, ""
+        self._path, self._call = "", 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Check what an operation takes, and note what it makes."""
+        kwargs = kwargs or {}
+        for tensor in _tensors((*args, *kwargs.values())):
+            self._check(tensor)
+        result = func(*args, **kwargs)
+        given = {_storage(tensor) for tensor in _tensors((*args, *kwargs.values()))}  # of which results are views
+        for tensor in _tensors((result,)):
+            storage = _storage(tensor)
+            if storage is not None and storage not in given and self._origin(storage) is None:
+                weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+                self._made[storage] = weak, self._call, self._path
+        return result
+
+    def _origin(self, storage: int) -> tuple[int, str] | None:
+        """Return the call of the unit that made some memory, and its path; None for what was there before."""
+        known = self._made.get(storage)
+        if known is None or known[0].expired():  # type: ignore[no-untyped-call]
+            return None
+        return known[1], known[2]
+
+    def _check(self, tensor: Tensor) -> None:
+        storage = _storage(tensor)
+        if storage is None or (storage in self._arguments and self._call):
+            return
+        owners = self._owners.get(storage)
+        if owners is not None and self._call and self._path not in owners:
+            raise CapabilityError(
+                f"{self._path} reads a parameter or buffer of {min(owners)}, which may be on another stage; pass it as "
+                "an argument, or let both be within one layer"
+            )
+        origin = self._origin(storage)
+        if origin is None:
+            return
+        call, path = origin
+        if call not in (0, self._call):
+            by = f"{self._path} takes" if self._call else "code between layers takes"
+            raise CapabilityError(
+                f"{by} a value that {path} has left somewhere instead of returning it (an attribute, a list, what a "
+                "hook keeps), which other stages cannot see; let it be returned"
+            )
+        if self._call and call == 0 and self._depends(tensor):
+            raise CapabilityError(
+                f"{self._path} takes a value of other layers that is none of its arguments, which other stages cannot "
+                "see; pass it as an argument"
+            )
+
+
+def _storage(tensor: Tensor) -> int | None:
+    """Return the identity of a tensor's memory; None for one that has none, such as a sparse one."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
