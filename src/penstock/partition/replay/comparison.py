@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import CapabilityError
 from penstock.partition.replay.placeholder import TensorSpec
 from penstock.partition.replay.stage_forward import Cut, Specs, StageForward, leaves_in
-from penstock.partition.replay.units import copied
+from penstock.partition.replay.units import copies_of
 
 
 def check_stages(model: nn.Module, specs: Specs, cut: Cut, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -22,13 +22,13 @@ def check_stages(model: nn.Module, specs: Specs, cut: Cut, args: Sequence[Any], 
     Raises:
         CapabilityError: they do not.
     """
-    with copied(model, args, kwargs) as (twin, given, named):
+    with copies_of(model, args, kwargs) as (twin, given, named):
         trained = {name: p for name, p in twin.named_parameters() if p.requires_grad}
         output = StageForward(twin, _on(twin, specs), Cut(cut.stages, 0), None, {}, _seed).run(given, named)
         loss = _loss(output)
         wanted = [loss.detach(), *_grad([loss], list(trained.values()), [torch.ones_like(loss)])]
         plain = _plain(output)
-    with copied(model, args, kwargs) as (twin, given, named):
+    with copies_of(model, args, kwargs) as (twin, given, named):
         weights = [p for p in twin.parameters() if p.requires_grad]
         found, output = _through_stages(twin, _on(twin, specs), cut, given, named, weights)
         same = _plain(output)

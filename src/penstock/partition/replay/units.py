@@ -63,11 +63,11 @@ def record_forward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
         ConfigError: the model calls no layers.
     """
     first = None
-    with copied(model, args, kwargs) as (twin, given, named):
+    with copies_of(model, args, kwargs) as (twin, given, named):
         work = work_of_modules(twin, given, named)
     while largest < 2:
         try:
-            with copied(model, args, kwargs) as (twin, given, named):
+            with copies_of(model, args, kwargs) as (twin, given, named):
                 return _grouped(twin, units_of(twin, work, largest), work, given, named)
         except CapabilityError as error:
             first = first or error
@@ -135,7 +135,7 @@ def work_of_modules(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 @contextmanager
-def copied(model: nn.Module, *given: Any) -> Iterator[Any]:
+def copies_of(model: nn.Module, *given: Any) -> Iterator[Any]:
     """Yield copies of a model and of what it is called with, so that running them changes nothing of the originals.
 
     Raises:
