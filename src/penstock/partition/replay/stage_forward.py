@@ -100,9 +100,11 @@ class Specs:
             try:
                 with torch.random.fork_rng(devices=[]), _without_saved_tensor_hooks():
                     result = twin._call_impl(*a, **k)  # type: ignore[no-untyped-call]
-            except (RuntimeError, NotImplementedError):
-                if where.type != "meta":
-                    raise
+            except (RuntimeError, NotImplementedError) as error:
+                if where.type != "meta" or device.type == "meta":
+                    raise CapabilityError(
+                        f"{path} fails on zeros, by which other stages learn the shapes of what it returns: {error}"
+                    ) from error
                 continue
             return _moved(spec_of(result, [made[id(leaf)] for leaf in leaves]), device)
         raise AssertionError
@@ -324,7 +326,8 @@ class StageForward(TorchFunctionMode):
                 f"{path} puts something into a list or dict that it is given, as caches do, which other stages cannot "
                 "see (models of transformers: use_cache=False)"
             )
-        if self._stage is not None and self._cut.last:
+        counted = any(isinstance(leaf, int | float | complex) for leaf in pytree.tree_leaves(result))
+        if counted or (self._stage is not None and self._cut.last):
             self._specs.check_unit(path, args, kwargs, leaves, result)
         return self._noted(result, leaves, path)
 
