@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import warnings
@@ -99,7 +100,7 @@ def divided(model: torch.nn.Module, batch: dict[str, Any]) -> str:
                 return "exact, fewer blocks" if stages > 2 else "one block"
             blocks.stage(cut_blocks(blocks, stages), 0)
     except PenstockError as error:
-        return f"refused: {error}"
+        return f"refused: {re.sub('[(]/[^ )]*/site-packages/', '(', str(error))}"
     return "exact"
 
 
