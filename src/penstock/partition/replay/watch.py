@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import CapabilityError
+from penstock.partition.replay.stage_forward import leaves_in
 
 _COUNTING = (int, float, list, dict, set, deque, np.ndarray)  # of a class
 _DEEP = 4  # levels of containers and objects that are looked into
@@ -120,11 +121,11 @@ class UnitBorders(TorchDispatchMode):
     ) -> Any:
         """Check what an operation takes, and note what it makes."""
         kwargs = kwargs or {}
-        for tensor in _tensors((*args, *kwargs.values())):
+        for tensor in leaves_in((*args, *kwargs.values())):
             self._check(tensor)
         result = func(*args, **kwargs)
-        given = {_storage(tensor) for tensor in _tensors((*args, *kwargs.values()))}  # of which results are views
-        for tensor in _tensors((result,)):
+        given = {_storage(tensor) for tensor in leaves_in((*args, *kwargs.values()))}  # of which results are views
+        for tensor in leaves_in((result,)):
             storage = _storage(tensor)
             if storage is not None and storage not in given and self._origin(storage) is None:
                 weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
@@ -171,11 +172,3 @@ def _storage(tensor: Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return None
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)
