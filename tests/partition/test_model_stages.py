@@ -119,6 +119,13 @@ def test_random_numbers_are_the_same_at_any_depth(method: str) -> None:
         check_bits(bits_of(pipeline_of(Chance, stages, method)), wanted)
 
 
+def test_an_evaluation_is_without_dropout_between_layers() -> None:
+    pipeline, model = pipeline_of(Chance, 3), make(Chance).eval()
+    found, _ = pipeline.evaluate(batches(Chance, 1)) or (0.0, 0.0)
+    ((inputs, targets),) = batches(Chance, 1)
+    assert found == pytest.approx(float(F.mse_loss(model(inputs), targets).detach()), rel=1e-12)
+
+
 @pytest.mark.parametrize("options", [{"recompute": "stage"}, {"ema_decay": 0.9}, {"method": "interleaved"}], ids=str)
 def test_stages_of_a_model_go_with_options(options: dict[str, Any]) -> None:
     check_bits(bits_of(pipeline_of(Chance, 2, **options)), bits_of(pipeline_of(Chance, 1)))

@@ -493,9 +493,12 @@ class SetsBias(nn.Linear):
         self.register_buffer("done", torch.tensor(0))
 
     def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
         if not self.done:
+            self.bias.data.sub_(y.detach().mean(0))
             self.done += 1
-        return super().forward(x)
+            y = super().forward(x)
+        return y
 
 
 @exact
@@ -566,7 +569,7 @@ class CountsOnAWay(Layers):
 
     def forward(self, x: Tensor) -> Any:
         h = self.b(self.a(x))
-        if len(x) > SAMPLES // 2:
+        if len(x) < SAMPLES:  # as microbatches have
             self.steps += 1
         return self.head(self.d(self.c(h)) * (1 + self.steps))
 
@@ -653,3 +656,15 @@ class HookedItself(Layers):
     def __init__(self) -> None:
         super().__init__()
         self.register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+@refused("another view")
+class WrittenView(Layers):
+    """Writes behind other layers into a view of what it also reads as a whole."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        first = h[:, 0]
+        k = self.c(self.b(h.clone()))
+        first.zero_()
+        return self.head(self.d(k) + h) + first[:, None]
