@@ -351,7 +351,7 @@ UNKNOWN: dict[str, tuple[Loss, str]] = {
         lambda o, t: each_of(o, t).transpose(0, 1).mean(0).sum(),
         "it is a sum",
     ),
-    "a sum over what may be samples": (lambda o, t: each_of(o, t).T.sum(1).mean(), "has been moved"),
+    "a sum over what may be samples": (lambda o, t: each_of(o, t).T.sum(1).mean(), "it is a sum"),
     "a mean of one": (lambda o, t: each_of(o, t).unsqueeze(0).mean(0).sum(), "it is a sum"),
     "largest of all samples": (lambda o, t: o.amax(0).mean(), "amax takes samples together"),
     "largest few": (lambda o, t: each_of(o, t).flatten().topk(3).values.mean(), "topk takes samples together"),

@@ -21,9 +21,9 @@ from torch.nn.modules.loss import _Loss
 from torch.utils import _pytree as pytree
 
 from penstock.checks import in_short
-from penstock.comm.message.trees import leaves_of
+from penstock.comm.message.trees import leaves_of, sample_dims, without_marks
 from penstock.errors import ConfigError
-from penstock.stage.blocks.loss_watch import LossWatch, NoMeanError
+from penstock.stage.blocks.loss_watch import LossWatch, NoMeanError, Share
 
 LossFunction = Callable[[Any, Any], Any]
 """(output, target) -> the mean over the targets of a microbatch, as a scalar; or (sum, weight)."""
@@ -126,10 +126,11 @@ class WeighedLoss:
     Args:
         loss: the function.
         where: its stage, for messages.
+        whole: it gets whole batches, so whatever it returns is what plain torch computes of them.
     """
 
-    def __init__(self, loss: LossFunction, where: str) -> None:
-        self._loss, self._where = loss, where
+    def __init__(self, loss: LossFunction, where: str, whole: bool = False) -> None:
+        self._loss, self._where, self._whole = loss, where, whole
         self._tells = False  # its weight; then nobody watches it, as compiled functions are slower meanwhile
 
     def __call__(self, output: Any, target: Any, *, sliced: bool = False) -> tuple[Tensor, float | Tensor]:
@@ -137,14 +138,16 @@ class WeighedLoss:
 
         Args:
             output: of the model.
-            target: of the microbatch.
+            target: of the microbatch, with the marks of the parts that belong to no sample.
             sliced: these are of a slice of a sequence, whose share in the sequence only the loss knows.
 
         Raises:
             ConfigError: the loss returned neither a scalar nor (sum, weight); or a scalar that is no mean over samples,
                 or that is of a slice.
         """
-        watch = None if self._tells else LossWatch(output, target)
+        dims = list(sample_dims(target))
+        target = without_marks(target)
+        watch = None if self._tells else LossWatch(output, dims)
         with watch or nullcontext():
             result = call_loss(self._loss, output, target)
         pair = isinstance(result, tuple) and len(result) == 2
@@ -163,10 +166,12 @@ class WeighedLoss:
             raise self._error(
                 "the loss returned (sum, weight) before, and one number now; let it return the same always"
             )
+        weight = _samples(output, dims)
         try:
-            weight = _samples(output, target) * watch.share_of(total)
+            weight = weight * watch.share_of(total)
         except NoMeanError as error:
-            raise self._error(_no_mean(str(error))) from None
+            if not self._whole:
+                raise self._error(_no_mean(str(error))) from None
         if isinstance(weight, Tensor):  # to look at it would be to wait for the device
             return times_weight(total, weight, output), weight
         return (total * weight if weight else _zero(output, total)), weight
@@ -188,10 +193,10 @@ class WeighedLoss:
         return ConfigError(f"{self._where}: {text}")
 
 
-def _samples(output: Any, target: Any) -> float:
-    """Return the length of the first dimension of the target or, if that has none, of the output."""
-    leaves = (*leaves_of(target), *leaves_of(output))
-    return float(next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1))
+def _samples(output: Any, target: Sequence[tuple[Tensor, int | None]]) -> Share:
+    """Return the length of the target's dimension of samples or, if that has none, of the output's first one."""
+    dims = [*target, *sample_dims(output)]
+    return float(next((leaf.shape[dim] for leaf, dim in dims if dim is not None), 1))
 
 
 def _no_mean(why: str) -> str:

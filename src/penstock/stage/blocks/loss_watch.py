@@ -11,7 +11,10 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +34,11 @@ class _Data(NamedTuple):
 
     Attributes:
         share: the part of its elements that masks have picked.
-        aligned: its first dimension is that of samples, or of samples and what came behind.
+        dim: its dimension of samples, or the first one if that is of samples and what came behind; None if unknown.
     """
 
     share: float = 1.0
-    aligned: bool = True
+    dim: int | None = 0
 
 
 class _Sum(NamedTuple):
@@ -78,27 +81,34 @@ class LossWatch(TorchFunctionMode):
 
     Args:
         output: of the model, as the loss gets it.
-        target: likewise.
+        target: its tensors, each with its dimension of samples; None if that belongs to no sample.
     """
 
-    def __init__(self, output: Any, target: Any) -> None:
+    def __init__(self, output: Any, target: Sequence[tuple[Tensor, int | None]]) -> None:
         super().__init__()
         self._states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # None: depends on neither
-        self._given = []  # shapes
-        for leaf in (*leaves_of(output), *leaves_of(target)):
-            if isinstance(leaf, Tensor):
-                self._given.append(tuple(leaf.shape))
-                self._states[leaf] = _Data() if leaf.dim() else None
-        for leaf in leaves_of(output):
-            if isinstance(leaf, Tensor) and not leaf.dim():  # a mean that the model has computed itself
-                self._states[leaf] = _Means((1.0,))
+        self._asked: set[int] = {1}  # numbers that the loss has found in shapes
+        common = next((dim for _, dim in target if dim is not None), 0)
+        outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
+        given = [*((leaf, common) for leaf in outputs if leaf.dim() > common), *target]
+        self._given = [(tuple(leaf.shape), dim) for leaf, dim in given if dim is not None]
+        for leaf in outputs:  # one without a dimension is a mean that the model has computed itself
+            self._states[leaf] = _Data(dim=None) if leaf.dim() else _Means((1.0,))
+        for leaf, dim in given:
+            self._states[leaf] = None if dim is None else _Data(dim=dim)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operation, and note what its result is."""
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = _call_from_the_loss(func, args, kwargs)
+        if isinstance(result, int | torch.Size) and args and isinstance(args[0], Tensor):
+            if self._state_of(args[0]) is not None and _name_of(func) in _COUNTING:
+                self._asked |= set(result) if isinstance(result, torch.Size) else {result}
+            return result
+        if _name_of(func) == "setitem":
+            self._states[args[0]] = self._after_writing(*args)
         for leaf in result if isinstance(result, tuple | list) else (result,):
             if isinstance(leaf, Tensor):
                 self._states[leaf] = self._state_after(func, args, kwargs, leaf)
@@ -139,7 +149,7 @@ class LossWatch(TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor
     ) -> _State | None:
         """Return what the result of an operation is; None if it depends on neither output nor target."""
-        name = getattr(func, "__name__", str(func)).strip("_")
+        name = _name_of(func)
         found = [self._state_of(tensor) for tensor in _tensors_in((*args, *kwargs.values()))]
         states = [state for state in found if state is not None]
         if not states or name == "grad":  # of a microbatch by itself: like a number that multiplies or is added
@@ -150,32 +160,51 @@ class LossWatch(TorchFunctionMode):
         if not all(isinstance(state, _Data) for state in states):
             return self._after_reduction(name, args, states, constants=len(states) < len(found))
         data = [state for state in states if isinstance(state, _Data)]
-        share, aligned = data[0].share, all(state.aligned for state in data)
+        share, dims = data[0].share, {state.dim for state in data}
+        dim = dims.pop() if len(dims) == 1 else None
+        state = _Data(share, dim)
         if any(state.share != share for state in data):
             return _Unknown(f"{name} takes together what different masks have picked")
         if (defaults := _loss_arguments(func)) is not None:
             given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
-            return _after_loss(func, given, _Data(share, aligned))
-        if name in ("mean", "sum", "nanmean", "nansum"):
-            return _after_reduction_of(name, args, kwargs, _Data(share, aligned))
+            return _after_loss(func, given, state)
+        if name in ("mean", "sum", "nanmean", "nansum", "count_nonzero"):
+            return _after_reduction_of(name, args, kwargs, state)
         if name in _PICKING or (name == "where" and len(args) == 1):
             return _Unknown(f"{name} returns as many numbers as the values ask for")
         if name == "masked_select" or (name == "getitem" and _is_mask(args[1])):
-            return _Data(share * (result.numel() / args[0].numel() if args[0].numel() else 1.0), aligned)
+            return _Data(share * (result.numel() / args[0].numel() if args[0].numel() else 1.0), dim)
         if name == "getitem":
-            return _after_index(args[0], args[1], _Data(share, aligned))
-        if name in _TAKING_APART:
-            return _Unknown(f"{name} takes samples one by one, or some of them")
-        if name in _MOVING:
-            return _Data(share, aligned=False)
-        sizes = {tensor.shape[0] for tensor in _tensors_in((*args, *kwargs.values())) if tensor.dim()}
+            return _after_index(args[0], args[1], state)
+        if name in _TAKING_APART or name in _MOVING or name == "take":
+            return _after_view(name, args, kwargs, result, state)
+        tensors = [tensor for tensor in _tensors_in((*args, *kwargs.values())) if tensor.dim() > (dim or 0)]
         if name in _REVIEWING:
-            shape = args[0].shape
-            kept = result.dim() and any(result.shape[0] == math.prod(shape[:end]) for end in range(1, len(shape) + 1))
-            return _Data(share, aligned and (kept or (result.dim() > 0 and result.shape[0] in self._samples)))
-        if aligned and (not result.dim() or result.shape[0] not in sizes):
-            return _Unknown(f"{name} takes samples together, otherwise than by a mean or a sum")
-        return _Data(share, aligned)
+            shape, seen = args[0].shape, result.shape
+            kept = bool(seen) and any(seen[0] == math.prod(shape[:end]) for end in range(1, len(shape) + 1))
+            kept = (
+                (kept or (bool(seen) and seen[0] in self._samples))
+                if dim == 0
+                else (dim is not None and seen[: dim + 1] == shape[: dim + 1])
+            )
+            return _Data(share, dim if kept else None)
+        if dim is None:
+            together = result.numel() < max((tensor.numel() for tensor in tensors), default=0)
+        else:
+            together = result.dim() <= dim or result.shape[dim] not in {tensor.shape[dim] for tensor in tensors}
+        return _Unknown(f"{name} takes samples together, otherwise than by a mean or a sum") if together else state
+
+    def _after_writing(self, into: Tensor, index: Any, value: Any) -> _State | None:
+        """Return what a tensor is after something was written into a part of it."""
+        before, written = self._state_of(into), self._state_of(value) if isinstance(value, Tensor) else None
+        if written is None or isinstance(before, _Unknown):
+            return before
+        if isinstance(written, _Means) and (before is None or isinstance(before, _Means)):
+            return _Means((*(before.shares if before else ()), *written.shares))
+        plain = before is None or (isinstance(before, _Data) and before.share == 1)
+        if isinstance(written, _Data) and plain and into.dim() and into.shape[0] in self._samples:
+            return _Data() if _is_mask(index) else _after_index(into, index, _Data())
+        return written if isinstance(written, _Unknown) else _Unknown("samples are written into another tensor")
 
     def _after_reduction(
         self, name: str, args: tuple[Any, ...], states: list[_State], constants: bool
@@ -202,7 +231,11 @@ class LossWatch(TorchFunctionMode):
         if len(states) == 1 and divides and isinstance(first, _Sum):
             if first.share != 1 and isinstance(args[1], int | float):  # of all samples, or of those that were picked?
                 return _Unknown("a sum of what a mask has picked is divided by a number; divide by the mask's sum")
-            if args[1] == math.prod(first.of) or self._counts(args[1]):
+            if self._counts(_number(args[1]), first.of):
+                return _Means((1.0,))
+        if len(states) == 1 and name in _MULTIPLYING and isinstance(first, _Sum) and first.share == 1:
+            factor = next((number for arg in args if (number := _number(arg))), None)
+            if factor is not None and self._counts(1 / factor, first.of):
                 return _Means((1.0,))
         if len(states) == 1 and (name in _MULTIPLYING or (divides and self._state_of(args[0]) is not None)):
             return first
@@ -212,13 +245,17 @@ class LossWatch(TorchFunctionMode):
 
     @property
     def _samples(self) -> set[int]:
-        return {shape[0] for shape in self._given if shape}
+        return {shape[dim] for shape, dim in self._given}
 
-    def _counts(self, number: Any) -> bool:
-        """Whether a number is that of samples, or of samples and what is behind them."""
-        if not isinstance(number, int | float):
-            return False
-        return any(number == math.prod(shape[:end]) for shape in self._given for end in range(1, len(shape) + 1))
+    def _counts(self, number: float | None, of: tuple[int, ...]) -> bool:
+        """Whether a number is that of samples, or of samples and what is behind them, and the loss took it from shapes.
+
+        A constant that happens to be the same would be another part of another microbatch, or of the whole batch.
+        """
+        counts = [of, *((size,) for size in self._samples)]
+        counts += [shape[:end] for shape, dim in self._given for end in range(dim + 1, len(shape) + 1)]
+        found = [math.prod(sizes) for sizes in counts if math.prod(sizes) in self._asked or self._asked >= set(sizes)]
+        return number is not None and any(math.isclose(number, count, rel_tol=1e-12) for count in found)
 
 
 class NoMeanError(Exception):
@@ -235,27 +272,21 @@ _RESHAPING = frozenset(
         "requires_grad", "cpu", "cuda",
     )
 )  # fmt: skip
-_TAKING_APART = frozenset(("unbind", "select", "narrow", "split", "chunk", "tensor_split", "index_select", "take"))
+_TAKING_APART = {  # and which argument is the dimension
+    "unbind": 1, "select": 1, "narrow": 1, "index_select": 1, "split": 2, "chunk": 2, "tensor_split": 2,
+}  # fmt: skip
 _MOVING = frozenset(
     (
-        "transpose",
-        "permute",
-        "movedim",
-        "moveaxis",
-        "swapaxes",
-        "swapdims",
-        "t",
-        "get",
-        "unsqueeze",
-        "stack",
-        "roll",
+        "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "get", "unsqueeze", "stack", "roll",
         "flip",
     )
-)
+)  # fmt: skip
+_COUNTING = frozenset(("get", "size", "numel", "nelement", "len"))
 _REVIEWING = frozenset(
     ("reshape", "view", "flatten", "unflatten", "ravel", "squeeze", "reshape_as", "view_as", "rearrange")
 )
 _PICKING = frozenset(("nonzero", "argwhere", "unique", "unique_consecutive", "bincount"))
+_TORCH = str(Path(torch.__file__).parent)
 _OVER_CLASSES = frozenset(("cross_entropy", "nll_loss", "linear_cross_entropy"))
 
 
@@ -267,25 +298,68 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors_in(value)
 
 
+def _name_of(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", str(func)).strip("_")
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, be it a tensor on the host."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and value.is_cpu and not value.requires_grad else None
+    return value if isinstance(value, int | float) else None
+
+
 def _after_index(data: Tensor, index: Any, state: _Data) -> _State:
-    """Return what indexing gives without a mask: the dimension of samples has to stay as it is."""
-    first = index[0] if isinstance(index, tuple) and index else index
-    if first is Ellipsis:
-        others = (
-            [part for part in index if part is not Ellipsis and part is not None] if isinstance(index, tuple) else []
-        )
-        whole = len(others) < data.dim()
-    elif isinstance(first, slice):
-        whole = first == slice(None)
-    else:  # as in each[torch.arange(len(each)), target]
-        whole = (
-            isinstance(first, Tensor)
-            and not first.is_floating_point()
-            and first.dim() == 1
-            and isinstance(index, tuple)
-        )
-        whole = whole and len(first) == len(data)
-    return state if whole else _Unknown("indexing takes some samples")
+    """Return what indexing gives without a mask: all samples have to stay, in their order."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    taken = len([part for part in parts if part is not None and part is not Ellipsis])
+    gap = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
+    parts[gap : gap + 1] = [slice(None)] * (data.dim() - taken)
+    place = dim = 0  # of the data, and of the result
+    for part in parts:
+        if place == state.dim and part is not None:
+            by_place = isinstance(part, Tensor) and not part.is_floating_point() and part.dim() == 1 and taken > 1
+            if (isinstance(part, slice) and part == slice(None)) or (by_place and not dim and len(part) == len(data)):
+                return _Data(state.share, dim)  # the second one as in each[torch.arange(len(each)), target]
+            break
+        if part is not None and not isinstance(part, int | slice):
+            break
+        place, dim = place + (part is not None), dim + (not isinstance(part, int))
+    return _Unknown("indexing takes some samples" if state.dim == place else "indexing may take some samples")
+
+
+def _after_view(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor, state: _Data) -> _State:
+    """Return what an operation gives that moves dimensions, or takes parts along one."""
+    data, dim = args[0], state.dim
+    if name in _TAKING_APART:
+        place = _TAKING_APART[name]
+        along = kwargs.get("dim", args[place] if len(args) > place else 0)
+        if dim is not None and isinstance(along, int) and along % data.dim() != dim:
+            return _Data(state.share, dim - (name in ("unbind", "select") and along % data.dim() < dim))
+    if name in _TAKING_APART or name == "take":
+        return _Unknown(f"{name} takes samples one by one, or some of them")
+    if dim is None or not isinstance(data, Tensor) or result.data_ptr() != data.data_ptr():
+        return _Data(state.share, None)
+    like = data.shape[dim], data.stride(dim)
+    found = [d for d in range(result.dim()) if (result.shape[d], result.stride(d)) == like]
+    return _Data(state.share, dim if dim in found else found[0] if len(found) == 1 else None)
+
+
+def _operation(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+@functools.lru_cache(maxsize=256)
+def _operation_at(file: str, line: int) -> CodeType:
+    return _operation.__code__.replace(co_filename=file, co_firstlineno=line - 1)
+
+
+def _call_from_the_loss(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call an operation as from the line of the loss that asks for it, which torch's warnings then name."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return FunctionType(_operation_at(frame.f_code.co_filename, frame.f_lineno), frame.f_globals)(func, args, kwargs)
 
 
 @functools.cache
@@ -343,11 +417,13 @@ def _after_reduction_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, A
         return _Unknown(f"{name} leaves numbers out")
     if not data.dim():
         return _Unknown(f"{name} is of one number")
-    if dims and len({dim % data.dim() for dim in dims}) < data.dim():  # over some dimensions
-        if not state.aligned:
-            return state if name == "mean" else _Unknown(f"{name} may be over samples, whose dimension has been moved")
-        if all(dim % data.dim() for dim in dims):
-            return state
+    over = {dim % data.dim() for dim in dims or ()}
+    if 0 < len(over) < data.dim():  # over some dimensions
+        if state.dim is None:
+            return _Unknown(f"{name} may be over samples, whose dimension has been moved")
+        if state.dim not in over:
+            keeps = kwargs.get("keepdim", len(args) > 2 and args[2])
+            return _Data(state.share, state.dim - (0 if keeps else len([dim for dim in over if dim < state.dim])))
     return _Means((state.share,)) if name == "mean" else _Sum(tuple(data.shape), state.share)
 
 
