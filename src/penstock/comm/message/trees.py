@@ -29,7 +29,7 @@ pytree.register_pytree_node(
 )
 
 
-def is_whole(value: Any) -> bool:
+def is_marked(value: Any) -> bool:
     """Whether a value is marked as one that samples have in common."""
     return isinstance(value, Whole)
 
@@ -38,13 +38,13 @@ def without_marks(tree: Any) -> Any:
     """Take out of a tree of a microbatch what `Whole` says of its parts."""
     if isinstance(tree, Tensor):
         return tree
-    return pytree.tree_map(lambda leaf: leaf.value if is_whole(leaf) else leaf, tree, is_leaf=is_whole)
+    return pytree.tree_map(lambda leaf: leaf.value if is_marked(leaf) else leaf, tree, is_leaf=is_marked)
 
 
 def sample_dims(tree: Any) -> Iterator[tuple[Tensor, int | None]]:
     """Yield the tensors of a microbatch, each with its dimension of samples, None if it has none."""
-    for leaf in leaves_of(tree) if isinstance(tree, Tensor) else pytree.tree_leaves(tree, is_leaf=is_whole):
-        value, dim = (leaf.value, leaf.dim) if is_whole(leaf) else (leaf, 0)
+    for leaf in leaves_of(tree) if isinstance(tree, Tensor) else pytree.tree_leaves(tree, is_leaf=is_marked):
+        value, dim = (leaf.value, leaf.dim) if is_marked(leaf) else (leaf, 0)
         for tensor in leaves_of(value):
             if isinstance(tensor, Tensor):
                 yield tensor, dim if tensor.dim() else None

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
 from penstock.comm.message.tree_classes import open_dataclasses
-from penstock.comm.message.trees import Whole, is_whole
+from penstock.comm.message.trees import Whole, is_marked
 from penstock.errors import DataError
 from penstock.options.parallelism import Dims
 
@@ -25,8 +25,6 @@ Microbatches = Sequence[tuple[Any, Any]]
 LABELS = "labels"  # the part of a batch that collators make for the loss
 _TARGETS = ("label", "targets", "target", "y")  # what else people call it
 _SETTINGS = (type(None), str, bytes, numbers.Number, Enum, torch.dtype, torch.device)  # which samples have in common
-Path = tuple[str, ...]
-"""Of a part of a batch: "inputs" or "targets", then keys of dicts, fields and places."""
 
 
 def in_pairs(batch: Any) -> Any:
@@ -41,7 +39,7 @@ def in_pairs(batch: Any) -> Any:
     elif not isinstance(batch, Mapping | tuple) and not dataclasses.is_dataclass(batch):
         return batch
     open_dataclasses(batch)
-    batch = pytree.tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, batch, is_leaf=is_whole)
+    batch = pytree.tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, batch, is_leaf=is_marked)
     if isinstance(batch, list) and batch and all(LABELS in _fields(part) for part in batch):
         return [_labelled(part) for part in batch]
     return _labelled(batch)
@@ -110,6 +108,10 @@ def warn_of_short_end(batches: Any, count: int) -> None:
         )
 
 
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
+
+
 def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple | list) and len(value) == 2
 
@@ -118,13 +120,11 @@ def _split(batch: Sequence[Any], count: int, number: int, dims: Dims, fewer: boo
     open_dataclasses(tuple(batch))
     inputs, targets = batch
     found, spec = pytree.tree_flatten_with_path({"inputs": inputs, "targets": targets}, is_leaf=_is_leaf)
-    leaves = {tuple(map(_key, path)): leaf for path, leaf in found}
-    places = {path: _dim(leaf, path, dims, number) for path, leaf in leaves.items()}
-    _check_names(leaves, dims, number)
+    leaves = {_name(path): leaf for path, leaf in found}
+    places = {name: _dim(leaves[name], name, said, number) for name, said in _named(leaves, dims, number).items()}
     sizes = {
-        path: leaf.shape[dim] for path, leaf in leaves.items()
-        if isinstance(leaf, Tensor) and (dim := places[path]) is not None
-    }  # fmt: skip
+        name: leaves[name].shape[dim] for name, dim in places.items() if dim is not None and _is_tensor(leaves[name])
+    }
     if not sizes:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves.values()}))
         raise DataError(f"batch {number} has no tensor that could be split, only {kinds}; make tensors of its parts")
@@ -134,12 +134,12 @@ def _split(batch: Sequence[Any], count: int, number: int, dims: Dims, fewer: boo
             "(report.batch)"
         )
     samples, _ = Counter(sizes.values()).most_common(1)[0]
-    odd = next((path for path, size in reversed(sizes.items()) if size != samples), None)
+    odd = next((name for name, size in reversed(sizes.items()) if size != samples), None)
     if odd is not None:
-        shapes = ", ".join(f"{_name(path, leaves)} {tuple(leaves[path].shape)}" for path in sizes)
+        shapes = ", ".join(f"{name} {tuple(leaves[name].shape)}" for name in sizes)
         raise DataError(
             f"batch {number} cannot be split into {count} microbatches: its tensors have shapes {shapes}, so not as "
-            f"many samples each.{_say_whole(_name(odd, leaves))}. Microbatches of your own are a list of pairs"
+            f"many samples each. {_say_whole(odd)}. Microbatches of your own are a list of pairs"
         )
     least = 1 if fewer else count
     if samples < least:
@@ -150,16 +150,16 @@ def _split(batch: Sequence[Any], count: int, number: int, dims: Dims, fewer: boo
     count = min(samples, count)
     ends = [0, *accumulate(samples // count + (k < samples % count) for k in range(count))]
     parts = []
-    for path, leaf in leaves.items():
-        divided = _divided(leaf, places[path], ends)
+    for name, leaf in leaves.items():
+        divided = _divided(leaf, places[name], ends)
         if divided is None:
             size = f"of {len(leaf)}" if isinstance(leaf, Sized) else "which cannot be split"
             raise DataError(
-                f"batch {number}: {_name(path, leaves)} is a {type(leaf).__name__} {size}, beside tensors of {samples} "
-                f"samples.{_say_whole(_name(path, leaves))}"
+                f"batch {number}: {name} is a {type(leaf).__name__} {size}, beside tensors of {samples} samples. "
+                f"{_say_whole(name)}"
             )
-        if path[0] == "targets" and places[path] and isinstance(leaf, Tensor):  # the loss has to know
-            divided = [Whole(part, places[path]) for part in divided]
+        if places[name] and name.startswith("targets") and _is_tensor(leaf):  # the loss has to know
+            divided = [Whole(part, places[name]) for part in divided]
         parts.append(divided)
     trees = [pytree.tree_unflatten([part[k] for part in parts], spec) for k in range(count)]
     return [(tree["inputs"], tree["targets"]) for tree in trees]
@@ -169,7 +169,7 @@ def _divided(leaf: Any, dim: int | None, ends: Sequence[int]) -> Sequence[Any] |
     """Return the parts of a leaf, from each end to the next one; None if it has other lengths, or cannot be split."""
     count, samples = len(ends) - 1, ends[-1]
     if dim is None:
-        shared = is_whole(leaf) or isinstance(leaf, _SETTINGS) or getattr(leaf, "shape", None) == ()
+        shared = is_marked(leaf) or isinstance(leaf, _SETTINGS) or getattr(leaf, "shape", None) == ()
         return [leaf if shared else Whole(leaf)] * count
     if isinstance(leaf, Tensor):
         return torch.tensor_split(leaf, count, dim)
@@ -194,58 +194,49 @@ def _block_mask(mask: Any, begin: int, end: int) -> Any:
 def _is_leaf(value: Any) -> bool:
     """Whether a part is divided as one: a mark, or a list without tensors, as a DataLoader makes it of texts."""
     if type(value) not in (list, tuple):
-        return is_whole(value)
-    leaves = pytree.tree_leaves(value, is_leaf=is_whole)
-    whole = (Tensor, Whole)
-    return any(leaf is not None for leaf in leaves) and not any(
-        isinstance(leaf, whole) or hasattr(leaf, "__array__") or type(leaf).__name__ == "BlockMask" for leaf in leaves
+        return is_marked(value)
+    leaves = [leaf for leaf in pytree.tree_leaves(value, is_leaf=is_marked) if leaf is not None]
+    return bool(leaves) and not any(
+        is_marked(leaf) or hasattr(leaf, "__array__") or type(leaf).__name__ == "BlockMask" for leaf in leaves
     )
 
 
-def _key(entry: Any) -> str:
-    return str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))))
+def _name(path: Sequence[Any]) -> str:
+    """Return the name of a part: "inputs" or "targets", then keys of dicts, fields and places."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
-def _dim(leaf: Any, path: Path, dims: Dims, number: int) -> int | None:
+def _named(leaves: Mapping[str, Any], dims: Dims, number: int) -> dict[str, int | None]:
+    """Return the dimensions of samples that are said of leaves; the first one if nothing is."""
+    if not isinstance(dims, Mapping):
+        return dict.fromkeys(leaves, dims)
+    said: dict[str, int | None] = dict.fromkeys(leaves, 0)
+    for key in sorted(dims, key=lambda key: key.count(".")):  # the longest one is the last
+        inside = [name for name in leaves if f".{key}." in f".{name}."]
+        if not inside:
+            raise DataError(f"batch {number} has no {key!r}, which dims names; it has {', '.join(leaves)}")
+        said |= dict.fromkeys(inside, dims[key])
+    return said
+
+
+def _dim(leaf: Any, name: str, said: int | None, number: int) -> int | None:
     """Return the dimension of samples of a leaf; None if it goes whole to every microbatch."""
-    named = [name for name in dims if _fits(name, path)] if isinstance(dims, Mapping) else []
-    said = dims[max(named, key=lambda name: name.count("."))] if isinstance(dims, Mapping) and named else dims
-    dim = 0 if isinstance(said, Mapping) else said
     shape = getattr(leaf, "shape", None) if isinstance(leaf, Tensor) or hasattr(leaf, "__array__") else None
-    if dim is None or is_whole(leaf) or isinstance(leaf, _SETTINGS) or shape == ():
+    if said is None or is_marked(leaf) or isinstance(leaf, _SETTINGS) or shape == ():
         return None
-    if shape is not None and dim >= len(shape):
+    if shape is not None and said >= len(shape):
         raise DataError(
-            f"batch {number}: {'.'.join(path)} has shape {tuple(shape)}, so no dimension {dim}; say where "
-            f"its samples are, and where those of others, such as dims={{'inputs': {dim}, {'.'.join(path)!r}: 0}}"
+            f"batch {number}: {name} has shape {tuple(shape)}, so no dimension {said}; say where its samples are, and "
+            f"where those of others, such as dims={{'inputs': {said}, {name!r}: 0}}"
         )
-    return dim if shape is not None else 0
-
-
-def _fits(name: str, path: Path) -> bool:
-    """Whether a name is of a part in which a leaf is."""
-    parts = tuple(name.split("."))
-    return any(path[i : i + len(parts)] == parts for i in range(len(path)))
-
-
-def _check_names(leaves: Mapping[Path, Any], dims: Dims, number: int) -> None:
-    for name in dims if isinstance(dims, Mapping) else ():
-        if not any(_fits(name, path) for path in leaves):
-            there = ", ".join(_name(path, leaves) for path in leaves)
-            raise DataError(f"batch {number} has no {name!r}, which dims names; it has {there}")
-
-
-def _name(path: Path, leaves: Mapping[Path, Any]) -> str:
-    """Return by which name `dims` may call a leaf: its key if no other part has that one, or else all of its path."""
-    alone = not path[-1].isdigit() and sum(path[-1] in other for other in leaves) == 1
-    return path[-1] if alone else ".".join(path)
+    return said if shape is not None else 0
 
 
 def _say_whole(name: str) -> str:
     return (
-        f" If {name} belongs to no sample, microbatches=penstock.Microbatches(..., dims={{{name!r}: None}}), or "
-        f"penstock.Whole(...) around it in the batch, gives it to every microbatch as it is; with dims={{{name!r}: 1}} "
-        "its samples are in dimension 1"
+        f"If {name} belongs to no sample, microbatches=penstock.Microbatches(..., dims={{{name!r}: None}}), or "
+        "penstock.Whole(...) around it in the batch, gives it to every microbatch as it is; a number in place of None "
+        "is its dimension of samples"
     )
 
 

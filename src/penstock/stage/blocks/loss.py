@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -131,15 +132,19 @@ class WeighedLoss:
 
     def __init__(self, loss: LossFunction, where: str, whole: bool = False) -> None:
         self._loss, self._where, self._whole = loss, where, whole
+        self._last: tuple[int, tuple[float, ...]] = -1, ()  # its batch, and how many elements of a sample it was of
         self._tells = False  # its weight; then nobody watches it, as compiled functions are slower meanwhile
 
-    def __call__(self, output: Any, target: Any, *, sliced: bool = False) -> tuple[Tensor, float | Tensor]:
+    def __call__(
+        self, output: Any, target: Any, *, sliced: bool = False, batch: int = -1
+    ) -> tuple[Tensor, float | Tensor]:
         """Return the sum of a microbatch and its weight, which is a tensor if what was counted is on a GPU.
 
         Args:
             output: of the model.
             target: of the microbatch, with the marks of the parts that belong to no sample.
             sliced: these are of a slice of a sequence, whose share in the sequence only the loss knows.
+            batch: its number; -1 where batches are not told apart, in an evaluation.
 
         Raises:
             ConfigError: the loss returned neither a scalar nor (sum, weight); or a scalar that is no mean over samples,
@@ -166,15 +171,29 @@ class WeighedLoss:
             raise self._error(
                 "the loss returned (sum, weight) before, and one number now; let it return the same always"
             )
-        weight = _samples(output, dims)
+        samples = _samples(output, dims)
+        weight: Share = samples
         try:
-            weight = weight * watch.share_of(total)
+            weight = samples * watch.share_of(total)
+            self._check_sizes(batch, [size / samples if samples else 0 for size in watch.sizes_of(total)])
         except NoMeanError as error:
             if not self._whole:
                 raise self._error(_no_mean(str(error))) from None
         if isinstance(weight, Tensor):  # to look at it would be to wait for the device
             return times_weight(total, weight, output), weight
         return (total * weight if weight else _zero(output, total)), weight
+
+    def _check_sizes(self, batch: int, sizes: Sequence[float]) -> None:
+        """Make sure that the means of all microbatches of a batch are of as many elements of each sample."""
+        of, before = self._last
+        self._last = batch, tuple(sizes)
+        pairs = zip(sizes, before, strict=False)
+        same = len(sizes) == len(before) and all(not a or not b or math.isclose(a, b) for a, b in pairs)
+        if 0 <= batch == of and not same:
+            raise NoMeanError(
+                f"it is the mean over {_listed(sizes)} elements of each sample, and over {_listed(before)} in another "
+                "microbatch of the batch"
+            )
 
     def _given_weight(self, given: Any) -> float | Tensor:
         if not isinstance(given, numbers.Real) and not (isinstance(given, Tensor) and given.numel() == 1):
@@ -193,7 +212,11 @@ class WeighedLoss:
         return ConfigError(f"{self._where}: {text}")
 
 
-def _samples(output: Any, target: Sequence[tuple[Tensor, int | None]]) -> Share:
+def _listed(sizes: Sequence[float]) -> str:
+    return " and ".join(f"{size:g}" for size in sizes)
+
+
+def _samples(output: Any, target: Sequence[tuple[Tensor, int | None]]) -> float:
     """Return the length of the target's dimension of samples or, if that has none, of the output's first one."""
     dims = [*target, *sample_dims(output)]
     return float(next((leaf.shape[dim] for leaf, dim in dims if dim is not None), 1))

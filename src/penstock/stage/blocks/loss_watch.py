@@ -40,6 +40,10 @@ class _Data(NamedTuple):
     share: float = 1.0
     dim: int | None = 0
 
+    def size_of(self, tensor: Tensor) -> float:
+        """Return how many elements it had before masks picked some; 0 where none is left to tell."""
+        return tensor.numel() / self.share if self.share else 0
+
 
 class _Sum(NamedTuple):
     """A sum over samples.
@@ -58,9 +62,11 @@ class _Means(NamedTuple):
 
     Attributes:
         shares: of each.
+        sizes: how many elements each is of, the ones included that masks left out.
     """
 
     shares: tuple[Share, ...]
+    sizes: tuple[float, ...] = ()
 
 
 class _Unknown(NamedTuple):
@@ -120,7 +126,7 @@ class LossWatch(TorchFunctionMode):
         Raises:
             NoMeanError: it is not known to be a mean over samples.
         """
-        if not any(self._given):  # nothing has samples
+        if not self._given:  # nothing has samples
             return 1.0
         state = self._state_of(total)
         if state is None and total.requires_grad:
@@ -137,6 +143,11 @@ class LossWatch(TorchFunctionMode):
         if not all(other is first or float(other) == float(first) for other in others):  # waits for a GPU
             raise NoMeanError("it adds means that are divided by different numbers (some ignore targets, or pick them)")
         return first
+
+    def sizes_of(self, total: Tensor) -> tuple[float, ...]:
+        """Return of how many elements the means are that the loss has added; none if it is no mean."""
+        state = self._state_of(total)
+        return state.sizes if isinstance(state, _Means) else ()
 
     def _state_of(self, tensor: Tensor) -> _State | None:
         """Return what is known of a tensor; of one that no operation of torch has made, if it has a graph: data."""
@@ -200,7 +211,7 @@ class LossWatch(TorchFunctionMode):
         if written is None or isinstance(before, _Unknown):
             return before
         if isinstance(written, _Means) and (before is None or isinstance(before, _Means)):
-            return _Means((*(before.shares if before else ()), *written.shares))
+            return _added([before, written] if before else [written])
         plain = before is None or (isinstance(before, _Data) and before.share == 1)
         if isinstance(written, _Data) and plain and into.dim() and into.shape[0] in self._samples:
             return _Data() if _is_mask(index) else _after_index(into, index, _Data())
@@ -221,8 +232,9 @@ class LossWatch(TorchFunctionMode):
         if name == "detach" and isinstance(first, _Means):  # as a statistic that the loss keeps: like a number
             return None
         if adds or name in _RESHAPING:
-            if all(isinstance(state, _Means) for state in states):
-                return _Means(tuple(share for state in states if isinstance(state, _Means) for share in state.shares))
+            means = [state for state in states if isinstance(state, _Means)]
+            if len(means) == len(states):
+                return _added(means)
             constants = constants or (adds and any(isinstance(arg, int | float) for arg in args))
             sums = [state for state in states if isinstance(state, _Sum)]
             if len(sums) == len(states) and not constants and len({state.share for state in sums}) == 1:
@@ -232,11 +244,11 @@ class LossWatch(TorchFunctionMode):
             if first.share != 1 and isinstance(args[1], int | float):  # of all samples, or of those that were picked?
                 return _Unknown("a sum of what a mask has picked is divided by a number; divide by the mask's sum")
             if self._counts(_number(args[1]), first.of):
-                return _Means((1.0,))
+                return _Means((1.0,), (math.prod(first.of),))
         if len(states) == 1 and name in _MULTIPLYING and isinstance(first, _Sum) and first.share == 1:
             factor = next((number for arg in args if (number := _number(arg))), None)
             if factor is not None and self._counts(1 / factor, first.of):
-                return _Means((1.0,))
+                return _Means((1.0,), (math.prod(first.of),))
         if len(states) == 1 and (name in _MULTIPLYING or (divides and self._state_of(args[0]) is not None)):
             return first
         if divides and all(isinstance(state, _Sum) for state in states):
@@ -256,6 +268,10 @@ class LossWatch(TorchFunctionMode):
         counts += [shape[:end] for shape, dim in self._given for end in range(dim + 1, len(shape) + 1)]
         found = [math.prod(sizes) for sizes in counts if math.prod(sizes) in self._asked or self._asked >= set(sizes)]
         return number is not None and any(math.isclose(number, count, rel_tol=1e-12) for count in found)
+
+
+def _added(means: Sequence[_Means]) -> _Means:
+    return _Means(tuple(s for mean in means for s in mean.shares), tuple(s for mean in means for s in mean.sizes))
 
 
 class NoMeanError(Exception):
@@ -391,9 +407,9 @@ def _after_loss(func: Callable[..., Any], given: Mapping[str, Any], data: _Data)
     if reduction == "sum":
         return _Sum(tuple(target.shape) if isinstance(target, Tensor) else (), share)
     if name not in _OVER_CLASSES or target is None or target.is_floating_point():  # of probabilities
-        return _Means((share,))
+        return _Means((share,), (data.size_of(given["input"] if target is None else target),))
     ignored = -100 if given["ignore_index"] is None else given["ignore_index"]
-    return _Means((_counted(target, ignored, given["weight"], share),))
+    return _Means((_counted(target, ignored, given["weight"], share),), (data.size_of(target),))
 
 
 def _counted(target: Tensor, ignore_index: int, weights: Tensor | None, share: float) -> Share:
@@ -424,7 +440,7 @@ def _after_reduction_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, A
         if state.dim not in over:
             keeps = kwargs.get("keepdim", len(args) > 2 and args[2])
             return _Data(state.share, state.dim - (0 if keeps else len([dim for dim in over if dim < state.dim])))
-    return _Means((state.share,)) if name == "mean" else _Sum(tuple(data.shape), state.share)
+    return _Means((state.share,), (state.size_of(data),)) if name == "mean" else _Sum(tuple(data.shape), state.share)
 
 
 def _after_masked_mean(total: _State, divisor: Any) -> _State:
@@ -434,7 +450,7 @@ def _after_masked_mean(total: _State, divisor: Any) -> _State:
     number = math.prod(total.of)
     count = divisor.detach().reshape(())
     share = (float(count) if count.is_cpu else count.double()) / number if number else 1.0
-    return _Means((share * total.share,))
+    return _Means((share * total.share,), (number / total.share if total.share else 0,))
 
 
 def _is_mask(index: Any) -> bool:

@@ -173,7 +173,7 @@ class StageModule:
         if self.division.splits and not getattr(self.loss, "takes_parts", False):
             output = whole_output(output)
         target = open_inputs(on_device(given, self.device), wants)[0]
-        return self._weighed(in_full(output, self.precision), target, sliced=sliced)
+        return self._weighed(in_full(output, self.precision), target, sliced=sliced, batch=key.batch)
 
     def refresh(self) -> None:
         """Follow what was changed on the blocks between two runs: frozen parameters, and which blocks may draw."""
