@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from penstock.checks import in_short
 from penstock.comm.message.trees import leaves_of, sample_dims, without_marks
 from penstock.errors import ConfigError
+from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.stage.blocks.loss_watch import LossWatch, NoMeanError, Share
 
 LossFunction = Callable[[Any, Any], Any]
@@ -128,29 +129,31 @@ class WeighedLoss:
         loss: the function.
         where: its stage, for messages.
         whole: it gets whole batches, so whatever it returns is what plain torch computes of them.
+        slicing: how sequences are cut where it gets slices.
     """
 
-    def __init__(self, loss: LossFunction, where: str, whole: bool = False) -> None:
-        self._loss, self._where, self._whole = loss, where, whole
+    def __init__(self, loss: LossFunction, where: str, whole: bool = False, slicing: Slicing = EQUAL_SLICES) -> None:
+        self._loss, self._where, self._whole, self._slicing = loss, where, whole, slicing
+        self._adds_up: bool | None = None  # the weight, over slices of a sequence
         self._last: tuple[int, tuple[float, ...]] = -1, ()  # its batch, and how many elements of a sample it was of
         self._tells = False  # its weight; then nobody watches it, as compiled functions are slower meanwhile
 
     def __call__(
-        self, output: Any, target: Any, *, sliced: bool = False, batch: int = -1
+        self, output: Any, target: Any, *, piece: tuple[int, int] | None = None, batch: int = -1
     ) -> tuple[Tensor, float | Tensor]:
         """Return the sum of a microbatch and its weight, which is a tensor if what was counted is on a GPU.
 
         Args:
             output: of the model.
             target: of the microbatch, with the marks of the parts that belong to no sample.
-            sliced: these are of a slice of a sequence, whose share in the sequence only the loss knows.
+            piece: (j, k) for slice j of k, whose share in the sequence only the loss knows.
             batch: its number; -1 where batches are not told apart, in an evaluation.
 
         Raises:
             ConfigError: the loss returned neither a scalar nor (sum, weight); or a scalar that is no mean over samples,
                 or that is of a slice.
         """
-        dims = list(sample_dims(target))
+        dims, marked = list(sample_dims(target)), target
         target = without_marks(target)
         watch = None if self._tells else LossWatch(output, dims)
         with watch or nullcontext():
@@ -161,8 +164,9 @@ class WeighedLoss:
             raise self._error(f"the loss must be a mean as a scalar tensor, or (sum, weight); got {_named(result)}")
         if pair:
             self._tells = True
-            return total, self._given_weight(result[1])
-        if sliced:
+            given = self._given_weight(result[1])
+            return total, given if piece is None else self._of_slice(given, piece[0], output, marked)
+        if piece is not None:
             raise self._error(
                 "with slices of sequences the loss must return (sum, weight), such as the sum over the tokens and "
                 "their number; it returned a scalar"
@@ -182,6 +186,22 @@ class WeighedLoss:
         if isinstance(weight, Tensor):  # to look at it would be to wait for the device
             return times_weight(total, weight, output), weight
         return (total * weight if weight else _zero(output, total)), weight
+
+    def _of_slice(self, weight: float | Tensor, number: int, output: Any, target: Any) -> float | Tensor:
+        """Return the weight of a slice: its own if it counts tokens; else that of the sequence, counted once."""
+        if self._adds_up is None and weight:
+            longer = self._slicing.twice((output, target))
+            with torch.no_grad():
+                _, twice = call_loss(self._loss, longer[0], without_marks(longer[1]))
+            ratio = float(self._given_weight(twice)) / float(weight)
+            if not any(math.isclose(ratio, known, rel_tol=1e-6) for known in (1, 2)):
+                raise self._error(
+                    f"the loss returned the weight {float(weight):g} for a slice, and {ratio:g} times that for one with "
+                    "each token twice, so it counts neither tokens nor samples, and what it is for slices does not add "
+                    "up to that for a sequence; let it count every token (and the data shift targets)"
+                )
+            self._adds_up = ratio > 1.5
+        return weight if self._adds_up is not False or not number else 0.0
 
     def _check_sizes(self, batch: int, sizes: Sequence[float]) -> None:
         """Make sure that the means of all microbatches of a batch are of as many elements of each sample."""

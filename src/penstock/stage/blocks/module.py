@@ -65,7 +65,7 @@ class StageModule:
         self.division = Division()
         self.last = list(self.blocks)[-1]
         self.loss, self.hands_on = loss, hands_on
-        self._weighed = None if loss is None else WeighedLoss(loss, where, whole)
+        self._weighed = None if loss is None else WeighedLoss(loss, where, whole, options.partition.slicing)
         self.where, self.precision = where, options.precision.low
         self.tensors = BlockTensors(self.modules, where, self.precision)
         devices = self.tensors.devices
@@ -155,7 +155,7 @@ class StageModule:
         return self.loss is not None
 
     def evaluate_loss(
-        self, output: Any, target: Any, key: RngKey, sliced: bool = False
+        self, output: Any, target: Any, key: RngKey, piece: tuple[int, int] | None = None
     ) -> tuple[Tensor, float | Tensor]:
         """Compute the loss sum of a microbatch and its weight (`penstock.stage.blocks.loss`), in float32 at least.
 
@@ -173,7 +173,7 @@ class StageModule:
         if self.division.splits and not getattr(self.loss, "takes_parts", False):
             output = whole_output(output)
         target = open_inputs(on_device(given, self.device), wants)[0]
-        return self._weighed(in_full(output, self.precision), target, sliced=sliced, batch=key.batch)
+        return self._weighed(in_full(output, self.precision), target, piece=piece, batch=key.batch)
 
     def refresh(self) -> None:
         """Follow what was changed on the blocks between two runs: frozen parameters, and which blocks may draw."""
