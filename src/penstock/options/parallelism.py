@@ -168,9 +168,11 @@ class Microbatches(ShortRepr):
             check_whole("microbatches", self.microbatches)
         if isinstance(self.in_flight, str):
             object.__setattr__(self, "in_flight", read_in_flight(self.in_flight))
-        named = isinstance(self.dims, Mapping) and all(isinstance(name, str) for name in self.dims)
-        dims = self.dims.values() if isinstance(self.dims, Mapping) else [self.dims]
-        if not all((type(dim) is int and dim >= 0) or (named and dim is None) for dim in dims):
+        parts = self.dims if isinstance(self.dims, Mapping) else {"": self.dims}
+        allowed = (None,) if parts is self.dims else ()
+        if not all(
+            type(name) is str and (dim in allowed or (type(dim) is int and dim >= 0)) for name, dim in parts.items()
+        ):
             raise ConfigError(
                 "dims must be the dimension of samples, such as 1, or a dict of the parts that have it elsewhere, such "
                 f"as {{'mask': None, 'position_ids': 1}}; got {self.dims!r:.80}"

@@ -89,17 +89,6 @@ class Slicing(ShortRepr):
 
         return pytree.tree_map(part, tree, is_leaf=is_marked)
 
-    def twice(self, tree: Any) -> Any:
-        """Return a slice with each tensor that has the dimension of the sequence behind itself."""
-
-        def twice(leaf: Any) -> Any:
-            if isinstance(leaf, Whole):
-                return leaf if leaf.dim is None else Whole(twice(leaf.value), leaf.dim)
-            sliced = isinstance(leaf, Tensor) and leaf.dim() > self.dimension
-            return torch.cat((leaf, leaf), self.dimension) if sliced else leaf
-
-        return pytree.tree_map(twice, tree, is_leaf=is_marked)
-
 
 EQUAL_SLICES = Slicing()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -48,6 +49,18 @@ def sample_dims(tree: Any) -> Iterator[tuple[Tensor, int | None]]:
         for tensor in leaves_of(value):
             if isinstance(tensor, Tensor):
                 yield tensor, dim if tensor.dim() else None
+
+
+def doubled(tree: Any, dim: int = 0, *, slices: bool = False) -> Any:
+    """Return a microbatch with each of its samples twice, those of targets where marks say; or each of its slices."""
+
+    def doubled(leaf: Any) -> Any:
+        if is_marked(leaf):
+            along = dim if slices else leaf.dim
+            return leaf if leaf.dim is None else Whole(torch.cat((leaf.value, leaf.value), along), leaf.dim)
+        return torch.cat((leaf, leaf), dim) if isinstance(leaf, Tensor) and leaf.dim() > dim else leaf
+
+    return pytree.tree_map(doubled, tree, is_leaf=is_marked)
 
 
 def leaves_of(tree: Any) -> Sequence[Any]:

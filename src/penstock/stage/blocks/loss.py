@@ -22,7 +22,7 @@ from torch.nn.modules.loss import _Loss
 from torch.utils import _pytree as pytree
 
 from penstock.checks import in_short
-from penstock.comm.message.trees import leaves_of, sample_dims, without_marks
+from penstock.comm.message.trees import doubled, leaves_of, sample_dims, without_marks
 from penstock.errors import ConfigError
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.stage.blocks.loss_watch import LossWatch, NoMeanError, Share
@@ -134,6 +134,7 @@ class WeighedLoss:
 
     def __init__(self, loss: LossFunction, where: str, whole: bool = False, slicing: Slicing = EQUAL_SLICES) -> None:
         self._loss, self._where, self._whole, self._slicing = loss, where, whole, slicing
+        self._tried = False  # the divisor, with other numbers of samples
         self._adds_up: bool | None = None  # the weight, over slices of a sequence
         self._last: tuple[int, tuple[float, ...]] = -1, ()  # its batch, and how many elements of a sample it was of
         self._tells = False  # its weight; then nobody watches it, as compiled functions are slower meanwhile
@@ -179,6 +180,8 @@ class WeighedLoss:
         weight: Share = samples
         try:
             weight = samples * watch.share_of(total)
+            if watch.divides_by_number and not (self._tried or self._whole):
+                self._try_twice(output, marked)
             self._check_sizes(batch, [size / samples if samples else 0 for size in watch.sizes_of(total)])
         except NoMeanError as error:
             if not self._whole:
@@ -187,18 +190,27 @@ class WeighedLoss:
             return times_weight(total, weight, output), weight
         return (total * weight if weight else _zero(output, total)), weight
 
+    def _try_twice(self, output: Any, target: Any) -> None:
+        """Make sure that the divisor of a sum is the number of samples, and no constant that happens to be the same."""
+        dim = next((dim for _, dim in sample_dims(target) if dim is not None), 0)
+        output, target = doubled(output, dim), doubled(target)
+        with torch.no_grad(), LossWatch(output, list(sample_dims(target))) as watch:
+            total = call_loss(self._loss, output, without_marks(target))
+        watch.share_of(total)
+        self._tried = True
+
     def _of_slice(self, weight: float | Tensor, number: int, output: Any, target: Any) -> float | Tensor:
         """Return the weight of a slice: its own if it counts tokens; else that of the sequence, counted once."""
         if self._adds_up is None and weight:
-            longer = self._slicing.twice((output, target))
+            longer, targets = (doubled(tree, self._slicing.dimension, slices=True) for tree in (output, target))
             with torch.no_grad():
-                _, twice = call_loss(self._loss, longer[0], without_marks(longer[1]))
+                _, twice = call_loss(self._loss, longer, without_marks(targets))
             ratio = float(self._given_weight(twice)) / float(weight)
             if not any(math.isclose(ratio, known, rel_tol=1e-6) for known in (1, 2)):
                 raise self._error(
-                    f"the loss returned the weight {float(weight):g} for a slice, and {ratio:g} times that for one with "
-                    "each token twice, so it counts neither tokens nor samples, and what it is for slices does not add "
-                    "up to that for a sequence; let it count every token (and the data shift targets)"
+                    f"the loss returned the weight {float(weight):g} for a slice, and {ratio:g} times that for one "
+                    "with each token twice, so it counts neither tokens nor samples, and those of slices do not add up "
+                    "to that of a sequence; let it count every token (and the data shift targets)"
                 )
             self._adds_up = ratio > 1.5
         return weight if self._adds_up is not False or not number else 0.0

@@ -88,12 +88,15 @@ class LossWatch(TorchFunctionMode):
     Args:
         output: of the model, as the loss gets it.
         target: its tensors, each with its dimension of samples; None if that belongs to no sample.
+
+    Attributes:
+        divides_by_number: a sum was divided by a number that is one of samples, but might be a constant as well.
     """
 
     def __init__(self, output: Any, target: Sequence[tuple[Tensor, int | None]]) -> None:
         super().__init__()
         self._states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # None: depends on neither
-        self._asked: set[int] = {1}  # numbers that the loss has found in shapes
+        self.divides_by_number = False
         common = next((dim for _, dim in target if dim is not None), 0)
         outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
         given = [*((leaf, common) for leaf in outputs if leaf.dim() > common), *target]
@@ -109,10 +112,6 @@ class LossWatch(TorchFunctionMode):
         """Run an operation, and note what its result is."""
         kwargs = kwargs or {}
         result = _call_from_the_loss(func, args, kwargs)
-        if isinstance(result, int | torch.Size) and args and isinstance(args[0], Tensor):
-            if self._state_of(args[0]) is not None and _name_of(func) in _COUNTING:
-                self._asked |= set(result) if isinstance(result, torch.Size) else {result}
-            return result
         if _name_of(func) == "setitem":
             self._states[args[0]] = self._after_writing(*args)
         for leaf in result if isinstance(result, tuple | list) else (result,):
@@ -246,8 +245,9 @@ class LossWatch(TorchFunctionMode):
             if self._counts(_number(args[1]), first.of):
                 return _Means((1.0,), (math.prod(first.of),))
         if len(states) == 1 and name in _MULTIPLYING and isinstance(first, _Sum) and first.share == 1:
-            factor = next((number for arg in args if (number := _number(arg))), None)
-            if factor is not None and self._counts(1 / factor, first.of):
+            others = [arg for arg in args if not isinstance(arg, Tensor) or self._state_of(arg) is None]
+            factor = _number(others[0]) if others else None
+            if factor and self._counts(1 / factor, first.of):
                 return _Means((1.0,), (math.prod(first.of),))
         if len(states) == 1 and (name in _MULTIPLYING or (divides and self._state_of(args[0]) is not None)):
             return first
@@ -260,14 +260,12 @@ class LossWatch(TorchFunctionMode):
         return {shape[dim] for shape, dim in self._given}
 
     def _counts(self, number: float | None, of: tuple[int, ...]) -> bool:
-        """Whether a number is that of samples, or of samples and what is behind them, and the loss took it from shapes.
-
-        A constant that happens to be the same would be another part of another microbatch, or of the whole batch.
-        """
+        """Whether a number is that of samples, or of samples and what is behind them."""
         counts = [of, *((size,) for size in self._samples)]
         counts += [shape[:end] for shape, dim in self._given for end in range(dim + 1, len(shape) + 1)]
-        found = [math.prod(sizes) for sizes in counts if math.prod(sizes) in self._asked or self._asked >= set(sizes)]
-        return number is not None and any(math.isclose(number, count, rel_tol=1e-12) for count in found)
+        found = number is not None and any(math.isclose(number, math.prod(sizes), rel_tol=1e-12) for sizes in counts)
+        self.divides_by_number |= found
+        return found
 
 
 def _added(means: Sequence[_Means]) -> _Means:
@@ -297,7 +295,6 @@ _MOVING = frozenset(
         "flip",
     )
 )  # fmt: skip
-_COUNTING = frozenset(("get", "size", "numel", "nelement", "len"))
 _REVIEWING = frozenset(
     ("reshape", "view", "flatten", "unflatten", "ravel", "squeeze", "reshape_as", "view_as", "rearrange")
 )
