@@ -179,10 +179,11 @@ class WeighedLoss:
         samples = _samples(output, dims)
         weight: Share = samples
         try:
-            weight = samples * watch.share_of(total)
+            mean = watch.mean_of(total)
+            weight = samples * mean.shares[0]
             if watch.divides_by_number and not (self._tried or self._whole):
                 self._try_twice(output, marked)
-            self._check_sizes(batch, [size / samples if samples else 0 for size in watch.sizes_of(total)])
+            self._check_sizes(batch, [size / samples if samples else 0 for size in mean.sizes])
         except NoMeanError as error:
             if not self._whole:
                 raise self._error(_no_mean(str(error))) from None
@@ -196,7 +197,7 @@ class WeighedLoss:
         output, target = doubled(output, dim), doubled(target)
         with torch.no_grad(), LossWatch(output, list(sample_dims(target))) as watch:
             total = call_loss(self._loss, output, without_marks(target))
-        watch.share_of(total)
+        watch.mean_of(total)
         self._tried = True
 
     def _of_slice(self, weight: float | Tensor, number: int, output: Any, target: Any) -> float | Tensor:

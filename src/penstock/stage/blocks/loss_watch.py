@@ -13,6 +13,8 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -97,13 +99,14 @@ class LossWatch(TorchFunctionMode):
         super().__init__()
         self._states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # None: depends on neither
         self.divides_by_number = False
-        common = next((dim for _, dim in target if dim is not None), 0)
-        outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
-        given = [*((leaf, common) for leaf in outputs if leaf.dim() > common), *target]
-        self._given = [(tuple(leaf.shape), dim) for leaf, dim in given if dim is not None]
-        for leaf in outputs:  # one without a dimension is a mean that the model has computed itself
-            self._states[leaf] = _Data(dim=None) if leaf.dim() else _Means((1.0,))
-        for leaf, dim in given:
+        self._given = [(tuple(leaf.shape), dim) for leaf, dim in target if dim is not None]
+        common, counts = (self._given or [((), 0)])[0][1], self._counts
+        for leaf in leaves_of(output):
+            if isinstance(leaf, Tensor):  # one without a dimension is a mean that the model has computed itself
+                like = leaf.dim() > common and (not counts or leaf.shape[common] in counts)
+                self._given += [(tuple(leaf.shape), common)] if like else []
+                self._states[leaf] = _Data(dim=common if like else None) if leaf.dim() else _Means((1.0,))
+        for leaf, dim in target:
             self._states[leaf] = None if dim is None else _Data(dim=dim)
 
     def __torch_function__(
@@ -119,19 +122,17 @@ class LossWatch(TorchFunctionMode):
                 self._states[leaf] = self._state_after(func, args, kwargs, leaf)
         return result
 
-    def share_of(self, total: Tensor) -> Share:
-        """Return the part of its samples that the mean counts which the loss has returned.
+    def mean_of(self, total: Tensor) -> _Means:
+        """Return which means over samples the loss has added up: of alike parts of their samples.
 
         Raises:
             NoMeanError: it is not known to be a mean over samples.
         """
-        if not self._given:  # nothing has samples
-            return 1.0
-        state = self._state_of(total)
-        if state is None and total.requires_grad:
+        state = self._state_of(total) if self._given else None  # else nothing has samples
+        if state is None and self._given and total.requires_grad:
             state = _Unknown("it was computed by what is not an operation of torch, such as an autograd.Function")
         if state is None:
-            return 1.0
+            return _Means((1.0,))
         if isinstance(state, _Sum):
             raise NoMeanError("it is a sum, which was not divided by the number of what was added up")
         if isinstance(state, _Data):
@@ -141,12 +142,7 @@ class LossWatch(TorchFunctionMode):
         first, *others = state.shares
         if not all(other is first or float(other) == float(first) for other in others):  # waits for a GPU
             raise NoMeanError("it adds means that are divided by different numbers (some ignore targets, or pick them)")
-        return first
-
-    def sizes_of(self, total: Tensor) -> tuple[float, ...]:
-        """Return of how many elements the means are that the loss has added; none if it is no mean."""
-        state = self._state_of(total)
-        return state.sizes if isinstance(state, _Means) else ()
+        return state
 
     def _state_of(self, tensor: Tensor) -> _State | None:
         """Return what is known of a tensor; of one that no operation of torch has made, if it has a graph: data."""
@@ -191,12 +187,10 @@ class LossWatch(TorchFunctionMode):
         tensors = [tensor for tensor in _tensors_in((*args, *kwargs.values())) if tensor.dim() > (dim or 0)]
         if name in _REVIEWING:
             shape, seen = args[0].shape, result.shape
-            kept = bool(seen) and any(seen[0] == math.prod(shape[:end]) for end in range(1, len(shape) + 1))
-            kept = (
-                (kept or (bool(seen) and seen[0] in self._samples))
-                if dim == 0
-                else (dim is not None and seen[: dim + 1] == shape[: dim + 1])
-            )
+            if dim == 0:
+                kept = bool(seen) and seen[0] in {*self._samples, *accumulate(shape, mul)}
+            else:
+                kept = dim is not None and seen[: dim + 1] == shape[: dim + 1]
             return _Data(share, dim if kept else None)
         if dim is None:
             together = result.numel() < max((tensor.numel() for tensor in tensors), default=0)
@@ -242,12 +236,13 @@ class LossWatch(TorchFunctionMode):
         if len(states) == 1 and divides and isinstance(first, _Sum):
             if first.share != 1 and isinstance(args[1], int | float):  # of all samples, or of those that were picked?
                 return _Unknown("a sum of what a mask has picked is divided by a number; divide by the mask's sum")
-            if self._counts(_number(args[1]), first.of):
+            if self._is_count(_number(args[1]), first.of):
                 return _Means((1.0,), (math.prod(first.of),))
         if len(states) == 1 and name in _MULTIPLYING and isinstance(first, _Sum) and first.share == 1:
-            others = [arg for arg in args if not isinstance(arg, Tensor) or self._state_of(arg) is None]
-            factor = _number(others[0]) if others else None
-            if factor and self._counts(1 / factor, first.of):
+            factor = next(
+                (_number(arg) for arg in args if not isinstance(arg, Tensor) or not self._state_of(arg)), None
+            )
+            if factor and self._is_count(1 / factor, first.of):
                 return _Means((1.0,), (math.prod(first.of),))
         if len(states) == 1 and (name in _MULTIPLYING or (divides and self._state_of(args[0]) is not None)):
             return first
@@ -259,11 +254,14 @@ class LossWatch(TorchFunctionMode):
     def _samples(self) -> set[int]:
         return {shape[dim] for shape, dim in self._given}
 
-    def _counts(self, number: float | None, of: tuple[int, ...]) -> bool:
-        """Whether a number is that of samples, or of samples and what is behind them."""
-        counts = [of, *((size,) for size in self._samples)]
-        counts += [shape[:end] for shape, dim in self._given for end in range(dim + 1, len(shape) + 1)]
-        found = number is not None and any(math.isclose(number, math.prod(sizes), rel_tol=1e-12) for sizes in counts)
+    @property
+    def _counts(self) -> set[int]:
+        """The numbers of samples, and of samples and what is behind them."""
+        return {count for shape, dim in self._given for count in (shape[dim], *[*accumulate(shape, mul)][dim:])}
+
+    def _is_count(self, number: float | None, of: tuple[int, ...]) -> bool:
+        counts = (math.prod(of), *self._counts)
+        found = number is not None and any(math.isclose(number, count, rel_tol=1e-12) for count in counts)
         self.divides_by_number |= found
         return found
 
