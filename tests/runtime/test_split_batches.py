@@ -98,10 +98,11 @@ def test_a_list_of_two_pairs_could_be_either(count: int, batch: Any) -> None:
         (("text", 3), "batch 5 has no tensor that could be split, only int, str"),
         (
             ({"x": A, "ids": [1, 2, 3]}, B),
-            r"inputs.ids is a list of 3, beside tensors of 4 .*dims=\{'inputs.ids': None\}",
+            r"of 4 samples, beside which inputs.ids, a list of 3, cannot .*dims=\{'inputs.ids': None\}",
         ),
-        (({"x": A, "rows": np.ones((3, 4))}, B), r"inputs.rows is a ndarray of 3, .*penstock.Whole\(...\) around it"),
-        (((A, object()), B), "inputs.1 is a object which cannot be split"),
+        (({"x": A, "rows": np.ones((3, 4))}, B), r"inputs.rows, a ndarray of 3, .*penstock.Whole\(...\) around it"),
+        (((A, object()), B), "inputs.1, a object, cannot be split"),
+        (((A, A.to_sparse()), B), "inputs.1, a torch.sparse_coo tensor of 4, cannot be split"),
         (((A, torch.ones(2, 4)), B), r"inputs.0 \(4, 2\), inputs.1 \(2, 4\), .*If inputs.1 belongs to no sample"),
     ],
 )
@@ -161,7 +162,7 @@ def test_a_block_mask_is_split_with_its_batch() -> None:
         assert [bool(part.mask_mod(torch.tensor(1), 0, q, 64)) for q in (127, 191, 255)] == [
             q >= 64 + 64 * (begin + 1) for q in (127, 191, 255)
         ]
-    with pytest.raises(DataError, match="inputs.mask is a BlockMask"):
+    with pytest.raises(DataError, match="inputs.mask, a BlockMask, cannot be split"):
         microbatches_of(({"x": A[:3], "mask": mask}, B[:3]), 3, 0)
 
 

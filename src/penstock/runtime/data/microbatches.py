@@ -153,9 +153,10 @@ def _split(batch: Sequence[Any], count: int, number: int, dims: Dims, fewer: boo
     for name, leaf in leaves.items():
         divided = _divided(leaf, places[name], ends)
         if divided is None:
-            size = f"of {len(leaf)}" if isinstance(leaf, Sized) else "which cannot be split"
+            what = f"{leaf.layout} tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
+            what += f" of {len(leaf)}" if isinstance(leaf, Sized) else ""
             raise DataError(
-                f"batch {number}: {name} is a {type(leaf).__name__} {size}, beside tensors of {samples} samples. "
+                f"batch {number} has tensors of {samples} samples, beside which {name}, a {what}, cannot be split. "
                 f"{_say_whole(name)}"
             )
         if places[name] and name.startswith("targets") and _is_tensor(leaf):  # the loss has to know
@@ -172,7 +173,7 @@ def _divided(leaf: Any, dim: int | None, ends: Sequence[int]) -> Sequence[Any] |
         shared = is_marked(leaf) or isinstance(leaf, _SETTINGS) or getattr(leaf, "shape", None) == ()
         return [leaf if shared else Whole(leaf)] * count
     if isinstance(leaf, Tensor):
-        return torch.tensor_split(leaf, count, dim)
+        return torch.tensor_split(leaf, count, dim) if leaf.layout is torch.strided else None
     if type(leaf).__name__ == "BlockMask":
         if leaf.shape[0] == 1:  # for all samples alike
             return [leaf] * count
