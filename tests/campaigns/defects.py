@@ -752,8 +752,8 @@ DEFECTS = (
     Defect(
         "a loss counts samples of the first dimension",
         "runtime/data",
-        'if places[name] and name.startswith("targets")',
-        "if False",
+        'if name.startswith("targets"):',
+        "if False:",
         ("tests/runtime/test_split_batches.py",),
     ),
     Defect(

@@ -18,6 +18,7 @@ from penstock import Pipeline
 from penstock.comm.message.trees import Whole
 from penstock.errors import ConfigError, DataError
 from penstock.options.parallelism import Dims, Microbatches
+from penstock.runtime.data.checksum import checksum
 from penstock.runtime.data.microbatches import in_pairs, microbatches_of
 
 PAIR = (torch.arange(6.0).reshape(6, 1), torch.arange(6))
@@ -228,3 +229,20 @@ def test_dims_that_do_not_fit_a_batch(batch: Any, dims: Dims, said: str) -> None
 def test_dims_that_are_none(dims: Any) -> None:
     with pytest.raises(ConfigError, match="dims must be the dimension of samples, such as 1"):
         Microbatches(4, dims=dims)
+
+
+def test_microbatches_of_a_loader_count_samples_along_their_dimension() -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    halves = [(batch[0][:, :1], batch[1][:, :1]), (batch[0][:, 1:], batch[1][:, 1:])]
+    pipeline = Pipeline(
+        [Scale(), Scale()], "1f1b", stages=2, microbatches=Microbatches(2, dims=1), loss=F.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
+    )  # fmt: skip
+    (report,) = pipeline.run([halves])
+    assert (report.loss, report.weight) == (pytest.approx(F.mse_loss(*batch).item(), rel=1e-6), 3.0)
+
+
+def test_values_of_no_sample_are_alike_on_all_ranks_wherever_they_are_in_memory() -> None:
+    first, second = (({"x": A, "of": Whole(object())}, B) for _ in range(2))
+    assert checksum(first) == checksum(second)

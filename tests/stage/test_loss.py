@@ -394,6 +394,10 @@ UNKNOWN: dict[str, tuple[Loss, str]] = {
     "a sum over what may be samples": (lambda o, t: each_of(o, t).T.sum(1).mean(), "it is a sum"),
     "a constant that is the number of samples": (lambda o, t: each_of(o, t).sum() / 2, "it is a sum"),
     "one over such a constant": (lambda o, t: each_of(o, t).flatten(1).sum() * 0.5, "it is a sum"),
+    "a number that goes with one size": (
+        lambda o, t: (each_of(o, t) * torch.ones(2, 1)).sum() / len(o),
+        "with twice the samples it fails",
+    ),
     "one sample of each token": (lambda o, t: each_of(o, t).T[:, 0].mean(), "some samples"),
     "norms over samples": (lambda o, t: each_of(o, t).T.norm(dim=1).mean(), "norm takes samples together"),
     "roots of means over samples": (lambda o, t: each_of(o, t).T.mean(1).sqrt().mean(), "sqrt"),

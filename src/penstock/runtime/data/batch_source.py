@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import DataError, PenstockError
 from penstock.options.parallelism import Dims
 from penstock.runtime.data.checksum import checksum
-from penstock.runtime.data.microbatches import Microbatches, in_pairs, microbatches_of
+from penstock.runtime.data.microbatches import Microbatches, in_pairs, marked, microbatches_of
 from penstock.runtime.data.reuse_watch import ReuseWatch, batch_tensors
 from penstock.runtime.update.stop_request import StopRequest
 
@@ -256,6 +256,8 @@ class BatchSource:
     def _sample(self, batch: int, place: int) -> Sample:
         pair = self._held[batch][place]
         _check_pair(pair, self._first + batch, place)
+        if self._dims:
+            pair = marked(pair, self._dims, self._first + batch)
         known = self._shared or (batch >= _COMPARED and not all(tensor.is_cpu for tensor in batch_tensors(pair)))
         return Sample(pair[0], pair[1], 0 if known else checksum(pair), place < self._count[batch])
 

@@ -40,7 +40,7 @@ def in_pairs(batch: Any) -> Any:
         return batch
     open_dataclasses(batch)
     batch = pytree.tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, batch, is_leaf=is_marked)
-    if isinstance(batch, list) and batch and all(LABELS in _fields(part) for part in batch):
+    if type(batch) is list and batch and all(LABELS in _fields(part) for part in batch):
         return [_labelled(part) for part in batch]
     return _labelled(batch)
 
@@ -117,20 +117,16 @@ def _is_pair(value: Any) -> bool:
 
 
 def _split(batch: Sequence[Any], count: int, number: int, dims: Dims, fewer: bool) -> Microbatches:
-    open_dataclasses(tuple(batch))
-    inputs, targets = batch
-    found, spec = pytree.tree_flatten_with_path({"inputs": inputs, "targets": targets}, is_leaf=_is_leaf)
-    leaves = {_name(path): leaf for path, leaf in found}
-    places = {name: _dim(leaves[name], name, said, number) for name, said in _named(leaves, dims, number).items()}
+    leaves, places, spec = _located(batch, dims, number)
     sizes = {
         name: leaves[name].shape[dim] for name, dim in places.items() if dim is not None and _is_tensor(leaves[name])
     }
     if not sizes:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves.values()}))
         raise DataError(f"batch {number} has no tensor that could be split, only {kinds}; make tensors of its parts")
-    if type(inputs) is int:
+    if type(batch[0]) is int:
         raise DataError(
-            f"batch {number} has no tensor as inputs, but {inputs}; leave enumerate out, as reports have a number "
+            f"batch {number} has no tensor as inputs, but {batch[0]}; leave enumerate out, as reports have a number "
             "(report.batch)"
         )
     samples, _ = Counter(sizes.values()).most_common(1)[0]
@@ -159,19 +155,39 @@ def _split(batch: Sequence[Any], count: int, number: int, dims: Dims, fewer: boo
                 f"batch {number} has tensors of {samples} samples, beside which {name}, a {what}, cannot be split. "
                 f"{_say_whole(name)}"
             )
-        if places[name] and name.startswith("targets") and _is_tensor(leaf):  # the loss has to know
-            divided = [Whole(part, places[name]) for part in divided]
+        if name.startswith("targets"):  # the loss has to know
+            divided = [_mark(part, places[name]) for part in divided]
         parts.append(divided)
     trees = [pytree.tree_unflatten([part[k] for part in parts], spec) for k in range(count)]
     return [(tree["inputs"], tree["targets"]) for tree in trees]
+
+
+def marked(pair: Sequence[Any], dims: Dims, number: int) -> tuple[Any, Any]:
+    """Return a microbatch as a loader has made it, with marks at the targets whose samples are elsewhere."""
+    leaves, places, spec = _located(pair, dims, number)
+    tree = pytree.tree_unflatten([_mark(leaf, places[name]) for name, leaf in leaves.items()], spec)
+    return pair[0], tree["targets"]
+
+
+def _mark(leaf: Any, dim: int | None) -> Any:
+    return Whole(leaf, dim) if isinstance(leaf, Tensor) and leaf.dim() and dim != 0 else leaf
+
+
+def _located(pair: Sequence[Any], dims: Dims, number: int) -> tuple[dict[str, Any], dict[str, int | None], Any]:
+    """Return the parts of a pair by name, the dimension of samples of each, and how to put them together."""
+    open_dataclasses(tuple(pair))
+    tree = dict(zip(("inputs", "targets"), pair, strict=True))
+    found, spec = pytree.tree_flatten_with_path(tree, is_leaf=_is_leaf)
+    leaves = {_name(path): leaf for path, leaf in found}
+    said = _named(leaves, dims, number)
+    return leaves, {name: _dim(leaves[name], name, said[name], number) for name in leaves}, spec
 
 
 def _divided(leaf: Any, dim: int | None, ends: Sequence[int]) -> Sequence[Any] | None:
     """Return the parts of a leaf, from each end to the next one; None if it has other lengths, or cannot be split."""
     count, samples = len(ends) - 1, ends[-1]
     if dim is None:
-        shared = is_marked(leaf) or isinstance(leaf, _SETTINGS) or getattr(leaf, "shape", None) == ()
-        return [leaf if shared else Whole(leaf)] * count
+        return [_mark(leaf, None)] * count
     if isinstance(leaf, Tensor):
         return torch.tensor_split(leaf, count, dim) if leaf.layout is torch.strided else None
     if type(leaf).__name__ == "BlockMask":

@@ -195,8 +195,11 @@ class WeighedLoss:
         """Make sure that the divisor of a sum is the number of samples, and no constant that happens to be the same."""
         dim = next((dim for _, dim in sample_dims(target) if dim is not None), 0)
         output, target = doubled(output, dim), doubled(target)
-        with torch.no_grad(), LossWatch(output, list(sample_dims(target))) as watch:
-            total = call_loss(self._loss, output, without_marks(target))
+        try:
+            with torch.no_grad(), LossWatch(output, list(sample_dims(target))) as watch:
+                total = call_loss(self._loss, output, without_marks(target))
+        except Exception as error:
+            raise NoMeanError(f"a sum is divided by a number, and with twice the samples it fails ({error})") from None
         watch.mean_of(total)
         self._tried = True
 
