@@ -402,7 +402,7 @@ def _after_loss(func: Callable[..., Any], given: Mapping[str, Any], data: _Data)
     if reduction == "sum":
         return _Sum(tuple(target.shape) if isinstance(target, Tensor) else (), share)
     if name not in _OVER_CLASSES or target is None or target.is_floating_point():  # of probabilities
-        return _Means((share,), (data.size_of(given["input"] if target is None else target),))
+        return _Means((share,), (data.size_of(next(_tensors_in(given.values()))),))
     ignored = -100 if given["ignore_index"] is None else given["ignore_index"]
     return _Means((_counted(target, ignored, given["weight"], share),), (data.size_of(target),))
 
