@@ -1,6 +1,7 @@
 """The public API: every name, and the module that it comes from."""
 
 from .checkpoint.manager import Checkpoints as Checkpoints, Loaded as Loaded
+from .comm.message.trees import Whole as Whole
 from .errors import (
     CapabilityError as CapabilityError,
     CheckpointError as CheckpointError,

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from penstock.checkpoint.format import Checkpoint, checkpoint_folder
 from penstock.checkpoint.index import INDEX, write_index
 from penstock.cli import main
 from penstock.errors import PenstockError, WorkerError
+from penstock.options.parallelism import Microbatches
+from penstock.runtime.data.microbatches import in_pairs, microbatches_of
 from penstock.schedule.add_options import extend
 from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.torch_csv import from_torch_csv
@@ -56,6 +58,14 @@ ODD = (
 VALUES: tuple[Any, ...] = (
     None, True, 0, -1, 1, 10**30, 1e300, float("nan"), "", "x", "\ud800", [], [1], {}, {"a": 1}, [[]], "0" * 64,
 )  # fmt: skip
+PARTS = st.sampled_from(
+    (
+        *VALUES, object(), torch.ones(4), torch.ones(2, 4), torch.ones(()), torch.ones(0, 4), torch.ones(4, 0).numpy(),
+        torch.ones(()).numpy(), penstock.Whole(torch.ones(3)), [1, "a", None, 2.0], torch.ones(4).to_sparse(),
+        UserDict(a=torch.ones(4)),
+    )
+)  # fmt: skip
+BATCH = {"x": torch.ones(4, 2), "deep": {"ids": [1, 2, 3, 4], "t": torch.ones(4)}, "labels": torch.ones(4)}
 TWO_BATCHES = [(torch.ones(4, 2), torch.zeros(4, 2))] * 2
 
 
@@ -234,6 +244,12 @@ def readers(folder: Path, findings: Findings) -> dict[str, tuple[Callable[..., N
             what, read = ("weights", load_model) if schema == 3 else ("checkpoint", Checkpoint)
             findings.attempt(what, lambda: read(folder if schema == 3 else folder / "weights"), content)
 
+    def batch(where: list[int], other: Any, dims: Any) -> None:
+        given = in_pairs(changed(BATCH, where, other))
+        findings.attempt(
+            "batch", lambda: microbatches_of(given, 2, 0, Microbatches(dims=dims).dims), (where, other, dims)
+        )
+
     whole = saved(folder / "saved")
 
     def content(where: list[int], other: Any) -> None:
@@ -281,6 +297,16 @@ def readers(folder: Path, findings: Findings) -> dict[str, tuple[Callable[..., N
         "content of a checkpoint": (
             content,
             {"where": st.lists(places, min_size=1, max_size=4), "other": st.sampled_from(VALUES)},
+        ),
+        "batch": (
+            batch,
+            {
+                "where": st.lists(places, max_size=3),
+                "other": PARTS
+                | st.recursive(PARTS, st.lists, max_leaves=4)
+                | st.dictionaries(st.text(max_size=3), PARTS),
+                "dims": st.sampled_from([0, 1, {"x": None}, {"inputs": 1, "labels": 0}, {"targets": None}, {"": 0}]),
+            },
         ),
         "raw index": (raw, {"changes": edits, "cut": st.sampled_from([" ", '"', "0"])}),
         "command": (command, {"line": st.sampled_from(commands()), "changes": edits}),

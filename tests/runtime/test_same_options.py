@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from penstock.errors import ConfigError
 from penstock.options.all_options import PipelineOptions
 from penstock.options.divergence import Divergence
-from penstock.options.parallelism import DataParallel, Partition
+from penstock.options.parallelism import DataParallel, Microbatches, Partition
 from penstock.options.passes import Precision, Recompute, Staleness
 from penstock.options.run import Device, Group
 from penstock.partition.blocks import LazyBlock
@@ -94,6 +94,12 @@ DIFFERENT: dict[str, tuple[Given, Given, str, str]] = {
         {"max_grad_norm": 1.0, "divergence": Divergence(spike=3.5)},
         "divergence=Divergence(spike=2, window=20, nonfinite=True)",
         "divergence=Divergence(spike=3.5, window=20, nonfinite=True)",
+    ),
+    "dims": (
+        {"microbatches": Microbatches(4, dims={"mask": None})},
+        {"microbatches": Microbatches(4, dims=1)},
+        "dims={'mask': None}",
+        "dims=1",
     ),
     "divisor": (precision(divisor=4), precision(divisor=40), "divisor=4", "divisor=40"),
     "precision": ({}, {"precision": "bf16"}, "precision='fp32'", "precision='bf16'"),

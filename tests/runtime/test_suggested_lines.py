@@ -49,9 +49,8 @@ def lines_of(error: BaseException) -> list[str]:
 
 HALVES = X[:, :2], X[:, 2:]
 BATCHES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "a dict": (lambda: nn.Linear(6, 3), {"input_ids": X, "labels": Y}),
-    "a dict with a mask": (lambda: nn.Linear(6, 3), {"input_ids": X, "attention_mask": X > 0, "labels": Y}),
-    "a dict of three": (Two, {"a": HALVES[0], "labels": Y, "b": HALVES[1]}),
+    "a dict": (lambda: nn.Linear(6, 3), {"input_ids": X, "targets": Y}),
+    "a dict of three": (Two, {"a": HALVES[0], "label": Y, "b": HALVES[1]}),
     "three tensors": (Two, (*HALVES, Y)),
     "three tensors in a list": (Two, [*HALVES, Y]),
     "a list of two lists": (Two, [list(HALVES), [Y, Y]]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import penstock
 from penstock import Pipeline
 from penstock.errors import ConfigError
 from penstock.stage.blocks.loss import WeighedLoss, check_loss
+from support.pool import Pool
 
 CLASSES, TOKENS, SAMPLES = 5, 4, 7
 Loss = Callable[[Tensor, Tensor], Any]
@@ -119,6 +122,26 @@ def summed_in_place(output: Tensor, target: Tensor) -> Tensor:
     return loss
 
 
+def means_in_a_tensor(output: Tensor, target: Tensor) -> Tensor:
+    each = torch.zeros(TOKENS)
+    for token in range(TOKENS):
+        each[token] = F.mse_loss(output[:, token], target[:, token])
+    return each.mean()
+
+
+def samples_in_a_tensor(output: Tensor, target: Tensor) -> Tensor:
+    each = torch.zeros(output.shape[:2])
+    each[:] = (output - target).square().sum(-1) / 9
+    return each.mean()
+
+
+def means_over_other_targets_in_a_tensor(output: Tensor, target: Tensor) -> Tensor:
+    each = torch.zeros(2)
+    for token in range(2):
+        each[token] = F.cross_entropy(output[:, token], target[:, token])
+    return each.mean()
+
+
 WEIGHTS = torch.tensor([1.0, 4.0, 0.5, 2.0, 1.0])
 CASES: dict[str, tuple[Loss, list[tuple[Tensor, Tensor]]]] = {
     "mean squares": (F.mse_loss, numbers()),
@@ -165,6 +188,23 @@ CASES: dict[str, tuple[Loss, list[tuple[Tensor, Tensor]]]] = {
         classes(0.5),
     ),
     "means added in place": (summed_in_place, numbers()),
+    "a sum times one over the number": (lambda o, t: F.mse_loss(o, t, reduction="sum") * (1 / t.numel()), numbers()),
+    "a sum divided by a tensor": (lambda o, t: (o - t).abs().sum() / torch.tensor(len(o)) / 20, numbers()),
+    "a mask that is counted": (
+        lambda o, t: (each_of(o, t) * (t != -100)).sum() / (t != -100).count_nonzero(),
+        classes(0.5),
+    ),
+    "means written into a tensor": (means_in_a_tensor, numbers()),
+    "samples written into a tensor": (samples_in_a_tensor, numbers()),
+    "halves of outputs": (
+        lambda o, t: F.mse_loss(*(part.cumsum(-1) for part in torch.cat((o, t), -1).chunk(2, -1))),
+        numbers(),
+    ),
+    "targets shifted along the sequence": (
+        lambda o, t: F.cross_entropy(o[:, :-1].flatten(0, 1), t[:, 1:].flatten()),
+        classes(0.5),
+    ),
+    "a mean over tokens that came first": (lambda o, t: (o - t).abs().transpose(0, 1).mean(0).mean(), numbers()),
     "a mean of what an own Function made": (lambda o, t: Doubled.apply((o - t).abs()).mean(), numbers()),
 }
 
@@ -351,7 +391,17 @@ UNKNOWN: dict[str, tuple[Loss, str]] = {
         lambda o, t: each_of(o, t).transpose(0, 1).mean(0).sum(),
         "it is a sum",
     ),
-    "a sum over what may be samples": (lambda o, t: each_of(o, t).T.sum(1).mean(), "has been moved"),
+    "a sum over what may be samples": (lambda o, t: each_of(o, t).T.sum(1).mean(), "it is a sum"),
+    "a constant that is the number of samples": (lambda o, t: each_of(o, t).sum() / 2, "it is a sum"),
+    "one over such a constant": (lambda o, t: each_of(o, t).flatten(1).sum() * 0.5, "it is a sum"),
+    "a number that goes with one size": (
+        lambda o, t: (each_of(o, t) * torch.ones(2, 1)).sum() / len(o),
+        "with twice the samples it fails",
+    ),
+    "one sample of each token": (lambda o, t: each_of(o, t).T[:, 0].mean(), "some samples"),
+    "norms over samples": (lambda o, t: each_of(o, t).T.norm(dim=1).mean(), "norm takes samples together"),
+    "roots of means over samples": (lambda o, t: each_of(o, t).T.mean(1).sqrt().mean(), "sqrt"),
+    "means over other targets, in a tensor": (means_over_other_targets_in_a_tensor, "different numbers"),
     "a mean of one": (lambda o, t: each_of(o, t).unsqueeze(0).mean(0).sum(), "it is a sum"),
     "largest of all samples": (lambda o, t: o.amax(0).mean(), "amax takes samples together"),
     "largest few": (lambda o, t: each_of(o, t).flatten().topk(3).values.mean(), "topk takes samples together"),
@@ -365,6 +415,117 @@ def test_a_number_that_is_no_known_mean_over_samples_is_refused(case: str) -> No
     targets = torch.tensor([[1, -100, 3], [2, 4, 0]])
     with pytest.raises(ConfigError, match=rf"(?s)stage 1: .*{said}.*return \(each \* mask\).sum\(\), mask.sum\(\)"):
         WeighedLoss(loss, "stage 1")(torch.randn(2, 3, 5, requires_grad=True), targets)
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_a_whole_batch_is_its_own_divisor(case: str) -> None:
+    """Whatever the loss is: with one microbatch in all there is nothing to weigh."""
+    loss, _ = UNKNOWN[case]
+    torch.manual_seed(1)
+    batch = torch.randn(2, 3, 3), torch.tensor([[1, -100, 3], [2, 4, 0]])
+    wanted, weights = train_plainly(loss, [batch])
+    pipeline = Pipeline(
+        make_blocks(), "1f1b", stages=2, microbatches=1, loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.5),
+    )  # fmt: skip
+    assert [r.loss for r in pipeline.run([batch])] == pytest.approx(wanted, rel=1e-6)
+    torch.testing.assert_close(list(pipeline.full_state_dict().values()), weights, rtol=1e-5, atol=1e-6)
+    found = pipeline.evaluate([batch, batch])
+    assert found is not None
+    plain = nn.Sequential(*make_blocks())
+    plain.load_state_dict(pipeline.full_state_dict())
+    assert found[0] == pytest.approx(loss(plain(batch[0]), batch[1]).item())
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.mse_loss,
+        lambda o, t: (o - t).square().sum() / o.numel(),
+        lambda o, t: F.mse_loss(o, t) + F.l1_loss(o[:, 0], t[:, 0]),
+        lambda o, t: ((o - t).square() * (t > 0)).sum() / (t > 0).sum(),
+    ],
+)
+def test_means_over_other_numbers_of_elements_in_a_batch_are_refused(loss: Loss) -> None:
+    """Such as of sequences padded to different lengths, or of as many tokens as a microbatch asks for."""
+    weighed = WeighedLoss(loss, "stage 1")
+    torch.manual_seed(0)
+    weighed(torch.randn(2, 3), torch.ones(2, 3), batch=0)
+    weighed(torch.randn(1, 3), torch.ones(1, 3), batch=0)
+    weighed(torch.randn(1, 4), torch.ones(1, 4), batch=1)
+    with pytest.raises(ConfigError, match=r"the mean over 3.* elements of each sample, and over 4.* in another microb"):
+        weighed(torch.randn(2, 3), torch.ones(2, 3), batch=1)
+
+
+class Tokenwise(nn.Linear):
+    tokenwise = True
+
+
+@pytest.mark.parametrize("slices", [2, 3, 4])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, t: (F.mse_loss(o, t, reduction="sum"), t.numel()),
+        lambda o, t: (F.mse_loss(o, t, reduction="sum"), len(o)),
+        lambda o, t: (((o - t).abs() * (t > 0)[..., :1]).sum(), (t > 0)[..., 0].sum()),
+        lambda o, t: (F.mse_loss(o, t, reduction="sum"), 1.0),
+    ],
+    ids=["elements", "samples", "masked tokens", "one"],
+)
+def test_the_weight_of_slices_is_that_of_their_sequences(loss: Loss, slices: int) -> None:
+    blocks = [Tokenwise(3, 4), Tokenwise(4, CLASSES)]
+    plain, batch = copy.deepcopy(nn.Sequential(*blocks)), numbers()[0]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    found = [loss(plain(x), y) for x, y in zip(*(part.tensor_split(2) for part in batch), strict=True)]
+    mean = sum(total for total, _ in found) / sum(weight for _, weight in found)
+    mean.backward()
+    optimizer.step()
+    pipeline = Pipeline(
+        blocks, penstock.method("seq1f1b", slices=slices), stages=2, microbatches=2, loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.01),
+    )  # fmt: skip
+    assert [r.loss for r in pipeline.run([batch])] == pytest.approx([mean.item()], rel=1e-6)
+    torch.testing.assert_close(list(pipeline.full_state_dict().values()), [p.detach() for p in plain.parameters()])
+
+
+def test_a_loss_that_shifts_within_slices_is_refused() -> None:
+    def shifts(output: Tensor, target: Tensor) -> Any:
+        return F.mse_loss(output[:, :-1], target[:, 1:], reduction="sum"), target[:, 1:].numel()
+
+    with pytest.raises(ConfigError, match="the weight 5 for a slice, and 3 times that .* neither tokens nor samples"):
+        WeighedLoss(shifts, "stage 1")(torch.ones(1, 2, 5), torch.ones(1, 2, 5), piece=(0, 2))
+
+
+def test_warnings_within_a_loss_name_its_line() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target[:, :1])
+
+    with pytest.warns(UserWarning, match="Using a target size") as seen:
+        WeighedLoss(loss, "stage 1")(torch.ones(2, 3), torch.ones(2, 3))
+    assert [(one.filename, one.lineno) for one in seen] == [(__file__, loss.__code__.co_firstlineno + 1)]
+
+
+def train_without_targets(group: Any) -> tuple[list[Any], list[Tensor], Any]:
+    """Batches of two microbatches, of which one, then both have no target; what reports, weights and evaluation say."""
+    batches = classes(0)[:2]
+    batches[0][1][:4], batches[1][1][:] = -100, -100
+    pipeline = Pipeline(
+        make_blocks(), "1f1b", stages=2, microbatches=2, loss=over_tokens(F.cross_entropy), group=group,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.5),
+    )  # fmt: skip
+    losses = [(report.loss, report.weight) for report in pipeline.run(batches)]
+    return losses, list(pipeline.full_state_dict().values()), pipeline.evaluate(batches[1:])
+
+
+def test_batches_without_targets_change_nothing_in_processes_either(pool: Pool) -> None:
+    loss, (inputs, targets) = over_tokens(F.cross_entropy), classes(0)[0]
+    targets[:4] = -100
+    (mean,), weights = train_plainly(loss, [(inputs, targets)])
+    first, last = pool.submit(train_without_targets, ranks=2)
+    for losses, found in ((last[0], first), (train_without_targets(None)[0], train_without_targets(None))):
+        assert losses == [(pytest.approx(mean, rel=1e-6), 3.0), (None, 0.0)]
+        torch.testing.assert_close(found[1], weights, rtol=1e-5, atol=1e-6)
+        assert found[2] is None
 
 
 def identity() -> nn.Linear:

@@ -17,6 +17,9 @@ from penstock.schedule.ir.rank_numbers import RankNumbers, RankOrder, check_rank
 from penstock.schedule.ir.sharding import Sharding, read_sharding
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 
+Dims = int | Mapping[str, int | None]
+"""The dimension of samples, of all tensors of a batch or by the name of a part."""
+
 
 @dataclass(frozen=True, repr=False)
 class DataParallel(ShortRepr):
@@ -144,6 +147,11 @@ class Microbatches(ShortRepr):
             reading weights later; "auto+delay" may do that, too. In one process messages take no time, and nothing
             changes. What the method itself has if None.
         in_flight_bytes: with "auto", the most bytes of activations on a rank; any number if None.
+        dims: along which dimension a batch is split: a number, such as 1 for sequences of shape (time, samples, ...);
+            or a dict, such as {"mask": None, "position_ids": 1}, of the parts for which it is not the first one; None
+            for a part that goes whole to every microbatch (as `penstock.Whole` says in the batch itself). A part is
+            named by the key of a dict, the field of a dataclass, or its place: "inputs", "targets", "inputs.1",
+            "targets.weights". The longest name that fits counts, for all that is inside the part.
 
     Raises:
         ConfigError: one is no such number or word.
@@ -152,6 +160,7 @@ class Microbatches(ShortRepr):
     microbatches: int | None = None
     in_flight: int | Sequence[int] | str | None = None
     in_flight_bytes: float | None = None
+    dims: Dims = 0
 
     def __post_init__(self) -> None:
         """Check each by itself."""
@@ -159,6 +168,15 @@ class Microbatches(ShortRepr):
             check_whole("microbatches", self.microbatches)
         if isinstance(self.in_flight, str):
             object.__setattr__(self, "in_flight", read_in_flight(self.in_flight))
+        parts = self.dims if isinstance(self.dims, Mapping) else {"": self.dims}
+        allowed = (None,) if parts is self.dims else ()
+        if not all(
+            type(name) is str and (dim in allowed or (type(dim) is int and dim >= 0)) for name, dim in parts.items()
+        ):
+            raise ConfigError(
+                "dims must be the dimension of samples, such as 1, or a dict of the parts that have it elsewhere, such "
+                f"as {{'mask': None, 'position_ids': 1}}; got {self.dims!r:.80}"
+            )
         check_number("in_flight_bytes", self.in_flight_bytes, "2e9")
         if self.in_flight_bytes is not None and not self.in_flight_bytes > 0:
             raise ConfigError(f"in_flight_bytes must be positive, got {self.in_flight_bytes}")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.comm.message.trees import Whole, is_marked
 from penstock.errors import ConfigError, DataError
 from penstock.repr_without_defaults import ShortRepr
 
@@ -76,6 +77,8 @@ class Slicing(ShortRepr):
         number, slices = piece
 
         def part(leaf: Any) -> Any:
+            if isinstance(leaf, Whole) and leaf.dim is not None:
+                return Whole(part(leaf.value), leaf.dim)
             if not isinstance(leaf, Tensor) or leaf.dim() <= self.dimension:
                 return leaf
             length = leaf.shape[self.dimension]
@@ -84,7 +87,7 @@ class Slicing(ShortRepr):
                 raise DataError(f"a sequence of {length} cannot be cut into {slices} slices of lengths {lengths}")
             return leaf.narrow(self.dimension, [0, *accumulate(lengths)][number], lengths[number])
 
-        return pytree.tree_map(part, tree)
+        return pytree.tree_map(part, tree, is_leaf=is_marked)
 
 
 EQUAL_SLICES = Slicing()

@@ -94,6 +94,7 @@ class BuiltPipeline:
             parallel.combine,
             choose_polling(plan.options.run.waits, cores),
             plan.options.staleness.correction,
+            plan.options.microbatches.dims,
         )
         self._spans = Spans(setup, self._held)
         self._engine = Engine(setup, self._spans)

@@ -209,10 +209,11 @@ class Pipeline(SavedStates, UserAdvice):
             for report in pipeline.run(loader):
                 print(report.batch, report.loss)
 
-        A batch is a pair (inputs, targets) of tensors, or of trees of tensors, as a DataLoader yields it. It is split
-        along the first dimension into m microbatches for each parallel pipeline, which differ by one sample at most. A
-        list of that many pairs (input, target) is taken as microbatches. Of two pairs, a tuple is a whole batch, a list
-        of two tuples is two microbatches, and another list is refused. Between processes, every rank passes the same
+        A batch is a pair (inputs, targets) of tensors, or of trees of tensors, as a DataLoader yields it, or a dict or
+        dataclass with `labels`, which go to the loss. It is split along the first dimension into m microbatches for
+        each parallel pipeline, which differ by one sample at most (`Whole` and `Microbatches` say what is not). A list
+        of that many pairs (input, target) is taken as microbatches. Of two pairs, a tuple is a whole batch, a list of
+        two tuples is two microbatches, and another list is refused. Between processes, every rank passes the same
         batches. Each batch has tensors of its own, since the next one is read while this one is trained on: a loader
         that refills the same ones is refused (``((x.clone(), y.clone()) for x, y in loader)`` helps).
 

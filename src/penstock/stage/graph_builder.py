@@ -177,8 +177,7 @@ class GraphBuilder:
         if module.loss is None or names[-1] != module.last:
             return output, None, None
         result = output[0] if microbatch.piece else output
-        sliced = microbatch.piece is not None
-        total, weight = self._module.evaluate_loss(result, microbatch.target, microbatch.rng_key, sliced)
+        total, weight = self._module.evaluate_loss(result, microbatch.target, microbatch.rng_key, microbatch.piece)
         if total.dtype in (torch.bfloat16, torch.float16):
             total = total.float()  # S / c may be out of its range on the way
         kept = result if self._module.hands_on else None

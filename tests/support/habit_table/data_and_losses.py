@@ -361,10 +361,10 @@ def targets_that_require_grad() -> Script:
     return judged_by(F.mse_loss, [(x, model(y)) for x, y in regression()])
 
 
-@habit(DATA, Refused("a batch is a pair", "a batch is (inputs, targets); return them so from the `collate_fn`"))
+@habit(DATA, Refused("a batch is a pair", "targets of a dict are its `labels`; name them so in the `collate_fn`"))
 def dict_batches() -> Script:
-    """Batches that are one dict of inputs and targets (Hugging Face)."""
-    return Script(around(nn.Tanh), [{"x": x, "labels": y} for x, y in regression()])
+    """Batches that are one dict, whose targets are not named `labels`."""
+    return Script(around(nn.Tanh), [{"x": x, "targets": y} for x, y in regression()])
 
 
 @habit(DATA, Refused("too few", "a batch has fewer samples than microbatches; use `drop_last=True`"))

@@ -5,11 +5,62 @@ Most are one tensor or a list of tensors, for which torch's walk over a tree wou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+
+class Whole:
+    """A part of a batch that belongs to no sample, such as a mask or a table: it goes whole to every microbatch.
+
+    Args:
+        value: a tensor, or anything else; blocks and loss get it as it is.
+        dim: the dimension of samples, of a target that has them elsewhere than in the first one.
+    """
+
+    def __init__(self, value: Any, dim: int | None = None) -> None:
+        self.value, self.dim = value, dim
+
+
+pytree.register_pytree_node(
+    Whole, lambda whole: ([whole.value], whole.dim), lambda parts, dim: Whole(next(iter(parts)), dim)
+)
+
+
+def is_marked(value: Any) -> bool:
+    """Whether a value is marked as one that samples have in common."""
+    return isinstance(value, Whole)
+
+
+def without_marks(tree: Any) -> Any:
+    """Take out of a tree of a microbatch what `Whole` says of its parts."""
+    if isinstance(tree, Tensor):
+        return tree
+    return pytree.tree_map(lambda leaf: leaf.value if is_marked(leaf) else leaf, tree, is_leaf=is_marked)
+
+
+def sample_dims(tree: Any) -> Iterator[tuple[Tensor, int | None]]:
+    """Yield the tensors of a microbatch, each with its dimension of samples, None if it has none."""
+    for leaf in leaves_of(tree) if isinstance(tree, Tensor) else pytree.tree_leaves(tree, is_leaf=is_marked):
+        value, dim = (leaf.value, leaf.dim) if is_marked(leaf) else (leaf, 0)
+        for tensor in leaves_of(value):
+            if isinstance(tensor, Tensor):
+                yield tensor, dim if tensor.dim() else None
+
+
+def doubled(tree: Any, dim: int = 0, *, slices: bool = False) -> Any:
+    """Return a microbatch with each of its samples twice, those of targets where marks say; or each of its slices."""
+
+    def doubled(leaf: Any) -> Any:
+        if is_marked(leaf):
+            along = dim if slices else leaf.dim
+            return leaf if leaf.dim is None else Whole(torch.cat((leaf.value, leaf.value), along), leaf.dim)
+        return torch.cat((leaf, leaf), dim) if isinstance(leaf, Tensor) and leaf.dim() > dim else leaf
+
+    return pytree.tree_map(doubled, tree, is_leaf=is_marked)
 
 
 def leaves_of(tree: Any) -> Sequence[Any]:

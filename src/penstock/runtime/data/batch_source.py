@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import DataError, PenstockError
+from penstock.options.parallelism import Dims
 from penstock.runtime.data.checksum import checksum
-from penstock.runtime.data.microbatches import Microbatches, microbatches_of
+from penstock.runtime.data.microbatches import Microbatches, in_pairs, marked, microbatches_of
 from penstock.runtime.data.reuse_watch import ReuseWatch, batch_tensors
 from penstock.runtime.update.stop_request import StopRequest
 
@@ -63,6 +64,7 @@ class BatchSource:
             cannot be read, it asks for the end of the run in time.
         overlap: how many batches before a new one passes may still read when it is made
             (`penstock.schedule.proof.data_read_ahead`).
+        dims: along which dimensions whole batches are split.
 
     Attributes:
         length: as given; None where this process reads none of them.
@@ -86,10 +88,11 @@ class BatchSource:
         ahead: int = 0,
         overlap: int = 1,
         length: int | None = None,
+        dims: Dims = 0,
     ) -> None:
         self._ahead = ahead
         self._whole: dict[int, Any] = {}  # batches that have been read ahead, as they came
-        self._fills, self._shared, self._first = fills, shared, first
+        self._fills, self._shared, self._first, self._dims = fills, shared, first, dims
         self.failure: Exception | None = None
         self._reason = ""
         self._spoiled: Exception | None = None  # what is wrong with a batch under way
@@ -128,16 +131,17 @@ class BatchSource:
         """
         while self._fetched <= batch and not self._exhausted:
             self._reuse.look()
-            following = next(self._batches, _END)
+            given = next(self._batches, _END)
             self._check_reuse()
-            if following is _END:
+            if given is _END:
                 self._exhausted = True
                 break
+            following = in_pairs(given)
             self._reuse.add(self._first + self._fetched, following, [self._first + number for number in self._held])
             self._held[self._fetched], self._count[self._fetched] = self._divided(following)
             self._left[self._fetched] = self._reads
             if self._ahead:
-                self._whole[self._fetched] = following
+                self._whole[self._fetched] = given
             self._fetched += 1
         return batch < self._fetched
 
@@ -188,9 +192,10 @@ class BatchSource:
     def _divided(self, batch: Any) -> tuple[Microbatches, int]:
         """The microbatches of a batch, and how many of them are no repetitions."""
         wanted, number = self._width * self._m, self._first + self._fetched
-        found, count = (
-            _filled(batch, wanted, number) if self._fills else (microbatches_of(batch, wanted, number), wanted)
-        )
+        found = microbatches_of(batch, wanted, number, self._dims, fewer=self._fills)
+        count = len(found) if self._fills else wanted
+        if found is not batch:  # what is missing repeats the last one, and does not count
+            found = [*found, *[found[-1]] * (wanted - len(found))]
         if len(found) != wanted:
             takes = f"{self._m} per batch" + f" and pipeline, of which there are {self._width}" * (self._width > 1)
             raise DataError(f"batch {number} has {len(found)} microbatches, but the schedule takes {takes}")
@@ -251,6 +256,8 @@ class BatchSource:
     def _sample(self, batch: int, place: int) -> Sample:
         pair = self._held[batch][place]
         _check_pair(pair, self._first + batch, place)
+        if self._dims:
+            pair = marked(pair, self._dims, self._first + batch)
         known = self._shared or (batch >= _COMPARED and not all(tensor.is_cpu for tensor in batch_tensors(pair)))
         return Sample(pair[0], pair[1], 0 if known else checksum(pair), place < self._count[batch])
 
@@ -318,14 +325,3 @@ def _check_pair(pair: Any, batch: int, microbatch: int) -> None:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         what = f"a {type(pair).__name__}" + (f" of {len(pair)}" if isinstance(pair, tuple | list) else "")
         raise DataError(f"batch {batch}: microbatch {microbatch} is not a pair (input, target) but {what}")
-
-
-def _filled(batch: Any, wanted: int, number: int) -> tuple[Microbatches, int]:
-    """The microbatches of a batch, of which those after the returned number repeat the one before."""
-    whole = microbatches_of(batch, 1, number)
-    if whole is batch:  # microbatches already
-        return whole, len(whole)
-    samples = next(leaf.shape[0] for leaf in pytree.tree_leaves(whole[0]) if isinstance(leaf, Tensor) and leaf.dim())
-    count = min(samples, wanted)
-    parts = microbatches_of(batch, count, number)
-    return [*parts, *[parts[-1]] * (wanted - count)], count

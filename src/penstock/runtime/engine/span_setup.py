@@ -12,6 +12,7 @@ from penstock.comm.device_mesh import Groups
 from penstock.comm.p2p.stage_routes import reads_of
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports
+from penstock.options.parallelism import Dims
 from penstock.options.sdpa_and_tf32 import Kernels
 from penstock.runtime.data.batch_source import Batches, BatchSource, batches_in
 from penstock.runtime.execute.drive_ranks import Run, drive_all, drive_one
@@ -45,6 +46,7 @@ class SpanSetup:
         combine: how parallel pipelines agree.
         polling: how this process waits, where it has one rank.
         correction: of the method.
+        dims: along which dimensions batches are split.
 
     Attributes:
         grid, ranks, combine: as given.
@@ -68,12 +70,14 @@ class SpanSetup:
         combine: Combine = REDUCE,
         polling: Polling = LATENCY,
         correction: Correction | None = None,
+        dims: Dims = 0,
     ) -> None:
         self.switch(proof, correction)
         self._forward_only = forward_only
         self.grid, self.ranks, self.combine = grid, ranks, combine
         self._transports, self._holder_groups = transports, holder_groups
         self._timeout, self._kernels, self._polling, self._gloo = timeout, kernels, polling, gloo
+        self._dims = dims
         self.peers = PeerFailures(None if grid.group is None else grid.everyone, ranks[0].recorder, timeout)
         self.last = self.schedule.stage_at[self.schedule.num_stages - 1, 0].rank
 
@@ -99,7 +103,7 @@ class SpanSetup:
         return BatchSource(
             batches, schedule.microbatches, self.grid.width, reads, len(self.grid.pipelines), stop,
             shared=shared, first=first, ahead=0 if shared or not any(reads) else self._ahead(stop.alone),
-            overlap=self.proof.reading.overlap, length=length,
+            overlap=self.proof.reading.overlap, length=length, dims=self._dims,
         )  # fmt: skip
 
     def evaluation_data(self, batches: Batches) -> BatchSource:
@@ -107,7 +111,7 @@ class SpanSetup:
         schedule, grid = self._forward_only.schedule, self.grid
         return BatchSource(
             batches, schedule.microbatches, grid.width, self._reads(schedule), len(grid.pipelines),
-            fills=True, shared=grid.group is None, length=batches_in(batches),
+            fills=True, shared=grid.group is None, length=batches_in(batches), dims=self._dims,
         )  # fmt: skip
 
     def _reads(self, schedule: Schedule) -> list[int]:

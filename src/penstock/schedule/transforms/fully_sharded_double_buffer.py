@@ -23,7 +23,7 @@ _SETTLING = 3  # periods in which fewer batches overlap than in later ones
 _UNROLLED = 12
 
 
-class Whole(NamedTuple):
+class WholeStage(NamedTuple):
     """A version of a stage."""
 
     stage: Stage
@@ -51,7 +51,7 @@ class _Gather:
         last: period and index of its last use.
     """
 
-    whole: Whole
+    whole: WholeStage
     batch: int
     period: int
     behind: int
@@ -95,12 +95,12 @@ def _stepping_at_the_end(program: Program) -> Program:
 
 def _gathers(period: tuple[Action, ...], m: int, slots: int) -> list[_Gather]:
     """Return what is whole in many periods."""
-    uses: list[set[Whole]] = []
-    batches: dict[tuple[int, Whole], int] = {}  # position and what is read there -> batch
+    uses: list[set[WholeStage]] = []
+    batches: dict[tuple[int, WholeStage], int] = {}  # position and what is read there -> batch
     for number in range(_UNROLLED):
         for action in period:
             read = {
-                Whole(p.stage, p.reads.versions[0] + number): p.unit.first // m + number
+                WholeStage(p.stage, p.reads.versions[0] + number): p.unit.first // m + number
                 for p in passes(action)
                 if p.op in PASSES and p.reads is not None
             }
@@ -133,11 +133,11 @@ def _drained(epilogue: tuple[Action, ...], gathers: list[_Gather], number: int, 
     What its passes read has been gathered before it, or is where it begins.
     """
     there = {g.whole for g in gathers if g.period < number <= g.last[0]}
-    read: dict[Whole, _Gather] = {}
+    read: dict[WholeStage, _Gather] = {}
     for position, action in enumerate(epilogue):
         for p in passes(action):
             if p.op in PASSES and p.reads is not None:
-                whole = Whole(p.stage, p.reads.versions[0] + number)
+                whole = WholeStage(p.stage, p.reads.versions[0] + number)
                 read[whole] = _Gather(whole, p.unit.first // m + number, number, -1, (number, position))
     if not there <= read.keys():
         names = ", ".join(whole.name for whole in sorted(there - read.keys()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -21,9 +22,10 @@ from torch.nn.modules.loss import _Loss
 from torch.utils import _pytree as pytree
 
 from penstock.checks import in_short
-from penstock.comm.message.trees import leaves_of
+from penstock.comm.message.trees import doubled, leaves_of, sample_dims, without_marks
 from penstock.errors import ConfigError
-from penstock.stage.blocks.loss_watch import LossWatch, NoMeanError
+from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
+from penstock.stage.blocks.loss_watch import LossWatch, NoMeanError, Share
 
 LossFunction = Callable[[Any, Any], Any]
 """(output, target) -> the mean over the targets of a microbatch, as a scalar; or (sum, weight)."""
@@ -126,25 +128,35 @@ class WeighedLoss:
     Args:
         loss: the function.
         where: its stage, for messages.
+        whole: it gets whole batches, so whatever it returns is what plain torch computes of them.
+        slicing: how sequences are cut where it gets slices.
     """
 
-    def __init__(self, loss: LossFunction, where: str) -> None:
-        self._loss, self._where = loss, where
+    def __init__(self, loss: LossFunction, where: str, whole: bool = False, slicing: Slicing = EQUAL_SLICES) -> None:
+        self._loss, self._where, self._whole, self._slicing = loss, where, whole, slicing
+        self._tried = False  # the divisor, with other numbers of samples
+        self._adds_up: bool | None = None  # the weight, over slices of a sequence
+        self._last: tuple[int, tuple[float, ...]] = -1, ()  # its batch, and how many elements of a sample it was of
         self._tells = False  # its weight; then nobody watches it, as compiled functions are slower meanwhile
 
-    def __call__(self, output: Any, target: Any, *, sliced: bool = False) -> tuple[Tensor, float | Tensor]:
+    def __call__(
+        self, output: Any, target: Any, *, piece: tuple[int, int] | None = None, batch: int = -1
+    ) -> tuple[Tensor, float | Tensor]:
         """Return the sum of a microbatch and its weight, which is a tensor if what was counted is on a GPU.
 
         Args:
             output: of the model.
-            target: of the microbatch.
-            sliced: these are of a slice of a sequence, whose share in the sequence only the loss knows.
+            target: of the microbatch, with the marks of the parts that belong to no sample.
+            piece: (j, k) for slice j of k, whose share in the sequence only the loss knows.
+            batch: its number; -1 where batches are not told apart, in an evaluation.
 
         Raises:
             ConfigError: the loss returned neither a scalar nor (sum, weight); or a scalar that is no mean over samples,
                 or that is of a slice.
         """
-        watch = None if self._tells else LossWatch(output, target)
+        dims, marked = list(sample_dims(target)), target
+        target = without_marks(target)
+        watch = None if self._tells else LossWatch(output, dims)
         with watch or nullcontext():
             result = call_loss(self._loss, output, target)
         pair = isinstance(result, tuple) and len(result) == 2
@@ -153,8 +165,9 @@ class WeighedLoss:
             raise self._error(f"the loss must be a mean as a scalar tensor, or (sum, weight); got {_named(result)}")
         if pair:
             self._tells = True
-            return total, self._given_weight(result[1])
-        if sliced:
+            given = self._given_weight(result[1])
+            return total, given if piece is None else self._of_slice(given, piece[0], output, marked)
+        if piece is not None:
             raise self._error(
                 "with slices of sequences the loss must return (sum, weight), such as the sum over the tokens and "
                 "their number; it returned a scalar"
@@ -163,13 +176,60 @@ class WeighedLoss:
             raise self._error(
                 "the loss returned (sum, weight) before, and one number now; let it return the same always"
             )
+        samples = _samples(output, dims)
+        weight: Share = samples
         try:
-            weight = _samples(output, target) * watch.share_of(total)
+            mean = watch.mean_of(total)
+            weight = samples * mean.shares[0]
+            if watch.divides_by_number and not (self._tried or self._whole):
+                self._try_twice(output, marked)
+            self._check_sizes(batch, [size / samples if samples else 0 for size in mean.sizes])
         except NoMeanError as error:
-            raise self._error(_no_mean(str(error))) from None
+            if not self._whole:
+                raise self._error(_no_mean(str(error))) from None
         if isinstance(weight, Tensor):  # to look at it would be to wait for the device
             return times_weight(total, weight, output), weight
         return (total * weight if weight else _zero(output, total)), weight
+
+    def _try_twice(self, output: Any, target: Any) -> None:
+        """Make sure that the divisor of a sum is the number of samples, and no constant that happens to be the same."""
+        dim = next((dim for _, dim in sample_dims(target) if dim is not None), 0)
+        output, target = doubled(output, dim), doubled(target)
+        try:
+            with torch.no_grad(), LossWatch(output, list(sample_dims(target))) as watch:
+                total = call_loss(self._loss, output, without_marks(target))
+        except Exception as error:
+            raise NoMeanError(f"a sum is divided by a number, and with twice the samples it fails ({error})") from None
+        watch.mean_of(total)
+        self._tried = True
+
+    def _of_slice(self, weight: float | Tensor, number: int, output: Any, target: Any) -> float | Tensor:
+        """Return the weight of a slice: its own if it counts tokens; else that of the sequence, counted once."""
+        if self._adds_up is None and weight:
+            longer, targets = (doubled(tree, self._slicing.dimension, slices=True) for tree in (output, target))
+            with torch.no_grad():
+                _, twice = call_loss(self._loss, longer, without_marks(targets))
+            ratio = float(self._given_weight(twice)) / float(weight)
+            if not any(math.isclose(ratio, known, rel_tol=1e-6) for known in (1, 2)):
+                raise self._error(
+                    f"the loss returned the weight {float(weight):g} for a slice, and {ratio:g} times that for one "
+                    "with each token twice, so it counts neither tokens nor samples, and those of slices do not add up "
+                    "to that of a sequence; let it count every token (and the data shift targets)"
+                )
+            self._adds_up = ratio > 1.5
+        return weight if self._adds_up is not False or not number else 0.0
+
+    def _check_sizes(self, batch: int, sizes: Sequence[float]) -> None:
+        """Make sure that the means of all microbatches of a batch are of as many elements of each sample."""
+        of, before = self._last
+        self._last = batch, tuple(sizes)
+        pairs = zip(sizes, before, strict=False)
+        same = len(sizes) == len(before) and all(not a or not b or math.isclose(a, b) for a, b in pairs)
+        if 0 <= batch == of and not same:
+            raise NoMeanError(
+                f"it is the mean over {_listed(sizes)} elements of each sample, and over {_listed(before)} in another "
+                "microbatch of the batch"
+            )
 
     def _given_weight(self, given: Any) -> float | Tensor:
         if not isinstance(given, numbers.Real) and not (isinstance(given, Tensor) and given.numel() == 1):
@@ -188,10 +248,14 @@ class WeighedLoss:
         return ConfigError(f"{self._where}: {text}")
 
 
-def _samples(output: Any, target: Any) -> float:
-    """Return the length of the first dimension of the target or, if that has none, of the output."""
-    leaves = (*leaves_of(target), *leaves_of(output))
-    return float(next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1))
+def _listed(sizes: Sequence[float]) -> str:
+    return " and ".join(f"{size:g}" for size in sizes)
+
+
+def _samples(output: Any, target: Sequence[tuple[Tensor, int | None]]) -> float:
+    """Return the length of the target's dimension of samples or, if that has none, of the output's first one."""
+    dims = [*target, *sample_dims(output)]
+    return float(next((leaf.shape[dim] for leaf, dim in dims if dim is not None), 1))
 
 
 def _no_mean(why: str) -> str:

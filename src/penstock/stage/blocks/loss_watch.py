@@ -11,7 +11,12 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +36,15 @@ class _Data(NamedTuple):
 
     Attributes:
         share: the part of its elements that masks have picked.
-        aligned: its first dimension is that of samples, or of samples and what came behind.
+        dim: its dimension of samples, or the first one if that is of samples and what came behind; None if unknown.
     """
 
     share: float = 1.0
-    aligned: bool = True
+    dim: int | None = 0
+
+    def size_of(self, tensor: Tensor) -> float:
+        """Return how many elements it had before masks picked some; 0 where none is left to tell."""
+        return tensor.numel() / self.share if self.share else 0
 
 
 class _Sum(NamedTuple):
@@ -55,9 +64,11 @@ class _Means(NamedTuple):
 
     Attributes:
         shares: of each.
+        sizes: how many elements each is of, the ones included that masks left out.
     """
 
     shares: tuple[Share, ...]
+    sizes: tuple[float, ...] = ()
 
 
 class _Unknown(NamedTuple):
@@ -78,45 +89,50 @@ class LossWatch(TorchFunctionMode):
 
     Args:
         output: of the model, as the loss gets it.
-        target: likewise.
+        target: its tensors, each with its dimension of samples; None if that belongs to no sample.
+
+    Attributes:
+        divides_by_number: a sum was divided by a number that is one of samples, but might be a constant as well.
     """
 
-    def __init__(self, output: Any, target: Any) -> None:
+    def __init__(self, output: Any, target: Sequence[tuple[Tensor, int | None]]) -> None:
         super().__init__()
         self._states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # None: depends on neither
-        self._given = []  # shapes
-        for leaf in (*leaves_of(output), *leaves_of(target)):
-            if isinstance(leaf, Tensor):
-                self._given.append(tuple(leaf.shape))
-                self._states[leaf] = _Data() if leaf.dim() else None
+        self.divides_by_number = False
+        self._given = [(tuple(leaf.shape), dim) for leaf, dim in target if dim is not None]
+        common, counts = (self._given or [((), 0)])[0][1], self._counts
         for leaf in leaves_of(output):
-            if isinstance(leaf, Tensor) and not leaf.dim():  # a mean that the model has computed itself
-                self._states[leaf] = _Means((1.0,))
+            if isinstance(leaf, Tensor):  # one without a dimension is a mean that the model has computed itself
+                like = leaf.dim() > common and (not counts or leaf.shape[common] in counts)
+                self._given += [(tuple(leaf.shape), common)] if like else []
+                self._states[leaf] = _Data(dim=common if like else None) if leaf.dim() else _Means((1.0,))
+        for leaf, dim in target:
+            self._states[leaf] = None if dim is None else _Data(dim=dim)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operation, and note what its result is."""
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = _call_from_the_loss(func, args, kwargs)
+        if _name_of(func) == "setitem":
+            self._states[args[0]] = self._after_writing(*args)
         for leaf in result if isinstance(result, tuple | list) else (result,):
             if isinstance(leaf, Tensor):
                 self._states[leaf] = self._state_after(func, args, kwargs, leaf)
         return result
 
-    def share_of(self, total: Tensor) -> Share:
-        """Return the part of its samples that the mean counts which the loss has returned.
+    def mean_of(self, total: Tensor) -> _Means:
+        """Return which means over samples the loss has added up: of alike parts of their samples.
 
         Raises:
             NoMeanError: it is not known to be a mean over samples.
         """
-        if not any(self._given):  # nothing has samples
-            return 1.0
-        state = self._state_of(total)
-        if state is None and total.requires_grad:
+        state = self._state_of(total) if self._given else None  # else nothing has samples
+        if state is None and self._given and total.requires_grad:
             state = _Unknown("it was computed by what is not an operation of torch, such as an autograd.Function")
         if state is None:
-            return 1.0
+            return _Means((1.0,))
         if isinstance(state, _Sum):
             raise NoMeanError("it is a sum, which was not divided by the number of what was added up")
         if isinstance(state, _Data):
@@ -126,7 +142,7 @@ class LossWatch(TorchFunctionMode):
         first, *others = state.shares
         if not all(other is first or float(other) == float(first) for other in others):  # waits for a GPU
             raise NoMeanError("it adds means that are divided by different numbers (some ignore targets, or pick them)")
-        return first
+        return state
 
     def _state_of(self, tensor: Tensor) -> _State | None:
         """Return what is known of a tensor; of one that no operation of torch has made, if it has a graph: data."""
@@ -139,7 +155,7 @@ class LossWatch(TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor
     ) -> _State | None:
         """Return what the result of an operation is; None if it depends on neither output nor target."""
-        name = getattr(func, "__name__", str(func)).strip("_")
+        name = _name_of(func)
         found = [self._state_of(tensor) for tensor in _tensors_in((*args, *kwargs.values()))]
         states = [state for state in found if state is not None]
         if not states or name == "grad":  # of a microbatch by itself: like a number that multiplies or is added
@@ -150,32 +166,49 @@ class LossWatch(TorchFunctionMode):
         if not all(isinstance(state, _Data) for state in states):
             return self._after_reduction(name, args, states, constants=len(states) < len(found))
         data = [state for state in states if isinstance(state, _Data)]
-        share, aligned = data[0].share, all(state.aligned for state in data)
+        share, dims = data[0].share, {state.dim for state in data}
+        dim = dims.pop() if len(dims) == 1 else None
+        state = _Data(share, dim)
         if any(state.share != share for state in data):
             return _Unknown(f"{name} takes together what different masks have picked")
         if (defaults := _loss_arguments(func)) is not None:
             given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
-            return _after_loss(func, given, _Data(share, aligned))
-        if name in ("mean", "sum", "nanmean", "nansum"):
-            return _after_reduction_of(name, args, kwargs, _Data(share, aligned))
+            return _after_loss(func, given, state)
+        if name in ("mean", "sum", "nanmean", "nansum", "count_nonzero"):
+            return _after_reduction_of(name, args, kwargs, state)
         if name in _PICKING or (name == "where" and len(args) == 1):
             return _Unknown(f"{name} returns as many numbers as the values ask for")
         if name == "masked_select" or (name == "getitem" and _is_mask(args[1])):
-            return _Data(share * (result.numel() / args[0].numel() if args[0].numel() else 1.0), aligned)
+            return _Data(share * (result.numel() / args[0].numel() if args[0].numel() else 1.0), dim)
         if name == "getitem":
-            return _after_index(args[0], args[1], _Data(share, aligned))
-        if name in _TAKING_APART:
-            return _Unknown(f"{name} takes samples one by one, or some of them")
-        if name in _MOVING:
-            return _Data(share, aligned=False)
-        sizes = {tensor.shape[0] for tensor in _tensors_in((*args, *kwargs.values())) if tensor.dim()}
+            return _after_index(args[0], args[1], state)
+        if name in _TAKING_APART or name in _MOVING or name == "take":
+            return _after_view(name, args, kwargs, result, state)
+        tensors = [tensor for tensor in _tensors_in((*args, *kwargs.values())) if tensor.dim() > (dim or 0)]
         if name in _REVIEWING:
-            shape = args[0].shape
-            kept = result.dim() and any(result.shape[0] == math.prod(shape[:end]) for end in range(1, len(shape) + 1))
-            return _Data(share, aligned and (kept or (result.dim() > 0 and result.shape[0] in self._samples)))
-        if aligned and (not result.dim() or result.shape[0] not in sizes):
-            return _Unknown(f"{name} takes samples together, otherwise than by a mean or a sum")
-        return _Data(share, aligned)
+            shape, seen = args[0].shape, result.shape
+            if dim == 0:
+                kept = bool(seen) and seen[0] in {*self._samples, *accumulate(shape, mul)}
+            else:
+                kept = dim is not None and seen[: dim + 1] == shape[: dim + 1]
+            return _Data(share, dim if kept else None)
+        if dim is None:
+            together = result.numel() < max((tensor.numel() for tensor in tensors), default=0)
+        else:
+            together = result.dim() <= dim or result.shape[dim] not in {tensor.shape[dim] for tensor in tensors}
+        return _Unknown(f"{name} takes samples together, otherwise than by a mean or a sum") if together else state
+
+    def _after_writing(self, into: Tensor, index: Any, value: Any) -> _State | None:
+        """Return what a tensor is after something was written into a part of it."""
+        before, written = self._state_of(into), self._state_of(value) if isinstance(value, Tensor) else None
+        if written is None or isinstance(before, _Unknown):
+            return before
+        if isinstance(written, _Means) and (before is None or isinstance(before, _Means)):
+            return _added([before, written] if before else [written])
+        plain = before is None or (isinstance(before, _Data) and before.share == 1)
+        if isinstance(written, _Data) and plain and into.dim() and into.shape[0] in self._samples:
+            return _Data() if _is_mask(index) else _after_index(into, index, _Data())
+        return written if isinstance(written, _Unknown) else _Unknown("samples are written into another tensor")
 
     def _after_reduction(
         self, name: str, args: tuple[Any, ...], states: list[_State], constants: bool
@@ -192,8 +225,9 @@ class LossWatch(TorchFunctionMode):
         if name == "detach" and isinstance(first, _Means):  # as a statistic that the loss keeps: like a number
             return None
         if adds or name in _RESHAPING:
-            if all(isinstance(state, _Means) for state in states):
-                return _Means(tuple(share for state in states if isinstance(state, _Means) for share in state.shares))
+            means = [state for state in states if isinstance(state, _Means)]
+            if len(means) == len(states):
+                return _added(means)
             constants = constants or (adds and any(isinstance(arg, int | float) for arg in args))
             sums = [state for state in states if isinstance(state, _Sum)]
             if len(sums) == len(states) and not constants and len({state.share for state in sums}) == 1:
@@ -202,8 +236,14 @@ class LossWatch(TorchFunctionMode):
         if len(states) == 1 and divides and isinstance(first, _Sum):
             if first.share != 1 and isinstance(args[1], int | float):  # of all samples, or of those that were picked?
                 return _Unknown("a sum of what a mask has picked is divided by a number; divide by the mask's sum")
-            if args[1] == math.prod(first.of) or self._counts(args[1]):
-                return _Means((1.0,))
+            if self._is_count(_number(args[1]), first.of):
+                return _Means((1.0,), (math.prod(first.of),))
+        if len(states) == 1 and name in _MULTIPLYING and isinstance(first, _Sum) and first.share == 1:
+            factor = next(
+                (_number(arg) for arg in args if not isinstance(arg, Tensor) or not self._state_of(arg)), None
+            )
+            if factor and self._is_count(1 / factor, first.of):
+                return _Means((1.0,), (math.prod(first.of),))
         if len(states) == 1 and (name in _MULTIPLYING or (divides and self._state_of(args[0]) is not None)):
             return first
         if divides and all(isinstance(state, _Sum) for state in states):
@@ -212,13 +252,22 @@ class LossWatch(TorchFunctionMode):
 
     @property
     def _samples(self) -> set[int]:
-        return {shape[0] for shape in self._given if shape}
+        return {shape[dim] for shape, dim in self._given}
 
-    def _counts(self, number: Any) -> bool:
-        """Whether a number is that of samples, or of samples and what is behind them."""
-        if not isinstance(number, int | float):
-            return False
-        return any(number == math.prod(shape[:end]) for shape in self._given for end in range(1, len(shape) + 1))
+    @property
+    def _counts(self) -> set[int]:
+        """The numbers of samples, and of samples and what is behind them."""
+        return {count for shape, dim in self._given for count in (shape[dim], *[*accumulate(shape, mul)][dim:])}
+
+    def _is_count(self, number: float | None, of: tuple[int, ...]) -> bool:
+        counts = (math.prod(of), *self._counts)
+        found = number is not None and any(math.isclose(number, count, rel_tol=1e-12) for count in counts)
+        self.divides_by_number |= found
+        return found
+
+
+def _added(means: Sequence[_Means]) -> _Means:
+    return _Means(tuple(s for mean in means for s in mean.shares), tuple(s for mean in means for s in mean.sizes))
 
 
 class NoMeanError(Exception):
@@ -235,27 +284,20 @@ _RESHAPING = frozenset(
         "requires_grad", "cpu", "cuda",
     )
 )  # fmt: skip
-_TAKING_APART = frozenset(("unbind", "select", "narrow", "split", "chunk", "tensor_split", "index_select", "take"))
+_TAKING_APART = {  # and which argument is the dimension
+    "unbind": 1, "select": 1, "narrow": 1, "index_select": 1, "split": 2, "chunk": 2, "tensor_split": 2,
+}  # fmt: skip
 _MOVING = frozenset(
     (
-        "transpose",
-        "permute",
-        "movedim",
-        "moveaxis",
-        "swapaxes",
-        "swapdims",
-        "t",
-        "get",
-        "unsqueeze",
-        "stack",
-        "roll",
+        "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "get", "unsqueeze", "stack", "roll",
         "flip",
     )
-)
+)  # fmt: skip
 _REVIEWING = frozenset(
     ("reshape", "view", "flatten", "unflatten", "ravel", "squeeze", "reshape_as", "view_as", "rearrange")
 )
 _PICKING = frozenset(("nonzero", "argwhere", "unique", "unique_consecutive", "bincount"))
+_TORCH = str(Path(torch.__file__).parent)
 _OVER_CLASSES = frozenset(("cross_entropy", "nll_loss", "linear_cross_entropy"))
 
 
@@ -267,25 +309,68 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors_in(value)
 
 
+def _name_of(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", str(func)).strip("_")
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, be it a tensor on the host."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and value.is_cpu and not value.requires_grad else None
+    return value if isinstance(value, int | float) else None
+
+
 def _after_index(data: Tensor, index: Any, state: _Data) -> _State:
-    """Return what indexing gives without a mask: the dimension of samples has to stay as it is."""
-    first = index[0] if isinstance(index, tuple) and index else index
-    if first is Ellipsis:
-        others = (
-            [part for part in index if part is not Ellipsis and part is not None] if isinstance(index, tuple) else []
-        )
-        whole = len(others) < data.dim()
-    elif isinstance(first, slice):
-        whole = first == slice(None)
-    else:  # as in each[torch.arange(len(each)), target]
-        whole = (
-            isinstance(first, Tensor)
-            and not first.is_floating_point()
-            and first.dim() == 1
-            and isinstance(index, tuple)
-        )
-        whole = whole and len(first) == len(data)
-    return state if whole else _Unknown("indexing takes some samples")
+    """Return what indexing gives without a mask: all samples have to stay, in their order."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    taken = len([part for part in parts if part is not None and part is not Ellipsis])
+    gap = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
+    parts[gap : gap + 1] = [slice(None)] * (data.dim() - taken)
+    place = dim = 0  # of the data, and of the result
+    for part in parts:
+        if place == state.dim and part is not None:
+            by_place = isinstance(part, Tensor) and not part.is_floating_point() and part.dim() == 1 and taken > 1
+            if (isinstance(part, slice) and part == slice(None)) or (by_place and not dim and len(part) == len(data)):
+                return _Data(state.share, dim)  # the second one as in each[torch.arange(len(each)), target]
+            break
+        if part is not None and not isinstance(part, int | slice):
+            break
+        place, dim = place + (part is not None), dim + (not isinstance(part, int))
+    return _Unknown("indexing takes some samples" if state.dim == place else "indexing may take some samples")
+
+
+def _after_view(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor, state: _Data) -> _State:
+    """Return what an operation gives that moves dimensions, or takes parts along one."""
+    data, dim = args[0], state.dim
+    if name in _TAKING_APART:
+        place = _TAKING_APART[name]
+        along = kwargs.get("dim", args[place] if len(args) > place else 0)
+        if dim is not None and isinstance(along, int) and along % data.dim() != dim:
+            return _Data(state.share, dim - (name in ("unbind", "select") and along % data.dim() < dim))
+    if name in _TAKING_APART or name == "take":
+        return _Unknown(f"{name} takes samples one by one, or some of them")
+    if dim is None or not isinstance(data, Tensor) or result.data_ptr() != data.data_ptr():
+        return _Data(state.share, None)
+    like = data.shape[dim], data.stride(dim)
+    found = [d for d in range(result.dim()) if (result.shape[d], result.stride(d)) == like]
+    return _Data(state.share, dim if dim in found else found[0] if len(found) == 1 else None)
+
+
+def _operation(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+@functools.lru_cache(maxsize=256)
+def _operation_at(file: str, line: int) -> CodeType:
+    return _operation.__code__.replace(co_filename=file, co_firstlineno=line - 1)
+
+
+def _call_from_the_loss(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call an operation as from the line of the loss that asks for it, which torch's warnings then name."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return FunctionType(_operation_at(frame.f_code.co_filename, frame.f_lineno), frame.f_globals)(func, args, kwargs)
 
 
 @functools.cache
@@ -317,9 +402,9 @@ def _after_loss(func: Callable[..., Any], given: Mapping[str, Any], data: _Data)
     if reduction == "sum":
         return _Sum(tuple(target.shape) if isinstance(target, Tensor) else (), share)
     if name not in _OVER_CLASSES or target is None or target.is_floating_point():  # of probabilities
-        return _Means((share,))
+        return _Means((share,), (data.size_of(next(_tensors_in(given.values()))),))
     ignored = -100 if given["ignore_index"] is None else given["ignore_index"]
-    return _Means((_counted(target, ignored, given["weight"], share),))
+    return _Means((_counted(target, ignored, given["weight"], share),), (data.size_of(target),))
 
 
 def _counted(target: Tensor, ignore_index: int, weights: Tensor | None, share: float) -> Share:
@@ -343,12 +428,14 @@ def _after_reduction_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, A
         return _Unknown(f"{name} leaves numbers out")
     if not data.dim():
         return _Unknown(f"{name} is of one number")
-    if dims and len({dim % data.dim() for dim in dims}) < data.dim():  # over some dimensions
-        if not state.aligned:
-            return state if name == "mean" else _Unknown(f"{name} may be over samples, whose dimension has been moved")
-        if all(dim % data.dim() for dim in dims):
-            return state
-    return _Means((state.share,)) if name == "mean" else _Sum(tuple(data.shape), state.share)
+    over = {dim % data.dim() for dim in dims or ()}
+    if 0 < len(over) < data.dim():  # over some dimensions
+        if state.dim is None:
+            return _Unknown(f"{name} may be over samples, whose dimension has been moved")
+        if state.dim not in over:
+            keeps = kwargs.get("keepdim", len(args) > 2 and args[2])
+            return _Data(state.share, state.dim - (0 if keeps else len([dim for dim in over if dim < state.dim])))
+    return _Means((state.share,), (state.size_of(data),)) if name == "mean" else _Sum(tuple(data.shape), state.share)
 
 
 def _after_masked_mean(total: _State, divisor: Any) -> _State:
@@ -358,7 +445,7 @@ def _after_masked_mean(total: _State, divisor: Any) -> _State:
     number = math.prod(total.of)
     count = divisor.detach().reshape(())
     share = (float(count) if count.is_cpu else count.double()) / number if number else 1.0
-    return _Means((share * total.share,))
+    return _Means((share * total.share,), (number / total.share if total.share else 0,))
 
 
 def _is_mask(index: Any) -> bool:

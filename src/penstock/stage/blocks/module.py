@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.comm.core.devices import current_device, on_device
 from penstock.comm.core.tensor_group import explain_lost_peer
 from penstock.comm.message.tree_classes import open_dataclasses
-from penstock.comm.message.trees import detached
+from penstock.comm.message.trees import detached, without_marks
 from penstock.options.all_options import PipelineOptions
 from penstock.partition.replay.model_stages import ModelStage
 from penstock.partition.tensor_parallel import Division, whole_output
@@ -37,6 +37,7 @@ class StageModule:
         hands_on: other stages take its output, even if it has a loss.
         device: of a stage without parameters; torch's current one if None.
         shared_buffers: names of buffers that other stages have as well, and which stages those are.
+        whole: its loss gets whole batches.
 
     Attributes:
         modules: the blocks that are modules, by canonical name.
@@ -57,13 +58,14 @@ class StageModule:
         hands_on: bool = False,
         device: torch.device | None = None,
         shared_buffers: Mapping[str, str] | None = None,
+        whole: bool = False,
     ) -> None:
         self.blocks, self.shared_buffers = dict(blocks), shared_buffers or {}
         self.modules = {name: block for name, block in self.blocks.items() if isinstance(block, nn.Module)}
         self.division = Division()
         self.last = list(self.blocks)[-1]
         self.loss, self.hands_on = loss, hands_on
-        self._weighed = None if loss is None else WeighedLoss(loss, where)
+        self._weighed = None if loss is None else WeighedLoss(loss, where, whole, options.partition.slicing)
         self.where, self.precision = where, options.precision.low
         self.tensors = BlockTensors(self.modules, where, self.precision)
         devices = self.tensors.devices
@@ -81,7 +83,7 @@ class StageModule:
         It is cut off from graphs of the caller; tensors that required a gradient are leaves that require one.
         """
         open_dataclasses(value)
-        value, wants = detached(value)
+        value, wants = detached(without_marks(value))
         value = cast(on_device(value, self.device), self.precision)
         return open_inputs(value, wants)[0] if any(wants) else value
 
@@ -153,7 +155,7 @@ class StageModule:
         return self.loss is not None
 
     def evaluate_loss(
-        self, output: Any, target: Any, key: RngKey, sliced: bool = False
+        self, output: Any, target: Any, key: RngKey, piece: tuple[int, int] | None = None
     ) -> tuple[Tensor, float | Tensor]:
         """Compute the loss sum of a microbatch and its weight (`penstock.stage.blocks.loss`), in float32 at least.
 
@@ -171,7 +173,7 @@ class StageModule:
         if self.division.splits and not getattr(self.loss, "takes_parts", False):
             output = whole_output(output)
         target = open_inputs(on_device(given, self.device), wants)[0]
-        return self._weighed(in_full(output, self.precision), target, sliced=sliced)
+        return self._weighed(in_full(output, self.precision), target, piece=piece, batch=key.batch)
 
     def refresh(self) -> None:
         """Follow what was changed on the blocks between two runs: frozen parameters, and which blocks may draw."""
