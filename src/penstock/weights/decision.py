@@ -8,8 +8,10 @@ accumulated one times c / (N S), where N is the loss weight of the whole batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from penstock.checks import check_whole, is_number
@@ -18,6 +20,42 @@ from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.ir.version_rules import RULES
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+_NUMBERS = 8  # that a loss may return beside its sum and weight, where parallel pipelines tell each other
+_NO_NUMBERS = (0.0,) * (1 + _NUMBERS)
+
+
+def packed_numbers(numbers: Mapping[str, float]) -> tuple[float, ...]:
+    """Return numbers in the order of their names, behind a checksum of these, which others cannot know.
+
+    Raises:
+        ConfigError: there are too many.
+    """
+    if len(numbers) > _NUMBERS:
+        raise ConfigError(
+            f"the loss returns {len(numbers)} numbers beside its sum and weight; with parallel pipelines, or where all "
+            f"stages decide together, at most {_NUMBERS} are added up"
+        )
+    values = [float(numbers[name]) for name in sorted(numbers)]
+    return (_checksum(numbers), *values, *_NO_NUMBERS[1 + len(values) :])
+
+
+def unpacked_numbers(names: Collection[str] | None, total: Sequence[float]) -> dict[str, float]:
+    """Return the numbers of these names, which this rank has packed; none where it packed nothing.
+
+    Raises:
+        ConfigError: others have packed numbers of other names.
+    """
+    if names is None:
+        return {}
+    if _checksum(names) != total[0]:
+        raise ConfigError(f"the loss returns the numbers {sorted(names)} here, and others in a parallel pipeline")
+    return dict(zip(sorted(names), total[1:], strict=False))
+
+
+def _checksum(names: Collection[str]) -> float:
+    return float(zlib.crc32("\0".join(sorted(names)).encode())) if names else 0.0
 
 
 class Share(NamedTuple):
@@ -33,6 +71,7 @@ class Share(NamedTuple):
         evaluated, evaluated_weight: loss sum and weight of an evaluation, from the last stages.
         missing: of how many numbers `squares` is, taken from those that a stage trains, which its first holder adds; so
             zero over all stages, and a gradient that is left out of the norm is noticed.
+        numbers, evaluated_numbers: beside the two losses (`packed_numbers`), from the last stages.
     """
 
     squares: float = 0.0
@@ -44,6 +83,8 @@ class Share(NamedTuple):
     evaluated: float = 0.0
     evaluated_weight: float = 0.0
     missing: float = 0.0
+    numbers: tuple[float, ...] = _NO_NUMBERS
+    evaluated_numbers: tuple[float, ...] = _NO_NUMBERS
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,6 +152,7 @@ class Decision(NamedTuple):
         factor: what its accumulated gradient is multiplied by; zero if the update is skipped.
         stop: whether the run ends after the batches announced by then.
         again: whether the update had been made otherwise before, and was undone (post-validation).
+        numbers: what the loss has returned beside sum and weight, of the whole batch, on ranks of the last stage.
     """
 
     batch: int
@@ -122,6 +164,7 @@ class Decision(NamedTuple):
     factor: float
     stop: bool = False
     again: bool = False
+    numbers: Mapping[str, float] = MappingProxyType({})
 
     def __repr__(self) -> str:
         """Return the figures that somebody asked for; of the rest what is not as usual."""
@@ -151,7 +194,14 @@ def add_shares(shares: Sequence[Share]) -> Share:
         math.fsum(share.evaluated for share in shares),
         math.fsum(share.evaluated_weight for share in shares),
         math.fsum(share.missing for share in shares),
+        _add_packed([share.numbers for share in shares]),
+        _add_packed([share.evaluated_numbers for share in shares]),
     )
+
+
+def _add_packed(parts: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    checksums, *numbers = zip(*parts, strict=True)
+    return (max(checksums), *map(math.fsum, numbers))
 
 
 def add_shares_alone(shares: Sequence[Share]) -> Share:

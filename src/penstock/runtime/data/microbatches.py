@@ -48,6 +48,26 @@ def microbatches_of(batch: Any, count: int, number: int) -> Microbatches:
     return batch
 
 
+def joined_outputs(parts: Sequence[Any]) -> Any:
+    """Return the outputs for the microbatches of a batch as one: tensors of samples one behind the other.
+
+    Those of one number are stacked; of what is no tensor the first one counts.
+
+    Raises:
+        DataError: they differ in more than their numbers of samples.
+    """
+    rows = [pytree.tree_flatten(part) for part in parts]
+    columns = list(zip(*(leaves for leaves, _ in rows), strict=False))
+    try:
+        leaves = [
+            (torch.cat if each[0].dim() else torch.stack)(each) if isinstance(each[0], Tensor) else each[0]
+            for each in columns
+        ]
+    except RuntimeError as error:
+        raise DataError(f"the outputs for the microbatches of a batch cannot be joined: {error}") from error
+    return pytree.tree_unflatten(leaves, rows[0][1])
+
+
 def warn_of_short_end(batches: Any, count: int) -> None:
     """Warn if the last batch of a DataLoader will have too few samples, before those before it are trained on."""
     if not isinstance(batches, DataLoader) or not batches.batch_size or batches.drop_last:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -79,9 +79,10 @@ class LossWatch(TorchFunctionMode):
     Args:
         output: of the model, as the loss gets it.
         target: likewise.
+        own: the part of its samples that a mean counts which the model itself has computed, or why that is unknown.
     """
 
-    def __init__(self, output: Any, target: Any) -> None:
+    def __init__(self, output: Any, target: Any, own: Share | str = 1.0) -> None:
         super().__init__()
         self._states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # None: depends on neither
         self._given = []  # shapes
@@ -91,7 +92,7 @@ class LossWatch(TorchFunctionMode):
                 self._states[leaf] = _Data() if leaf.dim() else None
         for leaf in leaves_of(output):
             if isinstance(leaf, Tensor) and not leaf.dim():  # a mean that the model has computed itself
-                self._states[leaf] = _Means((1.0,))
+                self._states[leaf] = _Unknown(own) if isinstance(own, str) else _Means((own,))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -295,6 +296,17 @@ def _loss_arguments(func: Callable[..., Any]) -> Mapping[str, Any] | None:
         return None
     parameters = inspect.signature(func).parameters
     return {name: p.default for name, p in parameters.items()} if "reduction" in parameters else None
+
+
+def counted_by(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float | Tensor | None]:
+    """Return the number by which one of torch's losses divides, None if it is not known; nothing of other functions."""
+    if (defaults := _loss_arguments(func)) is None:
+        return []
+    given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+    found, target = _after_loss(func, given, _Data()), given.get("target")
+    if not isinstance(found, _Means) or not isinstance(target, Tensor) or given["reduction"] != "mean":
+        return [None]
+    return [found.shares[0] * target.numel()]
 
 
 def _after_loss(func: Callable[..., Any], given: Mapping[str, Any], data: _Data) -> _State:

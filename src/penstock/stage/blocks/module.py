@@ -20,6 +20,7 @@ from penstock.partition.tensor_parallel import Division, whole_output
 from penstock.stage.autograd.forward_graph import open_inputs
 from penstock.stage.blocks.block_tensors import BlockTensors
 from penstock.stage.blocks.loss import LossFunction, WeighedLoss
+from penstock.stage.blocks.loss_watch import counted_by
 from penstock.stage.blocks.precision_casts import cast, check_formats, in_full
 from penstock.stage.blocks.rng import BlockRng, RngKey
 
@@ -74,6 +75,7 @@ class StageModule:
         for block in self.blocks.values():
             if isinstance(block, ModelStage):
                 block.precision = self.precision
+                block.count = None if loss is None else counted_by
 
     def take(self, value: Any) -> Any:
         """Return the model's own input on the device of the stage, in the precision of its passes.
@@ -152,6 +154,12 @@ class StageModule:
         """True on the last stage, and on others to which no gradient comes back."""
         return self.loss is not None
 
+    @property
+    def numbers(self) -> Mapping[str, float | Tensor]:
+        """What the loss has returned beside sum and weight when it was last computed."""
+        assert self._weighed is not None
+        return self._weighed.numbers
+
     def evaluate_loss(
         self, output: Any, target: Any, key: RngKey, sliced: bool = False
     ) -> tuple[Tensor, float | Tensor]:
@@ -168,10 +176,19 @@ class StageModule:
             self.rng.seed_block(LOSS, key)
         open_dataclasses(target)
         given, wants = detached(target)
-        if self.division.splits and not getattr(self.loss, "takes_parts", False):
-            output = whole_output(output)
+        if not getattr(self.loss, "takes_parts", False):
+            output = self.whole(output)
         target = open_inputs(on_device(given, self.device), wants)[0]
-        return self._weighed(in_full(output, self.precision), target, sliced=sliced)
+        counted = getattr(self.blocks[self.last], "counted", None)
+        return self._weighed(in_full(output, self.precision), target, sliced=sliced, counted=counted)
+
+    def whole(self, output: Any) -> Any:
+        """Return an output of the model as one process would have it."""
+        return whole_output(output) if self.division.splits else output
+
+    def predicted(self, output: Any) -> Any:
+        """Return an output of the model for the user, in float32 at least."""
+        return in_full(self.whole(output), self.precision)
 
     def refresh(self) -> None:
         """Follow what was changed on the blocks between two runs: frozen parameters, and which blocks may draw."""
