@@ -94,11 +94,16 @@ def test_evaluations_on_the_way_add_up_numbers_of_parallel_pipelines() -> None:
         ({"a": "b"}, "dict of numbers"),
         (3.0, "got tuple"),
         ({str(k): 1.0 for k in range(9)}, "at most 8"),
+        (itertools.cycle([{"a": 1.0}, {}]), r"the numbers \['a'\] before, and \[\] now"),
     ],
 )
 def test_what_are_no_numbers_is_refused(numbers: Any, said: str) -> None:
     def loss(output: Tensor, target: Tensor) -> Any:
-        return F.mse_loss(output, target, reduction="sum"), target.numel(), numbers
+        return (
+            F.mse_loss(output, target, reduction="sum"),
+            target.numel(),
+            next(numbers) if isinstance(numbers, itertools.cycle) else numbers,
+        )
 
     with pytest.raises(ConfigError, match=said):
         list(make(loss=loss, data_parallel=2).run(data()))

@@ -209,25 +209,13 @@ class Telling(nn.Module):
         return h
 
 
-def test_towers_add_up_their_auxiliary_losses_and_ways_with_common_stages_are_refused() -> None:
-    def pipeline_over(name: str) -> penstock.Pipeline:
-        shape = SHAPES[name]
-        blocks = {key: Telling(block) for key, block in shape.blocks().items()}
-        schedule = make_schedule(shape.order, shape.num_stages, M)
-        return penstock.Pipeline(blocks, schedule, loss=squares, optimizer=sgd)
-
-    towers = pipeline_over("two towers")
-    blocks, (batch,) = SHAPES["two towers"].blocks(), data_of_graph(SHAPES["two towers"], 1)
-    total = 0.0
-    for (a, b), target in batch:
-        made = [blocks["c0"](a), blocks["c1"](b)]
-        made.append(blocks["c2"](tuple(made)))
-        made.append(blocks["c3"](made[-1]))
-        total += sum(0.5 * float(h.detach().square().mean()) for h in made) * len(target)
-    (report,) = towers.run([batch])
-    assert report.auxiliary == pytest.approx(total / (4 * M), rel=1e-12)
-    with pytest.raises(CapabilityError, match="stages in common"):
-        list(pipeline_over("branches").run(data_of_graph(SHAPES["branches"], 1)))
+def test_auxiliary_losses_ahead_of_a_join_are_refused() -> None:
+    shape = SHAPES["branches"]
+    blocks = {key: Telling(block) for key, block in shape.blocks().items()}
+    schedule = make_schedule(shape.order, shape.num_stages, M)
+    pipeline = penstock.Pipeline(blocks, schedule, loss=squares, optimizer=sgd)
+    with pytest.raises(CapabilityError, match="joins what several stages return"):
+        list(pipeline.run(data_of_graph(shape, 1)))
 
 
 def test_outside_of_a_pipeline_an_auxiliary_loss_is_returned_for_the_caller_to_add() -> None:

@@ -193,14 +193,18 @@ class GraphBuilder:
             for leaf in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
                 if isinstance(leaf, Tensor):
                     check_dense(leaf, module.where)
-        if module.loss is None or names[-1] != module.last:
+        if module.weighed is None or names[-1] != module.last:
             return output, None, None
         result = output[0] if microbatch.piece else output
         sliced = microbatch.piece is not None
         total, weight = self._module.evaluate_loss(result, microbatch.target, microbatch.rng_key, sliced)
         total = wide(total)
         kept = result if self._module.hands_on else None
-        return (kept, output[1]) if microbatch.piece else kept, total, UnreadLoss(unread(total), weight, module.numbers)
+        return (
+            (kept, output[1]) if microbatch.piece else kept,
+            total,
+            UnreadLoss(unread(total), weight, module.weighed.numbers),
+        )
 
     def seed(self, total: Tensor, scale: float) -> Tensor:
         """Return the gradient of a loss: scale / divisor, in the precision of the loss."""

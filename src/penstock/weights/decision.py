@@ -8,8 +8,7 @@ accumulated one times c / (N S), where N is the loss weight of the whole batch.
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,40 +21,19 @@ from penstock.schedule.ir.version_rules import RULES
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
-_NUMBERS = 8  # that a loss may return beside its sum and weight, where parallel pipelines tell each other
-_NO_NUMBERS = (0.0,) * (1 + _NUMBERS)
+_NUMBERS = 8  # that losses and evaluations may return each, where stages tell each other
+_NO_NUMBERS = (0.0,) * _NUMBERS
 
 
 def packed_numbers(numbers: Mapping[str, float]) -> tuple[float, ...]:
-    """Return numbers in the order of their names, behind a checksum of these, which others cannot know.
+    """Return numbers in the order of their names, and zeros behind them.
 
     Raises:
         ConfigError: there are too many.
     """
     if len(numbers) > _NUMBERS:
-        raise ConfigError(
-            f"the loss returns {len(numbers)} numbers beside its sum and weight; with parallel pipelines, or where all "
-            f"stages decide together, at most {_NUMBERS} are added up"
-        )
-    values = [float(numbers[name]) for name in sorted(numbers)]
-    return (_checksum(numbers), *values, *_NO_NUMBERS[1 + len(values) :])
-
-
-def unpacked_numbers(names: Collection[str] | None, total: Sequence[float]) -> dict[str, float]:
-    """Return the numbers of these names, which this rank has packed; none where it packed nothing.
-
-    Raises:
-        ConfigError: others have packed numbers of other names.
-    """
-    if names is None:
-        return {}
-    if _checksum(names) != total[0]:
-        raise ConfigError(f"the loss returns the numbers {sorted(names)} here, and others in a parallel pipeline")
-    return dict(zip(sorted(names), total[1:], strict=False))
-
-
-def _checksum(names: Collection[str]) -> float:
-    return float(zlib.crc32("\0".join(sorted(names)).encode())) if names else 0.0
+        raise ConfigError(f"the loss returns {len(numbers)} numbers; where stages decide together, at most {_NUMBERS}")
+    return (*(float(numbers[name]) for name in sorted(numbers)), *_NO_NUMBERS[len(numbers) :])
 
 
 class Share(NamedTuple):
@@ -194,14 +172,9 @@ def add_shares(shares: Sequence[Share]) -> Share:
         math.fsum(share.evaluated for share in shares),
         math.fsum(share.evaluated_weight for share in shares),
         math.fsum(share.missing for share in shares),
-        _add_packed([share.numbers for share in shares]),
-        _add_packed([share.evaluated_numbers for share in shares]),
+        tuple(map(math.fsum, zip(*(share.numbers for share in shares), strict=True))),
+        tuple(map(math.fsum, zip(*(share.evaluated_numbers for share in shares), strict=True))),
     )
-
-
-def _add_packed(parts: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    checksums, *numbers = zip(*parts, strict=True)
-    return (max(checksums), *map(math.fsum, numbers))
 
 
 def add_shares_alone(shares: Sequence[Share]) -> Share:

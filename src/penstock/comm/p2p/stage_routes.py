@@ -126,8 +126,6 @@ class StageRoutes:
         self._again = None if before is None else mailbox.buffer(Payload.RECOMPUTE, at[before, direction], stage)
         self._again_to = None if after is None else mailbox.buffer(Payload.RECOMPUTE, stage, at[after, direction])
         trains = not schedule.operations.isdisjoint((Op.B, Op.I))
-        before_inputs = [i for each in neighbors.inputs for i in _up_to(schedule, each.index)]
-        self._share_stages = len(before_inputs) > len(set(before_inputs))
         self._counts = trains and any(neighbors.returns) and len(neighbors.inputs) > 1
         self._sizes: dict[Piece, list[int]] = {}  # leaves of each of several inputs, for the gradients
 
@@ -162,10 +160,10 @@ class StageRoutes:
         without = next((message for message in messages if message.header.stop), None)
         if without is not None:
             return without.header, without.tree, ()
-        header = self._together([message.header for message in messages])
+        self._compare([message.header for message in messages])
         if self._counts:
             self._sizes[key] = [len(here) for here in wants]
-        return header, tuple(message.tree for message in messages), tuple(w for here in wants for w in here)
+        return messages[0].header, tuple(message.tree for message in messages), tuple(w for here in wants for w in here)
 
     def _newest(self, place: int, key: Piece) -> TensorMessage:
         """Take an input; where its stage has made it twice, because a version was rejected, the second one."""
@@ -184,12 +182,12 @@ class StageRoutes:
             return value
         return tuple(old if new is None else new.tree for old, new in zip(value, repairs, strict=True))
 
-    def _together(self, headers: Sequence[Header]) -> Header:
-        """Return the header of the inputs from several stages, which belong to the same sample.
+    def _compare(self, headers: Sequence[Header]) -> None:
+        """Check that the inputs from several entrances belong to the same sample.
 
         Raises:
             DataError: they do not.
-            CapabilityError: auxiliary losses on their ways may be the same ones.
+            CapabilityError: stages ahead have added auxiliary losses.
         """
         first = headers[0]
         for header, source in zip(headers, self._neighbors.inputs, strict=True):
@@ -202,13 +200,11 @@ class StageRoutes:
                     f"stages {self._neighbors.inputs[0].name} and {source.name}, {what}; every rank must see the same "
                     "samples in the same order, and equally many"
                 )
-        added = [header.auxiliary for header in headers if not math.isnan(header.auxiliary)]
-        if added and self._share_stages:
+        if not all(math.isnan(header.auxiliary) for header in headers):
             raise CapabilityError(
-                f"stage {self._stage.name}: auxiliary losses come to it on several ways, which have stages in common "
-                "whose losses would count twice in reports; let the loss of the pipeline add them instead"
+                f"stage {self._stage.name} joins what several stages return, and stages ahead add auxiliary losses, "
+                "which may be the same on several ways; let the loss of the pipeline add them"
             )
-        return first._replace(auxiliary=sum(added)) if added else first
 
     def put_output(self, header: Header, output: Any, *, repair: bool = False) -> None:
         """Lay the output of a forward ready for the stages that take it, or (`repair`) of a forward run again."""
@@ -242,10 +238,8 @@ class StageRoutes:
         for message in messages[1:]:
             total = [_sum(mine, other) for mine, other in zip(total, self._restored(message.tree), strict=True)]
         headers = [message.header for message in messages]
-        weight, auxiliary = (
-            next((each for each in values if not math.isnan(each)), math.nan)
-            for values in ([h.weight for h in headers], [h.auxiliary for h in headers])
-        )
+        weight = next((header.weight for header in headers if not math.isnan(header.weight)), math.nan)
+        auxiliary = next((header.auxiliary for header in headers if not math.isnan(header.auxiliary)), math.nan)
         return weight, any(header.stop for header in headers), auxiliary, total
 
     def put_input_gradients(self, header: Header, gradients: Gradients) -> None:
@@ -264,11 +258,6 @@ class StageRoutes:
         if self._rounded is None:
             return gradients
         return [_cast(gradient, self._rounded, torch.float32) for gradient in gradients]
-
-
-def _up_to(schedule: Schedule, index: int) -> set[int]:
-    """Return a stage and all from which its input comes."""
-    return {index}.union(*(_up_to(schedule, edge.source) for edge in schedule.predecessors[index]))
 
 
 def _cast(tensor: Tensor | None, source: torch.dtype, target: torch.dtype) -> Tensor | None:

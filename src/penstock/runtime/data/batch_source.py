@@ -295,12 +295,9 @@ def iterator_of(batches: Any) -> Iterator[Any]:
 
 
 def inputs_alone(batches: Batches) -> Iterator[Any]:
-    """Yield batches for outputs alone: pairs as they are, and other inputs with no targets."""
+    """Yield batches for outputs alone: pairs as they are, and other inputs without targets."""
     for batch in iterator_of(batches):
-        if isinstance(batch, Sequence) and not (len(batch) == 1 and isinstance(batch[0], Tensor)):
-            yield batch
-        else:
-            yield (batch[0] if isinstance(batch, Sequence) else batch), None
+        yield batch if isinstance(batch, Sequence) else (batch, None)
 
 
 class Portions:

@@ -52,20 +52,12 @@ def joined_outputs(parts: Sequence[Any]) -> Any:
     """Return the outputs for the microbatches of a batch as one: tensors of samples one behind the other.
 
     Those of one number are stacked; of what is no tensor the first one counts.
-
-    Raises:
-        DataError: they differ in more than their numbers of samples.
     """
-    rows = [pytree.tree_flatten(part) for part in parts]
-    columns = list(zip(*(leaves for leaves, _ in rows), strict=False))
-    try:
-        leaves = [
-            (torch.cat if each[0].dim() else torch.stack)(each) if isinstance(each[0], Tensor) else each[0]
-            for each in columns
-        ]
-    except RuntimeError as error:
-        raise DataError(f"the outputs for the microbatches of a batch cannot be joined: {error}") from error
-    return pytree.tree_unflatten(leaves, rows[0][1])
+
+    def one(*each: Any) -> Any:
+        return (torch.cat if each[0].dim() else torch.stack)(each) if isinstance(each[0], Tensor) else each[0]
+
+    return pytree.tree_map(one, *parts)
 
 
 def warn_of_short_end(batches: Any, count: int) -> None:

@@ -166,7 +166,7 @@ class SpanBorders:
         parts = [with_numbers(Evaluated(*found), numbers) for *_, part in told for *found, numbers in part]
         if parts:  # of one version, as meetings have shared all before
             total, weight = math.fsum(p.total for p in parts), math.fsum(p.weight for p in parts)
-            found = with_numbers(Evaluated(parts[0].version, total, weight), summed(p.numbers for p in parts))
+            found = with_numbers(Evaluated(parts[0].version, total, weight), summed([p.numbers for p in parts]))
             for state in self._ranks:
                 state.decisions.events.evaluated_everywhere(found)
         if self._grid.group is None:

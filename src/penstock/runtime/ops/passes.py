@@ -184,7 +184,7 @@ class EvaluationForward(Forward):
         passes, module = self._runtime.passes, self._runtime.module
         passed = passes.evaluate(Microbatch(turn.first, RngKey(-1, turn.first), target), value)
         if passes.predicted is not None and self.stage.is_last and self._counts:
-            passes.predicted.setdefault(turn.batch, []).append(module.predicted(passed[0]))
+            passes.predicted.setdefault(turn.batch, []).append(module.returned(passed[0]))
         return passed
 
 

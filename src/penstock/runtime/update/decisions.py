@@ -12,7 +12,7 @@ from penstock.runtime.update.run_events import Evaluated, RunEvents, with_number
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 from penstock.stage.blocks.loss import Loss, summed
-from penstock.weights.decision import Decision, Policy, Scaler, Share, decide, packed_numbers, unpacked_numbers
+from penstock.weights.decision import Decision, Policy, Scaler, Share, decide, packed_numbers
 
 
 class Decisions:
@@ -59,7 +59,7 @@ class Decisions:
         self._decided = -1  # the last batch
         self.events = RunEvents()
         self._guessed: dict[int, float] = {}  # factors
-        self._names: dict[int, tuple[str, ...]] = {}  # of numbers beside the loss of a batch; at -1, of an evaluation
+        self._names: list[str] = []  # of the numbers beside losses, on ranks that have these
         self._noted: dict[int, Evaluated] = {}  # of this pipeline, until the decision on the batch tells the others
 
     @property
@@ -79,7 +79,7 @@ class Decisions:
         if loss is None:
             return share
         scale = self._scales.get(batch, 1.0)
-        self._names[batch] = tuple(loss.numbers)
+        self._names = sorted(loss.numbers) or self._names
         if not self._counts:
             return share._replace(scale=scale)
         return share._replace(loss=loss.total, weight=loss.weight, scale=scale, numbers=packed_numbers(loss.numbers))
@@ -88,9 +88,8 @@ class Decisions:
         """Return what concerns all pipelines; `last` on a last stage, which knows evaluations up to this batch."""
         noted = [self._noted.pop(b) for b in sorted(self._noted) if b <= batch] if last else []
         found, count = (math.fsum(part) for part in zip(*((n.total, n.weight) for n in noted), (0.0, 0.0), strict=True))
-        numbers = summed(n.numbers for n in noted)
-        if noted:
-            self._names[-1] = tuple(numbers)
+        numbers = summed([n.numbers for n in noted])
+        self._names = sorted(numbers) or self._names
         if not self._counts:
             found, count, numbers = 0.0, 0.0, {}
         stop, beside = float(self.stop.asked), packed_numbers(numbers)
@@ -119,7 +118,7 @@ class Decisions:
                 alone = Share(weight=weight, scale=scale)
                 self._last = decide(batch, alone, self._divisor, None)._replace(loss=math.nan, norm=math.nan)
             else:
-                numbers = unpacked_numbers(self._names.pop(batch, None), total.numbers)
+                numbers = dict(zip(self._names, total.numbers, strict=False))
                 self._last = decide(batch, total, self._divisor, self._clip)._replace(numbers=numbers)
             self._decided = batch
             self.weight = float(self._last.weight) if self._last.weight else self.weight
@@ -133,7 +132,7 @@ class Decisions:
         return self._last
 
     def _evaluated_everywhere(self, version: int, total: Share) -> None:
-        numbers = unpacked_numbers(self._names.get(-1), total.evaluated_numbers)
+        numbers = dict(zip(self._names, total.evaluated_numbers, strict=False))
         self.events.evaluated_everywhere(
             with_numbers(Evaluated(version, total.evaluated, total.evaluated_weight), numbers)
         )
@@ -193,7 +192,6 @@ class Decisions:
         self._scales.clear()
         self._guessed.clear()
         self._noted.clear()
-        self._names.clear()
 
     def note(self, batch: int, found: Evaluated) -> None:
         """Note this pipeline's part of an evaluation before `batch`; the decision on that batch shares it."""

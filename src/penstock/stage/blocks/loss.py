@@ -11,7 +11,7 @@ import functools
 import inspect
 import numbers
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -170,9 +170,10 @@ class WeighedLoss:
                 + " (the loss of a model of transformers is None without labels among its inputs)" * (result is None)
             )
         if pair:
-            self._tells = True
-            weight, self.numbers = self._given_weight(result[1]), self._given_numbers(*result[2:])
-            return total, weight
+            if self.numbers.keys() != (numbers := self._given_numbers(*result[2:])).keys() and self._tells:
+                raise self._error(f"the loss returned the numbers {[*self.numbers]} before, and {[*numbers]} now")
+            self._tells, self.numbers = True, numbers
+            return total, self._given_weight(result[1])
         if sliced:
             raise self._error(
                 "with slices of sequences the loss must return (sum, weight), such as the sum over the tokens and "
@@ -331,10 +332,8 @@ def unread(total: Tensor) -> float | Tensor:
     return float(total.detach()) if total.is_cpu else total.detach().reshape(()).clone()
 
 
-def summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the sums of numbers, name by name."""
-    total: dict[str, float] = {}
-    for part in parts:
-        for name, number in part.items():
-            total[name] = total.get(name, 0.0) + number
-    return total
+    return {
+        name: sum(part.get(name, 0.0) for part in parts) for name in dict.fromkeys(n for part in parts for n in part)
+    }

@@ -46,6 +46,7 @@ class StageModule:
         device: on which it computes.
         division: what of its parameters other processes share.
         last: the name of the last block.
+        weighed: the loss, as sums and weights; None where there is none.
         rng: the random numbers of blocks and loss.
     """
 
@@ -64,7 +65,7 @@ class StageModule:
         self.division = Division()
         self.last = list(self.blocks)[-1]
         self.loss, self.hands_on = loss, hands_on
-        self._weighed = None if loss is None else WeighedLoss(loss, where)
+        self.weighed = None if loss is None else WeighedLoss(loss, where)
         self.where, self.precision = where, options.precision.low
         self.tensors = BlockTensors(self.modules, where, self.precision)
         devices = self.tensors.devices
@@ -154,12 +155,6 @@ class StageModule:
         """True on the last stage, and on others to which no gradient comes back."""
         return self.loss is not None
 
-    @property
-    def numbers(self) -> Mapping[str, float | Tensor]:
-        """What the loss has returned beside sum and weight when it was last computed."""
-        assert self._weighed is not None
-        return self._weighed.numbers
-
     def evaluate_loss(
         self, output: Any, target: Any, key: RngKey, sliced: bool = False
     ) -> tuple[Tensor, float | Tensor]:
@@ -171,24 +166,19 @@ class StageModule:
             ConfigError: the loss function returned something else; or, for a slice of a sequence, it returned no
                 weight, so that the share of the slice in the whole sequence is unknown.
         """
-        assert self._weighed is not None
+        assert self.weighed is not None
         if LOSS in self.rng.drawing:
             self.rng.seed_block(LOSS, key)
         open_dataclasses(target)
         given, wants = detached(target)
-        if not getattr(self.loss, "takes_parts", False):
-            output = self.whole(output)
+        output = self.returned(output, parts=getattr(self.loss, "takes_parts", False))
         target = open_inputs(on_device(given, self.device), wants)[0]
         counted = getattr(self.blocks[self.last], "counted", None)
-        return self._weighed(in_full(output, self.precision), target, sliced=sliced, counted=counted)
+        return self.weighed(output, target, sliced=sliced, counted=counted)
 
-    def whole(self, output: Any) -> Any:
-        """Return an output of the model as one process would have it."""
-        return whole_output(output) if self.division.splits else output
-
-    def predicted(self, output: Any) -> Any:
-        """Return an output of the model for the user, in float32 at least."""
-        return in_full(self.whole(output), self.precision)
+    def returned(self, output: Any, *, parts: bool = False) -> Any:
+        """Return an output of the model as one process has it, in float32 at least; or (`parts`) what of it is here."""
+        return in_full(whole_output(output) if self.division.splits and not parts else output, self.precision)
 
     def refresh(self) -> None:
         """Follow what was changed on the blocks between two runs: frozen parameters, and which blocks may draw."""
