@@ -218,6 +218,14 @@ def test_auxiliary_losses_ahead_of_a_join_are_refused() -> None:
         list(pipeline.run(data_of_graph(shape, 1)))
 
 
+def test_stages_that_are_measured_alone_may_add_losses() -> None:
+    found = penstock.choose_recompute(
+        make(True), (data()[0][0][:2], data()[0][1][2:4]), 1e9, method="1f1b", stages=2, microbatches=4, loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )  # fmt: skip
+    assert found.recompute in ("none", ("none", "none"))
+
+
 def test_outside_of_a_pipeline_an_auxiliary_loss_is_returned_for_the_caller_to_add() -> None:
     w = nn.Parameter(torch.tensor(2.0))
     penstock.auxiliary(w, 0.5).backward()
