@@ -21,6 +21,7 @@ from .options.parallelism import DataParallel as DataParallel, Microbatches as M
 from .options.passes import Precision as Precision, Recompute as Recompute, Staleness as Staleness
 from .options.run import Device as Device, Group as Group
 from .partition.blocks import LazyBlock as LazyBlock
+from .partition.replay.auxiliary import auxiliary as auxiliary
 from .partition.sequence_slices import Slicing as Slicing, equal_time_lengths as equal_time_lengths
 from .proven_schedule import (
     ProvenSchedule as ProvenSchedule,
@@ -37,7 +38,7 @@ from .runtime.rank.timeline_files import read_timeline as read_timeline
 from .runtime.restore.saved_state import SavedState as SavedState
 from .runtime.training_run import TrainingRun as TrainingRun
 from .runtime.update.divergence import Trouble as Trouble
-from .runtime.update.run_events import Evaluated as Evaluated
+from .runtime.update.run_events import Evaluated as Evaluated, Evaluation as Evaluation
 from .schedule.ir.order import Order as Order
 from .schedule.ir.schedule import Schedule as Schedule, Stage as Stage
 from .schedule.machine.shared_cores import SharedCores as SharedCores

@@ -23,5 +23,5 @@ def test_a_batch_waits_for_its_losses_once(monkeypatch: pytest.MonkeyPatch) -> N
     real = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: looks.append(1) or real(self))  # type: ignore[func-returns-value]
     monkeypatch.setattr(torch.Tensor, "__float__", lambda _: pytest.fail("a look of its own"))
-    assert ledger.close(0, shares=False) == (0.75, 8.0)
+    assert ledger.close(0, shares=False) == (0.75, 8.0, {})
     assert looks == [1]

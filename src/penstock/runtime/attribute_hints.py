@@ -12,7 +12,10 @@ from penstock.checks import did_you_mean
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _MODES = "run() has the blocks in training mode, and evaluate() in evaluation mode; leave the call out"
-_LOOP = "for report in pipeline.run(loader): ... trains: forward, backward and update of every batch"
+_LOOP = (
+    "for report in pipeline.run(loader): ... trains: forward, backward and update of every batch; step(batch) does "
+    "it for one, where batches do not overlap"
+)
 _WEIGHTS = (
     "pipeline.state_dict() has the tensors of the stages in this process, pipeline.full_state_dict() those of the "
     "whole model"
@@ -22,17 +25,17 @@ _SAVE = "penstock.Checkpoints(pipeline, folder) has save(), load(), and every(10
 _OPTIMIZERS = "pipeline.optimizers() has one per stage; updates are part of run(), and lr_scheduler= sets their rates"
 _MODEL = (
     "load pipeline.full_state_dict(model) into the unsplit model, and call that; pipeline.evaluate(loader) returns the "
-    "mean loss on data"
+    "mean loss on data, pipeline.predict(loader) yields outputs"
 )
 
 HABITS = {
     **dict.fromkeys(("train", "eval"), _MODES),
-    **dict.fromkeys(("fit", "step", "train_batch", "train_step", "backward", "zero_grad", "no_sync"), _LOOP),
+    **dict.fromkeys(("fit", "train_batch", "train_step", "backward", "zero_grad", "no_sync"), _LOOP),
     **dict.fromkeys(("parameters", "named_parameters", "modules", "children", "buffers"), _WEIGHTS),
     **dict.fromkeys(("to", "cuda", "cpu", "half", "bfloat16", "float", "device"), _PLACE),
     **dict.fromkeys(("save", "save_checkpoint", "load_checkpoint", "save_pretrained"), _SAVE),
     **dict.fromkeys(("optimizer", "lr_scheduler", "scheduler", "clip_grad_norm_"), _OPTIMIZERS),
-    **dict.fromkeys(("forward", "model", "module", "generate", "predict", "eval_batch"), _MODEL),
+    **dict.fromkeys(("forward", "model", "module", "generate", "eval_batch"), _MODEL),
     "compile": "compile the blocks before the pipeline is made: for block in blocks: block.compile()",
     "summary": "print(penstock.summary(pipeline)) has the time and the memory of every rank",
     "draw": "penstock.check(pipeline.schedule).draw(), and penstock.draw_timeline(pipeline.timeline()) of what ran",

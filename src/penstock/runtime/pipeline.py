@@ -6,7 +6,7 @@ numbers, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from penstock.options.run import Device, Group, RunOptions
 from penstock.options.updates import UpdateOptions
 from penstock.partition.blocks import Blocks, check_same_blocks
 from penstock.runtime.attribute_hints import UserAdvice, names_checked
-from penstock.runtime.data.batch_source import Batches
+from penstock.runtime.data.batch_source import Batches, inputs_alone
 from penstock.runtime.data.microbatches import warn_of_short_end
 from penstock.runtime.engine.lifecycle import between_runs
 from penstock.runtime.execute.evaluation_without_draining import Evaluating, check_evaluating
@@ -34,11 +34,13 @@ from penstock.runtime.plan.plan import UnprovenPlan
 from penstock.runtime.plan.received_schedule import ranks_of
 from penstock.runtime.plan.schedule_from_arguments import Chosen, default_stages, request_for, with_asked_in_flight
 from penstock.runtime.plan.sharding_limits import check_shown
+from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.snapshot import Saving, check_saving
 from penstock.runtime.saved_states import SavedStates
 from penstock.runtime.setup.model_and_optimizer_check import blocks_of
 from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.runtime.training_run import TrainingRun
+from penstock.runtime.update.run_events import Evaluation, with_numbers
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.proof.proof import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
@@ -77,7 +79,10 @@ class Pipeline(SavedStates, UserAdvice):
             counts by its samples (the length of the first dimension of the target, or of the output if the target has
             none), less those that the loss does not count: the operations of each call are followed, so targets that
             torch's losses over classes ignore, weights of classes, and masks are found wherever the loss uses them. A
-            number that is not seen to be a mean over samples, such as a sum or a root, is refused. A dict, by stage,
+            number that is not seen to be a mean over samples, such as a sum or a root, is refused. A whole model's own
+            loss, ``lambda output, target: output.loss``, counts by the targets that torch's loss in its forward counts.
+            A third of what a loss returns is a dict of numbers, added up over the batch (`Report.numbers`). A dict of
+            losses, by stage,
             gives stages without a successor losses of their own; their sums are added, and divided by the weight of the
             last stage, whose loss is reported.
         optimizer: a function, named parameters -> optimizer, such as ``lambda named: torch.optim.AdamW(named,
@@ -266,7 +271,7 @@ class Pipeline(SavedStates, UserAdvice):
         return TrainingRun(self._engine.train(batches, save, evaluate, self._halts), self.stop)
 
     @between_runs()
-    def evaluate(self, batches: Batches, *, averaged: bool = False) -> tuple[float, float] | None:
+    def evaluate(self, batches: Batches, *, averaged: bool = False) -> Evaluation | None:
         """Return the mean loss on batches under the newest weights, and its weight, on all ranks.
 
         Args:
@@ -274,7 +279,8 @@ class Pipeline(SavedStates, UserAdvice):
             averaged: read the averaged weights (`ema_decay`).
 
         Returns:
-            (mean, weight), such as the number of samples; None if the weight is zero.
+            (mean, weight), such as the number of samples, a pair whose `numbers` are the sums of those that the loss
+            returns; None if the weight is zero.
 
         Raises:
             DataError: a batch cannot be split. After this, and after whatever else the data's iterator, the model or
@@ -284,8 +290,51 @@ class Pipeline(SavedStates, UserAdvice):
                 model; on the other ranks a DataError.
         """
         check_same_blocks(*self._given)
-        total, weight = self._spans.evaluate(batches, averaged)
-        return (total / weight, weight) if weight else None
+        total, weight, numbers = self._spans.evaluate(batches, averaged)
+        return with_numbers(Evaluation(total / weight, weight), numbers) if weight else None
+
+    def predict(self, batches: Batches, *, averaged: bool = False) -> Iterator[Any]:
+        """Yield what the last stage returns for each batch, in order, under the newest weights.
+
+            for output in pipeline.predict(loader):
+                print(output.argmax(-1))
+
+        It runs forwards only, in evaluation mode, as far as outputs are asked for, and computes no loss. Between
+        processes all ranks go through it together: those of the last stage get outputs, of parallel pipelines each its
+        part of every batch; the others get None. Leaving the loop ends it after the batches under way.
+
+        Args:
+            batches: the data, as for `evaluate`; or inputs alone, each a tensor or a dict (of a tuple of inputs, a pair
+                of it and None).
+            averaged: read the averaged weights (`ema_decay`).
+
+        Raises:
+            DataError: as `evaluate`; or the outputs for the microbatches of a batch, which are joined along their first
+                dimension, differ in others.
+            ConfigError: as `evaluate`.
+        """
+        check_same_blocks(*self._given)
+        with self._spans.life.exclusive():
+            yield from self._spans.predict(inputs_alone(batches), averaged)
+
+    def step(self, batch: Any) -> Report:
+        """Train on one batch, and return its report: a run of this batch alone.
+
+        The pipeline is empty before and behind it, so it is for methods that empty it after every batch anyway: the
+        numbers are those of `run`, and between processes the call takes a little longer.
+
+        Raises:
+            ConfigError: batches of the method overlap, which is what it is for; use `run` over an iterator.
+            DataError, PenstockError: as `run`.
+        """
+        if self.schedule.rule != "flush":
+            raise ConfigError(
+                f"step() empties the pipeline after its batch, but batches of {self.schedule.name} overlap, and the "
+                "report of one comes while later ones are under way; use run(), of any iterator: for report in "
+                "pipeline.run(batches): ..."
+            )
+        (report,) = self.run([batch])
+        return report
 
     def stop(self) -> None:
         """End the run after the batches that are under way; between processes any rank may ask for it.

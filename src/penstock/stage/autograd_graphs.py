@@ -15,7 +15,7 @@ from penstock.stage.autograd.forward_graph import Graph
 from penstock.stage.autograd.recompute import BufferPlace, RecomputeInput, RecomputeInputSaver, copied_buffers, put_back
 from penstock.stage.blocks.loss import UnreadLoss
 from penstock.stage.blocks.module import StageModule
-from penstock.stage.graph_builder import BlockOutput, GraphBuilder
+from penstock.stage.graph_builder import BlockOutput, GraphBuilder, value_of
 from penstock.stage.in_flight_microbatch import Microbatch
 from penstock.weights.memory.buffers import Handle
 
@@ -30,8 +30,8 @@ class Capturer(Protocol):
         wants: tuple[bool, ...],
         weights: Handle | None,
         halves: bool,
-        build: Callable[[], tuple[Graph, Any, UnreadLoss | None]],
-    ) -> tuple[Graph, Any, UnreadLoss | None]:
+        build: Callable[[], BlockOutput],
+    ) -> BlockOutput:
         """Replay the forward of a microbatch, or have it built."""
         ...
 
@@ -69,7 +69,7 @@ class StageGraphs:
         self.hold = hold
         self._blocks, self._names = module.blocks, tuple(module.blocks)
         self._parts = [tuple(part) for part in parts]
-        self._build, self._compute = builder.build, builder.compute
+        self._builder, self._build = builder, builder.build
         self._known, self._splits, self._side = builder.known, builder.splits, builder.side
         self._inputs = RecomputeInputSaver(module.blocks, module.where, saves_inputs, lambda: module.rng.drawing)
         self._before: Mapping[BufferPlace, Tensor] | None = None  # the buffers, before the first draft
@@ -86,7 +86,7 @@ class StageGraphs:
             result = build()
         else:
             halves = self._splits is not None and self._splits(microbatch.key)
-            result = BlockOutput(*self._capturer.forward(microbatch, value, wants, handle, halves, build))
+            result = self._capturer.forward(microbatch, value, wants, handle, halves, build)
         return [result.graph], result
 
     def capture_with(self, capturer: Capturer) -> None:
@@ -162,10 +162,15 @@ class StageGraphs:
             offload.put_bytes(tensors)
         self.hold(sum(tensor.nbytes for tensors in given for tensor in tensors))
 
-    def evaluate(self, microbatch: Microbatch, value: Any) -> tuple[Any, UnreadLoss | None]:
+    @property
+    def divisor(self) -> float:
+        """By which losses are divided before their backward."""
+        return self._builder.divisor
+
+    def evaluate(self, microbatch: Microbatch, value: Any) -> tuple[Any, UnreadLoss | None, float | None]:
         """Run all blocks and keep nothing."""
-        output, _, loss = self._compute(self._names, microbatch, value)
-        return output, loss
+        output, _, loss = self._builder.compute(self._names, microbatch, value)
+        return output, loss, value_of(self._builder.auxiliary)
 
     def _run_in_parts(
         self, microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
@@ -173,12 +178,16 @@ class StageGraphs:
         """Run part by part and keep the input of each instead of its graph."""
         work: list[Graph | RecomputeInput] = []
         *before, last = self._parts
+        added: list[float] = []
         for names in before:
             kept, result = self._run_part(names, microbatch, value, wants, handle)
             work.append(kept)
+            added += () if result.auxiliary is None else (result.auxiliary,)
             value, wants = detached(result.output)
             del result  # or its graph would live while the next one is made
         kept, result = self._run_part(last, microbatch, value, wants, handle)
+        if added:
+            result = result._replace(auxiliary=sum(added, result.auxiliary or 0.0))
         return [*work, kept], result
 
     def _run_part(

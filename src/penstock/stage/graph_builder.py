@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,6 +17,7 @@ from penstock.comm.core.host_copy_stream import side_stream
 from penstock.comm.message.structure import check_dense
 from penstock.comm.message.tree_classes import open_dataclasses
 from penstock.errors import CapabilityError, ConfigError
+from penstock.partition.replay.auxiliary import Auxiliary, collecting
 from penstock.partition.sequence_slices import storages
 from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.autograd.activation_offload import ActivationOffload
@@ -38,11 +41,16 @@ _NO_STORAGES: frozenset[int] = frozenset()
 
 
 class BlockOutput(NamedTuple):
-    """The graph, output and loss of some blocks; for a slice the output is a pair with what it carries on."""
+    """The graph, output and loss of some blocks; for a slice the output is a pair with what it carries on.
+
+    Attributes:
+        auxiliary: the value of the losses that they have added on their way; None if there are none.
+    """
 
     graph: Graph
     output: Any
     loss: UnreadLoss | None
+    auxiliary: float | None = None
 
 
 class GraphBuilder:
@@ -52,6 +60,8 @@ class GraphBuilder:
         known: identities of memory that lives anyway, to tell it from activations.
         splits: as below.
         side: copies saved tensors beside the work of the device; None where none are moved, or it has no such stream.
+        divisor: as below.
+        auxiliary: the losses that the blocks have added when they last ran.
 
     Args:
         module: the blocks, to which the weights to be read are bound whenever this runs.
@@ -74,7 +84,8 @@ class GraphBuilder:
         hold: Callable[[int], None],
         reading: WeightReads,
     ) -> None:
-        self._module, self._divisor, self._hold, self._reading = module, divisor, hold, reading
+        self._module, self.divisor, self._hold, self._reading = module, divisor, hold, reading
+        self.auxiliary: list[Auxiliary] = []
         self.splits, self._offloads = splits, offloads
         self.side = side_stream(module.device) if offloads else None
         self._trained = bool(storages)
@@ -121,6 +132,9 @@ class GraphBuilder:
         if writes is not None:
             writes.check()
         ends = output if total is None else (total, output[1]) if piece else total
+        added = self.auxiliary
+        if added:
+            ends = ends, [loss for loss, _ in added]
         if counter is not None:
             if counter.gave_up:
                 counter.add(saved_of(graph_nodes(ends)))
@@ -135,7 +149,7 @@ class GraphBuilder:
         edges = edges_of(ends)
         seed = None
         if total is not None:
-            if edges[0] is None and (opened or self._trained):
+            if edges[0] is None and (opened or self._trained) and not added:
                 raise ConfigError(
                     f"{self._module.where}: the loss has no graph, so nothing would be learnt; it was detached, or "
                     "made under torch.no_grad()"
@@ -146,7 +160,9 @@ class GraphBuilder:
         if offload is not None:  # others keep the inputs alive anyway
             offload.pin([*opened.values(), *pytree.tree_leaves((value, microbatch.target))])
         deferred = None if splitting is None else splitting.deferred
-        return BlockOutput(Graph(opened, leaves, edges, seed, nbytes, deferred, deferred_nbytes, offload), output, loss)
+        seeds = [(torch.zeros_like(each, requires_grad=False), factor) for each, factor in added]
+        graph = Graph(opened, leaves, edges, seed, nbytes, deferred, deferred_nbytes, offload, seeds)
+        return BlockOutput(graph, output, loss, value_of(added))
 
     def compute(
         self, names: Sequence[str], microbatch: Microbatch, value: Any
@@ -157,9 +173,12 @@ class GraphBuilder:
         try:
             if microbatch.piece:
                 x, carry = value
-                output: Any = self._module.run_slice(names, x, carry, microbatch.rng_key)
+                run = partial(self._module.run_slice, names, x, carry, microbatch.rng_key)
             else:
-                output = self._module.run(names, value, microbatch.rng_key)
+                run = partial(self._module.run, names, value, microbatch.rng_key)
+            with collecting() as added:
+                output: Any = run()
+            self.auxiliary = [Auxiliary(wide(loss), coefficient) for loss, coefficient in added]
             if not isinstance(output, Tensor):
                 open_dataclasses(output)
         except RuntimeError as error:
@@ -174,21 +193,24 @@ class GraphBuilder:
             for leaf in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
                 if isinstance(leaf, Tensor):
                     check_dense(leaf, module.where)
-        if module.loss is None or names[-1] != module.last:
+        if module.weighed is None or names[-1] != module.last:
             return output, None, None
         result = output[0] if microbatch.piece else output
         total, weight = self._module.evaluate_loss(result, microbatch.target, microbatch.rng_key, microbatch.piece)
-        if total.dtype in (torch.bfloat16, torch.float16):
-            total = total.float()  # S / c may be out of its range on the way
+        total = wide(total)
         kept = result if self._module.hands_on else None
-        return (kept, output[1]) if microbatch.piece else kept, total, UnreadLoss(unread(total), weight)
+        return (
+            (kept, output[1]) if microbatch.piece else kept,
+            total,
+            UnreadLoss(unread(total), weight, module.weighed.numbers),
+        )
 
     def seed(self, total: Tensor, scale: float) -> Tensor:
         """Return the gradient of a loss: scale / divisor, in the precision of the loss."""
         key = total.dtype, scale
         if key != self._seed_of:
             one = torch.ones_like(total.detach())
-            self._seed_of, self._last_seed = key, (one / self._divisor * scale).item()
+            self._seed_of, self._last_seed = key, (one / self.divisor * scale).item()
         return torch.full_like(total, self._last_seed, requires_grad=False)
 
     def _splitter(self, handle: Handle, counter: SavedBytes | None) -> BackwardSplitter:
@@ -235,3 +257,16 @@ class GraphBuilder:
         self._leaf_check.check(names, result, (*own, *weights))
         if handle is not None:
             self._reading.check_graph(result, weights)
+
+
+def wide(total: Tensor) -> Tensor:
+    """Return a loss in float32 at least, as S / c may be out of the range of its type on the way."""
+    return total.float() if total.dtype in (torch.bfloat16, torch.float16) else total
+
+
+def value_of(added: Sequence[Auxiliary]) -> float | None:
+    """Return the sum of auxiliary losses, for which the host waits; None if there are none."""
+    if not added:
+        return None
+    total = sum(coefficient * float(loss.detach()) for loss, coefficient in added)
+    return total if math.isfinite(total) else math.inf  # NaN in a message says that there are none

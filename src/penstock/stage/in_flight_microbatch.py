@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ class InFlightMicrobatch:
         deferred_nbytes: bytes that they keep alive.
         carried: how many leaves of its input, the last ones, come from the slice before.
         carries: how many leaves of its output, the last ones, go on to the next slice.
+        auxiliary: the gradient of an auxiliary loss of it, before its coefficient; NaN while nobody has told.
     """
 
     microbatch: Microbatch
@@ -60,6 +62,7 @@ class InFlightMicrobatch:
     carries: int = 0
     deferred: list[DeferredWeightGrads] = field(default_factory=list)
     deferred_nbytes: int = 0
+    auxiliary: float = math.nan
 
     @property
     def weights(self) -> Handle:

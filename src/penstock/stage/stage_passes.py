@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from penstock.comm.core.tensor_group import explain_lost_peer
+from penstock.comm.message.tensor_message import Header
 from penstock.comm.message.trees import detached
+from penstock.errors import CapabilityError
 from penstock.partition.sequence_slices import NOTHING, Carry, with_carry
 from penstock.schedule.ir.schedule import Copy
 from penstock.schedule.stage_state.microbatch_state import Piece
@@ -19,7 +22,7 @@ from penstock.stage.autograd.forward_graph import Graph
 from penstock.stage.autograd.recompute import RecomputeInput
 from penstock.stage.autograd.saved_bytes import storage_bytes
 from penstock.stage.autograd_graphs import StageGraphs
-from penstock.stage.blocks.loss import UnreadLoss
+from penstock.stage.blocks.loss import AUXILIARY, UnreadLoss
 from penstock.stage.blocks.module import StageModule
 from penstock.stage.checks.forward_writes import explain_backward
 from penstock.stage.in_flight_microbatch import InFlightMicrobatch, Microbatch
@@ -27,6 +30,8 @@ from penstock.stage.untrained_stage_weights import StageWeights
 from penstock.stage.weight_reads import WeightReads
 from penstock.weights.memory.buffers import Handle
 
+Passed = tuple[Any, UnreadLoss | None, float | None]
+"""The output of a forward, its loss, and the value of the auxiliary losses of the stage; None where there are none."""
 _NO_LEAVES: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -44,6 +49,7 @@ class StagePasses:
         carry_gradients: the gradients that come back for it.
         averaged: what evaluations read instead of the newest weights, while they do.
         evaluated: the version that they read instead.
+        predicted: what they return on the last stage, by batch, while that is kept and no loss is computed; else None.
     """
 
     module: StageModule
@@ -55,10 +61,11 @@ class StagePasses:
     carry_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)
     averaged: Mapping[str, Tensor] | None = None
     evaluated: int | None = None
+    predicted: dict[int, list[Any]] | None = None
 
     def forward(
         self, microbatch: Microbatch, value: Any, wants: tuple[bool, ...], version: int, copy: Copy | None = None
-    ) -> tuple[Any, UnreadLoss | None]:
+    ) -> Passed:
         """Run the blocks on a microbatch and keep what its backward needs.
 
         Args:
@@ -69,7 +76,7 @@ class StagePasses:
             copy: made of them, to be read instead.
 
         Returns:
-            The output (still in its graph), or None and the loss on the last stage.
+            The output (still in its graph), or None and the loss on the last stage; and auxiliary losses.
         """
         handle, carried = self.reading.forward(version, copy), NOTHING
         self._bind(handle)
@@ -80,30 +87,52 @@ class StagePasses:
             work, result = self.graphs.forward(microbatch, value, wants, handle)
         flight = self.flights[microbatch.key] = InFlightMicrobatch(microbatch, version, handle, work, len(carried[1]))
         if not microbatch.piece:
-            return result.output, result.loss
+            return result.output, result.loss, result.auxiliary
         output, made = result.output
         carry = detached(made)
         flight.carries = len(carry[1])
         if microbatch.piece[0] + 1 < microbatch.piece[1]:
             self.carry[microbatch.k] = carry
-        return output, result.loss
+        return output, result.loss, result.auxiliary
 
     @torch.no_grad()
-    def evaluate(self, microbatch: Microbatch, value: Any) -> tuple[Any, UnreadLoss | None]:
+    def evaluate(self, microbatch: Microbatch, value: Any) -> Passed:
         """Run the blocks in evaluation mode on the weights chosen for evaluation, and keep nothing."""
         if self.averaged is None:
             self._bind(self.weights.handle(self.evaluated))
         elif self.module.tensors.bound is not self.averaged:
             self.module.tensors.bind(self.averaged)
         with self.module.evaluating(), self.module.rng.preserved():
-            return self.graphs.evaluate(microbatch, value)
+            if self.predicted is None or not self.module.has_loss:
+                return self.graphs.evaluate(microbatch, value)
+            return self.module.run([*self.module.blocks], value, microbatch.rng_key), None, None
 
     @torch.no_grad()
-    def pass_on(self, microbatch: Microbatch, value: Any) -> tuple[Any, UnreadLoss | None]:
+    def pass_on(self, microbatch: Microbatch, value: Any) -> Passed:
         """Run the blocks of a stage that is not trained, and keep nothing."""
         self._bind(None)
         with self.module.rng.preserved():
             return self.graphs.evaluate(microbatch, value)
+
+    def beside_loss(
+        self, key: Piece, header: Header, loss: UnreadLoss | None, added: float | None
+    ) -> tuple[Header, UnreadLoss | None]:
+        """Add the auxiliary losses of a forward to those of earlier stages, and set them beside the loss.
+
+        Args:
+            key: of its microbatch.
+            header: that came with its input.
+            loss: of the microbatch, on a stage that has one; their gradients are weighted as it is.
+            added: by this stage.
+        """
+        if added is not None:
+            header = header._replace(auxiliary=added + (0.0 if math.isnan(header.auxiliary) else header.auxiliary))
+        if loss is None or math.isnan(header.auxiliary):
+            return header, loss
+        flight = self.flights.get(key)
+        if flight is not None:
+            flight.auxiliary = flight.microbatch.scale * float(loss.weight) / self.graphs.divisor
+        return header, loss._replace(numbers={**loss.numbers, AUXILIARY: header.auxiliary * loss.weight})
 
     def recompute(self, key: Piece, version: int, value: Any = None) -> Any:
         """Recompute the graph of a microbatch.
@@ -183,7 +212,8 @@ class StagePasses:
             if graph.offload is not None:
                 graph.offload.settle()
             with self.reading.backward_context(flight):
-                gradients = self._run(graph, [*([graph.seed] if gradients is None else gradients), *returned])
+                given = [*([graph.seed] if gradients is None else gradients), *returned]
+                gradients = self._run(graph, [*given, *self._of_auxiliary(graph, flight)] if graph.auxiliary else given)
             returned = []
             if graph.deferred is not None:
                 flight.deferred.append(graph.deferred)
@@ -196,6 +226,15 @@ class StagePasses:
         if key[1]:
             self.carry_gradients[key[0]] = gradients[len(gradients) - flight.carried :]
         return gradients[: len(gradients) - flight.carried]
+
+    def _of_auxiliary(self, graph: Graph, flight: InFlightMicrobatch) -> list[Tensor | None]:
+        """Return the gradients of the auxiliary losses in a graph."""
+        if math.isnan(flight.auxiliary):
+            raise CapabilityError(
+                f"{self.module.where}: a block calls auxiliary(), but how much its microbatch weighs in the loss is "
+                "unknown, as no gradient comes here from the stage of the loss"
+            )
+        return [torch.full_like(like, factor * flight.auxiliary) for like, factor in graph.auxiliary]
 
     def _run(self, graph: Graph, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from penstock.checks import check_whole, is_number
@@ -18,6 +19,21 @@ from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.ir.version_rules import RULES
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+_NUMBERS = 8  # that losses and evaluations may return each, where stages tell each other
+_NO_NUMBERS = (0.0,) * _NUMBERS
+
+
+def packed_numbers(numbers: Mapping[str, float]) -> tuple[float, ...]:
+    """Return numbers in the order of their names, and zeros behind them.
+
+    Raises:
+        ConfigError: there are too many.
+    """
+    if len(numbers) > _NUMBERS:
+        raise ConfigError(f"the loss returns {len(numbers)} numbers; where stages decide together, at most {_NUMBERS}")
+    return (*(float(numbers[name]) for name in sorted(numbers)), *_NO_NUMBERS[len(numbers) :])
 
 
 class Share(NamedTuple):
@@ -33,6 +49,7 @@ class Share(NamedTuple):
         evaluated, evaluated_weight: loss sum and weight of an evaluation, from the last stages.
         missing: of how many numbers `squares` is, taken from those that a stage trains, which its first holder adds; so
             zero over all stages, and a gradient that is left out of the norm is noticed.
+        numbers, evaluated_numbers: beside the two losses (`packed_numbers`), from the last stages.
     """
 
     squares: float = 0.0
@@ -44,6 +61,8 @@ class Share(NamedTuple):
     evaluated: float = 0.0
     evaluated_weight: float = 0.0
     missing: float = 0.0
+    numbers: tuple[float, ...] = _NO_NUMBERS
+    evaluated_numbers: tuple[float, ...] = _NO_NUMBERS
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,6 +130,7 @@ class Decision(NamedTuple):
         factor: what its accumulated gradient is multiplied by; zero if the update is skipped.
         stop: whether the run ends after the batches announced by then.
         again: whether the update had been made otherwise before, and was undone (post-validation).
+        numbers: what the loss has returned beside sum and weight, of the whole batch, on ranks of the last stage.
     """
 
     batch: int
@@ -122,6 +142,7 @@ class Decision(NamedTuple):
     factor: float
     stop: bool = False
     again: bool = False
+    numbers: Mapping[str, float] = MappingProxyType({})
 
     def __repr__(self) -> str:
         """Return the figures that somebody asked for; of the rest what is not as usual."""
@@ -151,6 +172,8 @@ def add_shares(shares: Sequence[Share]) -> Share:
         math.fsum(share.evaluated for share in shares),
         math.fsum(share.evaluated_weight for share in shares),
         math.fsum(share.missing for share in shares),
+        tuple(map(math.fsum, zip(*(share.numbers for share in shares), strict=True))),
+        tuple(map(math.fsum, zip(*(share.evaluated_numbers for share in shares), strict=True))),
     )
 
 

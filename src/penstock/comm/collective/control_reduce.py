@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -28,8 +29,8 @@ FAN = 8
 """The most processes that send to one: few enough for its thread, and trees of thousands are four hops high."""
 
 
-Scalars = tuple[float, ...]
-"""A NamedTuple of floats; all contributions to a sum have the same type."""
+Scalars = tuple[Any, ...]
+"""A NamedTuple of floats, or of tuples of floats; all contributions to a sum have the same type and lengths."""
 
 Add = Callable[[Sequence[Any]], Scalars]
 """Adds the contributions of one batch, which are given in the order of the holders."""
@@ -143,11 +144,13 @@ class GlooControlReduce:
         blocks = [(rank, _empty(rows, own[0])) for rank, rows in self._children]
         above = [] if self._parent is None else [messages.receive(answer, self._parent)]
         messages.finish([messages.receive(block, rank) for rank, block in blocks])
-        rows = torch.cat([torch.tensor(own, dtype=torch.float64), *(block for _, block in blocks)])
+        rows = torch.cat(
+            [torch.tensor([flat(row) for row in own], dtype=torch.float64), *(block for _, block in blocks)]
+        )
         if self._parent is None:
             arrived = rows.tolist()
             total = self._add([_like(own[0], arrived[row]) for row in self._order])
-            answer = torch.tensor([total], dtype=torch.float64)
+            answer = torch.tensor([flat(total)], dtype=torch.float64)
         else:
             messages.finish([messages.send(rows, self._parent), *above])
         messages.finish([messages.send(answer, rank) for rank, _ in blocks])
@@ -165,11 +168,17 @@ def _subtree(place: int, count: int) -> list[int]:
 
 
 def _empty(rows: int, like: Scalars) -> Tensor:
-    return torch.empty(rows, len(like), dtype=torch.float64)
+    return torch.empty(rows, len(flat(like)), dtype=torch.float64)
+
+
+def flat(scalars: Scalars) -> list[float]:
+    """Return the numbers of one contribution, in a row."""
+    return [each for value in scalars for each in (value if isinstance(value, tuple) else (value,))]
 
 
 def _like(example: Scalars, values: Sequence[float]) -> Scalars:
     """Return values as a NamedTuple of the type of `example`."""
     kind: Any = type(example)
-    made: Scalars = kind(*values)
+    rest = iter(values)
+    made: Scalars = kind(*(tuple(islice(rest, len(v))) if isinstance(v, tuple) else next(rest) for v in example))
     return made

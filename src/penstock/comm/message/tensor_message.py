@@ -24,6 +24,8 @@ class Header(NamedTuple):
         piece: the slice of the sequence.
         stop: of a gradient: the sender, or a rank before it, asks for the end of the run. Of an activation: an
             evaluation has no data, and the tree is the reason.
+        auxiliary: of an activation: the auxiliary losses of the stages so far; of a gradient: that of one such loss,
+            before its coefficient. NaN where there are none.
     """
 
     batch: int
@@ -33,6 +35,7 @@ class Header(NamedTuple):
     weight: float = math.nan
     piece: int = 0
     stop: bool = False
+    auxiliary: float = math.nan
 
 
 @dataclass

@@ -1,8 +1,9 @@
 """The 64 bytes at the beginning of a message on its way.
 
 They name batch and microbatch, so that a receiver notices a wrong message, and carry what accompanies the data: whether
-another batch follows, whether the run is to end, a checksum of the samples, the loss weight of the batch, and how many
-RECVs the sender has posted on each of its lanes from the receiver (credits, modulo `CREDIT_RANGE`).
+another batch follows, whether the run is to end, a checksum of the samples, the loss weight of the batch, auxiliary
+losses, and how many RECVs the sender has posted on each of its lanes from the receiver (credits, modulo
+`CREDIT_RANGE`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from penstock.comm.message.tensor_message import Header
 from penstock.schedule.ir.schedule import Payload
 
 HEADER_BYTES = 64
-_HEADER = struct.Struct("<qqqqdII??5H")
-_CONTINUED = 48  # the byte of the header that marks a message whose rest follows as another send
+_HEADER = struct.Struct("<qqqddIII??5H")
+_CONTINUED = 52  # the byte of the header that marks a message whose rest follows as another send
 _SIZE = struct.Struct("<q")  # of the whole block, at the beginning of the header
-_ARRIVED = 49  # the byte that is always 1, so that it tells in a block that was 0 there whether the header has come
+_ARRIVED = 53  # the byte that is always 1, so that it tells in a block that was 0 there whether the header has come
 CREDITED = tuple(Payload)  # the lanes that the credits are about
 CREDIT_RANGE = 1 << 16  # credits are counted modulo this
 NO_CREDITS = (0,) * len(CREDITED)
@@ -36,13 +37,15 @@ def write_header(raw: memoryview, header: Header, described: int, credits: Credi
         credits: for every payload, how many RECVs the sender has posted.
     """
     h, flags = header, header.more | header.stop << 1 | header.piece << 2
-    _HEADER.pack_into(raw, 0, len(raw), h.batch, h.first, h.checksum, h.weight, described, flags, False, True, *credits)
+    facts = h.batch, h.first, h.weight, h.auxiliary, h.checksum
+    _HEADER.pack_into(raw, 0, len(raw), *facts, described, flags, False, True, *credits)
 
 
 def read_header(raw: memoryview) -> tuple[int, int, Header]:
     """Read the size of a message, that of the description of its structure, and what its header says."""
-    size, batch, first, checksum, weight, described, flags, *_ = _HEADER.unpack_from(raw)
-    return size, described, Header(batch, first, bool(flags & 1), checksum, weight, flags >> 2, bool(flags & 2))
+    size, batch, first, weight, auxiliary, checksum, described, flags, *_ = _HEADER.unpack_from(raw)
+    more, stop = bool(flags & 1), bool(flags & 2)
+    return size, described, Header(batch, first, more, checksum, weight, flags >> 2, stop, auxiliary)
 
 
 def split(block: Tensor) -> list[Tensor]:
@@ -53,7 +56,7 @@ def split(block: Tensor) -> list[Tensor]:
 
 def transport_fields(raw: memoryview) -> tuple[int, bool, Credits]:
     """Read from a header the size of the whole block, whether it continues in another send, and the credits."""
-    size, _, _, _, _, _, _, continued, _, *credit = _HEADER.unpack_from(raw)
+    size, _, _, _, _, _, _, _, continued, _, *credit = _HEADER.unpack_from(raw)
     return size, continued, credit
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.comm.message.tensor_message import Header, TensorMessage
 from penstock.comm.message.trees import detached
 from penstock.comm.p2p.inbox_and_outbox import Mailbox
-from penstock.errors import DataError
+from penstock.errors import CapabilityError, DataError
 from penstock.schedule.ir.schedule import Op, Payload, Schedule, Stage, passes
 from penstock.schedule.stage_state.microbatch_state import Piece
 
@@ -187,6 +187,7 @@ class StageRoutes:
 
         Raises:
             DataError: they do not.
+            CapabilityError: stages ahead have added auxiliary losses.
         """
         first = headers[0]
         for header, source in zip(headers, self._neighbors.inputs, strict=True):
@@ -199,6 +200,11 @@ class StageRoutes:
                     f"stages {self._neighbors.inputs[0].name} and {source.name}, {what}; every rank must see the same "
                     "samples in the same order, and equally many"
                 )
+        if not all(math.isnan(header.auxiliary) for header in headers):
+            raise CapabilityError(
+                f"stage {self._stage.name} joins what several stages return, and stages ahead add auxiliary losses, "
+                "which may be the same on several ways; let the loss of the pipeline add them"
+            )
 
     def put_output(self, header: Header, output: Any, *, repair: bool = False) -> None:
         """Lay the output of a forward ready for the stages that take it, or (`repair`) of a forward run again."""
@@ -215,22 +221,26 @@ class StageRoutes:
         if self._again_to is not None:
             self._again_to.put(TensorMessage(header, *detached(output)))
 
-    def gradients(self, key: Piece) -> tuple[float, bool, Gradients | None]:
+    def gradients(self, key: Piece) -> tuple[float, bool, float, Gradients | None]:
         """Take the loss weight of the batch, as far as it came along, and the gradients of a forward's output.
 
-        Between them, whether a rank behind this one asks for the end of the run. There are none where the loss is.
+        Between them, whether a rank behind this one asks for the end of the run, and the gradient of an auxiliary loss.
+        There are none where the loss is.
         """
         if not self._gradients:
-            return math.nan, False, None
+            return math.nan, False, math.nan, None
         if len(self._gradients) == 1:
             message = self._gradients[0].take(key)
-            return message.header.weight, message.header.stop, self._restored(message.tree)
+            header = message.header
+            return header.weight, header.stop, header.auxiliary, self._restored(message.tree)
         messages = [buffer.take(key) for buffer in self._gradients]
         total = self._restored(messages[0].tree)
         for message in messages[1:]:
             total = [_sum(mine, other) for mine, other in zip(total, self._restored(message.tree), strict=True)]
-        weight = next((p.header.weight for p in messages if not math.isnan(p.header.weight)), math.nan)
-        return weight, any(p.header.stop for p in messages), total
+        headers = [message.header for message in messages]
+        weight = next((header.weight for header in headers if not math.isnan(header.weight)), math.nan)
+        auxiliary = next((header.auxiliary for header in headers if not math.isnan(header.auxiliary)), math.nan)
+        return weight, any(header.stop for header in headers), auxiliary, total
 
     def put_input_gradients(self, header: Header, gradients: Gradients) -> None:
         """Lay the gradients of a forward's input ready for the stages that it came from."""

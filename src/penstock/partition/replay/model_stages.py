@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ConfigError
 from penstock.partition.replay.comparison import check_stages
 from penstock.partition.replay.placeholder import TensorSpec
-from penstock.partition.replay.stage_forward import Cut, Seed, Specs, StageForward
+from penstock.partition.replay.stage_forward import Count, Cut, Seed, Specs, StageForward
 from penstock.partition.replay.units import UnitGroup, check_unchanged, has_hooks, no_seed, record_forward
 from penstock.partition.replay.watch import state_of
 from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks, ModelPart, value_at
@@ -75,6 +75,8 @@ class ModelStage(UnitPart):
 
     Attributes:
         precision: that float32 weights are cast to; None for their own.
+        count: returns how many targets a loss counts that is called between units (`StageForward`).
+        counted: how many they were in the last forward, each with its node; None if nobody counts.
     """
 
     def __init__(self, blocks: UnitBlocks, cut: Cut, index: int) -> None:
@@ -83,6 +85,8 @@ class ModelStage(UnitPart):
         super().__init__(blocks.model, UnitGroup(sum(units, ()), sum(unused, ()), sum(bare, ()), sum(work)))
         self._blocks, self._cut, self._index = blocks, cut, index
         self.precision: torch.dtype | None = None
+        self.count: Count | None = None
+        self.counted: list[Any] | None = None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each unit."""
@@ -108,7 +112,8 @@ class ModelStage(UnitPart):
             device = next((p.device for p in self.parameters()), torch.device("cpu"))
             args, kwargs = pytree.tree_map(partial(_decoded, device=device), (args, kwargs))
         specs = self._blocks.specs(self.precision)
-        forward = StageForward(model, specs, self._cut, self._index, received, seed, bound=True)
+        forward = StageForward(model, specs, self._cut, self._index, received, seed, bound=True, count=self.count)
+        self.counted = None if self.count is None else forward.counted
         with self._bare_in_place(), _mode_of(model, self.training):
             before = state_of(self._blocks.around.items())
             output = forward.run(args, kwargs)

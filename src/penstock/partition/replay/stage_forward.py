@@ -29,10 +29,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from penstock.errors import CapabilityError
+from penstock.partition.replay.auxiliary import auxiliary
 from penstock.partition.replay.placeholder import Placeholder, TensorSpec
 
 Seed = Callable[[str], None]
 """Seeds torch's generators for a unit or an operation of the frame, by its name."""
+Count = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Sequence[Any]]
+"""A function and its arguments -> how many targets it counts, if it is a loss; else nothing."""
 
 
 class Cut(NamedTuple):
@@ -141,12 +144,14 @@ class StageForward(TorchFunctionMode):
         received: values from earlier stages.
         seed: for units and operations that may draw random numbers.
         bound: versions of weights are in the places of the parameters that this stage trains.
+        count: returns how many targets a loss counts; None where nobody asks.
 
     Attributes:
         sent: what later stages need of the values that are here.
         calls: the units that were called, in their order.
         used: identities of the parameters and buffers that the frame took, with the unit before (None before the
             first) and by which operation.
+        counted: how many targets each loss of the frame has counted, and its node.
     """
 
     def __init__(
@@ -159,10 +164,12 @@ class StageForward(TorchFunctionMode):
         seed: Seed,
         *,
         bound: bool = False,
+        count: Count | None = None,
     ) -> None:
         super().__init__()
         self._model, self._specs, self._cut, self._stage, self._seed = model, specs, cut, stage, seed
-        self._received, self._bound = received, bound
+        self._received, self._bound, self._count = received, bound, count
+        self.counted: list[Any] = []
         self._number, self._minor, self._at = 0, 0, 0
         self.borders: Any = None  # what watches them, in a recording
         self._written_behind: list[Tensor] = []  # by operations of later stages
@@ -340,6 +347,12 @@ class StageForward(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _ABOUT_TENSORS:
             return func(*args, **kwargs)
+        if func is auxiliary:
+            loss, coefficient = args
+            value = self.__torch_function__(Tensor.detach, types, (loss,))
+            if self._mine:
+                func(loss, coefficient)
+            return self.__torch_function__(torch.mul, types, (value, coefficient))
         name, leaves = _name(func), list(leaves_in((args, kwargs)))
         if name in _DRAWING:
             self._seed(f"operation {self._number}/{self._minor}")
@@ -388,6 +401,8 @@ class StageForward(TorchFunctionMode):
         if self._bound and any(isinstance(leaf, nn.Parameter) and leaf.requires_grad for leaf in leaves):
             raise CapabilityError(f"{name} takes a parameter that another stage trains{line_of_user()}")
         result = func(*args, **kwargs)
+        if self._count is not None:
+            self.counted += [(number, result.grad_fn) for number in self._count(func, args, kwargs)]
         if written is not None and written not in self._keys:
             if written not in self._everywhere:
                 raise CapabilityError(

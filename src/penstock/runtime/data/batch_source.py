@@ -158,6 +158,10 @@ class BatchSource:
         """Let the span end before a batch that another rank cannot read."""
         self._end = min(self._end, batch)
 
+    def end_soon(self) -> None:
+        """Let an evaluation end before the next batch, as nobody asks for its results any more."""
+        self.end_before(self._asked + 1)
+
     def fail(self, error: Exception, reason: str = "") -> None:
         """Take down why an evaluation has failed, and the reason for other ranks, if it is not that of the data.
 
@@ -295,6 +299,12 @@ def iterator_of(batches: Any) -> Iterator[Any]:
         what = "a function; call it" if callable(batches) else type(batches).__name__
         raise DataError(f"batches must be an iterable of batches, such as a DataLoader or a list; got {what}")
     return iter(batches)
+
+
+def inputs_alone(batches: Batches) -> Iterator[Any]:
+    """Yield batches for outputs alone: pairs as they are, and other inputs without targets."""
+    for batch in iterator_of(batches):
+        yield batch if isinstance(batch, Sequence) else (batch, None)
 
 
 class Portions:

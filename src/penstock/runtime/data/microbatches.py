@@ -93,6 +93,18 @@ def microbatches_of(batch: Any, count: int, number: int, dims: Dims = 0, *, fewe
     return batch
 
 
+def joined_outputs(parts: Sequence[Any]) -> Any:
+    """Return the outputs for the microbatches of a batch as one: tensors of samples one behind the other.
+
+    Those of one number are stacked; of what is no tensor the first one counts.
+    """
+
+    def one(*each: Any) -> Any:
+        return (torch.cat if each[0].dim() else torch.stack)(each) if isinstance(each[0], Tensor) else each[0]
+
+    return pytree.tree_map(one, *parts)
+
+
 def warn_of_short_end(batches: Any, count: int) -> None:
     """Warn if the last batch of a DataLoader will have too few samples, before those before it are trained on."""
     if not isinstance(batches, DataLoader) or not batches.batch_size or batches.drop_last:

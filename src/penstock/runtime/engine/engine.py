@@ -22,7 +22,7 @@ from penstock.runtime.execute.evaluation_without_draining import Evaluating, rea
 from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.rank.stage_snapshot import take_snapshot
-from penstock.runtime.update.run_events import Evaluated
+from penstock.runtime.update.run_events import Evaluated, with_numbers
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.proof.proof import Proof
 from penstock.weights.corrections.base import Correction
@@ -152,9 +152,11 @@ class Engine:
         older = spans.older if self._stays_full and self._setup.prediction is None else 0
         for version in range(max(spans.evaluated + 1, spans.batches - older), spans.batches + 1):
             if evaluate is not None and evaluate.wants(version):
-                total, weight = spans.evaluate(readable(evaluate), averaged=False, version=version)
+                found = spans.evaluate(readable(evaluate), averaged=False, version=version)
                 for state in self._ranks:
-                    state.decisions.events.evaluated_everywhere(Evaluated(version, total, weight))
+                    state.decisions.events.evaluated_everywhere(
+                        with_numbers(Evaluated(version, *found[:2]), found.numbers)
+                    )
         spans.evaluated = spans.batches
 
     def snapshots(self) -> list[Snapshot]:

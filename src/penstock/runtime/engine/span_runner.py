@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
@@ -15,14 +16,16 @@ from penstock.comm.p2p.transport import Channel
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.data.batch_source import Batches, BatchSource
 from penstock.runtime.data.lr_schedule_end import Schedules
+from penstock.runtime.data.microbatches import joined_outputs
 from penstock.runtime.engine.lifecycle import Lifecycle, left_behind
 from penstock.runtime.engine.span_setup import SpanSetup
 from penstock.runtime.execute.evaluation_without_draining import Evaluating, EvaluationData, Evaluator, longer, no_data
 from penstock.runtime.execute.executor import Executor
-from penstock.runtime.execute.span_barriers import SpanBorders
+from penstock.runtime.execute.span_barriers import Losses, SpanBorders
 from penstock.runtime.ops.bound import STEPPING
 from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.snapshot import Saving
+from penstock.stage.blocks.loss import Loss, summed
 from penstock.stage.checks.changes_between_reports import ParameterWatch
 from penstock.stage.checks.remotely_trained_modules import HeldElsewhere
 from penstock.stage.stage_runtime import StageRuntime
@@ -85,7 +88,7 @@ class Spans:
         ]
         self._left_after, left, failed = None, False, None
         try:
-            yield from self._run(self._setup.drive(runs, 1), [*executors, *evaluators], training=True)
+            yield from self._run(self._setup.drive(runs, 1), [*executors, *evaluators], True, self._stop.ask)
         finally:
             found, reason = next(((e.failure, e.reason) for e in evaluators if e.failure is not None), (None, None))
             if self.life.broken is None:
@@ -105,35 +108,78 @@ class Spans:
             for state, executor, trains in zip(self._ranks, executors, training, strict=True)
         ]
 
-    def evaluate(self, batches: Batches, averaged: bool, version: int | None = None) -> tuple[float, float]:
+    def evaluate(self, batches: Batches, averaged: bool, version: int | None = None) -> Loss:
         """Return the loss sum on batches with the newest weights (or their average), and its weight, on all ranks."""
+        call = "evaluate(averaged=True)" if averaged else "evaluate()" if version is None else "an evaluation in run()"
+        found: Losses = []
+        for report in self._forwards(batches, call, found, averaged=averaged, version=version):
+            if report.loss is not None and report.weight:
+                found.append([report.loss * report.weight, report.weight, report.numbers])
+        totals, weights, numbers = zip(*found, strict=True) if found else ((), (), ())
+        return Loss(math.fsum(totals), math.fsum(weights), summed(numbers))
+
+    def predict(self, batches: Batches, averaged: bool) -> Iterator[Any]:
+        """Yield what the last stages in this process return for each batch, or None where there are none."""
+        last = self._setup.schedule.stage_at[self._setup.schedule.num_stages - 1, 0]
+        here = [state.stages[last].passes for state in self._ranks if last in state.stages]
+        done: Counter[int] = Counter()
+        with closing(self._forwards(batches, "predict()", [], averaged=averaged, predicts=True)) as reports:
+            for report in reports:
+                done[report.batch] += 1
+                if done[report.batch] < len(here):
+                    continue  # other pipelines in this process have parts of it
+                parts = [part for passes in here for part in (passes.predicted or {}).pop(report.batch, ())]
+                if parts or not here:  # else it has failed, of which all hear in the end
+                    yield joined_outputs(parts) if parts else None
+
+    def _forwards(
+        self,
+        batches: Batches,
+        call: str,
+        found: Losses,
+        *,
+        averaged: bool,
+        version: int | None = None,
+        predicts: bool = False,
+    ) -> Generator[Report]:
+        """Run forwards only, and yield a report of each batch of each pipeline here.
+
+        Args:
+            batches: the data.
+            call: of the user, for messages.
+            found: the losses here, which the caller adds on the way; in the end those of all ranks.
+            averaged, version: the weights that are read.
+            predicts: keep what last stages return, and compute no loss.
+        """
         kinds = [stage.weights for state in self._ranks for stage in state.stages.values()]
         if averaged and not all(weights.keeps_average for weights in kinds):
             raise ConfigError("there are no averaged weights; give the pipeline a decay, such as ema_decay=0.999")
-        source, found, failed, count = self._setup.evaluation_data(batches), [], None, 0
-        call = "evaluate(averaged=True)" if averaged else "evaluate()" if version is None else "an evaluation in run()"
+        source, failed, count = self._setup.evaluation_data(batches), None, 0
         if not self._begin(source, call, trains=False):
             if version is not None:  # within a run
                 raise no_data()
-        else:
-            executors = self._setup.evaluators(Channel.TRAINING)
-            reports = self._setup.drive([e.run(source, self.batches, 0) for e in executors], self._grid.width)
+            return
+        executors = self._setup.evaluators(Channel.TRAINING)
+        reports = self._setup.drive([e.run(source, self.batches, 0) for e in executors], self._grid.width)
+        try:
             with ExitStack() as stack:
                 for state in self._ranks:
-                    stack.enter_context(state.evaluating(averaged, version))
-                for r in self._run(reports, executors, training=False):
+                    stack.enter_context(state.evaluating(averaged, version, predicts=predicts))
+                run = stack.enter_context(closing(self._run(reports, executors, training=False, leave=source.end_soon)))
+                for report in run:
                     count += 1
-                    if r.loss is not None and r.weight:
-                        found.append([r.loss * r.weight, r.weight])
-            sees_end = self._grid.group is not None and source.failure is None and self.reporter.has_loss
-            if sees_end and source.follows(count):
-                source.fail(longer(count))
-            with self.life.together():
-                found, failed = self._borders.gather_losses(found, source.reason(self.reporter.recorder.rank))
-            for failure in (source.failure, failed):
-                if failure is not None:
-                    raise failure
-        return math.fsum(total for total, _ in found), math.fsum(weight for _, weight in found)
+                    yield report
+        finally:
+            if self.life.broken is None:  # others wait for this, also where the caller has left
+                sees_end = self._grid.group is not None and source.failure is None and self.reporter.has_loss
+                if sees_end and source.follows(count):
+                    source.fail(longer(count))
+                with self.life.together():
+                    reason = source.reason(self.reporter.recorder.rank)
+                    found[:], failed = self._borders.gather_losses(found, reason)
+        for failure in (source.failure, failed):
+            if failure is not None:
+                raise failure
 
     def _begin(self, source: BatchSource, call: str, *, trains: bool) -> bool:
         """Prepare a span; return whether there is a first batch, on which all ranks agree."""
@@ -142,9 +188,13 @@ class Spans:
             return self._borders.begin(source, self.batches, entrance, call, trains=trains)
 
     def _run(
-        self, reports: Iterator[Report], parties: Sequence[Executor | Evaluator], training: bool
-    ) -> Iterator[Report]:
-        """Yield reports until the pipeline is empty again, also when the caller leaves the loop early."""
+        self,
+        reports: Iterator[Report],
+        parties: Sequence[Executor | Evaluator],
+        training: bool,
+        leave: Callable[[], None],
+    ) -> Generator[Report]:
+        """Yield reports until the pipeline is empty again, also when the caller leaves the loop early (`leave`)."""
         count, self.life.running, watched = 0, True, ExitStack()
         self._watch.begin()
         try:
@@ -158,7 +208,7 @@ class Spans:
             except GeneratorExit:  # the caller has left the loop: finish what is under way
                 if not self.life.abandoned and not sys.is_finalizing():  # at exit, no module can be relied on
                     self._left_after = self.batches + count - 1
-                    self._stop.ask()
+                    leave()
                     unseen = list(reports)
                     count += len(unseen)
                     self.reporter.decisions.events.give_back(

@@ -8,7 +8,7 @@ are evaluated when it has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from penstock.checks import check_whole, is_whole
@@ -17,7 +17,8 @@ from penstock.errors import ConfigError, DataError
 from penstock.runtime.data.batch_source import Batches, BatchSource
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.setup.rank_state import RankState
-from penstock.runtime.update.run_events import Evaluated
+from penstock.runtime.update.run_events import Evaluated, with_numbers
+from penstock.stage.blocks.loss import summed
 
 
 class Evaluating(NamedTuple):
@@ -172,6 +173,7 @@ class Evaluator:
             return
         source = self._data.open(batch)  # what its loader raises is no trouble to what is in flight
         total, weight, count, recorder = 0.0, 0.0, 0, self._state.recorder
+        numbers = list[Mapping[str, float]]()
         release = yield from self._training.gather_rest(version)
         training = recorder.span
         recorder.begin_span()
@@ -183,6 +185,7 @@ class Evaluator:
                 count += 1
                 if event.loss is not None and event.weight:
                     total, weight = total + event.loss * event.weight, weight + event.weight
+                    numbers.append(event.numbers)
         recorder.span = training
         release()
         follows = self._state.has_loss and source.follows(count)  # it may not be readable on any rank
@@ -192,7 +195,7 @@ class Evaluator:
             self.failure, self.reason = self.failure or source.failure, source.reason(recorder.rank)
             self._ask_to_stop()
         elif self._state.has_loss:
-            self._state.decisions.note(batch, Evaluated(version, total, weight))
+            self._state.decisions.note(batch, with_numbers(Evaluated(version, total, weight), summed(numbers)))
 
     def close(self) -> None:
         """Stop the background threads of the executor."""

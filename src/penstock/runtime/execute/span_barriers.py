@@ -18,16 +18,17 @@ from penstock.runtime.execute.peer_failures import PeerFailures
 from penstock.runtime.setup.param_group_consistency import check_settings, settings_by_hand
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.setup.same_weights import check_written, follow_first, follow_hooks, follow_settings
-from penstock.runtime.update.run_events import Evaluated
+from penstock.runtime.update.run_events import Evaluated, with_numbers
 from penstock.schedule.methods.data_parallel_sync import Combine
+from penstock.stage.blocks.loss import summed
 from penstock.stage.checks.remotely_trained_modules import HeldElsewhere
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.updates.lr_scheduler_table import NoRateError
 
 _LOG = logging.getLogger(__name__)
 
-Losses = list[list[float]]
-"""Loss sums of batches with their weights."""
+Losses = list[list[Any]]
+"""Loss sums of batches with their weights and the numbers beside them."""
 
 
 class SpanBorders:
@@ -159,14 +160,13 @@ class SpanBorders:
         Raises:
             TransportError: a peer is dead, or has not come this far in time.
         """
-        noted = [list(found) for state in self._ranks for found in state.decisions.take_noted()]
+        noted = [[*found, dict(found.numbers)] for state in self._ranks for found in state.decisions.take_noted()]
         more = self._grid.group is not None and source.goes_on(batches - start)
         told = self._gather([left, failure, more, _text(source.failure), noted], "ending a run", self._grid.patience)
-        parts = [Evaluated(*found) for *_, part in told for found in part]
+        parts = [with_numbers(Evaluated(*found), numbers) for *_, part in told for *found, numbers in part]
         if parts:  # of one version, as meetings have shared all before
-            found = Evaluated(
-                parts[0].version, *(math.fsum(each) for each in zip(*(p[1:] for p in parts), strict=True))
-            )
+            total, weight = math.fsum(p.total for p in parts), math.fsum(p.weight for p in parts)
+            found = with_numbers(Evaluated(parts[0].version, total, weight), summed([p.numbers for p in parts]))
             for state in self._ranks:
                 state.decisions.events.evaluated_everywhere(found)
         if self._grid.group is None:

@@ -18,6 +18,7 @@ from penstock.schedule.machine.instructions import Instruction
 from penstock.stage.blocks.loss import UnreadLoss
 from penstock.stage.blocks.rng import RngKey
 from penstock.stage.in_flight_microbatch import Microbatch
+from penstock.stage.stage_passes import Passed
 from penstock.timeline import Waiting
 
 _NO_GRADIENTS: tuple[bool, ...] = ()
@@ -85,7 +86,8 @@ class Forward(Consumer):
         if span.provisional and stage.books.provisional:
             self._runtime.passes.graphs.begin_draft()
             stage.drafts[k, self._number] = Draft(header, value, wants, sample.target)
-        output, loss = self.compute(turn, value, wants, sample.target)
+        output, loss, auxiliary = self.compute(turn, value, wants, sample.target)
+        header, loss = self._runtime.passes.beside_loss((k, self._number), header, loss, auxiliary)
         if loss is not None and stage.is_last:
             span.losses.add(turn.batch, (k, self._number), loss if sample.counts else _NO_LOSS)
         if self._runtime.module.hands_on:
@@ -96,8 +98,8 @@ class Forward(Consumer):
         """Do without data; only evaluations can."""
         raise NotImplementedError
 
-    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, UnreadLoss | None]:
-        """Run the blocks; returns their output, and the loss where there is one."""
+    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> Passed:
+        """Run the blocks; returns their output, the loss where there is one, and auxiliary losses."""
         raise NotImplementedError
 
     def draw(self, turn: Turn) -> RngKey:
@@ -123,7 +125,7 @@ class Forward(Consumer):
 class TrainingForward(Forward):
     """A forward that a backward follows."""
 
-    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, UnreadLoss | None]:
+    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> Passed:
         """Run the blocks and keep what the backward needs."""
         scale = self._span.decisions.scale(turn.batch) if self._has_loss else 1.0
         microbatch = Microbatch(turn.first, self.draw(turn), target, scale, self._slice)
@@ -134,7 +136,7 @@ class TrainingForward(Forward):
 class UntrainedForward(Forward):
     """A forward of a stage that is not trained."""
 
-    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, UnreadLoss | None]:  # noqa: ARG002
+    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> Passed:  # noqa: ARG002
         """Run the blocks and keep nothing."""
         return self._runtime.passes.pass_on(Microbatch(turn.first, self.draw(turn), target), value)
 
@@ -155,6 +157,7 @@ class EvaluationForward(Forward):
 
     def _pass_on(self, turn: Turn, header: Header, value: Any, wants: tuple[bool, ...], sample: Sample) -> None:
         """Run the blocks on an input, or hand on what they have raised."""
+        self._counts = sample.counts
         try:
             super()._pass_on(turn, header, value, wants, sample)
         except TransportError:  # a process that shares the stage is gone
@@ -176,9 +179,13 @@ class EvaluationForward(Forward):
             self._routes.put_output(header._replace(stop=True), value)
         span.reports.forward_done(turn.batch, evaluation=True)
 
-    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, UnreadLoss | None]:  # noqa: ARG002
+    def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> Passed:  # noqa: ARG002
         """Run the blocks in evaluation mode and keep nothing."""
-        return self._runtime.passes.evaluate(Microbatch(turn.first, RngKey(-1, turn.first), target), value)
+        passes, module = self._runtime.passes, self._runtime.module
+        passed = passes.evaluate(Microbatch(turn.first, RngKey(-1, turn.first), target), value)
+        if passes.predicted is not None and self.stage.is_last and self._counts:
+            passes.predicted.setdefault(turn.batch, []).append(module.returned(passed[0]))
+        return passed
 
 
 def bind_forward(instruction: Instruction, span: RankSpan) -> Forward:
@@ -202,17 +209,22 @@ class Backward(Consumer):
         span, routes, version = self._span, self.stage.routes, turn.version
         start = self._wait_for_copies(turn)
         copy = None if self._derive is None else self.copy(turn)
+        flights = self._runtime.passes.flights
         for k, piece in self._keys:
             k += turn.t * self._m
             batch = span.start + k // self._m
-            weight, stop, gradients = routes.gradients((k, piece))
+            weight, stop, auxiliary, gradients = routes.gradients((k, piece))
             span.losses.learn(batch, weight)
             if stop:
                 span.stop.ask()
+            flight = flights[k, piece]
+            if gradients is not None:
+                flight.auxiliary = auxiliary
             found = self._run((k, piece), batch, version, gradients, copy)
             # The weight of a batch is known to the last stage before its last backward, so it rides on gradients.
             known, asked = span.losses.weight(batch), span.stop.asked
-            routes.put_input_gradients(Header(batch, k, span.more, weight=known, piece=piece, stop=asked), found)
+            header = Header(batch, k, span.more, 0, known, piece, asked, flight.auxiliary)
+            routes.put_input_gradients(header, found)
         return start
 
     def _wait_for_copies(self, turn: Turn) -> float | None:

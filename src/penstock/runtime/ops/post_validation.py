@@ -33,7 +33,8 @@ class Redo(Consumer):
         scale = span.decisions.scale(turn.batch) if runtime.module.has_loss else 1.0
         draw = RngKey(turn.batch, span.pipeline * self._m + turn.first % self._m)
         microbatch = Microbatch(turn.first, draw, target, scale)
-        output, loss = runtime.passes.forward(microbatch, value, wants, turn.version, self.copy(turn))
+        output, loss, auxiliary = runtime.passes.forward(microbatch, value, wants, turn.version, self.copy(turn))
+        header, loss = runtime.passes.beside_loss(key, header, loss, auxiliary)
         if loss is not None and self.stage.is_last:
             span.losses.add(header.batch, key, loss)
         if runtime.module.hands_on:

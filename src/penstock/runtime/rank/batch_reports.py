@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.runtime.rank.loss_ledger import BatchLoss, LossLedger
 from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.run_events import Evaluated
+from penstock.stage.blocks.loss import AUXILIARY
 from penstock.timeline import Waiting
 from penstock.weights.decision import Decision
 
@@ -34,6 +35,8 @@ class Report:
             losses; `Pipeline.decided` has those that come after the last report.
         evaluated: what evaluations have found since the last report (on all ranks where all stages decide together, or
             the pipeline is drained for them, else on that of the last stage).
+        numbers: what the loss has returned beside its sum and weight, added up over the batch; and as "auxiliary", the
+            losses of `penstock.auxiliary`, times the weight. Empty on ranks without the last stage.
     """
 
     batch: int
@@ -42,14 +45,21 @@ class Report:
     seconds: float
     decided: tuple[Decision, ...] = ()
     evaluated: tuple[Evaluated, ...] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Return the figures; of decisions and evaluations their number."""
         loss = "None" if self.loss is None else f"{self.loss:.6g}"
         more = f", {len(self.decided)} decided" * bool(self.decided)
         more += f", {len(self.evaluated)} evaluated" * bool(self.evaluated)
+        more += f", numbers={self.numbers}" * bool(self.numbers)
         weight = "None" if self.weight is None else f"{self.weight:g}"
         return f"Report(batch={self.batch}, loss={loss}, weight={weight}, seconds={self.seconds:.4g}{more})"
+
+    @property
+    def auxiliary(self) -> float | None:
+        """The mean of the losses of `penstock.auxiliary`, each times its coefficient; None where there are none."""
+        return self.numbers[AUXILIARY] / self.weight if self.weight and AUXILIARY in self.numbers else None
 
 
 class Reports:
@@ -96,11 +106,11 @@ class Reports:
         if decision.batch in self._undecided:
             self._undecided.remove(decision.batch)
             mean = decision.loss if decision.weight else None
-            self._add(decision.batch, BatchLoss(mean, decision.weight), evaluation=False)
+            self._add(decision.batch, BatchLoss(mean, decision.weight, decision.numbers), evaluation=False)
 
     def _add(self, batch: int, found: BatchLoss | None, *, evaluation: bool) -> None:
-        loss, weight = (None, None) if found is None else found
-        report = Report(batch, loss, weight, self._recorder.at(self._recorder.now()))
+        loss, weight, numbers = found or (None, None, {})
+        report = Report(batch, loss, weight, self._recorder.at(self._recorder.now()), numbers=numbers)
         self.ready.append((report, evaluation))
 
     def hand_out(self, last: float = math.inf) -> Iterator[Report]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from penstock.schedule.stage_state.microbatch_state import Piece
-from penstock.stage.blocks.loss import Loss, UnreadLoss, read_losses
+from penstock.stage.blocks.loss import Loss, UnreadLoss, read_losses, summed
 
 
 class BatchLoss(NamedTuple):
@@ -15,10 +16,12 @@ class BatchLoss(NamedTuple):
     Attributes:
         mean: the loss sum / weight; None where the weight is zero.
         weight: N, what the sum is divided by.
+        numbers: sums of what the loss has returned beside it.
     """
 
     mean: float | None
     weight: float
+    numbers: Mapping[str, float]
 
 
 class LossLedger:
@@ -52,10 +55,11 @@ class LossLedger:
         losses = self._losses.pop(batch, None)
         if losses is None:
             return None
-        total, weight = (sum(part) for part in zip(*read_losses([*losses.values()]), strict=True))
+        totals, weights, each = zip(*read_losses([*losses.values()]), strict=True)
+        total, weight, numbers = sum(totals), sum(weights), summed(each)
         if shares:
-            self._shares[batch] = Loss(total, weight)
-        return BatchLoss(total / weight if weight else None, weight)
+            self._shares[batch] = Loss(total, weight, numbers)
+        return BatchLoss(total / weight if weight else None, weight, numbers)
 
     def share(self, batch: int) -> Loss | None:
         """The sum of a batch for the decision of all stages, once; None where it is not known."""

@@ -102,16 +102,20 @@ class RankState:
         return any(stage.index == self._last for stage in self.stages)
 
     @contextmanager
-    def evaluating(self, averaged: bool = False, version: int | None = None) -> Iterator[None]:
+    def evaluating(
+        self, averaged: bool = False, version: int | None = None, *, predicts: bool = False
+    ) -> Iterator[None]:
         """Meanwhile evaluations read a version of the weights, the newest if None, or with `averaged` their average.
 
         Where parallel pipelines have a model in common, beside their own weights, they read that.
+        With `predicts` they keep what the last stage returns, and compute no loss.
         """
         stages = list(self.stages.values())
         for stage in stages:
             stage.passes.averaged, stage.passes.evaluated = stage.evaluated_leaves(averaged), version
+            stage.passes.predicted = {} if predicts else None
         try:
             yield
         finally:
             for stage in stages:
-                stage.passes.averaged = stage.passes.evaluated = None
+                stage.passes.averaged = stage.passes.evaluated = stage.passes.predicted = None

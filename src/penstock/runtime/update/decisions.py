@@ -8,11 +8,11 @@ from typing import Any
 
 from penstock.options.divergence import Divergence
 from penstock.runtime.update.divergence import DivergenceDetector
-from penstock.runtime.update.run_events import Evaluated, RunEvents
+from penstock.runtime.update.run_events import Evaluated, RunEvents, with_numbers
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
-from penstock.stage.blocks.loss import Loss
-from penstock.weights.decision import Decision, Policy, Scaler, Share, decide
+from penstock.stage.blocks.loss import Loss, summed
+from penstock.weights.decision import Decision, Policy, Scaler, Share, decide, packed_numbers
 
 
 class Decisions:
@@ -59,6 +59,7 @@ class Decisions:
         self._decided = -1  # the last batch
         self.events = RunEvents()
         self._guessed: dict[int, float] = {}  # factors
+        self._names: list[str] = []  # of the numbers beside losses, on ranks that have these
         self._noted: dict[int, Evaluated] = {}  # of this pipeline, until the decision on the batch tells the others
 
     @property
@@ -78,24 +79,28 @@ class Decisions:
         if loss is None:
             return share
         scale = self._scales.get(batch, 1.0)
+        self._names = sorted(loss.numbers) or self._names
         if not self._counts:
             return share._replace(scale=scale)
-        return share._replace(loss=loss.total, weight=loss.weight, scale=scale)
+        return share._replace(loss=loss.total, weight=loss.weight, scale=scale, numbers=packed_numbers(loss.numbers))
 
     def common_share(self, batch: int, last: bool) -> Share:
         """Return what concerns all pipelines; `last` on a last stage, which knows evaluations up to this batch."""
         noted = [self._noted.pop(b) for b in sorted(self._noted) if b <= batch] if last else []
         found, count = (math.fsum(part) for part in zip(*((n.total, n.weight) for n in noted), (0.0, 0.0), strict=True))
+        numbers = summed([n.numbers for n in noted])
+        self._names = sorted(numbers) or self._names
         if not self._counts:
-            found = count = 0.0
-        return Share(stop=float(self.stop.asked), evaluated=found, evaluated_weight=count)
+            found, count, numbers = 0.0, 0.0, {}
+        stop, beside = float(self.stop.asked), packed_numbers(numbers)
+        return Share(stop=stop, evaluated=found, evaluated_weight=count, evaluated_numbers=beside)
 
     def agree(self, batch: int, total: Share) -> bool:
         """Record the votes of all pipelines after a batch; return whether the run is to end."""
         if total.evaluated_weight and batch != self._agreed:  # a rank that holds several stages asks more than once
             every = self._combine.every
             version = (batch - self.delay) // every * every  # evaluations are of versions made by meetings
-            self.events.evaluated_everywhere(Evaluated(version, total.evaluated, total.evaluated_weight))
+            self._evaluated_everywhere(version, total)
         self._agreed = batch
         return bool(total.stop)
 
@@ -113,17 +118,24 @@ class Decisions:
                 alone = Share(weight=weight, scale=scale)
                 self._last = decide(batch, alone, self._divisor, None)._replace(loss=math.nan, norm=math.nan)
             else:
-                self._last = decide(batch, total, self._divisor, self._clip)
+                numbers = dict(zip(self._names, total.numbers, strict=False))
+                self._last = decide(batch, total, self._divisor, self._clip)._replace(numbers=numbers)
             self._decided = batch
             self.weight = float(self._last.weight) if self._last.weight else self.weight
             if total is not None and total.evaluated_weight:
-                self.events.evaluated_everywhere(Evaluated(batch - self.delay, total.evaluated, total.evaluated_weight))
+                self._evaluated_everywhere(batch - self.delay, total)
             elif total is None and batch in self._noted:
                 self.events.evaluated(self._noted.pop(batch))
             self.scaler.learn(self._last)
             self.detector.observe(self._last)
             self.events.decided(self._last)
         return self._last
+
+    def _evaluated_everywhere(self, version: int, total: Share) -> None:
+        numbers = dict(zip(self._names, total.evaluated_numbers, strict=False))
+        self.events.evaluated_everywhere(
+            with_numbers(Evaluated(version, total.evaluated, total.evaluated_weight), numbers)
+        )
 
     def guess(self, batch: int, weight: float) -> float:
         """Return the factor of an update that waits for no other stage: as if unclipped and finite.

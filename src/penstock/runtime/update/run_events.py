@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
 
 from penstock.weights.decision import Decision
 
 
-class Evaluated(NamedTuple):
+class _Beside:
+    """Numbers beside the fields of a tuple, which is unpacked without them.
+
+    Attributes:
+        numbers: as `Report.numbers`, on ranks of the last stage; of evaluations that were loaded, none.
+    """
+
+    numbers: Mapping[str, float] = MappingProxyType({})
+
+
+Beside = TypeVar("Beside", bound=_Beside)
+
+
+def with_numbers(found: Beside, numbers: Mapping[str, float]) -> Beside:
+    """Set the numbers beside a tuple, and return it."""
+    found.numbers = numbers
+    return found
+
+
+class _Evaluated(NamedTuple):
+    version: int
+    total: float
+    weight: float
+
+
+class Evaluated(_Beside, _Evaluated):
     """What an evaluation during a run has found.
 
     Attributes:
@@ -16,10 +42,6 @@ class Evaluated(NamedTuple):
         total: the sum of the loss.
         weight: what the sum is divided by, such as the number of samples.
     """
-
-    version: int
-    total: float
-    weight: float
 
     def __repr__(self) -> str:
         """Return the mean in place of the sum."""
@@ -30,6 +52,25 @@ class Evaluated(NamedTuple):
     def loss(self) -> float | None:
         """The mean; None where the weight is zero."""
         return self.total / self.weight if self.weight else None
+
+
+class _Mean(NamedTuple):
+    mean: float
+    weight: float
+
+
+class Evaluation(_Beside, _Mean):
+    """What `Pipeline.evaluate` has found: a pair (mean, weight), with the numbers that the loss returns beside these.
+
+    Attributes:
+        mean: of the loss.
+        weight: what its sum was divided by, such as the number of samples.
+    """
+
+    def __repr__(self) -> str:
+        """Return the figures."""
+        more = f", numbers={self.numbers}" * bool(self.numbers)
+        return f"Evaluation(mean={self.mean:.6g}, weight={self.weight:g}{more})"
 
 
 class RunEvents:

@@ -113,8 +113,8 @@ class Updates:
                 missing = first * stage.weights.counted - squares.elements
                 if taken is not None:
                     taken.complete(stage.weights.all_squares(batch))
-                norm = {"squares": squares.total, "rest": squares.rest, "missing": missing}
-                self._control.contribute(me, batch, share._replace(**norm), vote)
+                full = share._replace(squares=squares.total, rest=squares.rest, missing=missing)
+                self._control.contribute(me, batch, full, vote)
             except Exception as error:  # this may be the reducer's thread; the executor raises it where it waits
                 vote.complete(error=error)
                 if taken is not None and not taken.done:

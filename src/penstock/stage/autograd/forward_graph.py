@@ -29,6 +29,7 @@ class Graph:
         deferred: the weight gradients that the first half of a split backward leaves to the second; None if not split.
         deferred_nbytes: the part of `nbytes` that stays alive until the second half.
         offload: moves its saved tensors away and back; None where nothing is ever moved.
+        auxiliary: the losses that blocks have added, whose edges are the last: a zero like each, and its coefficient.
     """
 
     inputs: dict[int, Tensor]
@@ -39,6 +40,7 @@ class Graph:
     deferred: DeferredWeightGrads | None = None
     deferred_nbytes: int = 0
     offload: ActivationOffload | None = None
+    auxiliary: Sequence[tuple[Tensor, float]] = ()
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backward (`run_backward`)."""

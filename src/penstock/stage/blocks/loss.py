@@ -11,8 +11,10 @@ import functools
 import inspect
 import math
 import numbers
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +30,12 @@ from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.stage.blocks.loss_watch import LossWatch, NoMeanError, Share
 
 LossFunction = Callable[[Any, Any], Any]
-"""(output, target) -> the mean over the targets of a microbatch, as a scalar; or (sum, weight)."""
+"""(output, target) -> the mean over the targets of a microbatch, as a scalar; or (sum, weight), or these and numbers.
+"""
+AUXILIARY = "auxiliary"  # the number of the losses that blocks add on their way
+Counted = Sequence[tuple[float | Tensor | None, Any]]
+"""How many targets losses have counted, None if that is not known, and their nodes in graphs."""
+_NEAREST = 100  # nodes that are looked through for a loss in the graph of a model's own mean
 _UNUSED = "appears to not have been used in the graph"  # torch's words of what `autograd.grad` is asked for
 _MEANS = ("mean", "batchmean")  # the second one over samples: of KLDivLoss
 
@@ -130,7 +137,12 @@ class WeighedLoss:
         where: its stage, for messages.
         whole: it gets whole batches, so whatever it returns is what plain torch computes of them.
         slicing: how sequences are cut where it gets slices.
+
+    Attributes:
+        numbers: what it has returned beside sum and weight when it was last called.
     """
+
+    numbers: Mapping[str, float | Tensor] = MappingProxyType({})
 
     def __init__(self, loss: LossFunction, where: str, whole: bool = False, slicing: Slicing = EQUAL_SLICES) -> None:
         self._loss, self._where, self._whole, self._slicing = loss, where, whole, slicing
@@ -140,7 +152,13 @@ class WeighedLoss:
         self._tells = False  # its weight; then nobody watches it, as compiled functions are slower meanwhile
 
     def __call__(
-        self, output: Any, target: Any, *, piece: tuple[int, int] | None = None, batch: int = -1
+        self,
+        output: Any,
+        target: Any,
+        *,
+        piece: tuple[int, int] | None = None,
+        batch: int = -1,
+        counted: Counted | None = None,
     ) -> tuple[Tensor, float | Tensor]:
         """Return the sum of a microbatch and its weight, which is a tensor if what was counted is on a GPU.
 
@@ -149,6 +167,7 @@ class WeighedLoss:
             target: of the microbatch, with the marks of the parts that belong to no sample.
             piece: (j, k) for slice j of k, whose share in the sequence only the loss knows.
             batch: its number; -1 where batches are not told apart, in an evaluation.
+            counted: of a whole model's own losses; None of other blocks.
 
         Raises:
             ConfigError: the loss returned neither a scalar nor (sum, weight); or a scalar that is no mean over samples,
@@ -156,15 +175,20 @@ class WeighedLoss:
         """
         dims, marked = list(sample_dims(target)), target
         target = without_marks(target)
-        watch = None if self._tells else LossWatch(output, dims)
+        watch = None if self._tells else LossWatch(output, dims, _own_share(counted, output, dims))
         with watch or nullcontext():
             result = call_loss(self._loss, output, target)
-        pair = isinstance(result, tuple) and len(result) == 2
+        pair = isinstance(result, tuple) and (len(result) == 2 or (len(result) == 3 and isinstance(result[2], Mapping)))
         total = result[0] if pair else result
         if not isinstance(total, Tensor) or total.numel() != 1:
-            raise self._error(f"the loss must be a mean as a scalar tensor, or (sum, weight); got {_named(result)}")
+            raise self._error(
+                f"the loss must be a mean as a scalar tensor, or (sum, weight); got {_named(result)}"
+                + " (the loss of a model of transformers is None without labels among its inputs)" * (result is None)
+            )
         if pair:
-            self._tells = True
+            if self.numbers.keys() != (numbers := self._given_numbers(*result[2:])).keys() and self._tells:
+                raise self._error(f"the loss returned the numbers {[*self.numbers]} before, and {[*numbers]} now")
+            self._tells, self.numbers = True, numbers
             given = self._given_weight(result[1])
             return total, given if piece is None else self._of_slice(given, piece[0], output, marked)
         if piece is not None:
@@ -232,7 +256,7 @@ class WeighedLoss:
             )
 
     def _given_weight(self, given: Any) -> float | Tensor:
-        if not isinstance(given, numbers.Real) and not (isinstance(given, Tensor) and given.numel() == 1):
+        if not _is_number(given):
             raise self._error(
                 f"the loss returned (loss, {_named(given)}), but the second of two is the weight of a sum, a number; "
                 "return the loss alone"
@@ -244,8 +268,46 @@ class WeighedLoss:
             raise self._error(_negative(weight))
         return weight
 
+    def _given_numbers(self, given: Mapping[Any, Any] = MappingProxyType({})) -> dict[str, float | Tensor]:
+        if AUXILIARY in given or not all(map(_is_number, given.values())):
+            raise self._error(
+                "the third of what the loss returns is a dict of numbers to be added up over microbatches, such as "
+                f"{{'correct': n}}; {AUXILIARY!r} is the name of those of blocks; got {in_short(given)}"
+            )
+        return {str(name): unread(each) if isinstance(each, Tensor) else float(each) for name, each in given.items()}
+
     def _error(self, text: str) -> ConfigError:
         return ConfigError(f"{self._where}: {text}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _own_share(counted: Counted | None, output: Any, target: Sequence[tuple[Tensor, int | None]]) -> Share | str:
+    """Return the part of the samples that a mean counts which the model itself has computed, or why it has none."""
+    if counted is None:
+        return 1.0
+    means = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and not leaf.dim()]
+    nodes = {node for _, node in counted} if not means or means[0].grad_fn is None else _behind(means)
+    numbers = [number for number, node in counted if node in nodes]
+    known = [number for number in numbers if number is not None]
+    if not known or len(known) < len(numbers):
+        return "the model has computed it otherwise than by a mean of one of torch's losses"
+    if any(float(other) != float(known[0]) for other in known[1:]):  # waits for a GPU
+        return "the model adds means that are divided by different numbers"
+    return known[0] / _samples(output, target)
+
+
+def _behind(means: Sequence[Tensor]) -> set[Any]:
+    """Return the nearest nodes of the graph behind the numbers of a model, among which is that of a loss."""
+    rest, found = deque(mean.grad_fn for mean in means), set[Any]()
+    while rest and len(found) < _NEAREST:
+        node = rest.popleft()
+        if node is not None and node not in found:
+            found.add(node)
+            rest += [following for following, _ in node.next_functions]
+    return found
 
 
 def _listed(sizes: Sequence[float]) -> str:
@@ -281,7 +343,7 @@ def _zero(output: Any, total: Tensor) -> Tensor:
     """A loss without targets, as zero: torch's mean over none is NaN, which the backward would spread."""
     outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     zeros: list[Tensor] = [leaf.flatten()[:0].sum().real for leaf in outputs]  # of no elements: 0 * inf is NaN
-    return sum(zeros, torch.zeros((), dtype=total.dtype, device=total.device)) if zeros else total.detach() * 0
+    return sum(zeros, torch.zeros((), dtype=total.dtype, device=total.device))
 
 
 def _negative(weight: float) -> str:
@@ -293,10 +355,11 @@ def _named(value: Any) -> str:
 
 
 class Loss(NamedTuple):
-    """A loss sum and its weight."""
+    """A loss sum and its weight, and numbers beside it."""
 
     total: float
     weight: float
+    numbers: Mapping[str, float] = MappingProxyType({})
 
 
 class UnreadLoss(NamedTuple):
@@ -305,10 +368,12 @@ class UnreadLoss(NamedTuple):
     Attributes:
         total: a number; or on a GPU, which one would have to wait for, a tensor of one element.
         weight: of the sum, likewise.
+        numbers: beside it, likewise.
     """
 
     total: float | Tensor
     weight: float | Tensor
+    numbers: Mapping[str, float | Tensor] = MappingProxyType({})
 
 
 def read_losses(losses: Sequence[UnreadLoss]) -> list[Loss]:
@@ -317,12 +382,13 @@ def read_losses(losses: Sequence[UnreadLoss]) -> list[Loss]:
     Raises:
         ConfigError: a weight is negative.
     """
-    on_gpu = [value.double() for loss in losses for value in loss if isinstance(value, Tensor)]
-    if on_gpu:
-        numbers = iter(torch.stack(on_gpu).tolist())
-        read = [Loss(*(next(numbers) if isinstance(value, Tensor) else value for value in loss)) for loss in losses]
-    else:
-        read = [Loss._make(loss) for loss in losses]
+    values = [(*loss[:2], *loss.numbers.values()) for loss in losses]
+    on_gpu = [value.double() for row in values for value in row if isinstance(value, Tensor)]
+    there = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
+    read = []
+    for loss, row in zip(losses, values, strict=True):
+        total, weight, *beside = [next(there) if isinstance(value, Tensor) else value for value in row]
+        read.append(Loss(total, weight, dict(zip(loss.numbers, beside, strict=True))))
     wrong = next((loss.weight for loss in read if not loss.weight >= 0), None)
     if wrong is not None:
         raise ConfigError(_negative(wrong))
@@ -332,3 +398,10 @@ def read_losses(losses: Sequence[UnreadLoss]) -> list[Loss]:
 def unread(total: Tensor) -> float | Tensor:
     """A loss sum as a number, where that is there; else a copy, so that no larger tensor lives on with a view of it."""
     return float(total.detach()) if total.is_cpu else total.detach().reshape(()).clone()
+
+
+def summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the sums of numbers, name by name."""
+    return {
+        name: sum(part.get(name, 0.0) for part in parts) for name in dict.fromkeys(n for part in parts for n in part)
+    }

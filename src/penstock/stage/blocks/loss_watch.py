@@ -90,22 +90,25 @@ class LossWatch(TorchFunctionMode):
     Args:
         output: of the model, as the loss gets it.
         target: its tensors, each with its dimension of samples; None if that belongs to no sample.
+        own: the part of its samples that a mean counts which the model itself has computed, or why that is unknown.
 
     Attributes:
         divides_by_number: a sum was divided by a number that is one of samples, but might be a constant as well.
     """
 
-    def __init__(self, output: Any, target: Sequence[tuple[Tensor, int | None]]) -> None:
+    def __init__(self, output: Any, target: Sequence[tuple[Tensor, int | None]], own: Share | str = 1.0) -> None:
         super().__init__()
         self._states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # None: depends on neither
         self.divides_by_number = False
         self._given = [(tuple(leaf.shape), dim) for leaf, dim in target if dim is not None]
         common, counts = (self._given or [((), 0)])[0][1], self._counts
         for leaf in leaves_of(output):
-            if isinstance(leaf, Tensor):  # one without a dimension is a mean that the model has computed itself
+            if isinstance(leaf, Tensor):
                 like = leaf.dim() > common and (not counts or leaf.shape[common] in counts)
                 self._given += [(tuple(leaf.shape), common)] if like else []
-                self._states[leaf] = _Data(dim=common if like else None) if leaf.dim() else _Means((1.0,))
+                self._states[leaf] = _Data(dim=common if like else None)
+                if not leaf.dim():  # a mean that the model has computed itself
+                    self._states[leaf] = _Unknown(own) if isinstance(own, str) else _Means((own,))
         for leaf, dim in target:
             self._states[leaf] = None if dim is None else _Data(dim=dim)
 
@@ -380,6 +383,17 @@ def _loss_arguments(func: Callable[..., Any]) -> Mapping[str, Any] | None:
         return None
     parameters = inspect.signature(func).parameters
     return {name: p.default for name, p in parameters.items()} if "reduction" in parameters else None
+
+
+def counted_by(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float | Tensor | None]:
+    """Return the number by which one of torch's losses divides, None if it is not known; nothing of other functions."""
+    if (defaults := _loss_arguments(func)) is None:
+        return []
+    given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+    found, target = _after_loss(func, given, _Data()), given.get("target")
+    if not isinstance(found, _Means) or not isinstance(target, Tensor) or given["reduction"] != "mean":
+        return [None]
+    return [found.shares[0] * target.numel()]
 
 
 def _after_loss(func: Callable[..., Any], given: Mapping[str, Any], data: _Data) -> _State:

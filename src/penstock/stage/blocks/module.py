@@ -20,6 +20,7 @@ from penstock.partition.tensor_parallel import Division, whole_output
 from penstock.stage.autograd.forward_graph import open_inputs
 from penstock.stage.blocks.block_tensors import BlockTensors
 from penstock.stage.blocks.loss import LossFunction, WeighedLoss
+from penstock.stage.blocks.loss_watch import counted_by
 from penstock.stage.blocks.precision_casts import cast, check_formats, in_full
 from penstock.stage.blocks.rng import BlockRng, RngKey
 
@@ -46,6 +47,7 @@ class StageModule:
         device: on which it computes.
         division: what of its parameters other processes share.
         last: the name of the last block.
+        weighed: the loss, as sums and weights; None where there is none.
         rng: the random numbers of blocks and loss.
     """
 
@@ -65,7 +67,7 @@ class StageModule:
         self.division = Division()
         self.last = list(self.blocks)[-1]
         self.loss, self.hands_on = loss, hands_on
-        self._weighed = None if loss is None else WeighedLoss(loss, where, whole, options.partition.slicing)
+        self.weighed = None if loss is None else WeighedLoss(loss, where, whole, options.partition.slicing)
         self.where, self.precision = where, options.precision.low
         self.tensors = BlockTensors(self.modules, where, self.precision)
         devices = self.tensors.devices
@@ -76,6 +78,7 @@ class StageModule:
         for block in self.blocks.values():
             if isinstance(block, ModelStage):
                 block.precision = self.precision
+                block.count = None if loss is None else counted_by
 
     def take(self, value: Any) -> Any:
         """Return the model's own input on the device of the stage, in the precision of its passes.
@@ -165,15 +168,19 @@ class StageModule:
             ConfigError: the loss function returned something else; or, for a slice of a sequence, it returned no
                 weight, so that the share of the slice in the whole sequence is unknown.
         """
-        assert self._weighed is not None
+        assert self.weighed is not None
         if LOSS in self.rng.drawing:
             self.rng.seed_block(LOSS, key)
         open_dataclasses(target)
         given, wants = detached(target)
-        if self.division.splits and not getattr(self.loss, "takes_parts", False):
-            output = whole_output(output)
+        output = self.returned(output, parts=getattr(self.loss, "takes_parts", False))
         target = open_inputs(on_device(given, self.device), wants)[0]
-        return self._weighed(in_full(output, self.precision), target, piece=piece, batch=key.batch)
+        counted = getattr(self.blocks[self.last], "counted", None)
+        return self.weighed(output, target, piece=piece, batch=key.batch, counted=counted)
+
+    def returned(self, output: Any, *, parts: bool = False) -> Any:
+        """Return an output of the model as one process has it, in float32 at least; or (`parts`) what of it is here."""
+        return in_full(whole_output(output) if self.division.splits and not parts else output, self.precision)
 
     def refresh(self) -> None:
         """Follow what was changed on the blocks between two runs: frozen parameters, and which blocks may draw."""

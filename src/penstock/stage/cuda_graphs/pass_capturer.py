@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 
 from penstock.comm.core.devices import on_device
 from penstock.comm.message.trees import detached
-from penstock.stage.autograd.forward_graph import Graph
 from penstock.stage.autograd.saved_bytes import has_memory
 from penstock.stage.blocks.loss import UnreadLoss
 from penstock.stage.blocks.module import StageModule
@@ -29,11 +28,11 @@ from penstock.stage.cuda_graphs.host_effects import ModuleAttributes, noticing_h
 from penstock.stage.cuda_graphs.in_flight_room import InFlightRoom, RecordingKey
 from penstock.stage.cuda_graphs.recorder import GraphRecorder
 from penstock.stage.cuda_graphs.replayed_backward import ReplayedGraph
+from penstock.stage.graph_builder import BlockOutput
 from penstock.stage.in_flight_microbatch import Microbatch
 from penstock.weights.memory.buffers import Buffer, Handle
 
 _LOG = logging.getLogger(__name__)
-Built = tuple[Graph, Any, UnreadLoss | None]
 """The graph of a forward, its output and its loss."""
 Compute = Callable[[Microbatch, Any], tuple[Any, Tensor | None, UnreadLoss | None]]
 """Runs the blocks on an input; returns the output, the loss sum in its graph, and the loss."""
@@ -92,8 +91,8 @@ class PassCapturer:
         wants: tuple[bool, ...],
         weights: Handle | None,
         halves: bool,
-        build: Callable[[], Built],
-    ) -> Built:
+        build: Callable[[], BlockOutput],
+    ) -> BlockOutput:
         """Replay the forward of a microbatch, or have it built where there is no recording, and can be none.
 
         Args:
@@ -128,7 +127,7 @@ class PassCapturer:
         elsewhere = partial(self._elsewhere, captured, room, key)
         graph = ReplayedGraph(captured, room.claim(), elsewhere, self._nbytes[key])
         self._hold(graph.nbytes)
-        return graph, *self._replay(captured, given, microbatch)
+        return BlockOutput(graph, *self._replay(captured, given, microbatch))
 
     def _recording(self, room: InFlightRoom, key: RecordingKey, weights: Buffer, gradient: Buffer) -> CapturedPass:
         """Return the recording for two buffers, which is made if there is none.
@@ -177,7 +176,7 @@ class PassCapturer:
             return None
         return Given(value, wants, target)
 
-    def _observe(self, key: RecordingKey, given: Given, build: Callable[[], Built]) -> Built:
+    def _observe(self, key: RecordingKey, given: Given, build: Callable[[], BlockOutput]) -> BlockOutput:
         """Run the first pass on some shapes as it is, and find out whether such passes can be recorded."""
         before = [(buffer, buffer.clone()) for buffer in self._module_buffers()]
         with noticing_host_effects(self._module, given.tensors) as effects:
@@ -185,8 +184,10 @@ class PassCapturer:
             reason = effects()
         known = {id(buffer) for buffer in self._written}
         self._written += [b for b, content in before if id(b) not in known and not torch.equal(b, content)]
+        if built.auxiliary is not None:
+            reason = "a block calls auxiliary()"
         if reason is None:
-            self._nbytes[key] = built[0].nbytes, built[0].deferred_nbytes
+            self._nbytes[key] = built.graph.nbytes, built.graph.deferred_nbytes
         else:
             self._give_up(reason)
         return built
@@ -203,7 +204,7 @@ class PassCapturer:
             memory.scale = microbatch.scale
             seed.copy_(self._seed(seed, memory.scale))
         output = pytree.tree_map_only(Tensor, torch.clone, output)  # others may read it after the backward
-        return output, UnreadLoss(*(value.clone() if isinstance(value, Tensor) else value for value in loss))
+        return output, pytree.tree_map_only(Tensor, torch.clone, loss)
 
     def _run(self, value: Any, target: Any) -> tuple[Any, Tensor | None, UnreadLoss | None]:
         """Run the blocks to be recorded."""
