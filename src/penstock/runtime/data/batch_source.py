@@ -302,8 +302,8 @@ def iterator_of(batches: Any) -> Iterator[Any]:
 
 
 def inputs_alone(batches: Batches) -> Iterator[Any]:
-    """Yield batches for outputs alone: pairs as they are, and other inputs without targets."""
-    for batch in iterator_of(batches):
+    """Yield batches for outputs alone: pairs as they are, labels apart, and other inputs without targets."""
+    for batch in map(in_pairs, iterator_of(batches)):
         yield batch if isinstance(batch, Sequence) else (batch, None)
 
 
