@@ -182,3 +182,12 @@ def test_processes_add_up_numbers_and_auxiliary_losses_as_one_does(pool: Pool) -
     assert first[2] == [None] * 3
     assert all(map(torch.equal, last[2], wanted[2]))
     assert all(torch.equal(weight, wanted[3][name]) for name, weight in {**first[3], **last[3]}.items())
+
+
+def test_labels_are_no_input_of_predictions() -> None:
+    def names(batch: Any) -> Any:
+        return batch["x"] * len(batch)
+
+    x = torch.ones(4, 3).double()
+    (found,) = make(blocks=[names, *blocks()], partition=[2, 1]).predict([{"x": x, "labels": torch.ones(4, 2)}])
+    torch.testing.assert_close(found, nn.Sequential(*blocks())(x).detach())
