@@ -18,9 +18,9 @@ from penstock.partition.blocks import LazyBlock
 from penstock.partition.parameter_names import block_of, modules_in, prefix_of
 
 UNTIED = (
-    "were one parameter when the pipeline was made and no longer are (as after load_state_dict(assign=True)); make them "
-    "one again: the same Parameter in both places; or make a new Pipeline of the changed model, which begins with its "
-    "present weights, and with optimizers that are new (a checkpoint from before the change does not fit it)"
+    "were one parameter when the pipeline was made and no longer are (as after load_state_dict(assign=True)); make "
+    "them one again: the same Parameter in both places; or make a new Pipeline of the changed model, which begins with "
+    "its present weights, and with optimizers that are new (a checkpoint from before the change does not fit it)"
 )
 """What is said of two parameters, by name."""
 
