@@ -118,7 +118,9 @@ class Spans:
         else:
             executors = self._setup.evaluators(Channel.TRAINING)
             reports = self._setup.drive([e.run(source, self.batches, 0) for e in executors], self._grid.width)
-            with ExitStack() as stack:
+            stack = ExitStack()
+            stack.enter_context(source.interruptible(self.reporter.recorder.rank, self._stop.alone))
+            with stack:
                 for state in self._ranks:
                     stack.enter_context(state.evaluating(averaged, version))
                 for r in self._run(reports, executors, training=False):

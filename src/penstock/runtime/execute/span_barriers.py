@@ -245,7 +245,7 @@ def _of_other_ends(more: Sequence[bool | None], ended: str) -> DataError | None:
     )
 
 
-def _text(failure: Exception | None) -> str | None:
+def _text(failure: BaseException | None) -> str | None:
     return None if failure is None else f"{type(failure).__name__}: {failure}"
 
 

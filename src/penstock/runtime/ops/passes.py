@@ -77,9 +77,9 @@ class Forward(Consumer):
             value = self._runtime.module.take(routes.own_input(value))
         if self._has_loss and header.checksum and sample.checksum and header.checksum != sample.checksum:
             raise DataError(
-                f"microbatch {k} (batch {turn.batch}) is not the same on the first and the last stage; every rank must "
-                "see the same samples in the same order (no DistributedSampler, and a generator with the same seed "
-                "where a DataLoader shuffles)"
+                f"{self._object(turn)} is not the same on the first and the last stage; every rank must see the same "
+                "samples in the same order (no DistributedSampler, and a generator with the same seed where a "
+                "DataLoader shuffles)"
             )
         span.more = header.more  # no older batch comes later: all forwards of a period are of its own (`check_offered`)
         if span.provisional and stage.books.provisional:
@@ -154,7 +154,10 @@ class EvaluationForward(Forward):
             return None, enters and source.follows(k // self._m + 1)
 
     def _pass_on(self, turn: Turn, header: Header, value: Any, wants: tuple[bool, ...], sample: Sample) -> None:
-        """Run the blocks on an input, or hand on what they have raised."""
+        """Run the blocks on an input, or hand on what they have raised; nothing once the evaluation has failed."""
+        if self._span.source.failure is not None:
+            self._pass_by(turn, header, value)
+            return
         try:
             super()._pass_on(turn, header, value, wants, sample)
         except TransportError:  # a process that shares the stage is gone
@@ -178,7 +181,10 @@ class EvaluationForward(Forward):
 
     def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> tuple[Any, UnreadLoss | None]:  # noqa: ARG002
         """Run the blocks in evaluation mode and keep nothing."""
-        return self._runtime.passes.evaluate(Microbatch(turn.first, RngKey(-1, turn.first), target), value)
+        output, loss = self._runtime.passes.evaluate(Microbatch(turn.first, RngKey(-1, turn.first), target), value)
+        if self._runtime.module.hands_on:
+            self._routes.check_output(output)
+        return output, loss
 
 
 def bind_forward(instruction: Instruction, span: RankSpan) -> Forward:
