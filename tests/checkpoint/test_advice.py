@@ -21,6 +21,7 @@ from penstock.checkpoint.format import checkpoint_folder
 from penstock.checkpoint.index import write_index
 from penstock.checkpoint.tensor_file import layout_of
 from penstock.errors import PenstockError
+from support.command_line import Command, only_folder, settings
 
 GENERATOR = torch.Generator().manual_seed(2)
 DATA = [(torch.randn(8, 4, generator=GENERATOR), torch.randn(8, 4, generator=GENERATOR)) for _ in range(8)]
@@ -496,3 +497,45 @@ def test_weights_that_are_not_finite_are_told_and_an_earlier_checkpoint_is_left(
     caplog.clear()
     checkpoints.load(limit=4)
     assert (pipeline.batches, pipeline.is_finite(), caplog.records) == (4, True, [])
+
+
+def at(run: Path, *more: str) -> list[str]:
+    return ["train", "--resume", str(run), *more]
+
+
+def lose(run: Path) -> None:
+    shutil.copytree(run / "checkpoints", run.parent / "kept")
+    shutil.rmtree(run / "checkpoints")
+
+
+RUNS: list[tuple[str, Callable[[Path], Any], list[str], str, Callable[[Path], Any], list[str]]] = [
+    ("another model", id, ["--set", "model.width=64"], "leave the change out, or", id, []),
+    ("another model, anew", id, ["--set", "model.width=64"], r"a run of its own \(without --resume\)", id, ["anew"]),
+    ("a change", id, ["--set", "optimizer.lr=-1"], "optimizer.lr", id, []),
+    ("a change of the loop", id, ["--set", "batches=1"], "set batches above that", id, ["--set", "batches=4"]),
+    ("checkpoints lost", lose, [], "put the checkpoints back",
+     lambda run: shutil.copytree(run.parent / "kept", run / "checkpoints"), []),
+    ("checkpoints lost, restart", lose, [], "begin again with --restart", id, ["--restart"]),
+    ("the folder of runs", id, ["around"], "the newest run in it is '{run}'", id, []),
+]  # fmt: skip
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "change", "given", "message", "mend", "advised"), RUNS, ids=[c[0] for c in RUNS])
+def test_a_run_goes_on_as_the_command_line_says(
+    tmp_path: Path, command: Command, name: str, change: Callable[[Path], Any], given: list[str], message: str,
+    mend: Callable[[Path], Any], advised: list[str],
+) -> None:  # fmt: skip
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    train = ["train", "--data", str(tmp_path / "text.txt")]
+    ran = command(*train, *settings(f"out={tmp_path / 'runs'}", "sample_length=0"))
+    assert ran.returncode == 0, ran.stderr
+    run = only_folder(tmp_path / "runs")
+    change(run)
+    refused = command(*(at(run.parent) if given == ["around"] else at(run, *given)))
+    assert refused.returncode == 2
+    assert re.search(message.replace("{run}", re.escape(str(run))), " ".join(refused.stderr.split()))
+    mend(run)
+    anew = [*train, *settings(f"out={tmp_path / 'own'}", "sample_length=0", "model.width=64")]
+    ended = command(*(anew if advised == ["anew"] else at(run, *advised)))
+    assert ended.returncode == 0, ended.stderr
