@@ -58,6 +58,15 @@ def test_a_finished_schedule_takes_no_numbers(tmp_path: Path, suffix: str, numbe
         penstock.load_schedule(tmp_path / f"mine.{suffix}", **numbers)
 
 
+def test_what_is_proven_is_a_schedule_to_check() -> None:
+    proven = penstock.make_schedule("1f1b", stages=2, microbatches=2)
+    assert penstock.check(proven) is proven
+    assert str(penstock.check(proven.schedule)) == str(penstock.check(str(proven))) == str(proven)
+    for other in (5, None, [proven]):
+        with pytest.raises(ConfigError, match="check takes a schedule, or its text form; got "):
+            penstock.check(other)  # type: ignore[arg-type]
+
+
 def test_a_function_in_a_file_needs_numbers(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(ORDER)

@@ -13,10 +13,13 @@ and simulated without torch.
 
 import os
 import sys
+from contextlib import suppress
 
 # `python -m penstock` begins the path with the working folder; files in it must not take the place of modules.
-if sys.argv[:1] == ["-m"] and sys.path[:1] == [os.getcwd()] and any(a.endswith("penstock") for a in sys.orig_argv):
-    del sys.path[0]
+if sys.argv[:1] == ["-m"] and any(a.endswith("penstock") for a in sys.orig_argv):
+    with suppress(FileNotFoundError):  # it is gone, and so not there
+        if sys.path[:1] == [os.getcwd()]:
+            del sys.path[0]
 
 import lazy_loader
 

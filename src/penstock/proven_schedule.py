@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.text import Text
 
+from penstock.checks import in_brief
 from penstock.errors import ConfigError
 from penstock.guarded_files import write_whole
 from penstock.schedule.build import ScheduleRequest
@@ -150,12 +151,17 @@ def make_schedule(
     return ProvenSchedule.of(request.prove(), chosen if rule is None else None)
 
 
-def check(schedule: Schedule | str) -> ProvenSchedule:
-    """Prove a schedule, given as such or in its text form.
+def check(schedule: Schedule | ProvenSchedule | str) -> ProvenSchedule:
+    """Prove a schedule, given as such or in its text form; one that is proven stays as it is.
 
     Raises:
+        ConfigError: it is none.
         ScheduleError: it is wrong; the message names the action and the reason.
     """
+    if isinstance(schedule, ProvenSchedule):
+        return schedule
+    if not isinstance(schedule, Schedule | str):
+        raise ConfigError(f"check takes a schedule, or its text form; got {in_brief(schedule)}")
     return ProvenSchedule.of(proofs.check(parse_schedule(schedule) if isinstance(schedule, str) else schedule))
 
 

@@ -1,10 +1,10 @@
 """Gives random malformed inputs to everything that reads one: `make fuzz`; ARGS="--inputs 2000 --seed 7" for less.
 
 Configurations, schedules as text and as torch's CSV, indexes of checkpoints and weights (behind a valid digest, and
-not), what checkpoints hold (loaded and trained on), command lines, values of every option that takes a name, and
-outputs in all states, in this process. Each input is a valid one in which parts were replaced, removed, repeated or
-nested. Allowed is an error that `penstock.errors` has, or none; everything else is a finding, and so is an input that
-takes longer than ten seconds. `--out FILE` keeps the counts.
+not), what checkpoints hold (loaded and trained on), command lines, values of every option that takes a name, outputs in
+all states, and surroundings that lack something, in this process. Each input is a valid one in which parts were
+replaced, removed, repeated or nested. Allowed is an error that `penstock.errors` has, or none; everything else is a
+finding, and so is an input that takes longer than ten seconds. `--out FILE` keeps the counts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import resource
 import sys
 import tempfile
@@ -212,6 +213,22 @@ def tiny_pipeline() -> penstock.Pipeline:
     )  # fmt: skip
 
 
+def run_in(line: str, folder_is_gone: bool, files: int, interface: str) -> None:
+    """Run a command in this process, which may open so many files, in a folder of its own, which may be gone."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    variables = mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": interface} if interface else {})
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place), variables:
+        if folder_is_gone:
+            os.rmdir(place)
+            os.mkdir(f"{place}-")  # what is removed in the end is another one
+            os.rename(f"{place}-", place)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, before[1]))
+            run_command(line.split())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def readers(folder: Path, findings: Findings) -> dict[str, tuple[Callable[..., None], dict[str, Any]]]:
     """Every reader with what it is given, by name; each tries one input."""
     config = as_yaml(TrainConfig())
@@ -315,6 +332,15 @@ def readers(folder: Path, findings: Findings) -> dict[str, tuple[Callable[..., N
             {
                 "taken": st.sampled_from(options_with_text()),
                 "value": st.sampled_from((*ODD, *ODD_NAMES.values())) | st.text(max_size=300),
+            },
+        ),
+        "surroundings": (
+            lambda **given: findings.attempt("surroundings", lambda: run_in(**given), given),
+            {
+                "line": st.sampled_from((*commands(), "train 1f1b --set out=runs")),
+                "folder_is_gone": st.booleans(),
+                "files": st.sampled_from([8, 24, 36, 64, 1024]),
+                "interface": st.sampled_from(["", "lo", "nope0", "lo,nope0", "\x1b[2J", "x" * 300]),
             },
         ),
         "output": (

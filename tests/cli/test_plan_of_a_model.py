@@ -182,7 +182,16 @@ def test_prices_of_clusters_are_one_or_asked_for():
         "plan --model tiny --out missing/plan.yaml", "plan --model tiny --timeline missing/plan.svg",
         "plan --model tiny --link-matrix missing.yaml --planner spp", "plan --model tiny --epochs x --epoch-samples 9",
         "plan --model tiny --memory x", "plan --model tiny --host-memory x",
-        "plan --model tiny --cluster this-machine,missing",
+        "plan --model tiny --cluster this-machine,missing", "plan --model tiny --cluster this-machine,a100 --devices 1",
+        "plan --model tiny --speed x", "plan --model tiny --speed 1,2", "plan --model tiny --latency x",
+        "plan --model tiny --latency 1e-6,1e-6,1e-6", "plan --model tiny --bandwidth 1GB",
+        "plan --model tiny --price 2", "plan --profile known.yaml --link-matrix links.yaml --planner spp",
+        "plan --model tiny --objective cost --price -1", "plan --model tiny --objective x",
+        "plan --model tiny --objective time-to-target", "plan --model tiny --planner x", "plan --model tiny --cost x",
+        "plan --model tiny --methods x", "plan --model tiny --devices x", "plan --model tiny --devices 10000000",
+        "plan --model tiny --microbatch-sizes 2 --global-batch 7", "plan --model tiny --worlds 1",
+        "plan --model tiny --global-batch 8 --microbatches 4", "plan --model tiny --straight --cost simulated",
+        "scale --x 8 --steps 0", "scale --x 8 --critical-batch 0", "scale --x 8 --plots /dev/null/plots",
         "scale --x 8 --rules missing.yaml", "scale", "scale --x 8 --memory x",
         "profile --layers 2", "profile --layers 2 --hidden 8 --sequence 8 --vocabulary 8 --out missing/profile.yaml",
         "profile --layers 2 --hidden 8 --sequence 8 --vocabulary 8 --calibration missing.yaml",
@@ -193,6 +202,10 @@ def test_nothing_is_measured_before_what_is_cheap_was_checked(monkeypatch, capsy
         raise AssertionError("the machine was measured")
 
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "links.yaml").write_text("links: [[0.0, 1e9, 1e9], [1e9, 0.0, 1e9], [1e9, 1e9, 0.0]]")
+    model = "profile --cluster h100 --layers 2 --hidden 8 --sequence 8 --vocabulary 8 --out known.yaml"
+    if "known" in arguments:
+        assert run(monkeypatch, capsys, *model.split())[0] == 0
     monkeypatch.setattr("penstock.measure.machine.this_machine.this_machine", measured)
     where = [] if "--cluster" in arguments else ["--cluster", "this-machine"]
     code, _, err = run(monkeypatch, capsys, *arguments.split(), *where)

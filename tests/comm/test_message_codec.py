@@ -17,7 +17,7 @@ from penstock.comm.message.tensor_message import Header, TensorMessage
 from penstock.comm.message.tree_classes import find_classes, open_dataclasses
 from penstock.comm.message.trees import detached
 from penstock.comm.message.wire_header import HEADER_BYTES, bytes_of, split, transport_fields
-from penstock.errors import TransportError
+from penstock.errors import CapabilityError, TransportError
 from support.examples import examples
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
@@ -214,7 +214,7 @@ def test_only_dataclasses_and_named_tuples_are_looked_up(name: str) -> None:
 )
 def test_what_cannot_travel_is_refused_by_the_sender(tree: Any, named: str) -> None:
     open_dataclasses(tree)
-    with pytest.raises(TransportError, match=rf"the lane.*{named}"):
+    with pytest.raises(CapabilityError, match=rf"the lane.*{named}"):
         Codec("the lane").encode(TensorMessage(Header(0, 0, True), tree))
 
 

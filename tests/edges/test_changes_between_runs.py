@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from penstock import Checkpoints, DataParallel, Staleness
 from penstock.errors import ConfigError
 from support.plain_training import PlainTraining, assert_close_weights, make_data, make_model, pipeline_of_model
+from support.pool import Pool
 
 Change = Callable[[nn.Sequential], None]
 
@@ -132,6 +134,29 @@ def test_weights_assigned_reach_evaluations_and_parallel_pipelines(width: int) -
     found = pipeline.evaluate([(x, y)])
     assert found is not None
     assert found[0] == pytest.approx(nn.functional.mse_loss(wanted(x), y).item())
+
+
+def writes_on(group: dist.ProcessGroup, method: str, sharding: str, ranks: list[int]) -> list[str]:
+    """Runs with weights that are written on some ranks in between, and at last on all; what they have said."""
+    model, data, said = make_model(), make_data(6), []
+    pipeline = pipeline_of_model(model, plainly, method, group=group, data_parallel=DataParallel(2, sharding=sharding))
+    list(pipeline.run(data[:2]))
+    if dist.get_rank(group) in ranks:
+        double_a_weight_of_the_first_stage(model)
+    for _ in range(2):
+        with pytest.raises(ConfigError) as caught:
+            list(pipeline.run(data[2:4]))
+        said.append(str(caught.value))
+    if dist.get_rank(group) not in ranks:
+        double_a_weight_of_the_first_stage(model)
+    list(pipeline.run(data[2:4]))
+    return said
+
+
+@pytest.mark.parametrize(("method", "sharding"), [("1f1b", "none"), ("2bw", "optimizer"), ("1f1b", "full")])
+def test_weights_written_in_some_of_the_pipelines_are_refused(pool: Pool, method: str, sharding: str) -> None:
+    for said in pool.submit(writes_on, method, sharding, [0], ranks=4):
+        assert all("stage 0 were written into between two runs, but not the same on ranks 0 and 2" in s for s in said)
 
 
 def test_without_writes_a_run_in_parts_goes_on_under_2bw() -> None:

@@ -259,6 +259,27 @@ def test_parameters_added_to_an_optimizer_later_are_refused(when: str) -> None:
         run()
 
 
+class Counting(torch.optim.SGD):
+    """Keeps a number for all of its parameters, from the beginning or from its first step on."""
+
+    at_once = False
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.state["count"] = 0 if self.at_once else {}
+
+    def step(self, closure: Any = None) -> None:
+        self.state["count"] = 1
+        super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [Counting, type("AtOnce", (Counting,), {"at_once": True})])
+def test_state_that_is_of_no_parameter_is_refused(kind: type[Counting]) -> None:
+    said = rf"{kind.__name__} keeps 'count' in its state, .* keep it for each parameter"
+    with pytest.raises(CapabilityError, match=said):
+        list(pipeline_of_model(make_model(), kind, "1f1b").run(make_data(2)))
+
+
 def test_one_optimizer_for_several_stages_is_refused() -> None:
     """Made at the first one, and given the parameters of the next ones."""
     made: list[torch.optim.SGD] = []

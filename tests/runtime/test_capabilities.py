@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
+from penstock.options.all_options import PipelineOptions
 from penstock.options.divergence import Divergence
 from penstock.options.parallelism import DataParallel, Microbatches, Partition
 from penstock.options.passes import Precision, Recompute, Staleness
 from penstock.options.run import Device, Group
 from penstock.partition.sequence_slices import Slicing
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.plan.capabilities import check_offered
+from penstock.runtime.plan.capabilities import check_offered, idle_options
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.schedule.text_parser import parse_schedule
 from penstock.weights.decision import LossScale
@@ -214,6 +215,31 @@ def test_an_option_that_finds_nothing_to_act_on_is_told(name: str, caplog: pytes
     options, option = TOLD[name]
     made_with(**options)
     assert [m.startswith(f"{option} has no effect: ") for m in caplog.messages] == [True], caplog.messages
+
+
+class Divided(nn.Linear):
+    def parallelize(self, mesh: Any) -> None:
+        """Say how it would be divided."""
+
+
+@pytest.mark.parametrize(
+    ("options", "block", "optimizer", "said"),
+    [
+        ({"tensor_parallel": 2}, nn.Linear, torch.optim.Adam, "tensor_parallel=2 has no effect: no block has a method"),
+        ({"tensor_parallel": 2}, Divided, torch.optim.Adam, ""),
+        ({"offload_optimizer": "stages"}, nn.Linear, torch.optim.SGD, "offload_optimizer='stages' has no effect: SGD"),
+        ({"offload_optimizer": "stages"}, nn.Linear, torch.optim.Adam, ""),
+        ({"offload_optimizer": "stages"}, nn.Linear, partial(torch.optim.SGD, momentum=0.9), ""),
+    ],
+)
+def test_what_acts_on_blocks_and_optimizers_is_told_where_none_has_it(
+    options: dict[str, Any], block: type[nn.Linear], optimizer: Any, said: str
+) -> None:
+    blocks, schedule = [block(2, 2), block(2, 2)], make_schedule("1f1b", 2, 2)
+    optimizers = [optimizer(each.parameters(), lr=0.1) for each in blocks]
+    given = PipelineOptions().changed(**options)
+    told = list(idle_options(schedule, given, None, {torch.device("cuda")}, 2, blocks, optimizers))
+    assert [text.startswith(said) for text in told] == [True] * bool(said), told
 
 
 @pytest.mark.parametrize("name", ACTS)

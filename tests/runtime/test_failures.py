@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -134,7 +135,8 @@ def test_data_that_differ_between_first_and_last_stage(pool: Pool, part: str) ->
         other[1][1] = (inputs.roll(1, 0), targets) if part == "input" else (inputs, targets.roll(1, 0))
     said = pool.submit(with_own_data, case, {2: other}, 1.0, ranks=3, fresh=True)
     assert said[2][0] == "DataError"
-    assert "microbatch 3 (batch 1) is not the same on the first and the last stage" in said[2][1]
+    assert "microbatch 1 of batch 1 is not the same on the first and the last stage" in said[2][1]
+    assert "the forward of microbatch 1 of batch 1" in said[2][1]
     assert [kind for kind, _ in said[:2]] == ["TransportError"] * 2
 
 
@@ -230,7 +232,7 @@ EVALUATIONS: dict[str, tuple[list[Any], str]] = {
 
 def small(method: str, group: dist.ProcessGroup | None = None, width: int = 1, **changes: Any) -> penstock.Pipeline:
     torch.manual_seed(0)
-    blocks = [nn.Linear(4, 4), nn.Dropout(0.1), nn.Tanh(), nn.Linear(4, 4)]
+    blocks = changes.pop("blocks", None) or [nn.Linear(4, 4), nn.Dropout(0.1), nn.Tanh(), nn.Linear(4, 4)]
     sharding = "full" if width > 1 and method == "1f1b" else None
     options: dict[str, Any] = {
         "stages": 2, "microbatches": 2, "loss": picky, "optimizer": lambda named: torch.optim.Adam(named, lr=0.1),
@@ -274,6 +276,61 @@ def test_all_ranks_hear_of_an_evaluation_that_fails(pool: Pool, method: str, wid
             assert len(said) == 2
             assert all(EVALUATIONS[name][1] in text for text in said), said
             assert all("could not evaluate" in text for text in said if text.startswith("PenstockError"))
+
+
+class Interrupts(nn.Linear):
+    """Presses Ctrl-C in a forward of an evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and x.shape[1] == 4:
+            signal.raise_signal(signal.SIGINT)
+        return super().forward(x)
+
+
+class NoForm(nn.Module):
+    """Returns in an evaluation what cannot travel."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x if self.training else [x, object()]
+
+
+def evaluates_with(group: dist.ProcessGroup | None, block: type[nn.Module], width: int) -> list[str]:
+    """An evaluation that a block ends; the training behind it is as if there had been none."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.manual_seed(0)
+    found, said = [], []
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        last = Interrupts(4, 4) if block is Interrupts else NoForm()
+        pipeline = small(
+            "2bw", group, width, blocks=[nn.Linear(4, 4), last, nn.Linear(4, 4)], stages=2, partition=[2, 1]
+        )
+        list(pipeline.run(pairs(2, 1)))
+        for _ in range(2 * evaluates):
+            with pytest.raises((KeyboardInterrupt, PenstockError)) as caught:
+                pipeline.evaluate(pairs(50, 2))
+            said.append(f"{caught.type.__name__}: {caught.value}")
+        found.append([report.loss for report in pipeline.run(pairs(2, 3))])
+    assert found[0] == found[1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return said
+
+
+@pytest.mark.parametrize("block", [Interrupts, NoForm])
+def test_ctrl_c_and_outputs_that_cannot_travel_end_an_evaluation_alone(block: type[nn.Module]) -> None:
+    said = evaluates_with(None, block, 1)
+    assert all(("KeyboardInterrupt" if block is Interrupts else "a block returned a object") in text for text in said)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("block", [Interrupts, NoForm])
+def test_ctrl_c_and_outputs_that_cannot_travel_end_an_evaluation_on_all_ranks(
+    pool: Pool, block: type[nn.Module], width: int
+) -> None:
+    for said in pool.submit(evaluates_with, block, width, ranks=2 * width):
+        assert all(
+            ("KeyboardInterrupt" if block is Interrupts else "a block returned a object") in text for text in said
+        ), said
 
 
 class Refuses(nn.Linear):
@@ -324,3 +381,44 @@ def test_the_advice_after_an_error_in_training_works(tmp_path: Path, method: str
     list(wanted.run(pairs(9, 1), save=penstock.Checkpoints(wanted, tmp_path / "wanted").every(2)))
     same = wanted.state_dict()
     assert all(torch.equal(tensor, same[name]) for name, tensor in pipeline.state_dict().items())
+
+
+def breaks(group: dist.ProcessGroup, folder: str) -> tuple[list[str], dict[str, Tensor]]:
+    """Train until a block raises on rank 1, and save the weights as the message says."""
+    torch.manual_seed(0)
+    blocks = [nn.Linear(4, 4), nn.Tanh(), Refuses(11 if dist.get_rank(group) else 0), nn.Linear(4, 4)]
+    pipeline = small("2bw", group, blocks=blocks)
+    with pytest.raises((ZeroDivisionError, PenstockError)) as caught:
+        list(pipeline.run(pairs(9, 1), save=penstock.Checkpoints(pipeline, folder).every(2)))
+    weights = pipeline.state_dict()
+    torch.save(weights, f"{folder}/rank{dist.get_rank(group)}.pt")
+    return [str(caught.value), *caught.value.__notes__], {name: tensor.clone() for name, tensor in weights.items()}
+
+
+def starts_again(group: dist.ProcessGroup, folder: str) -> tuple[int, dict[str, Tensor]]:
+    """Go on from the last checkpoint; and with the weights that were saved."""
+    blocks = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4)]
+    pipeline = small("2bw", group, blocks=blocks)
+    loaded = penstock.Checkpoints(pipeline, folder).load()
+    assert loaded is not None
+    list(pipeline.run(pairs(9, 1)[loaded.batch :]))
+    pipeline = small("2bw", group, blocks=blocks)
+    pipeline.load_state_dict({**torch.load(f"{folder}/rank0.pt"), **torch.load(f"{folder}/rank1.pt")})
+    left = {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
+    assert len(list(pipeline.run(pairs(2, 2)))) == 2
+    return loaded.batch, left
+
+
+def test_all_processes_start_again_as_the_message_says(pool: Pool, tmp_path: Path) -> None:
+    broken = pool.submit(breaks, str(tmp_path), ranks=2, fresh=True)
+    assert all(
+        re.search(r"Start all processes again, and load the last checkpoint: .*\.load\(\)", said[-1])
+        for said, _ in broken
+    )
+    assert all(
+        "pipeline.load_state_dict({**torch.load('rank0.pt'), **torch.load('rank1.pt')" in s[-1] for s, _ in broken
+    )
+    started = pool.submit(starts_again, str(tmp_path), ranks=2, fresh=True)
+    for (_, wanted), (batch, found) in zip(broken, started, strict=True):
+        assert batch == 4
+        assert all(torch.equal(tensor, found[name]) for name, tensor in wanted.items())

@@ -105,7 +105,7 @@ def refused_together(pipeline: penstock.Pipeline, group: dist.ProcessGroup) -> N
         pipeline.evaluate(BATCHES)
 
 
-def cut_otherwise(group: dist.ProcessGroup, loads: str) -> Any:
+def cut_otherwise(group: dist.ProcessGroup, loads: str, folder: str) -> Any:
     """A second pipeline of the same model, another part of which each process trains."""
     model = make_model()
     first = make_pipeline(model, group)
@@ -118,6 +118,9 @@ def cut_otherwise(group: dist.ProcessGroup, loads: str) -> Any:
         refused_together(second, group)
     if loads == "weights":
         second.load_state_dict(sent[0])
+    elif loads == "checkpoint":
+        penstock.Checkpoints(first, folder).save()
+        penstock.Checkpoints(second, folder).load()
     else:
         model.load_state_dict(sent[0])
     list(second.run(BATCHES))
@@ -153,9 +156,9 @@ def two_at_once(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
     return dict(second.full_state_dict())
 
 
-@pytest.mark.parametrize("loads", ["weights", "model"])
-def test_weights_from_before_are_not_trained_further(pool: Pool, loads: str) -> None:
-    found, _ = pool.submit(cut_otherwise, loads, ranks=2)
+@pytest.mark.parametrize("loads", ["weights", "model", "checkpoint"])
+def test_weights_from_before_are_not_trained_further(pool: Pool, loads: str, tmp_path: Path) -> None:
+    found, _ = pool.submit(cut_otherwise, loads, str(tmp_path), ranks=2)
     alone = make_model()
     list(make_pipeline(alone, None).run(BATCHES))
     list(make_pipeline(alone, None, partition=[1, 4]).run(BATCHES))

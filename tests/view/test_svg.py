@@ -12,6 +12,7 @@ from penstock.schedule.methods.table import METHODS
 from penstock.timeline import Interval, Timeline
 from penstock.view.drawing.svg_marks import css, fill_of, hatch, luminance, text_on
 from penstock.view.drawing.timeline_labels import OPERATIONS
+from penstock.view.line_plot import Curve, plot_document
 from penstock.view.svg import LEFT, RIGHT, ROW, timeline_svg
 from support.drawings import PICTURE, picture
 from support.simulated import simulated
@@ -66,6 +67,16 @@ def test_every_pass_is_drawn_once_with_its_number_and_colour(method):
     shades = {"interleaved": 2, "zb-v": 2, "chimera": 2, "bitpipe": 4}.get(method, 1)
     assert {op: len(fills) for op, fills in colours.items()} == dict.fromkeys(colours, shades)
     assert sum(map(len, colours.values())) == len(set().union(*colours.values()))
+
+
+@pytest.mark.parametrize("title", ["a<b>&'\"", "\x1b[2J\x00", "\udcff.py", "two\nlines"])
+def test_any_title_is_text(title):
+    """Names of files and schedules are those of others; XML takes no control characters."""
+    shown = Picture(simulated("1f1b", 2, 2), title).root
+    wanted = "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in title)
+    assert next(shown.iter(f"{SPACE}text")).text == wanted
+    plot_document([Curve(title, [(1.0, 1.0, 1.0, 1.0)], 0)], title, title, title).encode()
+    ElementTree.fromstring(plot_document([Curve(title, [(1.0, 1.0, 1.0, 1.0)], 0)], title, title, title))
 
 
 def test_a_shade_belongs_to_a_chunk_of_the_rank():

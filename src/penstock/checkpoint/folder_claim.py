@@ -4,7 +4,7 @@
 
 Whoever only reads from the folder shares the lock with others that do. It goes with its owner, however that ends.
 Loading takes a folder over from an owner in the same process, which then writes no more; an owner in another process
-keeps it.
+keeps it. While one completes a checkpoint, or clears incomplete ones away, it also has a lock on the folder itself.
 """
 
 from __future__ import annotations
@@ -34,19 +34,26 @@ def reading(run: Path) -> Iterator[None]:
     Raises:
         CheckpointError: a run writes there.
     """
-    deadline = time.monotonic() + _PATIENCE
     with ExitStack() as stack:
         with suppress(OSError):  # no run has claimed it yet; whatever else is wrong is found by whoever reads
             file = stack.enter_context(open_regular(run / LOCK)).fileno()
-            while not _locks(file, fcntl.LOCK_SH):
-                if time.monotonic() > deadline:
-                    host, process = Owner(run).holder()
-                    raise CheckpointError(
-                        f"a run is under way in {str(run)!r}: process {process} on {host} writes there; wait until it "
-                        "has ended, or end it with Ctrl-C"
-                    )
-                time.sleep(_LOOK)
+            if not _comes(file, fcntl.LOCK_SH):
+                host, process = Owner(run).holder()
+                raise CheckpointError(
+                    f"a run is under way in {str(run)!r}: process {process} on {host} writes there; wait until it has "
+                    "ended, or end it with Ctrl-C"
+                )
         yield
+
+
+def _comes(file: int, how: int) -> bool:
+    """Return whether a lock could be had in time."""
+    deadline = time.monotonic() + _PATIENCE
+    while not _locks(file, how):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK)
+    return True
 
 
 def _locks(file: int, how: int) -> bool:
@@ -70,6 +77,25 @@ class Owner:
     def __init__(self, run: Path) -> None:
         self._run, self._path = run, run / LOCK
         self._file: int | None = None
+
+    @contextmanager
+    def writing(self, take_over: bool = False) -> Iterator[None]:
+        """Own the folder from now on, and let nobody take it over for as long as this lasts.
+
+        Raises:
+            CheckpointError: as of `claim`; or another owner in this process is writing, and does not end.
+            OSError: the folder is not writable.
+        """
+        if not take_over:
+            self.claim()  # which may wait for another one that is writing
+        folder = os.open(self._run, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if not _comes(folder, fcntl.LOCK_EX):
+                raise CheckpointError(f"a checkpoint is being written to {str(self._run)!r}; try again when it is done")
+            self.claim(take_over)
+            yield
+        finally:
+            os.close(folder)
 
     def claim(self, take_over: bool = False) -> None:
         """Own the folder from now on.
@@ -95,7 +121,7 @@ class Owner:
                     self._path.unlink()  # the lock of the former owner stays on what is no file any more
             elif time.monotonic() > deadline and self._is_read():
                 raise CheckpointError(f"another process reads from {str(self._run)!r}; try again when it has ended")
-            elif here or time.monotonic() > deadline:
+            elif time.monotonic() > deadline:  # until then one in this process that is gone may finish what it writes
                 who = "of this process" if here else f"of process {process} on {host}"
                 raise CheckpointError(
                     f"another Checkpoints {who} writes to {str(self._run)!r}; give each pipeline and each run a folder "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,7 +151,7 @@ class Checkpoints:
         pipelines = range(grid.width * grid.tensor.size)
         parts = [place for pipeline in pipelines for place in places(pipeline, schedule.stages)]
         return Writer(
-            self._folder, parts, own, self._keep, self._extra, posts, *self._limits, self._tell, self._owner.claim
+            self._folder, parts, own, self._keep, self._extra, posts, *self._limits, self._tell, self._owner.writing
         )
 
     def every(self, batches: int) -> Saving:
@@ -232,10 +233,9 @@ class Checkpoints:
         failure: str | None = None
         if self._rank == 0:
             try:
-                if self._folder.is_dir():
-                    self._owner.claim(take_over=True)
-                check_folder(self._folder)
-                clear_parts(self._folder)
+                with self._owner.writing(take_over=True) if self._folder.is_dir() else nullcontext():
+                    check_folder(self._folder)
+                    clear_parts(self._folder)
                 found = list(map(str, checkpoints(self._folder, limit)))
             except OSError as error:
                 failure = f"cannot resume in {str(self._folder)!r}: {error}"

@@ -17,7 +17,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,8 @@ class Writer:
         patience: seconds that a rank in training waits for its own disk, while others wait for the rank.
         tell: called by the thread of the rank of the first stage, with the number of batches and None, or the reason
             why the checkpoint was not written.
-        claim: called by that thread before it completes a checkpoint; raises an error if another one owns the folder.
+        claim: called by that thread before it writes, which is within it; raises an error if another one owns the
+            folder.
 
     Attributes:
         batch: of the last snapshot.
@@ -70,7 +71,7 @@ class Writer:
         timeout: float,
         patience: float,
         tell: Callable[[int, str | None], None],
-        claim: Callable[[], None] = lambda: None,
+        claim: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._claim = claim
         self._run, self._keep, self._extra = run, keep, extra
@@ -82,6 +83,7 @@ class Writer:
         self._begun, self._files = -1, NOTHING  # the checkpoint that the run goes on from
         self._thread = Background("checkpoint")
         self._pending: list[Ticket] = []
+        self._entered: tuple[int, CheckpointError | None] = -1, None  # the last batch, and why it is not to be written
         self._rooms: dict[int, bool] = {}  # of the last two batches, as stages of one process may be one apart
         self._completed: int | None = None  # the last batch whose checkpoint this process has completed
         self._registered = self._ending = False  # whether the end of Python will wait, and whether it does
@@ -167,6 +169,7 @@ class Writer:
         layouts = {key: layout_of(tensor) for key, tensor in snapshot.tensors.items()}
         try:
             folder = disk.partial_folder(place)
+            self._enter(snapshot.batch)
             for each in (place.parent, folder):
                 make_own_folder(each)
             tensors = snapshot.on_cpu(snapshot.tensors.keys() - snapshot.frozen.keys())
@@ -189,6 +192,22 @@ class Writer:
             del self._written[snapshot.batch]
             self._complete(snapshot.batch)
 
+    def _enter(self, batch: int) -> None:
+        """Claim the folder, once for each checkpoint, before anything is written to it.
+
+        Raises:
+            CheckpointError: it is another one's.
+        """
+        if self._completes and self._entered[0] != batch:
+            self._entered = batch, None
+            try:
+                with self._claim():
+                    pass
+            except CheckpointError as error:
+                self._entered = batch, error
+        if self._entered[1] is not None:
+            raise self._entered[1]
+
     def _complete(self, batch: int) -> None:
         """Write the index once all stages have been written."""
         place = disk.checkpoint_folder(self._run, batch)
@@ -200,16 +219,18 @@ class Writer:
             parts = [json.loads(text) for text in found]
             failure = next((part["failure"] for part in parts if "failure" in part), None)
         try:
-            if failure is None:
-                self._claim()
-                disk.complete(place, _content(parts, self._extra(batch)))
-                with suppress(OSError):  # older checkpoints may stay
-                    if not any(map(_is_doubtful, parts)):
-                        disk.remove_older(self._run, place, self._keep)
+            self._enter(batch)  # or else the folder of this batch may be another one's
+            with self._claim():
+                try:
+                    if failure is None:
+                        disk.complete(place, _content(parts, self._extra(batch)))
+                        with suppress(OSError):  # older checkpoints may stay
+                            if not any(map(_is_doubtful, parts)):
+                                disk.remove_older(self._run, place, self._keep)
+                finally:
+                    shutil.rmtree(disk.partial_folder(place), ignore_errors=True)
         except Exception as error:
             failure = f"{INDEX}: {error}"
-        if failure is not None:
-            shutil.rmtree(disk.partial_folder(place), ignore_errors=True)
         # Nobody waits for the verdict before: all ranks have contributed to this checkpoint since, or have given up.
         before = [] if self._completed is None else [_verdict(self._completed)]
         self._posts.remove([*keys, *before])

@@ -132,7 +132,7 @@ def _exit_code(arguments: list[str]) -> int:
         fail(str(error), error.hint, 2)
     except (KeyboardInterrupt, typer.Abort):
         code = 128 + signal.SIGINT
-    except (OSError, MemoryError, ImportError) as error:
+    except (OSError, MemoryError, ImportError, SystemError) as error:
         fail(*said_of_system(error), 1)
     except Exception as error:
         said = said_of_usage(error)

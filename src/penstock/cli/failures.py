@@ -28,10 +28,12 @@ def fail(message: str, hint: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def said_of_system(error: OSError | MemoryError | ImportError) -> tuple[str, str]:
+def said_of_system(error: OSError | MemoryError | ImportError | SystemError) -> tuple[str, str]:
     """Return message and hint for what the system has refused: a disk, files to open, memory, a library."""
     if isinstance(error, MemoryError):
         return "there is no memory left", "ulimit -v and free tell how much there may be"
+    if isinstance(error, SystemError):  # so does an import end that finds no memory
+        return f"Python has failed: {error}", "ulimit -v and free tell how much memory there may be"
     if isinstance(error, ModuleNotFoundError):
         return f"a module is missing: {error}", ""
     if isinstance(error, ImportError):

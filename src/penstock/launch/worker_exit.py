@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from penstock.errors import WorkerError
 from penstock.launch.parent_death import end_with_parent
 from penstock.launch.signals import take_default
+from penstock.train.setup.machine_memory import may_lack_memory
 
 _BEGUN, _DONE = "begun", "done"  # kinds of marks
 _SAID_ALL = ("ConfigError", "DataError", "CheckpointError", "EndedError")  # errors whose message needs no traceback
@@ -152,7 +153,7 @@ class WorkerExits:
         elif causes or (found in reports and not silent):
             _, _, rank, message, trace = min(causes) if causes else reports[found]
             what = f"failed with exit code {failure.exitcode if rank == found else 1}: {message}"
-            trace = "" if message.startswith(_SAID_ALL) else trace
+            trace = "" if message.startswith(_SAID_ALL) or may_lack_memory(message) else trace
         else:
             rank, trace = min(silent) if found in reports else found, ""
             said = failure.message if failure.exitcode < 0 else "it could not report why; see what it has printed"

@@ -17,6 +17,13 @@ from penstock.errors import ConfigError
 from penstock.partition.blocks import LazyBlock
 from penstock.partition.parameter_names import block_of, modules_in, prefix_of
 
+UNTIED = (
+    "were one parameter when the pipeline was made and no longer are (as after load_state_dict(assign=True)); make "
+    "them one again: the same Parameter in both places; or make a new Pipeline of the changed model, which begins with "
+    "its present weights, and with optimizers that are new (a checkpoint from before the change does not fit it)"
+)
+"""What is said of two parameters, by name."""
+
 
 @dataclass(frozen=True)
 class Tie:
@@ -72,7 +79,7 @@ def find_ties(
 
 
 class KnownSharing:
-    """Notices parameters that blocks of several stages have come to share since a pipeline was made of them.
+    """Notices that blocks of several stages have come to share parameters since a pipeline was made, or have ceased to.
 
     Args:
         blocks: the model.
@@ -81,25 +88,28 @@ class KnownSharing:
 
     def __init__(self, blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> None:
         self._blocks, self._parts = blocks, parts
-        self._known = self._shared().keys()
+        self._known = self._shared()
 
     def check(self) -> None:
-        """Make sure that there are no more of them.
+        """Make sure that they share the same ones.
 
         Raises:
-            ConfigError: there are, as after ``head.weight = embedding.weight``.
+            ConfigError: they share more, as after ``head.weight = embedding.weight``, or fewer.
         """
-        for name, other in self._shared().items():
-            if name not in self._known:
+        now = self._shared()
+        for name, (other, trained) in (self._known | now).items():
+            if trained and name not in self._known:
                 raise ConfigError(
                     f"{name} has become one parameter with {other}, of another stage, since the pipeline was made, "
                     "which would go on training two; make a new Pipeline of the changed model (a checkpoint from "
                     "before the change can be loaded into it)"
                 )
+            if trained and name not in now:
+                raise ConfigError(f"{name} and {other}, of another stage, {UNTIED}")
 
-    def _shared(self) -> dict[str, str]:
-        """Return the names of parameters that stand in an earlier stage, too, with their names there."""
-        found: dict[str, str] = {}
+    def _shared(self) -> dict[str, tuple[str, bool]]:
+        """Return the names of parameters that stand in an earlier stage, too: their names there, and if trained."""
+        found: dict[str, tuple[str, bool]] = {}
         first: dict[int, tuple[int, str]] = {}
         for index, part in enumerate(self._parts):
             for prefix in part:
@@ -107,8 +117,8 @@ class KnownSharing:
                 for path, parameter in block.named_parameters() if isinstance(block, nn.Module) else ():
                     key = f"{prefix_of(prefix, block)}{path}"
                     stage, name = first.setdefault(id(parameter), (index, key))
-                    if stage != index and parameter.requires_grad:
-                        found[key] = name
+                    if stage != index:
+                        found[key] = name, parameter.requires_grad
         return found
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from penstock.checks import check_whole, in_words
 from penstock.errors import ConfigError
-from penstock.plan.planning import Planning, PlanRequest, make_plan
+from penstock.plan.planning import Planning, PlanRequest, make_plan, sizes_for
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan
 
@@ -90,22 +90,9 @@ def choose(request: PlanRequest, objective: str, target: Target | None = None, p
         price: of a device for an hour, for "cost"; 1 if None.
 
     Raises:
-        ConfigError: there is no such objective, it lacks something, or as `make_plan`.
+        ConfigError: as of `check_objective`, or of `make_plan`.
     """
-    if objective not in OBJECTIVES:
-        raise ConfigError(f"objective must be {in_words(OBJECTIVES)}, got {objective!r:.80}")
-    if (target is None) == (objective == "time-to-target"):
-        raise ConfigError("objective time-to-target, and no other, takes --epochs and --epoch-samples")
-    if price is not None and objective != "cost":
-        raise ConfigError("objective cost, and no other, takes --price")
-    price = 1.0 if price is None else price
-    if not 0 < price < 1e12:
-        raise ConfigError(f"the price of a device must be above 0, got {price:g}")
-    if objective != "throughput" and request.devices.kinds:
-        raise ConfigError(
-            f"objective {objective} plans for fewer devices, too, which have to be alike: give devices of one kind, or "
-            "leave --objective out"
-        )
+    price = check_objective(request, objective, target, price) or 1.0
     if objective == "throughput":
         planning = make_plan(request)
         return _best(objective, [(planning, _trial(planning, request.devices.count, None, _seconds))])
@@ -123,6 +110,35 @@ def choose(request: PlanRequest, objective: str, target: Target | None = None, p
         return _best(objective, asked)
     assert target is not None
     return _to_target(request, target)
+
+
+def check_objective(
+    request: PlanRequest, objective: str, target: Target | None, price: float | None = None
+) -> float | None:
+    """Refuse what does not go with an objective, before anything is searched; return the price.
+
+    Args:
+        request, objective, target, price: as of `choose`.
+
+    Raises:
+        ConfigError: there is no such objective, it lacks something, or no microbatches make the batch.
+    """
+    if objective not in OBJECTIVES:
+        raise ConfigError(f"objective must be {in_words(OBJECTIVES)}, got {objective!r:.80}")
+    if (target is None) == (objective == "time-to-target"):
+        raise ConfigError("objective time-to-target, and no other, takes --epochs and --epoch-samples")
+    if price is not None and objective != "cost":
+        raise ConfigError("objective cost, and no other, takes --price")
+    if price is not None and not 0 < price < 1e12:
+        raise ConfigError(f"the price of a device must be above 0, got {price:g}")
+    if objective != "throughput" and request.devices.kinds:
+        raise ConfigError(
+            f"objective {objective} plans for fewer devices, too, which have to be alike: give devices of one kind, or "
+            "leave --objective out"
+        )
+    if objective != "time-to-target":  # which has batches of its own
+        sizes_for(request)
+    return price
 
 
 def fewer_devices(devices: Devices, count: int) -> Devices:

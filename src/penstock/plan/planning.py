@@ -99,7 +99,7 @@ def make_plan(request: PlanRequest) -> Planning:
         CapabilityError: the profile is of blocks that processes share.
     """
     request = with_cost(request)
-    sizes = _sizes(request)
+    sizes = sizes_for(request)
     if request.cost == SIMULATED:
         decide = stages_decide(request.profile)
         plans, refused = simulated_plans(sizes, request.devices, decides=decide, methods=request.methods)
@@ -194,6 +194,8 @@ def with_cost(request: PlanRequest) -> PlanRequest:
         if request.cost:
             raise ConfigError(f"planner '2bw-paper' takes cost '2bw-paper' or 'piper', not {cost!r}")
         cost = "2bw-paper"
+    if request.links is not None:
+        _links(request)
     return replace(request, cost=cost)
 
 
@@ -205,7 +207,7 @@ def _cost_of_source(request: PlanRequest) -> str:
     return SIMULATED if profile.can_be_simulated and request.planner == "default" else "2bw-paper"
 
 
-def _sizes(request: PlanRequest) -> dict[int, Sized]:
+def sizes_for(request: PlanRequest) -> dict[int, Sized]:
     """Return the graph at every microbatch size that divides the batch.
 
     Raises:

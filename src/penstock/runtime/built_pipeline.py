@@ -106,7 +106,9 @@ class BuiltPipeline:
         asked = plan.given if isinstance(plan.given, ScheduleRequest) else None
         devices = {stage.module.device for stage in self.stages.values()}
         processes = 1 if self.grid.everyone is None else dist.get_world_size(self.grid.everyone)
-        for said in idle_options(plan.schedule, plan.options, asked, devices, processes):
+        trained = (s.weights for s in self.stages.values() if isinstance(s.weights, TrainedWeights))
+        made = [weights.updater.optimizer for weights in trained if weights.updater.optimizer is not None]
+        for said in idle_options(plan.schedule, plan.options, asked, devices, processes, self._given[1].values(), made):
             _LOG.warning(said)
 
     def _choose_transports(self) -> Transports:

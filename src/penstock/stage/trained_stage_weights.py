@@ -50,6 +50,7 @@ class TrainedWeights(StageWeights):
         hooks: of the user, called after every update that is made.
         reads_late: passes read older versions on some stage, if not on this one (`older`).
         watch: detects writes into the newest weights between two runs, where the next one would read older ones, too.
+        copied: another process has a copy of the stage, so there is a `watch`, too.
         rewritten: there were such writes; all stages `forget_older` once one of them is.
     """
 
@@ -66,6 +67,7 @@ class TrainedWeights(StageWeights):
     provisional: Provisional | None = None
     mean: float = 1.0
     watch: WrittenCheck | None = None
+    copied: bool = False
     rewritten: bool = False
     hooks: UpdateHooks = field(default_factory=UpdateHooks)
 
@@ -246,7 +248,7 @@ class TrainedWeights(StageWeights):
     def watch_writes(self) -> None:
         """Take note of the newest weights, so that what is written into them before the next run is noticed."""
         self.watch, self.rewritten = None, False
-        if len(self.store.versions) > 1 or self.reads_late or self.store.reads_ahead:
+        if len(self.store.versions) > 1 or self.reads_late or self.store.reads_ahead or self.copied:
             self.watch = WrittenCheck(self.store)
             self.watch.look()
 

@@ -26,6 +26,7 @@ from penstock.errors import ConfigError, TransportError
 from penstock.job.place import LOOPBACK, JobPlace, job_place
 from penstock.job.store import is_loopback, job_store
 from penstock.train.config.schema import TrainConfig
+from penstock.train.setup.machine_memory import may_lack_memory
 from penstock.train.setup.run_folder import make_run_folder
 from penstock.train.start_barrier import Meeting, differing_keys
 
@@ -163,6 +164,7 @@ def _make_group(store: Store, place: JobPlace, timeout: timedelta, backend: str)
 
     Raises:
         TransportError: a peer is dead or stalled.
+        MemoryError: there is none left.
     """
     here = place.local_size in (None, place.size) and is_loopback(place.address)
     if here and sys.platform == "linux":  # all ranks are on this machine, and need no other interface
@@ -180,6 +182,8 @@ def _make_group(store: Store, place: JobPlace, timeout: timedelta, backend: str)
     try:
         made.result()
     except RuntimeError as error:
+        if may_lack_memory(str(error)):
+            raise MemoryError(f"rank {place.rank}, joining the job: {brief(error)}") from error
         reason = f"a peer is dead or stalled ({brief(error)})"
         raise TransportError(f"rank {place.rank}, joining the job: {reason}") from error
 

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TextIO, cast
 
 _COLOURS = r"\x1b\[[0-9;]*m"
@@ -32,7 +32,8 @@ def lasting_streams() -> Iterator[LastingStream]:
             if null != number:
                 os.close(null)
     before = sys.stdout, sys.stderr
-    with open(os.devnull, "w", encoding="utf-8") as null_device:
+    needed = not (sys.stdout and sys.stderr)  # or else no file is opened: there may be no room for one
+    with open(os.devnull, "w", encoding="utf-8") if needed else nullcontext(sys.stderr) as null_device:
         err = LastingStream(sys.stderr or null_device)
         out = LastingStream(sys.stdout or null_device, lambda why: err.write(f"warning: {why}\n"))
         if sys.stdout is None:

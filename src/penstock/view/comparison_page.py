@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from html import escape
 from pathlib import Path
 
 from penstock.compare.prepared_contender import PreparedContender
@@ -14,6 +13,7 @@ from penstock.compare.trial import TrialResult
 from penstock.errors import ConfigError
 from penstock.guarded_files import write_whole
 from penstock.view.comparison_progress import caption, delay_by_rank, plus_minus
+from penstock.view.drawing.svg_marks import escape
 from penstock.view.line_plot import Curve, plot_svg
 from penstock.view.plurals import counted
 from penstock.view.svg import timeline_svg

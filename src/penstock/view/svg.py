@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from html import escape
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from penstock.view.drawing.svg_marks import (
     UPDATE,
     box,
     css,
+    escape,
     fill_of,
     hatch,
     luminance,

@@ -20,11 +20,12 @@ class WrittenCheck:
 
     Attributes:
         seen: the checksum at the last `look`.
+        now: that of the weights when it was last asked whether they were written.
         taken_over: weights that were written have been adopted since the last run.
     """
 
     def __init__(self, store: VersionStore) -> None:
-        self._store, self.seen, self.taken_over = store, 0, False
+        self._store, self.seen, self.now, self.taken_over = store, 0, 0, False
 
     def look(self) -> None:
         """Store the checksum of the weights as they are."""
@@ -33,7 +34,8 @@ class WrittenCheck:
     @property
     def written(self) -> bool:
         """Return whether the weights differ from those at the last `look`."""
-        return self._sum() != self.seen
+        self.now = self._sum()
+        return self.now != self.seen
 
     def _sum(self) -> int:
         """Add up what the device can without waiting for it, and read that once; integers wrap around."""

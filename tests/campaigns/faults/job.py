@@ -38,13 +38,16 @@ class Job:
         arguments: of `penstock train`.
         workers: how many.
         restarts: of torchrun; the other launchers do not take it.
+        under: what a shell does before it becomes the launcher.
 
     Attributes:
         launchers: the processes that were started here.
     """
 
-    def __init__(self, out: Path, launcher: str, arguments: list[str], workers: int, restarts: int = 0) -> None:
-        self.out, self.launcher, self._workers = out, launcher, workers
+    def __init__(
+        self, out: Path, launcher: str, arguments: list[str], workers: int, restarts: int = 0, under: str = ""
+    ) -> None:
+        self.out, self.launcher, self._workers, self._under = out, launcher, workers, under
         self._mark, self.temporary = uuid.uuid4().hex, Path(tempfile.mkdtemp(prefix="trial-"))
         self._streams = contextlib.ExitStack()
         train = ["-m", "penstock", "train", *arguments]
@@ -61,11 +64,13 @@ class Job:
 
     def _start(self, number: int, arguments: list[str], variables: dict[str, str]) -> subprocess.Popen[bytes]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(_FAMILIES)}
-        path = os.pathsep.join([str(_PLANTED), *filter(None, [os.environ.get("PYTHONPATH")])])
+        own = [os.path.abspath(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+        path = os.pathsep.join([str(_PLANTED), *own])  # also from another working folder
         environment |= {"PYTHONPATH": path, "PENSTOCK_PLANTED": str(self.temporary)}
         environment |= {_MARK: self._mark, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", **variables}
         out, err = (self._streams.enter_context((self.out / f"{name}{number}").open("w")) for name in ("out", "err"))
-        return subprocess.Popen([sys.executable, *arguments], stdout=out, stderr=err, env=environment)
+        shell = ["sh", "-c", f'{self._under}; exec "$@"', "sh"] if self._under else []
+        return subprocess.Popen([*shell, sys.executable, *arguments], stdout=out, stderr=err, env=environment)
 
     @property
     def over(self) -> bool:

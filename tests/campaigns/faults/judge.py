@@ -122,7 +122,7 @@ def judge_end(case: Case, outcome: Outcome) -> list[str]:
     early = not outcome.lines or ending  # a worker is still to say who it is, or has nothing left to do
     if says and not re.search(says, outcome.out + outcome.err) and not (early and case.kind.restarts):
         wrong.append(f"it does not say {says!r}: {outcome.report[:300]!r}")
-    if end.survivors and "Traceback" in outcome.err:
+    if (end.survivors or case.kind.under) and "Traceback" in outcome.err:
         wrong.append("it prints a traceback")
     wrong += _judge_survivors(case, outcome) if end.survivors else []
     stands = outcome.folder.exists() and not case.kind.name.startswith("disk")

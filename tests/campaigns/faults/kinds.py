@@ -64,6 +64,7 @@ class Kind:
         damage: that happens to its files once it has been interrupted, instead.
         restarts: of the job.
         unclean: whether the launcher itself dies, and cannot remove its temporary files.
+        under: what a shell does before it becomes the launcher, instead of a fault: limits, folders, outputs.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Kind:
     when: tuple[When, ...] = _ANY
     restarts: int = 0
     unclean: bool = False
+    under: str = ""
 
     @property
     def group(self) -> str:
@@ -249,7 +251,36 @@ def _of_files() -> list[Kind]:
     ]
 
 
-KINDS = (*_of_workers(), *_of_launchers(), *_of_hosts(), *_of_disks(), *_of_files())
+def _of_surroundings() -> list[Kind]:
+    def refused(says: str) -> End:
+        return End((2,), rf"^error: .*{says}.*\n$", then="gone")
+
+    no_memory = End(
+        (1,), r"(?m)^error: (a module cannot be imported|Python has failed|worker \d+ failed).*", then="gone"
+    )
+    found = {
+        "few files": ("ulimit -n 24", refused("may open 24 files here")),
+        "the working folder is gone": (
+            'mkdir "$TMPDIR/x"; cd "$TMPDIR/x"; rmdir "$TMPDIR/x"',
+            refused("has been removed"),
+        ),
+        "an interface of no machine": ("export GLOO_SOCKET_IFNAME=nope0", refused("'nope0'")),
+        **{
+            f"a long name, {option}": (f'set -- "$@" {option}$(printf %0300d 0)', refused("File name too long"))
+            for option in ("--set out=", "--data ", "--config ")
+        },
+        **{f"memory, {kib} KiB": (f"ulimit -v {kib}", no_memory) for kib in (400_000, 700_000, 800_000)},
+        "outputs closed": ("exec >&- 2>&-", _NO_MATTER),
+        "outputs full": ("exec >/dev/full 2>&1", _NO_MATTER),
+        "outputs in ASCII": ("export PYTHONIOENCODING=ascii", _NO_MATTER),
+    }
+    return [
+        Kind(f"surroundings: {name}", end, when=("start",), under=under, unclean="memory" in name)
+        for name, (under, end) in found.items()
+    ]
+
+
+KINDS = (*_of_workers(), *_of_launchers(), *_of_hosts(), *_of_disks(), *_of_files(), *_of_surroundings())
 """All kinds of faults."""
 
 

@@ -121,10 +121,12 @@ class Trials:
         out = self.folder / place
         out.mkdir(parents=True, exist_ok=True)
         launcher, restarts = (LOCAL, 0) if case is None else (case.kind.launcher, case.kind.restarts)
-        job = Job(out, launcher, arguments, shape.workers, restarts)
+        job = Job(out, launcher, arguments, shape.workers, restarts, "" if case is None else case.kind.under)
         outcome, last = Outcome(out), time.monotonic()
         try:
-            if case is not None and wait_for(job, case.moment, shape.workers):
+            if case is not None and case.kind.under:
+                outcome.in_time = True
+            elif case is not None and wait_for(job, case.moment, shape.workers):
                 outcome.lines = job.lines
                 outcome.in_time = (case.kind.act or INTERRUPT)(job, case.rank, random.Random(f"{case}"))
                 last = time.monotonic()

@@ -15,7 +15,6 @@ from penstock.cli.number_lists import whole_numbers
 from penstock.cli.options import AsJson
 from penstock.cli.output import check_can_write, print_json, say_written
 from penstock.cli.plans.plan_devices import (
-    check_sizes,
     devices_of,
     link_matrix_of,
     price_of,
@@ -91,21 +90,23 @@ def plan(
     Without a profile: penstock plan --model 1.3b --cluster h100 --devices 16 --global-batch 256 --out plan.yaml
     Exit code 1 if no plan fits.
     """
-    from penstock.plan.objectives import choose
+    from penstock.plan.cluster.files import THIS_MACHINE
+    from penstock.plan.objectives import check_objective, choose
     from penstock.plan.planners.pipedream import Choices
     from penstock.plan.planning import PlanRequest, with_cost
 
     check_can_write(out, timeline)
     target, links = _target(epochs, epoch_samples), link_matrix_of(link_matrix, planner)
-    check_sizes({"--memory": memory, "--host-bandwidth": host_bandwidth, "--host-memory": host_memory})
-    known, clusters = planned_profile(profile, model, microbatch_sizes, cluster, devices, bandwidth)
-    found = devices_of(clusters, devices, bandwidth, memory, known, links is not None, speed)
-    found = with_host(with_latency(found, latency), host_bandwidth, host_memory)
     tried = None if methods is None else tuple(name.strip() for name in methods.split(","))
-    asked = PlanRequest(known, found, planner, cost, microbatches, global_batch)
-    request = with_cost(replace(asked, choices=Choices(straight, compression=compression), methods=tried, links=links))
-    smaller = _check_options(request, out, worlds, host_memory, timeline)
-    chosen = choose(request, objective, target, price_of(price, clusters, objective))
+    for measured in (False, True) if THIS_MACHINE in (cluster or "") else (True,):  # all is checked before
+        known, clusters = planned_profile(profile, model, microbatch_sizes, cluster, devices, bandwidth, measured)
+        found = devices_of(clusters, devices, bandwidth, memory, known, links is not None, speed)
+        found = with_host(with_latency(found, latency), host_bandwidth, host_memory)
+        asked = PlanRequest(known, found, planner, cost, microbatches, global_batch, methods=tried, links=links)
+        request = with_cost(replace(asked, choices=Choices(straight, compression=compression)))
+        smaller = _check_options(request, out, worlds, host_memory, timeline)
+        hour = check_objective(request, objective, target, price_of(price, clusters, objective))
+    chosen = choose(request, objective, target, hour)
     _print_answer(chosen, what_if, as_json)
     if chosen.planning.plans:
         _write_files(chosen.planning, out, smaller, timeline, as_json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from string import ascii_uppercase
@@ -20,8 +20,12 @@ if TYPE_CHECKING:
 _Value = TypeVar("_Value")
 
 
-def cluster_named(name: str) -> Cluster:
+def cluster_named(name: str, measured: bool = True) -> Cluster:
     """Return a preset, a cluster from a file, or the machine at hand, which is measured.
+
+    Args:
+        name: of the cluster.
+        measured: or else the machine at hand has speeds of no meaning, with which all else can be checked before.
 
     Raises:
         ConfigError: there is no such preset, or the file is no cluster.
@@ -30,36 +34,20 @@ def cluster_named(name: str) -> Cluster:
 
     if name != THIS_MACHINE:
         return find_cluster(name)
-    from penstock.measure.machine.this_machine import this_machine
+    from penstock.measure.machine.this_machine import this_machine, unmeasured_machine
 
-    return this_machine()
+    return this_machine() if measured else unmeasured_machine()
 
 
-def clusters_of(names: str | None) -> list[Cluster]:
-    """Return the clusters that are named with commas between them; none if none is named.
+def clusters_of(names: str | None, measured: bool = True) -> list[Cluster]:
+    """Return the clusters that are named with commas between them; none if none is named; `measured` as above.
 
     Raises:
         ConfigError: as of `cluster_named`.
     """
-    from penstock.plan.cluster.files import THIS_MACHINE
-
     listed = [] if names is None else [name.strip() for name in names.split(",")]
-    found = {name: cluster_named(name) for name in sorted(listed, key=THIS_MACHINE.__eq__)}  # measured last
+    found = {name: cluster_named(name, measured) for name in listed}
     return [found[name] for name in listed]
-
-
-def check_sizes(given: Mapping[str, str | None]) -> None:
-    """Refuse sizes that cannot be read, before a machine is measured; there may be several, with commas between them.
-
-    Args:
-        given: by option; None where one is not given.
-
-    Raises:
-        ConfigError: one cannot be read.
-    """
-    for option, text in given.items():
-        for part in [] if text is None else text.split(","):
-            size_of(option, part)
 
 
 def price_of(price: float | None, clusters: Sequence[Cluster], objective: str) -> float | None:

@@ -52,7 +52,6 @@ def predicted(
 
     For example: penstock predicted runs/2026-07-01-120000-2bw --profile blocks.yaml --calibrated better.yaml
     """
-    from penstock.checkpoint.folder_claim import reading
     from penstock.plan.calibration import calibrated, measured_passes
     from penstock.plan.measured_run import compare_with_run
     from penstock.plan.profile.files import read_profile
@@ -65,10 +64,9 @@ def predicted(
         raise ConfigError("--out takes the times of layers from one run; give one, or --calibrated FILE for several")
     known, compared, measured = read_profile(profile), [], {}
     for run in runs:
-        with reading(run):
-            config = load_config(run / "config.yaml", [])
-            _check_same_model(known, config, run)
-            settings, timeline = settings_of_run(config, run), read_timeline(run)
+        config = load_config(run / "config.yaml", [])
+        _check_same_model(known, config, run)
+        settings, timeline = settings_of_run(config, run), read_timeline(run)
         compared.append(found := compare_with_run(known, settings, timeline))
         if calibration is not None:
             measured[run.name] = settings, measured_passes(timeline, len(found.stages), settings.numbers.of_pipeline(0))

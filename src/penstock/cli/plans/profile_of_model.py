@@ -31,16 +31,16 @@ def planned_profile(
     cluster: str | None,
     devices: str | None,
     bandwidth: str | None,
+    measured: bool,
 ) -> tuple[Profile, list[Cluster]]:
-    """Return the profile to plan for, from a file or by formulas, and the clusters, which may have to be measured.
-
-    All that can be is checked before.
+    """Return the profile to plan for, from a file or by formulas, and the clusters.
 
     Args:
         profile: its file.
         model: of which one is made for the devices of the first cluster.
         sizes: samples per microbatch, of a model.
         cluster, devices, bandwidth: of the devices, as options say it.
+        measured: as of `cluster_named`.
 
     Raises:
         ConfigError: options are missing, all of which the message names; or some do not go together.
@@ -53,7 +53,7 @@ def planned_profile(
         known = None if profile is None else read_profile(profile)
         _check_all_given(known, cluster, devices, bandwidth)
         assert known is not None
-        return known, clusters_of(cluster)
+        return known, clusters_of(cluster, measured)
     if profile is not None:
         raise ConfigError("--profile and --model both say what is planned for; give one of them")
     if cluster is None:
@@ -61,7 +61,7 @@ def planned_profile(
             "--model needs --cluster, whose devices formulas count with, as in --model 1.3b --cluster h100; for this "
             "machine measure instead: penstock profile --out mine.yaml, then penstock plan --profile mine.yaml"
         )
-    shape, wanted, clusters = model_named(model), microbatch_sizes(sizes, _SIZES), clusters_of(cluster)
+    shape, wanted, clusters = model_named(model), microbatch_sizes(sizes, _SIZES), clusters_of(cluster, measured)
     return profile_by_formulas(shape, clusters[0], wanted), clusters
 
 

@@ -83,12 +83,15 @@ def scale(
     known = read_rules(rules)
     size = None if memory is None else size_of("--memory", memory)
     shape = _shape(x, (layers, hidden, sequence, heads), vocabulary, known)
-    machine = cluster_named(cluster)  # last, as it may be measured
-    if size is not None:
-        given = machine.memory.model_copy(update={"value": size, "source": "--memory"})
-        machine = machine.model_copy(update={"memory": given})
     batch = by_rules(shape, known, x) if critical_batch is None else critical_batch
-    training = ScaledTraining(shape, machine, known, batch, known.steps.value if steps is None else steps, devices)
+    if plots is not None:
+        _make_folder(plots)
+    for measured in (False, True):  # all is checked before
+        machine = cluster_named(cluster, measured)
+        if size is not None:
+            given = machine.memory.model_copy(update={"value": size, "source": "--memory"})
+            machine = machine.model_copy(update={"memory": given})
+        training = ScaledTraining(shape, machine, known, batch, known.steps.value if steps is None else steps, devices)
     found = analyse(training, x)
     if plots is not None:
         _draw(plots, found)
@@ -131,6 +134,18 @@ def _shape(x: float | None, given: tuple[int | None, ...], vocabulary: int | Non
     return ModelShape(name, layers, hidden, sequence, heads, rules.expansion.value, vocabulary or 0)
 
 
+def _make_folder(folder: Path) -> None:
+    """Make the folder of the plots, if it is not there.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write the plots to {str(folder)!r}: {error.strerror or error}") from None
+
+
 def _draw(folder: Path, scaling: Any) -> None:
     """Write the plots.
 
@@ -146,7 +161,6 @@ def _draw(folder: Path, scaling: Any) -> None:
         title = f"X_[x] on {scaling.training.cluster.name}: days by size"
         drawings["days-by-size.svg"] = (days_by_size(scaling), title, "parameters")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for file, (lines, title, label) in drawings.items():
             curves = [
                 Curve(way, [(at, days, days, days) for at, days in points], style)

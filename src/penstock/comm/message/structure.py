@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from penstock.comm.message.memory_order import dimensions_by_stride
 from penstock.comm.message.tensor_message import TensorMessage
 from penstock.comm.message.tree_classes import find_classes, register_classes
-from penstock.errors import TransportError
+from penstock.errors import CapabilityError, TransportError
 
 Structure = tuple[pytree.TreeSpec, list[list[Any]], tuple[bool, ...]]
 """The tree, the kind of each leaf, and whether each leaf requires a gradient."""
@@ -22,7 +22,7 @@ def structure_of(message: TensorMessage, where: str) -> Structure:
     """Describe a message's tree and tensors, without the header and the contents.
 
     Raises:
-        TransportError: a leaf is neither a tensor nor a plain value.
+        CapabilityError: a leaf is neither a tensor nor a plain value.
     """
     leaves, spec = pytree.tree_flatten(message.tree)
     kinds: list[list[Any]] = []
@@ -34,7 +34,7 @@ def structure_of(message: TensorMessage, where: str) -> Structure:
         elif leaf is None or isinstance(leaf, bool | int | float | str):
             kinds.append(["value", leaf, repr(leaf)])  # False == 0 and 0.0 == -0.0, but not as text
         else:
-            raise TransportError(
+            raise CapabilityError(
                 f"{where}: a block returned a {type(leaf).__name__}; between stages only tensors, numbers, strings and "
                 "None can travel, in any nesting of dicts, lists, tuples and dataclasses whose fields are all arguments"
             )
@@ -66,15 +66,15 @@ def check_dense(tensor: Tensor, where: str) -> None:
     """Refuse a tensor that is not one block of memory.
 
     Raises:
-        TransportError: it is sparse or nested.
+        CapabilityError: it is sparse or nested.
     """
     if tensor.is_nested:
-        raise TransportError(
+        raise CapabilityError(
             f"{where}: a block returned a nested tensor, but between stages only dense ones can travel; return a "
             "padded tensor and the lengths, or its values() and offsets(), or cut the model elsewhere (partition)"
         )
     if tensor.layout is not torch.strided:
-        raise TransportError(
+        raise CapabilityError(
             f"{where}: a block returned a sparse tensor ({tensor.layout}), but between stages only dense ones can "
             "travel; return to_dense(), or its indices and values, or cut the model elsewhere (partition)"
         )
@@ -84,7 +84,7 @@ def dump_structure(structure: Structure, where: str) -> bytes:
     """Encode a structure as JSON.
 
     Raises:
-        TransportError: it cannot be rebuilt from JSON.
+        CapabilityError: it cannot be rebuilt from JSON.
     """
     spec, kinds, wants = structure
     try:
@@ -93,7 +93,7 @@ def dump_structure(structure: Structure, where: str) -> bytes:
         if pytree.treespec_loads(text) != spec:
             raise NotImplementedError("keys of dicts must be strings or numbers, not tuples")
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise TransportError(
+        raise CapabilityError(
             f"{where}: a block returned a structure that cannot travel between stages: {error}; use dicts, lists, "
             "tuples and dataclasses, or register the class with a serialized name in torch.utils._pytree on every rank"
         ) from None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.comm.message.structure import check_dense, dump_structure, structure_of
 from penstock.comm.message.tensor_message import Header, TensorMessage
 from penstock.comm.message.trees import detached
 from penstock.comm.p2p.inbox_and_outbox import Mailbox
@@ -196,9 +197,9 @@ class StageRoutes:
                     "is not the same sample" if header.checksum != first.checksum else "is the last on one of them only"
                 )
                 raise DataError(
-                    f"microbatch {first.first} (batch {first.batch}), as it comes to stage {self._stage.name} from "
-                    f"stages {self._neighbors.inputs[0].name} and {source.name}, {what}; every rank must see the same "
-                    "samples in the same order, and equally many"
+                    f"a microbatch, as it comes to stage {self._stage.name} from stages "
+                    f"{self._neighbors.inputs[0].name} and {source.name}, {what}; every rank must see the same samples "
+                    "in the same order, and equally many"
                 )
         if not all(math.isnan(header.auxiliary) for header in headers):
             raise CapabilityError(
@@ -211,6 +212,20 @@ class StageRoutes:
         tree, wants = detached(output)
         for buffer in self._repaired if repair else self._outputs:
             buffer.put(TensorMessage(header, tree, wants))
+
+    def check_output(self, output: Any) -> None:
+        """Refuse an output that cannot travel, before it is laid ready.
+
+        Raises:
+            CapabilityError: it cannot.
+        """
+        if all(target.rank == self._stage.rank for target in self._neighbors.outputs):
+            return
+        where = f"stage {self._stage.name}"
+        if isinstance(output, Tensor):
+            check_dense(output, where)
+        else:
+            dump_structure(structure_of(TensorMessage(Header(0, 0, False), *detached(output)), where), where)
 
     def recomputed_input(self, key: Piece) -> Any:
         """Take the input of a recompute, where the stage has not kept it; else None."""

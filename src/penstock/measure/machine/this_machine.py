@@ -29,16 +29,28 @@ def this_machine() -> Cluster:
     Raises:
         WorkerError: a process failed that measures the link.
     """
-    gpus = torch.cuda.device_count()
-    kind, node = ("cuda", gpus) if gpus else ("cpu", Cpus.of_this_process().threads())
+    kind = "cuda" if torch.cuda.device_count() else "cpu"
     link = 2 * measure_link(TrainConfig()).bandwidth  # in and out
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1 if kind == "cpu" else threads)
         flops, memory_bandwidth = _flops(kind), 2 * _LARGE / _copy_seconds(kind, kind)
-        host = None if kind == "cpu" else Sourced(value=2 * _LARGE / _copy_seconds(kind, "cpu"), source=_said("a copy"))
+        return _machine(
+            link, flops, memory_bandwidth, 0.0 if kind == "cpu" else 2 * _LARGE / _copy_seconds(kind, "cpu")
+        )
     finally:
         torch.set_num_threads(threads)
+
+
+def unmeasured_machine() -> Cluster:
+    """Return the machine at hand with speeds of no meaning, so that all else can be checked before it is measured."""
+    return _machine(1e9, 1e12, 1e10, 1e9)
+
+
+def _machine(link: float, flops: float, memory_bandwidth: float, host: float) -> Cluster:
+    """Return the machine at hand, given the bandwidth of a link, operations per second, and copies per second."""
+    gpus = torch.cuda.device_count()
+    node = gpus or Cpus.of_this_process().threads()
     memory = torch.cuda.get_device_properties(0).total_memory if gpus else _physical_memory() / node
     kind_of_numbers = "bfloat16" if gpus else "float32, one thread"
     return Cluster(
@@ -52,7 +64,7 @@ def this_machine() -> Cluster:
         memory_bandwidth=Sourced(value=memory_bandwidth, source=_said("a copy of 64 MiB, read and written")),
         inside=Sourced(value=link, source=_said("messages between two processes, over gloo")),
         between=Sourced(value=link, source="assumed: as inside, as there is no other machine"),
-        host=host,
+        host=Sourced(value=host, source=_said("a copy")) if gpus else None,
     )
 
 

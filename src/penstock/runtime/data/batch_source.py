@@ -11,7 +11,10 @@ differ.
 from __future__ import annotations
 
 import math
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -70,7 +73,7 @@ class BatchSource:
         length: as given; None where this process reads none of them.
         failure: what reading ahead has raised: the span ends before the batch that could not be read; or what the first
             look at the data has raised, or a `DataError` if they are no iterable: then there is no batch; or what a
-            forward of an evaluation has raised; else None.
+            forward of an evaluation, or Ctrl-C within one, has raised; else None.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class BatchSource:
         self._ahead = ahead
         self._whole: dict[int, Any] = {}  # batches that have been read ahead, as they came
         self._fills, self._shared, self._first, self._dims = fills, shared, first, dims
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self._reason = ""
         self._spoiled: Exception | None = None  # what is wrong with a batch under way
         try:
@@ -162,7 +165,7 @@ class BatchSource:
         """Let an evaluation end before the next batch, as nobody asks for its results any more."""
         self.end_before(self._asked + 1)
 
-    def fail(self, error: Exception, reason: str = "") -> None:
+    def fail(self, error: BaseException, reason: str = "") -> None:
         """Take down why an evaluation has failed, and the reason for other ranks, if it is not that of the data.
 
         It ends before the next batch that is to be read, where all ranks read this source.
@@ -170,6 +173,32 @@ class BatchSource:
         if self.failure is None:
             self.failure, self._reason = error, reason
         self._exhausted |= self._shared
+
+    @contextmanager
+    def interruptible(self, rank: int, alone: bool) -> Iterator[None]:
+        """Let the first Ctrl-C be a failure of an evaluation, which ends in order, instead of a KeyboardInterrupt.
+
+        Args:
+            rank: that tells others of it.
+            alone: where data is read in this process, nobody else reads it, so the evaluation ends with what is begun.
+        """
+
+        def note(*_: Any) -> None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            error = KeyboardInterrupt()
+            self.fail(error, could_not(rank, EVALUATE, error))
+            if alone:
+                self.end_soon()
+
+        main = threading.current_thread() is threading.main_thread()
+        if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def reason(self, rank: int) -> str | None:
         """Why an evaluation has failed, as rank `rank`, which this source is of, tells others; None if it has not."""

@@ -163,6 +163,7 @@ class Spans:
         reports = self._setup.drive([e.run(source, self.batches, 0) for e in executors], self._grid.width)
         try:
             with ExitStack() as stack:
+                stack.enter_context(source.interruptible(self.reporter.recorder.rank, self._stop.alone))
                 for state in self._ranks:
                     stack.enter_context(state.evaluating(averaged, version, predicts=predicts))
                 run = stack.enter_context(closing(self._run(reports, executors, training=False, leave=source.end_soon)))

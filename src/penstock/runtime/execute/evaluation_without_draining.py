@@ -163,7 +163,7 @@ class Evaluator:
         self._training = training
         self._state, self._executor, self._evaluating = state, executor, evaluating
         self._data, self._ask_to_stop, self._delay, self._start = data, ask_to_stop, delay, start
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.reason: str | None = None
 
     def at_border(self, batch: int) -> Iterator[Wait]:

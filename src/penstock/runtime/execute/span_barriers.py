@@ -47,6 +47,11 @@ class SpanBorders:
         held: HeldElsewhere | None = None,
     ) -> None:  # fmt: skip
         self._grid, self._ranks, self._combine, self._peers, self._held = grid, ranks, combine, peers, held
+        places = {n.direction for state in ranks for n in state.stages}
+        for weights in self._trained if grid.group is not None and not combine.apart else ():
+            weights.copied = grid.width * len(places) > 1
+            if weights.copied:
+                weights.watch_writes()
         self._settings: list[Any] = []  # by hand, on all ranks, as they have last been compared
 
     def begin(self, source: BatchSource, batches: int, first: int, call: str, *, trains: bool) -> bool:
@@ -74,10 +79,10 @@ class SpanBorders:
         failure = failure or source.failure
         ends = None if failure is not None or lacks else source.read_ahead()
         rewritten, by_hand = any(weights.rewritten for weights in self._trained), settings_by_hand(self._ranks)
-        mine: list[Any] = [begins, _text(failure), lacks, ends, rewritten, self._parameters(), by_hand]
+        mine: list[Any] = [self._copies(), begins, _text(failure), lacks, ends, rewritten, self._parameters(), by_hand]
         # Others must hear of a failure before it is raised here.
         met = self._gather([self._peers.proposal, source.length, mine], f"agreeing to start {call}")
-        self._peers.name, lengths, told = met[0][0], [length for _, length, _ in met], [rest for *_, rest in met]
+        self._peers.name, lengths, told = met[0][0], [length for _, length, _ in met], [rest[1:] for *_, rest in met]
         if any(written for *_, written, _, _ in told):  # on one stage: then no batch reads old weights of others
             for weights in self._trained:
                 weights.forget_older()
@@ -88,6 +93,7 @@ class SpanBorders:
             _nothing_to_train([counts for *_, counts, _ in told]) if trains else None,
             _missing(reader, [begin for begin, *_ in told], [lack for _, _, lack, *_ in told]),
             _of_other_lengths(lengths),
+            _of_other_writes([copies for _, _, (copies, *_) in met]),
         ):
             if reason is not None:
                 raise reason
@@ -106,6 +112,12 @@ class SpanBorders:
     def _trained(self) -> list[TrainedWeights]:
         stages = [stage for state in self._ranks for stage in state.stages.values()]
         return [stage.weights for stage in stages if isinstance(stage.weights, TrainedWeights)]
+
+    def _copies(self) -> list[tuple[int, int, int]]:
+        """The stages here that other processes have copies of: index, tensor rank, checksum of the newest weights."""
+        tensor, stages = self._grid.tensor.index, [stage for state in self._ranks for stage in state.stages.items()]
+        found = [(key.index, each.weights) for key, each in stages if isinstance(each.weights, TrainedWeights)]
+        return [(index, tensor, w.watch.now) for index, w in found if w.copied and w.watch is not None]
 
     def _parameters(self) -> tuple[int, int]:
         """How many parameters of the model are trained here, and how many are not; copies of stages do not count."""
@@ -235,6 +247,21 @@ def _of_other_lengths(lengths: Sequence[int | None]) -> DataError | None:
     )
 
 
+def _of_other_writes(copies: Sequence[Sequence[Sequence[int]]]) -> ConfigError | None:
+    """What all ranks raise where copies of a stage, of all by rank, no longer have the same weights."""
+    first: dict[tuple[int, int], tuple[int, int]] = {}
+    for rank, found in enumerate(copies):
+        for index, tensor, value in found:
+            other, wanted = first.setdefault((index, tensor), (rank, value))
+            if value != wanted:
+                return ConfigError(
+                    f"weights of stage {index} were written into between two runs, but not the same on ranks {other} "
+                    f"and {rank}, which have copies of it in parallel pipelines: write the same on all ranks, or load "
+                    "the same weights on all of them (pipeline.load_state_dict, or Checkpoints.load)"
+                )
+    return None
+
+
 def _of_other_ends(more: Sequence[bool | None], ended: str) -> DataError | None:
     """What all ranks raise where the data have ended on one of them, of all by rank, and go on on another one."""
     if not {True, False} <= set(more):
@@ -245,7 +272,7 @@ def _of_other_ends(more: Sequence[bool | None], ended: str) -> DataError | None:
     )
 
 
-def _text(failure: Exception | None) -> str | None:
+def _text(failure: BaseException | None) -> str | None:
     return None if failure is None else f"{type(failure).__name__}: {failure}"
 
 

@@ -168,10 +168,14 @@ class BoundAction(Bound):
 
     def _described(self, turn: Turn) -> str:
         """An action with the numbers of the training, such as: the forward of microbatch 1 of batch 4."""
-        name, batch = _NAMES.get(self.op, f"the {self._name}"), f"batch {turn.batch}"
+        return f"{_NAMES.get(self.op, f'the {self._name}')} of {self._object(turn)}"
+
+    def _object(self, turn: Turn) -> str:
+        """What an action is about, such as: microbatch 1 of batch 4."""
+        batch = f"batch {turn.batch}"
         if self._evaluates:
             batch = f"batch {turn.batch - self._span.start} of an evaluation"
-        return f"{name} of {batch}" if self._whole else f"{name} of microbatch {turn.first % self._m} of {batch}"
+        return batch if self._whole else f"microbatch {turn.first % self._m} of {batch}"
 
     def act(self, turn: Turn) -> None:
         """Run it in the books and in fact, and take account of what it changed."""

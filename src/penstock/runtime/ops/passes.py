@@ -78,9 +78,9 @@ class Forward(Consumer):
             value = self._runtime.module.take(routes.own_input(value))
         if self._has_loss and header.checksum and sample.checksum and header.checksum != sample.checksum:
             raise DataError(
-                f"microbatch {k} (batch {turn.batch}) is not the same on the first and the last stage; every rank must "
-                "see the same samples in the same order (no DistributedSampler, and a generator with the same seed "
-                "where a DataLoader shuffles)"
+                f"{self._object(turn)} is not the same on the first and the last stage; every rank must see the same "
+                "samples in the same order (no DistributedSampler, and a generator with the same seed where a "
+                "DataLoader shuffles)"
             )
         span.more = header.more  # no older batch comes later: all forwards of a period are of its own (`check_offered`)
         if span.provisional and stage.books.provisional:
@@ -156,7 +156,10 @@ class EvaluationForward(Forward):
             return None, enters and source.follows(k // self._m + 1)
 
     def _pass_on(self, turn: Turn, header: Header, value: Any, wants: tuple[bool, ...], sample: Sample) -> None:
-        """Run the blocks on an input, or hand on what they have raised."""
+        """Run the blocks on an input, or hand on what they have raised; nothing once the evaluation has failed."""
+        if self._span.source.failure is not None:
+            self._pass_by(turn, header, value)
+            return
         self._counts = sample.counts
         try:
             super()._pass_on(turn, header, value, wants, sample)
@@ -183,6 +186,8 @@ class EvaluationForward(Forward):
         """Run the blocks in evaluation mode and keep nothing."""
         passes, module = self._runtime.passes, self._runtime.module
         passed = passes.evaluate(Microbatch(turn.first, RngKey(-1, turn.first), target), value)
+        if module.hands_on:
+            self._routes.check_output(passed[0])
         if passes.predicted is not None and self.stage.is_last and self._counts:
             passes.predicted.setdefault(turn.batch, []).append(module.returned(passed[0]))
         return passed

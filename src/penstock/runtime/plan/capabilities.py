@@ -5,9 +5,11 @@ A schedule that is refused here can still be proven, drawn and simulated.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.comm.p2p.stage_routes import needs_decisions
 from penstock.errors import CapabilityError, ConfigError
@@ -256,10 +258,13 @@ def idle_options(
     asked: ScheduleRequest | None,
     devices: Collection[torch.device],
     processes: int,
+    blocks: Iterable[Any] = (),
+    optimizers: Iterable[torch.optim.Optimizer] = (),
 ) -> Iterator[str]:
     """Yield the options that find nothing to act on, each with the reason.
 
-    They change no number, so they are no errors: a script may be tried with less than it was written for.
+    They change no number, so they are no errors: a script may be tried with less than it was written for. Of the
+    backends of attention (`sdpa`) nobody knows which blocks call it until they run.
 
     Args:
         schedule: with all that the options add.
@@ -267,7 +272,13 @@ def idle_options(
         asked: what the order was asked for with, if it was.
         devices: of the stages.
         processes: how many run the pipeline.
+        blocks: of the model.
+        optimizers: of the stages.
     """
+    shared, known, made = options.partition.tensor_parallel, list(blocks), list(optimizers)
+    whole = all(isinstance(block, nn.Module) and not hasattr(block, "parallelize") for block in known)
+    no_state = all(type(o) is torch.optim.SGD and not any(g["momentum"] for g in o.param_groups) for o in made)
+    host = options.run.offload_optimizer != "none"
     recompute, precision, parallel = options.recompute, options.precision, options.data_parallel
     again = {index for index in range(schedule.num_stages) if recompute.of(index) == "stage"}
     on_host = "ranks compute on the CPU, whose own memory is that of the host"
@@ -283,10 +294,16 @@ def idle_options(
         ("recompute='stage'", at_once, bool(again) and not again & schedule.recomputed),
         ("offload='activations'", at_once, away and not cpu and Op.OFFLOAD not in schedule.operations),
         ("offload='activations'", on_host, away and cpu),
+        (f"offload_optimizer={options.run.offload_optimizer!r}", on_host, host and cpu),
         (
             f"offload_optimizer={options.run.offload_optimizer!r}",
-            on_host,
-            options.run.offload_optimizer != "none" and cpu,
+            "SGD without momentum keeps no state",
+            host and not cpu and bool(made) and no_state,
+        ),
+        (
+            f"tensor_parallel={shared}",
+            f"no block has a method parallelize(mesh), so all {shared} processes of a stage compute the same",
+            shared > 1 and bool(known) and whole,
         ),
         ("tf32=True", "it is a format of GPUs, and ranks compute on the CPU", precision.tf32 is True and cpu),
         ("boundary_gradients='bf16'", "there is one stage, and so no boundary", rounds and schedule.num_stages == 1),

@@ -135,7 +135,7 @@ class ParameterWatch:
             if leaf.requires_grad is not trained:
                 raise ConfigError(
                     f"{where}: requires_grad of {name} was changed in the loop over reports, but what is trained is "
-                    f"settled when the pipeline is made; end the run, change it, and make a new pipeline. {_AGAIN}"
+                    f"settled when the pipeline is made; change it between two runs. {_AGAIN}"
                 )
             if version is not None and leaf._version != version:
                 _refuse_write(where, name)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.partition.parameter_names import modules_in
+from penstock.partition.tied import UNTIED
 
 _INSTEAD = "make a new Pipeline of the changed modules (a checkpoint from before the change can be loaded into it)"
 _ANEW = (
@@ -76,10 +77,7 @@ def check_changes(before: FoundParameters, now: FoundParameters, trained: Mappin
                 f"would go on training two; {_INSTEAD}"
             )
         if now.paths[path] != name:
-            raise ConfigError(
-                f"{where}: {path} and {name} were one parameter when the pipeline was made and no longer are (as after "
-                f"load_state_dict(assign=True)); make them one again: the same Parameter in both places; or {_ANEW}"
-            )
+            raise ConfigError(f"{where}: {path} and {name} {UNTIED}")
     for name, parameter in now.originals.items():
         known = trained.get(name, before.originals[name])
         if parameter.requires_grad != (name in trained):

@@ -17,7 +17,7 @@ _MOST_WORKERS = 120
 _PER_PARAMETER = 8  # bytes of a weight and its gradient in float32
 _PER_WORKER = 50 << 20  # bytes that a process takes before it holds anything of the model
 _MOMENTS = {"adamw": 8, "adam": 8, "nadam": 8, "sgd": 4}  # bytes for each parameter that the optimizer remembers
-_SIGNS = ("SIGKILL", "MemoryError", "OutOfMemory", "out of memory", "allocate memory", "not enough memory")
+_SIGNS = ("SIGKILL", "MemoryError", "OutOfMemory", "out of memory", "allocate memory", "not enough memory", "bad_alloc")
 
 
 def check_workers(config: TrainConfig) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import NamedTuple
 
 from penstock.timeline import Interval
-from penstock.view.drawing.svg_marks import IDLE, INK, OUTLINE, PATTERNS, UPDATE, box, fill_of, hatch
+from penstock.view.drawing.svg_marks import IDLE, INK, OUTLINE, PATTERNS, UPDATE, box, escape, fill_of, hatch
 from penstock.view.drawing.timeline_labels import COPIES, OPERATIONS, SENT, Places, operations, parts_of, unit_of
 
 _SAMPLE, _HEIGHT, _LINE = 18, 14, 22

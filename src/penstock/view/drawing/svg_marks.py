@@ -7,6 +7,8 @@ other passes, and dashes tell recomputes. A pattern of lines for each version of
 
 from __future__ import annotations
 
+import html
+
 Colour = tuple[int, int, int]
 
 _RANGES: dict[str, tuple[Colour, Colour, Colour]] = {  # darkest and lightest shade, and the one that stands alone
@@ -83,3 +85,8 @@ def hatch(pattern: int, x: float, y: float, width: float, height: float) -> str:
             lines.append(f"M{x0:.1f} {x0 - c:.1f}L{x1:.1f} {x1 - c:.1f}")
             c += step
     return "".join(lines)
+
+
+def escape(text: str, quote: bool = True) -> str:
+    """Return text as it stands in SVG and HTML; XML has no place for control characters, which become visible."""
+    return html.escape("".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text), quote)

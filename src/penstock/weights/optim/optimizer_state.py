@@ -14,8 +14,27 @@ from penstock.weights.optim.optimizer_adapters import name_of
 _COUNTERS = ("step", "mu_product")  # their names in torch's optimizers
 
 
+def check_by_parameter(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that keeps something for all of its parameters in its state, where stages know no place.
+
+    Raises:
+        CapabilityError: it does.
+    """
+    other = next((key for key in optimizer.state if not isinstance(key, Tensor)), None)
+    if other is not None:
+        raise CapabilityError(
+            f"{name_of(optimizer)} keeps {other!r:.80} in its state, which no checkpoint of a stage can hold: keep it "
+            f"for each parameter (self.state[parameter][{other!r:.80}]), or as an attribute if it never changes"
+        )
+
+
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the tensors of the state."""
+    """Return the tensors of the state.
+
+    Raises:
+        CapabilityError: as of `check_by_parameter`.
+    """
+    check_by_parameter(optimizer)
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
@@ -32,8 +51,9 @@ def copy_state(
         copied: copies a tensor.
 
     Raises:
-        CapabilityError: it holds other objects.
+        CapabilityError: it holds other objects, or as of `check_by_parameter`.
     """
+    check_by_parameter(optimizer)
     found: dict[tuple[str, str], Any] = {}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
