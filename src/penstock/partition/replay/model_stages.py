@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,14 +18,12 @@ from penstock.partition.replay.placeholder import TensorSpec
 from penstock.partition.replay.stage_forward import Cut, Seed, Specs, StageForward
 from penstock.partition.replay.units import UnitGroup, check_unchanged, has_hooks, no_seed, record_forward
 from penstock.partition.replay.watch import state_of
-from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks, ModelPart, value_at
-from penstock.partition.whole_model.fx_trace import without_guards
 
 _OF_A_STAGE = 1 / 3  # of the work of an even stage: units that take more are opened
 _SPEC = "penstock.TensorSpec "
 
 
-class UnitPart(ModelPart):
+class UnitPart(nn.Module):
     """Units of a model, with what else is on their stage, under the names that the model has for them.
 
     Args:
@@ -34,9 +32,8 @@ class UnitPart(ModelPart):
     """
 
     def __init__(self, model: nn.Module, group: UnitGroup) -> None:
-        nn.Module.__init__(self)
-        self.group, self.cost, self.text = group, group.work, ""
-        self.targets = {name: name for name in (*group.units, *group.unused, *group.bare)}
+        super().__init__()
+        self.group, self.cost = group, group.work
         for path in (*group.units, *group.unused):
             outer, _, key = path.rpartition(".")
             _shell(self, outer).add_module(key, model.get_submodule(path))
@@ -51,6 +48,12 @@ class UnitPart(ModelPart):
     def forward(self, x: Any) -> Any:
         """Refuse to be called: the model calls units."""
         raise AssertionError(f"{self.group.units} are called by the model around them, not with {x!r:.80}")
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of all parameters and buffers."""
+        parameters = self.named_parameters(remove_duplicate=False)
+        return frozenset(name for name, _ in (*parameters, *self.named_buffers(remove_duplicate=False)))
 
 
 def _shell(part: nn.Module, path: str) -> nn.Module:
@@ -137,7 +140,7 @@ class ModelStage(UnitPart):
                 held[key] = tensor
 
 
-class UnitBlocks(ModelBlocks):
+class UnitBlocks(dict[str, UnitPart]):
     """The units of a whole model, in the order in which it calls them, as blocks.
 
     Args:
@@ -146,6 +149,7 @@ class UnitBlocks(ModelBlocks):
         stages: into how many it is to be cut, at least.
 
     Attributes:
+        model: the model.
         groups: the units of each block.
         around: the modules that are in no unit, whose code every stage runs, by path.
 
@@ -154,11 +158,10 @@ class UnitBlocks(ModelBlocks):
     """
 
     def __init__(self, model: nn.Module, example: Any, stages: int) -> None:
-        self._example = arguments_of(example)
-        with without_guards(model):
-            found = record_forward(model, *self._example, _OF_A_STAGE / stages)
+        self.model, self._example = model, arguments_of(example)
+        found = record_forward(model, *self._example, _OF_A_STAGE / stages)
         self.groups = {group.units[0]: group for group in found.groups}
-        super().__init__(model, {name: UnitPart(model, group) for name, group in self.groups.items()})
+        super().__init__({name: UnitPart(model, group) for name, group in self.groups.items()})
         self._written, self._specs = found.written, dict[torch.dtype | None, Specs]()
         units = [model.get_submodule(path) for group in found.groups for path in (*group.units, *group.unused)]
         inner = {id(module) for unit in units for module in unit.modules()}
@@ -184,7 +187,7 @@ class UnitBlocks(ModelBlocks):
             raise ConfigError(f"{hooked or 'the model'} has got hooks, but runs on every stage; put them on layers")
         for name, group in self.groups.items():
             for path in (*group.units, *group.unused, *group.bare):
-                now, own = value_at(self.model, path), value_at(self[name], path)
+                now, own = _value_at(self.model, path), _value_at(self[name], path)
                 if now is not own and not (isinstance(now, nn.Parameter) and now.requires_grad):  # others look at these
                     raise ConfigError(
                         f"{path} is another object since the pipeline was made of the model, so the pipeline would "
@@ -202,10 +205,18 @@ class UnitBlocks(ModelBlocks):
         stages = {path: stage for stage, group in groups for path in (*group.units, *group.unused)}
         cut = Cut(stages, len(parts) - 1)
         if cut != self._compared:
-            with without_guards(self.model):
-                check_stages(self.model, self.specs(None), cut, *self._example)
+            check_stages(self.model, self.specs(None), cut, *self._example)
             self._compared = cut
         return ModelStage(self, cut, index)
+
+
+def _value_at(model: nn.Module, path: str) -> Any:
+    """Return the module, parameter or buffer that a model has at a path; None if nothing."""
+    owner, _, key = path.rpartition(".")
+    try:
+        return getattr(model.get_submodule(owner), key, None)
+    except AttributeError:
+        return None
 
 
 def arguments_of(value: Any) -> tuple[list[Any], dict[str, Any]]:

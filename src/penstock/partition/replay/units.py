@@ -21,6 +21,10 @@ _DIVIDED_OF_TORCH = (
 )  # fmt: skip
 
 
+class Guard:
+    """Has methods which, as hooks before the forward of a module, refuse its use, and otherwise change nothing."""
+
+
 class UnitGroup(NamedTuple):
     """Units that have to be on one stage, with what else of the model is with them.
 
@@ -138,6 +142,8 @@ def work_of_modules(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
 def copies_of(model: nn.Module, *given: Any) -> Iterator[Any]:
     """Yield copies of a model and of what it is called with, so that running them changes nothing of the originals.
 
+    Guards of modules that other processes train stay with these: a copy is called only for what it does.
+
     Raises:
         CapabilityError: the model cannot be copied.
     """
@@ -147,6 +153,10 @@ def copies_of(model: nn.Module, *given: Any) -> Iterator[Any]:
         raise CapabilityError(
             f"{type(model).__name__} cannot be copied, to be run on the example without being changed: {error}"
         ) from error
+    for module in made[0].modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), Guard):
+                del module._forward_pre_hooks[key]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         yield made
 
