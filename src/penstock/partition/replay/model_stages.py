@@ -77,14 +77,15 @@ class ModelStage(UnitPart):
         index: the stage.
 
     Attributes:
+        parts: the blocks of the stage.
         precision: that float32 weights are cast to; None for their own.
     """
 
     def __init__(self, blocks: UnitBlocks, cut: Cut, index: int) -> None:
-        own = [group for group in blocks.groups.values() if cut.stages[group.units[0]] == index]
-        units, unused, bare, work = zip(*own, strict=True)
+        parts = {name: part for name, part in blocks.items() if cut.stages[name] == index}
+        units, unused, bare, work = zip(*(part.group for part in parts.values()), strict=True)
         super().__init__(blocks.model, UnitGroup(sum(units, ()), sum(unused, ()), sum(bare, ()), sum(work)))
-        self._blocks, self._cut, self._index = blocks, cut, index
+        self.parts, self._blocks, self._cut, self._index = parts, blocks, cut, index
         self.precision: torch.dtype | None = None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -138,6 +139,14 @@ class ModelStage(UnitPart):
         finally:
             for (held, key, _), tensor in zip(places, before, strict=True):
                 held[key] = tensor
+
+
+def blocks_within(blocks: Mapping[str, Any]) -> dict[str, Any]:
+    """Return blocks by name, in the place of a stage of a whole model its blocks."""
+    found: dict[str, Any] = {}
+    for name, block in blocks.items():
+        found |= block.parts if isinstance(block, ModelStage) else {name: block}
+    return found
 
 
 class UnitBlocks(dict[str, UnitPart]):
