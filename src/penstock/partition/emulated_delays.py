@@ -82,7 +82,7 @@ def resolve_delays(
         ConfigError: a block is unknown, a delay is not a whole number of at least 0, the rule is not flush, or one
             parameter has several delays.
     """
-    delays = _by_block(given, list(blocks), what)
+    delays = _by_block(given, list(blocks_within(blocks)), what)
     for name, delay in delays.items():
         check_whole(f"{what}: the delay of block {name!r}, in updates,", delay, 0)
     if any(delays.values()) and rule != "flush":

@@ -176,6 +176,7 @@ class UnitBlocks(dict[str, UnitPart]):
         inner = {id(module) for unit in units for module in unit.modules()}
         self.around = {path: module for path, module in model.named_modules() if id(module) not in inner}
         self._compared: Cut | None = None
+        self._stages: list[ModelStage] = []
 
     def specs(self, precision: torch.dtype | None) -> Specs:
         """Return the shapes of what units return in a precision, which all stages of this process share."""
@@ -216,7 +217,17 @@ class UnitBlocks(dict[str, UnitPart]):
         if cut != self._compared:
             check_stages(self.model, self.specs(None), cut, *self._example)
             self._compared = cut
-        return ModelStage(self, cut, index)
+        self._stages.append(ModelStage(self, cut, index))
+        return self._stages[-1]
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Give the model other values, and so all stages."""
+        self.model.load_state_dict(state)
+        for stage in self._stages:
+            for name in stage.group.bare:
+                held, now = _value_at(stage, name), _value_at(self.model, name)
+                if held is not now:  # a buffer, on another device
+                    held.copy_(now)
 
 
 def _value_at(model: nn.Module, path: str) -> Any:
