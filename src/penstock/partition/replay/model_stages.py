@@ -16,7 +16,14 @@ from penstock.errors import ConfigError
 from penstock.partition.replay.comparison import check_stages
 from penstock.partition.replay.placeholder import TensorSpec
 from penstock.partition.replay.stage_forward import Cut, Seed, Specs, StageForward
-from penstock.partition.replay.units import UnitGroup, check_unchanged, has_hooks, no_seed, record_forward
+from penstock.partition.replay.units import (
+    UnitGroup,
+    check_unchanged,
+    has_hooks,
+    name_in_model,
+    no_seed,
+    record_forward,
+)
 from penstock.partition.replay.watch import state_of
 
 _OF_A_STAGE = 1 / 3  # of the work of an even stage: units that take more are opened
@@ -39,7 +46,7 @@ class UnitPart(nn.Module):
             _shell(self, outer).add_module(key, model.get_submodule(path))
         for name in group.bare:
             outer, _, key = name.rpartition(".")
-            owner, shell = model.get_submodule(outer), _shell(self, outer)
+            owner, shell = model.get_submodule(name_in_model(name).rpartition(".")[0]), _shell(self, outer)
             if key in owner._parameters:
                 shell.register_parameter(key, owner._parameters[key])
             else:
@@ -128,7 +135,8 @@ class ModelStage(UnitPart):
         places: list[tuple[dict[str, Any], str, Any]] = []
         for name in self.group.bare:
             outer, _, key = name.rpartition(".")
-            owner, own = self._blocks.model.get_submodule(outer), self.get_submodule(outer)
+            owner = self._blocks.model.get_submodule(name_in_model(name).rpartition(".")[0])
+            own = self.get_submodule(outer)
             kind = "_parameters" if key in owner._parameters else "_buffers"
             places.append((getattr(owner, kind), key, getattr(own, kind)[key]))
         before = [held[key] for held, key, _ in places]
@@ -197,7 +205,7 @@ class UnitBlocks(dict[str, UnitPart]):
             raise ConfigError(f"{hooked or 'the model'} has got hooks, but runs on every stage; put them on layers")
         for name, group in self.groups.items():
             for path in (*group.units, *group.unused, *group.bare):
-                now, own = _value_at(self.model, path), _value_at(self[name], path)
+                now, own = _value_at(self.model, name_in_model(path)), _value_at(self[name], path)
                 if now is not own and not (isinstance(now, nn.Parameter) and now.requires_grad):  # others look at these
                     raise ConfigError(
                         f"{path} is another object since the pipeline was made of the model, so the pipeline would "
@@ -225,7 +233,7 @@ class UnitBlocks(dict[str, UnitPart]):
         self.model.load_state_dict(state)
         for stage in self._stages:
             for name in stage.group.bare:
-                held, now = _value_at(stage, name), _value_at(self.model, name)
+                held, now = _value_at(stage, name), _value_at(self.model, name_in_model(name))
                 if held is not now:  # a buffer, on another device
                     held.copy_(now)
 
