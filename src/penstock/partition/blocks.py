@@ -108,6 +108,11 @@ def _check_whole_model(model: nn.Module, example: Any) -> None:
         raise ConfigError(
             f"the model is compiled as a whole; {_PLAIN}, and compile each: for block in blocks: block.compile()"
         )
+    if has_hooks(model):
+        raise ConfigError(
+            f"{type(model).__name__} has hooks, but the code around its layers runs on every stage; put them on its "
+            "layers, or pass [model], which is one block with its hooks"
+        )
     if example is None:
         own = f", since it has {_own_part(model)}" if isinstance(model, _CONTAINERS) else ""
         raise ConfigError(
