@@ -408,8 +408,6 @@ def test_every_method_trains_a_whole_model_as_its_blocks(method: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"staleness": penstock.Staleness(delays={"layers.3": 1, "layers.4": 2})},
-        {"staleness": penstock.Staleness(delays="1f1b:8", backward_delays={"layers.1": 1})},
         {"partition": penstock.Partition([3, 5], tied={"layers.6.0.weight": "layers.1.0.weight"})},
         {"recompute": ["block", "none"], "max_grad_norm": 0.1},
         {"data_parallel": penstock.DataParallel(2, sharding="full"), "microbatches": 2},
@@ -420,6 +418,13 @@ def test_every_method_trains_a_whole_model_as_its_blocks(method: str) -> None:
 )
 def test_options_act_on_a_whole_model_as_on_its_blocks(options: dict[str, Any]) -> None:
     assert losses_of(True, "1f1b", **options) == losses_of(False, "1f1b", **options)
+
+
+def test_delays_of_blocks_act_on_a_whole_model() -> None:
+    """Also of those that are not the first of their stage, and of backwards."""
+    for given in {"delays": {"layers.3": 1, "layers.4": 2}}, {"delays": "1f1b:8", "backward_delays": {"layers.1": 1}}:
+        options = {"staleness": penstock.Staleness(**given)}
+        assert losses_of(True, "1f1b", **options) == losses_of(False, "1f1b", **options) != losses_of(False, "1f1b")
 
 
 @pytest.mark.parametrize(
