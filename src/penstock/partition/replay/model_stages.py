@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -90,8 +90,7 @@ class ModelStage(UnitPart):
 
     def __init__(self, blocks: UnitBlocks, cut: Cut, index: int) -> None:
         parts = {name: part for name, part in blocks.items() if cut.stages[name] == index}
-        units, unused, bare, work = zip(*(part.group for part in parts.values()), strict=True)
-        super().__init__(blocks.model, UnitGroup(sum(units, ()), sum(unused, ()), sum(bare, ()), sum(work)))
+        super().__init__(blocks.model, _joined(parts.values()))
         self.parts, self._blocks, self._cut, self._index = parts, blocks, cut, index
         self.precision: torch.dtype | None = None
 
@@ -147,6 +146,17 @@ class ModelStage(UnitPart):
         finally:
             for (held, key, _), tensor in zip(places, before, strict=True):
                 held[key] = tensor
+
+
+def _joined(parts: Iterable[UnitPart]) -> UnitGroup:
+    units, unused, bare, work = zip(*(part.group[:4] for part in parts), strict=True)
+    return UnitGroup(sum(units, ()), sum(unused, ()), sum(bare, ()), sum(work))
+
+
+def blocks_in_stage(blocks: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return some blocks as a stage holds them, whose order decides which name of a shared parameter is the first."""
+    own = {name: blocks[name] for name in names}
+    return {names[0]: UnitPart(blocks.model, _joined(own.values()))} if isinstance(blocks, UnitBlocks) else own
 
 
 def blocks_within(blocks: Mapping[str, Any]) -> dict[str, Any]:
