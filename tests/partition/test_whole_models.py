@@ -474,3 +474,23 @@ def test_a_whole_model_without_an_example_is_told_which_line_to_write(make: Call
     assert said.startswith(f"{type(model).__name__} is a whole model")
     assert "penstock.Pipeline(model, ..., example=next(iter(loader))[0])" in said
     assert "list or dict of blocks, each of which takes what the one before returns, needs none" in said
+
+
+def lazy() -> nn.Module:
+    model = Chain()
+    model.layers[0] = nn.LazyLinear(D)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lazy, "the model: layers.0.weight has no shape yet, as in torch's lazy modules"),
+        (lambda: nn.DataParallel(Chain()), r"the model is of type DataParallel; .* \(model.module\)"),
+        (lambda: nn.Linear(D, D), r"Linear calls no layers with weights, so it is one block: pass \[model\]"),
+        (lambda: Chain, "example is for a whole model, which is an nn.Module, and this is a type"),
+    ],
+)
+def test_a_whole_model_that_cannot_be_run_is_refused_with_the_reason(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        named_blocks(make(), rows()[0][0])

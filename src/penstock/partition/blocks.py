@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError
-from penstock.partition.replay.model_stages import UnitBlocks, UnitPart
+from penstock.partition.replay.model_stages import UnitBlocks
 from penstock.partition.replay.units import has_hooks
 from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.ir.schedule import Stage
@@ -70,7 +70,10 @@ def named_blocks(blocks: Any, example: Any = None, stages: int = 2) -> dict[str,
     """
     named: dict[str, Any]
     if example is not None and not isinstance(blocks, nn.Module):
-        raise ConfigError("example is for a whole model; leave it out where you pass blocks")
+        raise ConfigError(
+            f"example is for a whole model, which is an nn.Module, and this is a {type(blocks).__name__}; leave it out "
+            "where you pass blocks"
+        )
     if example is not None or is_whole_model(blocks):
         _check_whole_model(blocks, example)
         return UnitBlocks(blocks, example, stages)
@@ -98,12 +101,12 @@ def is_whole_model(blocks: Any) -> bool:
 
 
 def _check_whole_model(model: nn.Module, example: Any) -> None:
-    """Refuse a whole model that is wrapped or compiled, or comes without an example.
+    """Refuse a whole model that is wrapped, compiled or lazy, has hooks, or comes without an example.
 
     Raises:
-        ConfigError: it is, or does.
+        ConfigError: it is, has some, or does.
     """
-    _refuse_wrapped("the model", model)
+    check_shapes("the model", model)
     if type(model).__name__ == "OptimizedModule":  # of torch.compile
         raise ConfigError(
             f"the model is compiled as a whole; {_PLAIN}, and compile each: for block in blocks: block.compile()"
@@ -186,21 +189,25 @@ def _check_same_children(blocks: nn.Module, named: Mapping[str, Any]) -> None:
             )
 
 
-def check_shapes(name: str, block: Any) -> None:
-    """Refuse a block with parameters that have no shape yet, or are divided already.
+def check_shapes(what: str, block: Any) -> None:
+    """Refuse a module with parameters that have no shape yet, or are divided already.
+
+    Args:
+        what: it is, such as "block 'a'".
+        block: which.
 
     Raises:
         ConfigError: it has some, as modules such as LazyLinear do before their first forward; or it is wrapped for
             another kind of parallelism.
     """
     if isinstance(block, nn.Module):
-        _refuse_wrapped(f"block {name!r}", block)
+        _refuse_wrapped(what, block)
     tensors = [*block.named_parameters(), *block.named_buffers()] if isinstance(block, nn.Module) else []
     for path, tensor in tensors:
         if is_lazy(tensor):
             raise ConfigError(
-                f"block {name!r}: {path} has no shape yet, as in torch's lazy modules; run the model once on a sample "
-                "before the pipeline is made, or use the module with its sizes given (Linear in place of LazyLinear)"
+                f"{what}: {path} has no shape yet, as in torch's lazy modules; run the model once on a sample before "
+                "the pipeline is made, or use the module with its sizes given (Linear in place of LazyLinear)"
             )
 
 
@@ -229,7 +236,7 @@ def _check_block(name: str, block: Any) -> None:
         )
     if isinstance(block, nn.Parameter):
         raise ConfigError(f"{what}; blocks are the modules that hold the parameters, such as *model.children()")
-    check_shapes(name, block)
+    check_shapes(f"block {name!r}", block)
     if not callable(block) and not isinstance(block, LazyBlock):
         raise ConfigError(f"{what}, neither a module nor a function")
     lacks = isinstance(block, nn.Module) and getattr(block.forward, "__func__", None) is nn.Module.forward
@@ -245,7 +252,7 @@ def _check_nested(named: Mapping[str, Any]) -> None:
     """
     for inner in named:
         for outer in named:
-            if not inner.startswith(f"{outer}.") or isinstance(named[outer], UnitPart):
+            if not inner.startswith(f"{outer}."):
                 continue
             path = inner.removeprefix(f"{outer}.")
             taken = next((own for own in _state_names(named[outer]) if own.startswith(f"{path}.")), None)

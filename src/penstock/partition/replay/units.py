@@ -176,7 +176,7 @@ def _grouped(
     frame = _watched(model, specs, args, kwargs)
     groups = _in_turns(frame.calls)
     if not groups:
-        raise ConfigError(f"{type(model).__name__} calls no layers with weights, so it cannot be divided")
+        raise ConfigError(f"{type(model).__name__} calls no layers with weights, so it is one block: pass [model]")
     home = {path: number for number, group in enumerate(groups) for path in group}
     unused: list[list[str]] = [[] for _ in groups]
     bare: list[list[str]] = [[] for _ in groups]

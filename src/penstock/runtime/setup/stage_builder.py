@@ -103,7 +103,7 @@ class StageBuilder:
         made = block
         if isinstance(block, LazyBlock):
             made = block.make()
-            check_shapes(name, made)
+            check_shapes(f"block {name!r}", made)
         if not isinstance(made, nn.Module):
             return made
         if self._device is None or self._device.type != "meta":
