@@ -407,9 +407,16 @@ DEFECTS = (
     Defect(
         "all blocks of a stage of a whole model have the delay of the first",
         "partition",
-        "self.by_block[_owner(name, within)] for name in names",
-        "self.by_block[next(iter(within))] for name in names",
+        "within = blocks_within(blocks)",
+        "within = blocks",
         ("tests/partition/test_whole_models.py",),
+    ),
+    Defect(
+        "a shared parameter of a whole model has one first name in the plan and another in its stage",
+        "partition",
+        "if isinstance(blocks, UnitBlocks) else own",
+        "if isinstance(blocks, str) else own",
+        ("tests/partition/test_model_stages.py",),
     ),
     Defect(
         "slices of sequences go to a whole model",

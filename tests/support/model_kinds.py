@@ -426,7 +426,7 @@ class Penalised(Layers):
 
 @exact
 class BorrowedWeight(Layers):
-    """Weights of layers, and one of the model, that code of several stages uses, before and behind the layers."""
+    """Weights that code of several stages uses, before and behind their layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -434,9 +434,12 @@ class BorrowedWeight(Layers):
         self.a.bias.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Any:
+        x = x @ self.head.weight.T @ self.head.weight
         h = self.b(self.a(x @ self.d.weight) * self.scale) + self.a.bias
-        h = self.d(self.c(F.linear(h, self.a.weight)) * self.scale)
-        return self.head(F.linear(h, self.a.weight, self.a.bias) * self.scale)
+        h = self.d(self.c(F.linear(h, self.a.weight)) * self.scale @ self.head.weight.T @ self.head.weight)
+        return self.head(
+            F.linear(h, self.a.weight, self.a.bias) * self.scale + x @ self.head.weight.T @ self.head.weight
+        )
 
 
 @refused("is there before the forward|was there before the forward|changes _buffers.mean")
