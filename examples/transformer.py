@@ -63,7 +63,7 @@ def main() -> Transformer:
     if dist.is_torchelastic_launched():  # by torchrun
         dist.init_process_group("gloo")
     torch.manual_seed(0)  # the same model on every rank
-    model = Transformer()
+    model, loader = Transformer(), make_loader()
     pipeline = penstock.Pipeline(
         model,
         method="2bw",
@@ -71,9 +71,10 @@ def main() -> Transformer:
         microbatches=4,
         loss=loss,
         optimizer=lambda named: torch.optim.AdamW(named, lr=3e-3),
+        example=next(iter(loader))[0],  # inputs of a batch, on which the model is run once to be divided
         group=dist.group.WORLD,  # None without torchrun
     )
-    for report in pipeline.run(make_loader()):
+    for report in pipeline.run(loader):
         if report.loss is not None:  # known where the last stage is
             print(f"batch {report.batch}: loss {report.loss:.4f}")
     weights = pipeline.full_state_dict()  # all ranks call it, and rank 0 gets it

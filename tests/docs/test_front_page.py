@@ -180,6 +180,7 @@ def test_the_other_code_of_the_start_page_runs(tmp_path: Path, monkeypatch: pyte
         microbatches=4,
         loss=nn.functional.mse_loss,
         optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
+        example=next(iter(names["loader"]))[0],
     )
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(resume, "start.md", "exec"), names)

@@ -244,7 +244,7 @@ class Model(nn.Module):
 
 def test_a_whole_model_is_taken_as_its_blocks_are() -> None:
     model = Model()
-    pipeline = make_pipeline(method="1f1b", stages=3, microbatches=4, blocks=model)
+    pipeline = make_pipeline(method="1f1b", stages=3, microbatches=4, blocks=model, example=torch.zeros(1, 3))
     assert [report.loss for report in pipeline.run(make_loader())] == [r.loss for r in made("1f1b").run(make_loader())]
     other = Model()
     other.load_state_dict(pipeline.full_state_dict())

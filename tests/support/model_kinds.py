@@ -424,13 +424,22 @@ class Penalised(Layers):
         return self.head(self.d(self.c(g + slope)))
 
 
-@refused("has left somewhere|is used outside of the layer|takes a parameter")
+@exact
 class BorrowedWeight(Layers):
-    """A weight of a layer that the model uses by itself."""
+    """Weights that code of several stages uses, before and behind their layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.a.bias.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Any:
-        h = self.d(self.c(self.b(self.a(x))))
-        return self.head(F.linear(h, self.a.weight))
+        x = x @ self.head.weight.T @ self.head.weight
+        h = self.b(self.a(x @ self.d.weight) * self.scale) + self.a.bias
+        h = self.d(self.c(F.linear(h, self.a.weight)) * self.scale @ self.head.weight.T @ self.head.weight)
+        return self.head(
+            F.linear(h, self.a.weight, self.a.bias) * self.scale + x @ self.head.weight.T @ self.head.weight
+        )
 
 
 @refused("is there before the forward|was there before the forward|changes _buffers.mean")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from penstock.comm.collective.all_reduce import GlooReducer, LocalReducer, Reducer
 from penstock.comm.collective.control_reduce import (
     Add,
@@ -13,10 +16,9 @@ from penstock.comm.collective.control_reduce import (
     LocalControlReduce,
     Scalars,
 )
-from penstock.comm.collective.shard_exchange import GlooShards, LocalShards, ShardExchange
-from penstock.comm.collective.stand_ins import ReducerAlone, ShardsAlone
+from penstock.comm.collective.shard_exchange import GlooShards, LocalShards, ShardExchange, Shards
 from penstock.comm.collective.wave_exchange import WAVE_TIMEOUT, Exchange, GlooExchange, LocalExchange
-from penstock.comm.core.rank_grid import Holder, RankGrid, RankKey
+from penstock.comm.core.rank_grid import Holder, Members, RankGrid, RankKey
 from penstock.comm.core.tagged_group import Tag
 from penstock.comm.core.ticket import Ticket
 from penstock.comm.core.transfer_priority import TransferPriority
@@ -27,6 +29,8 @@ from penstock.schedule.ir.schedule import Schedule, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
+
+_WEIGHT = 0.02  # of parameters that others own; any number that keeps activations finite does
 
 
 class Communicators(NamedTuple):
@@ -146,7 +150,7 @@ def _connect_alone(
     transports: Mapping[RankKey, Transport], deciding: Sequence[Holder], add: Add, sharded: bool
 ) -> Mapping[RankKey, Communicators]:
     """Make the communicators of one pipeline whose siblings are not there."""
-    reducer, shards = ReducerAlone(), ShardsAlone() if sharded else None
+    reducer, shards = _ReducerAlone(), _ShardsAlone() if sharded else None
     own = LocalControlReduce([holder for holder in deciding if holder.pipeline == 0], add)
     return {
         key: Communicators(transport, reducer, LocalReducer(), own, shards=shards)
@@ -176,3 +180,39 @@ def _connect_locally(
         key: Communicators(transports[key], reducer, reducer, own[key.pipeline], averages, everywhere, waves)
         for key in grid.local
     }
+
+
+class _ReducerAlone:
+    """All-reduces in which nobody else takes part, so the tensors keep what they hold."""
+
+    def reduce(self, members: Members, me: Holder, batch: int, tensors: Sequence[Tensor]) -> Ticket:  # noqa: ARG002
+        """Return a ticket that is done."""
+        return _done_alone(f"no sum (batch {batch})")
+
+    def close(self) -> None:
+        """Do nothing: there is no background thread."""
+
+
+class _ShardsAlone:
+    """Reduce-scatters and all-gathers in which nobody else takes part."""
+
+    def scatter(self, members: Members, me: Holder, batch: int, shards: Shards) -> Ticket:  # noqa: ARG002
+        """Return a ticket that is done; the own shard keeps what it holds."""
+        return _done_alone(f"no sum (batch {batch})")
+
+    @torch.no_grad()
+    def gather(self, members: Members, me: Holder, version: int, shards: Shards) -> Ticket:
+        """Write some weights into the shards of others, and return a ticket that is done."""
+        for member, tensors in zip(members, shards, strict=True):
+            for tensor in tensors if member != me else ():
+                tensor.fill_(_WEIGHT)
+        return _done_alone(f"no weights (version {version})")
+
+    def close(self) -> None:
+        """Do nothing: there is no background thread."""
+
+
+def _done_alone(where: str) -> Ticket:
+    ticket = Ticket(where)
+    ticket.complete()
+    return ticket

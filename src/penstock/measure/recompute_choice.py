@@ -24,7 +24,8 @@ from penstock.measure.stages.stage_bytes import measure_stages
 from penstock.measure.stages.stage_trial import Training
 from penstock.options.all_options import PipelineOptions
 from penstock.options.parallelism import DataParallel
-from penstock.partition.blocks import LazyBlock, cost_of, named_blocks
+from penstock.partition.blocks import LazyBlock, cost_of, is_whole_model, named_blocks
+from penstock.partition.replay.model_stages import UnitBlocks
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.plan.schedule_from_arguments import request_for
 from penstock.schedule.ir.order import OrderFunction
@@ -90,7 +91,8 @@ def choose_recompute(
     activations and messages; not about Python, torch's own memory, and what operations take for a moment.
 
     Args:
-        blocks: as of `Pipeline`; copies are measured, of one stage at a time.
+        blocks: as of `Pipeline`; copies are measured, of one stage at a time. The sample is the example of a whole
+            model.
         sample: one microbatch of the model, and its target.
         memory_limit: bytes of a rank.
         method, stages, microbatches, loss, optimizer: as of `Pipeline`.
@@ -100,7 +102,7 @@ def choose_recompute(
         ConfigError: nothing fits; or numbers depend on what is recomputed, so that nobody else should choose it.
         CapabilityError: the memory of the method is not predicted.
     """
-    named = named_blocks(blocks)
+    named = named_blocks(blocks, sample[0] if is_whole_model(blocks) else None, stages)
     request, correction = request_for(method, None, stages, microbatches)
     given = (options or PipelineOptions()).changed(correction=correction)
 
@@ -189,12 +191,16 @@ def _measured(
         run=plan.options.run,
         data_parallel=DataParallel(parallel.width, sharding=str(plan.schedule.sharding.level)),
     )
+    cut: Sequence[Sequence[str]] = plan.parts
+    if isinstance(blocks, UnitBlocks):
+        blocks = {part[0]: blocks.stage(cut, index) for index, part in enumerate(cut)}
+        cut = [[name] for name in blocks]
     copies = {
         name: block if isinstance(block, LazyBlock) else LazyBlock(partial(copy.deepcopy, block), 0)
         for name, block in blocks.items()
     }
     training = Training(loss, optimizer, options, plan.options.staleness.correction)
-    return measure_stages(copies, plan.parts, sample, training, recompute=True, schedule=plan.schedule)
+    return measure_stages(copies, cut, sample, training, recompute=True, schedule=plan.schedule)
 
 
 def _modes(plans: Plans, plain: PipelinePlan) -> tuple[dict[int, list[RecomputeMode]], list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,20 +14,19 @@ from torch.nn.parameter import is_lazy
 
 from penstock.errors import ConfigError
 from penstock.partition.replay.model_stages import UnitBlocks
-from penstock.partition.whole_model.blocks_from_model import (
-    CONTAINERS,
-    blocks_of_model,
-    check_same_model,
-    check_whole_model,
-    own_part,
-    refuse_wrapped,
-)
-from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks, ModelPart
+from penstock.partition.replay.units import has_hooks
 from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.ir.schedule import Stage
 
-_LOG = logging.getLogger(__name__)
-_UNEVEN = 1.25  # of the largest stage to what it might be, from which on people are told
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_PLAIN = "pass the parts of the model itself"
+WRAPPERS = {
+    "DistributedDataParallel": f"{_PLAIN} (model.module), and data_parallel=2 for two parallel pipelines",
+    "DataParallel": f"{_PLAIN} (model.module), and data_parallel=2 for two parallel pipelines",
+    "FullyShardedDataParallel": f"{_PLAIN}: its stages are sharded over the ranks already",
+    "FSDPModule": f"{_PLAIN}, without fully_shard, and data_parallel=penstock.DataParallel(2, sharding='full')",
+}
+"""What wraps modules for other kinds of parallelism, with what to do instead."""
 
 Blocks = nn.Module | Mapping[str, Any] | Sequence[Any]
 """A whole model; or modules, plain functions or `LazyBlock`s, by name or in sequence (with the names "0", "1", ...)."""
@@ -62,22 +60,24 @@ def named_blocks(blocks: Any, example: Any = None, stages: int = 2) -> dict[str,
 
     Args:
         blocks: of the model.
-        example: inputs of a whole model, by which its layers are found; None to follow its forward without.
+        example: inputs of a whole model, by which its layers are found; None for blocks.
         stages: into how many a whole model is to be cut, at least.
 
     Raises:
         ConfigError: there is no block, one is neither a module nor a function, or names of parameters collide; or this
-            is a whole model that cannot be divided.
+            is a whole model without an example.
+        CapabilityError: this is a whole model that cannot be divided.
     """
     named: dict[str, Any]
-    if example is not None:
-        if not isinstance(blocks, nn.Module):
-            raise ConfigError("example is for a whole model; leave it out where you pass blocks")
-        check_whole_model(blocks)
+    if example is not None and not isinstance(blocks, nn.Module):
+        raise ConfigError(
+            f"example is for a whole model, which is an nn.Module, and this is a {type(blocks).__name__}; leave it out "
+            "where you pass blocks"
+        )
+    if example is not None or is_whole_model(blocks):
+        _check_whole_model(blocks, example)
         return UnitBlocks(blocks, example, stages)
-    if isinstance(blocks, nn.Module) and (not isinstance(blocks, CONTAINERS) or own_part(blocks) is not None):
-        named = blocks_of_model(blocks)
-    elif isinstance(blocks, nn.Module):
+    if isinstance(blocks, nn.Module):
         named = dict(blocks._modules)  # also a module that is there twice, which named_children leaves out
     elif isinstance(blocks, Mapping):
         named = dict(blocks)
@@ -95,6 +95,66 @@ def named_blocks(blocks: Any, example: Any = None, stages: int = 2) -> dict[str,
     return named
 
 
+def is_whole_model(blocks: Any) -> bool:
+    """Return whether this is a module with a forward of its own, rather than a container of blocks, or blocks."""
+    return isinstance(blocks, nn.Module) and (not isinstance(blocks, _CONTAINERS) or _own_part(blocks) is not None)
+
+
+def _check_whole_model(model: nn.Module, example: Any) -> None:
+    """Refuse a whole model that is wrapped, compiled or lazy, has hooks, or comes without an example.
+
+    Raises:
+        ConfigError: it is, has some, or does.
+    """
+    check_shapes("the model", model)
+    if type(model).__name__ == "OptimizedModule":  # of torch.compile
+        raise ConfigError(
+            f"the model is compiled as a whole; {_PLAIN}, and compile each: for block in blocks: block.compile()"
+        )
+    if has_hooks(model):
+        raise ConfigError(
+            f"{type(model).__name__} has hooks, but the code around its layers runs on every stage; put them on its "
+            "layers, or pass [model], which is one block with its hooks"
+        )
+    if example is None:
+        own = f", since it has {_own_part(model)}" if isinstance(model, _CONTAINERS) else ""
+        raise ConfigError(
+            f"{type(model).__name__} is a whole model{own}, and is divided by running its forward on an example. Pass "
+            "the inputs of a batch, as the model takes them (a tuple by position, a dict by name):\n"
+            "    penstock.Pipeline(model, ..., example=next(iter(loader))[0])  # of a loader of (inputs, targets)\n"
+            "A list or dict of blocks, each of which takes what the one before returns, needs none"
+        )
+
+
+def _own_part(container: nn.Module) -> str | None:
+    """Return what a container has that would be lost if its children were called in turn; None if nothing.
+
+    Args:
+        container: an nn.Sequential, nn.ModuleList or nn.ModuleDict, or of a class made from one.
+    """
+    base = nn.Sequential if isinstance(container, nn.Sequential) else nn.Module
+    called = type(container).__call__ is nn.Module.__call__
+    if not called or getattr(container.forward, "__func__", None) is not base.forward:
+        return "a forward of its own"
+    if has_hooks(container):
+        return "hooks"
+    state = next(iter({**container._parameters, **container._buffers}), None)
+    return None if state is None else f"a parameter or buffer of its own, {state}"
+
+
+def _refuse_wrapped(name: str, module: nn.Module) -> None:
+    """Refuse a module that is wrapped for another kind of parallelism, as is one in it.
+
+    Raises:
+        ConfigError: it is; the message says what to do instead.
+    """
+    for path, inner in module.named_modules():
+        for kind in type(inner).__mro__:  # fully_shard makes a class from that of the module and FSDPModule
+            if kind.__name__ in WRAPPERS:
+                where = f"{name}, in {path}," if path else name
+                raise ConfigError(f"{where} is of type {type(inner).__name__}; {WRAPPERS[kind.__name__]}")
+
+
 def check_same_blocks(blocks: Any, named: Mapping[str, Any]) -> None:
     """Make sure that a model, or a container such as an nn.Sequential, has the blocks that a pipeline was made of.
 
@@ -108,14 +168,12 @@ def check_same_blocks(blocks: Any, named: Mapping[str, Any]) -> None:
     """
     if isinstance(named, UnitBlocks):
         named.check()
-    elif isinstance(named, ModelBlocks):
-        check_same_model(named)
     elif isinstance(blocks, nn.Module):
         _check_same_children(blocks, named)
 
 
 def _check_same_children(blocks: nn.Module, named: Mapping[str, Any]) -> None:
-    if (own := own_part(blocks)) is not None:
+    if (own := _own_part(blocks)) is not None:
         raise ConfigError(
             f"{type(blocks).__name__} has got {own} since the pipeline was made, but a pipeline calls its children in "
             "turn, not the model itself; put that on the first or the last block, or remove it"
@@ -131,21 +189,25 @@ def _check_same_children(blocks: nn.Module, named: Mapping[str, Any]) -> None:
             )
 
 
-def check_shapes(name: str, block: Any) -> None:
-    """Refuse a block with parameters that have no shape yet, or are divided already.
+def check_shapes(what: str, block: Any) -> None:
+    """Refuse a module with parameters that have no shape yet, or are divided already.
+
+    Args:
+        what: it is, such as "block 'a'".
+        block: which.
 
     Raises:
         ConfigError: it has some, as modules such as LazyLinear do before their first forward; or it is wrapped for
             another kind of parallelism.
     """
     if isinstance(block, nn.Module):
-        refuse_wrapped(f"block {name!r}", block)
+        _refuse_wrapped(what, block)
     tensors = [*block.named_parameters(), *block.named_buffers()] if isinstance(block, nn.Module) else []
     for path, tensor in tensors:
         if is_lazy(tensor):
             raise ConfigError(
-                f"block {name!r}: {path} has no shape yet, as in torch's lazy modules; run the model once on a sample "
-                "before the pipeline is made, or use the module with its sizes given (Linear in place of LazyLinear)"
+                f"{what}: {path} has no shape yet, as in torch's lazy modules; run the model once on a sample before "
+                "the pipeline is made, or use the module with its sizes given (Linear in place of LazyLinear)"
             )
 
 
@@ -174,7 +236,7 @@ def _check_block(name: str, block: Any) -> None:
         )
     if isinstance(block, nn.Parameter):
         raise ConfigError(f"{what}; blocks are the modules that hold the parameters, such as *model.children()")
-    check_shapes(name, block)
+    check_shapes(f"block {name!r}", block)
     if not callable(block) and not isinstance(block, LazyBlock):
         raise ConfigError(f"{what}, neither a module nor a function")
     lacks = isinstance(block, nn.Module) and getattr(block.forward, "__func__", None) is nn.Module.forward
@@ -190,7 +252,7 @@ def _check_nested(named: Mapping[str, Any]) -> None:
     """
     for inner in named:
         for outer in named:
-            if not inner.startswith(f"{outer}.") or isinstance(named[outer], ModelPart):
+            if not inner.startswith(f"{outer}."):
                 continue
             path = inner.removeprefix(f"{outer}.")
             taken = next((own for own in _state_names(named[outer]) if own.startswith(f"{path}.")), None)
@@ -229,12 +291,11 @@ def check_enough(blocks: Mapping[str, Any], num_stages: int) -> None:
         ConfigError: there are fewer blocks than stages.
     """
     if len(blocks) < num_stages:
-        chains = (n for n, b in blocks.items() if isinstance(b, nn.Sequential) and len(b) > 1 and own_part(b) is None)
+        chains = (n for n, b in blocks.items() if isinstance(b, nn.Sequential) and len(b) > 1 and _own_part(b) is None)
         nested = next(chains, None)
         more = (
             "" if nested is None else f", or pass the {len(blocks[nested])} parts of {nested!r} as blocks of their own"
         )
-        more += "".join(f"; {_joined(n, b)}" for n, b in blocks.items() if isinstance(b, ModelPart) and b.joined)
         raise ConfigError(
             f"the model has {len(blocks)} blocks, which cannot be cut into {num_stages} stages; use fewer stages{more}"
         )
@@ -255,7 +316,6 @@ def cut_blocks(blocks: Mapping[str, Any], num_stages: int, balance: Sequence[int
     names = list(blocks)
     if balance is None:
         balance = _best_balance([cost_of(block) for block in blocks.values()], num_stages)
-        _warn_of_joined_layers(blocks, balance)
     elif len(balance) != num_stages or min(balance) < 1 or sum(balance) != len(names):
         raise ConfigError(
             f"partition (penstock train: balance) must hold {num_stages} positive numbers that add up to the model's "
@@ -263,33 +323,6 @@ def cut_blocks(blocks: Mapping[str, Any], num_stages: int, balance: Sequence[int
         )
     ends = list(accumulate(balance))
     return [names[end - size : end] for size, end in zip(balance, ends, strict=True)]
-
-
-def _joined(name: str, block: ModelPart) -> str:
-    return f"block {name!r} holds {len(block.joined)} layers, since {block.why_joined}"
-
-
-def _warn_of_joined_layers(blocks: Mapping[str, Any], balance: Sequence[int]) -> None:
-    """Say so where a stage is far larger than it would be if a block of a whole model were not several layers."""
-    if not any(isinstance(block, ModelPart) and block.joined for block in blocks.values()):
-        return
-    costs, ends = [cost_of(block) for block in blocks.values()], list(accumulate(balance))
-    sums = [sum(costs[end - size : end]) for size, end in zip(balance, ends, strict=True)]
-    largest = sums.index(max(sums))
-    part = list(blocks.items())[ends[largest] - balance[largest] : ends[largest]]
-    joined = [(name, block) for name, block in part if isinstance(block, ModelPart) and block.joined]
-    apart: list[float] = []
-    for block in blocks.values():
-        layers = block.joined if isinstance(block, ModelPart) else ()
-        apart += [cost_of(block.get_submodule(path)) for path in layers] or [cost_of(block)]
-    sizes = _best_balance(apart, len(balance))
-    possible = max(sum(apart[end - size : end]) for size, end in zip(sizes, accumulate(sizes), strict=True))
-    if joined and sums[largest] > _UNEVEN * possible:
-        name, block = max(joined, key=lambda pair: len(pair[1].joined))
-        _LOG.warning(
-            f"stage {largest} has {sums[largest] / sum(costs):.0%} of the parameters, and the largest might have "
-            f"{possible / sum(costs):.0%}, but {_joined(name, block)}. Or pass the blocks of the model in its place"
-        )
 
 
 def deal(

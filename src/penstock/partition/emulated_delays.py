@@ -20,6 +20,7 @@ from torch import nn
 from penstock.checks import check_whole, did_you_mean
 from penstock.errors import ConfigError
 from penstock.partition.parameter_names import block_of
+from penstock.partition.replay.model_stages import blocks_within
 from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.named_delay_profiles import delays_of_profile
 
@@ -44,7 +45,8 @@ class BlockDelays:
 
     def by_parameter(self, names: Collection[str], blocks: Mapping[str, Any]) -> dict[str, int]:
         """Return the delays of parameters of some blocks, by their canonical names."""
-        return {name: self.by_block[_owner(name, blocks)] for name in names}
+        within = blocks_within(blocks)
+        return {name: self.by_block[_owner(name, within)] for name in names}
 
     def check_trained(self, blocks: Mapping[str, Any]) -> None:
         """Raise an error if a block with a chosen delay has no trained parameters.
@@ -55,7 +57,7 @@ class BlockDelays:
         Raises:
             ConfigError: a block has no trained parameters.
         """
-        for name, block in blocks.items() if self.chosen else ():
+        for name, block in blocks_within(blocks).items() if self.chosen else ():
             trained = isinstance(block, nn.Module) and any(p.requires_grad for p in block.parameters())
             if self.by_block[name] and not trained:
                 raise ConfigError(
@@ -80,7 +82,7 @@ def resolve_delays(
         ConfigError: a block is unknown, a delay is not a whole number of at least 0, the rule is not flush, or one
             parameter has several delays.
     """
-    delays = _by_block(given, list(blocks), what)
+    delays = _by_block(given, list(blocks_within(blocks)), what)
     for name, delay in delays.items():
         check_whole(f"{what}: the delay of block {name!r}, in updates,", delay, 0)
     if any(delays.values()) and rule != "flush":

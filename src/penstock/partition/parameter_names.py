@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.partition.whole_model.fx_subgraph_module import ModelPart
+from penstock.partition.replay.model_stages import UnitPart
 
 
 def prefix_of(name: str, block: Any) -> str:
     """Return what stands before the names within a block, such as "layers.0."; nothing for a part of a model."""
-    return "" if isinstance(block, ModelPart) else f"{name}."
+    return "" if isinstance(block, UnitPart) else f"{name}."
 
 
 def modules_in(name: str, block: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -50,7 +50,7 @@ def block_of(name: str, blocks: Mapping[str, Any]) -> str | None:
     Blocks may be nested by name, as "transformer" and "transformer.h.0" are: the longest one that fits has it.
     """
     for block, part in blocks.items():
-        if isinstance(part, ModelPart) and name in part.names:
+        if isinstance(part, UnitPart) and name in part.names:
             return block
-    fitting = [b for b, part in blocks.items() if name.startswith(f"{b}.") and not isinstance(part, ModelPart)]
+    fitting = [b for b, part in blocks.items() if name.startswith(f"{b}.") and not isinstance(part, UnitPart)]
     return max(fitting, key=len, default=None)

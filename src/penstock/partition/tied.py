@@ -16,6 +16,7 @@ from torch import nn
 from penstock.errors import ConfigError
 from penstock.partition.blocks import LazyBlock
 from penstock.partition.parameter_names import block_of, modules_in, prefix_of
+from penstock.partition.replay.model_stages import blocks_in_stage
 
 UNTIED = (
     "were one parameter when the pipeline was made and no longer are (as after load_state_dict(assign=True)); make "
@@ -133,8 +134,8 @@ def _first_names(blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> t
     first: dict[int, str] = {}
     homes: dict[int, int] = {}
     for index, part in enumerate(parts):
-        for prefix in part:
-            for path, module in modules_in(prefix, blocks[prefix]):
+        for prefix, block in blocks_in_stage(blocks, part).items():
+            for path, module in modules_in(prefix, block):
                 for key, parameter in module._parameters.items():
                     if parameter is None or not parameter.requires_grad:
                         continue

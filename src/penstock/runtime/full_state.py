@@ -15,7 +15,7 @@ from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.errors import ConfigError
 from penstock.partition.parameter_names import block_of, tensors_in, tensors_of
-from penstock.partition.whole_model.fx_subgraph_module import ModelPart
+from penstock.partition.replay.model_stages import UnitPart
 from penstock.stage.stage_runtime import StageRuntime
 
 WHAT = "gathering the weights for full_state_dict()"
@@ -69,7 +69,7 @@ def names_in(model: nn.Module, stages: Iterable[StageRuntime]) -> dict[str, list
     for stage in stages:
         for prefix, block in stage.module.modules.items():
             for name, tensor in tensors_in(prefix, block).items():
-                if isinstance(block, ModelPart):  # of which a bare buffer is another tensor on another device
+                if isinstance(block, UnitPart):  # of which a bare buffer is another tensor on another device
                     found[name] = names.get(id(tensor), [name])
                     continue
                 if id(tensor) not in names:

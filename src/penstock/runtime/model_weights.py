@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from penstock.comm.collective.all_gather_json import gather_json
 from penstock.errors import ConfigError
-from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks
+from penstock.partition.replay.model_stages import UnitBlocks
 from penstock.runtime.built_pipeline import BuiltPipeline
 from penstock.runtime.engine.lifecycle import between_runs
 from penstock.runtime.full_state import (
@@ -65,7 +65,7 @@ class ModelWeights(BuiltPipeline):
             PenstockError: a run is under way.
             TransportError: a peer is dead, or did not call this in time.
         """
-        if model is None and isinstance(self._given[1], ModelBlocks):
+        if model is None and isinstance(self._given[1], UnitBlocks):
             model = self._given[1].model
         stages = [stage for key, stage in self.stages.items() if key.direction == 0]  # others hold copies of them
         own, fault = {}, None
@@ -138,7 +138,7 @@ class ModelWeights(BuiltPipeline):
             PenstockError: a run is under way.
         """
         blocks = self._given[1]
-        if isinstance(blocks, ModelBlocks):
+        if isinstance(blocks, UnitBlocks):
             check_fits_model(state, blocks.model)
             blocks.load(state)
             _LOG.warning(_NO_OPTIMIZERS)

@@ -54,18 +54,19 @@ from penstock.weights.updates.lr_scheduler_table import SchedulerFactory
 class Pipeline(SavedStates, UserAdvice):
     """A model that is divided into stages and trained by a method of pipeline parallelism.
 
-        pipeline = Pipeline(model, method="2bw", stages=4, microbatches=8, loss=loss, optimizer=make_optimizer)
+        pipeline = Pipeline(
+            model, method="2bw", stages=4, microbatches=8, loss=loss, optimizer=make_optimizer, example=inputs
+        )
         for report in pipeline.run(loader):
             ...
 
     Args:
-        blocks: the model, with an `example`; or without one, if its forward takes one value and can be followed
-            (torch.fx; what it reads besides parameters and buffers, such as ``self.scale``, is then read now). It is
-            divided into blocks (`parts`), and its parameters keep their names. Or its blocks: an nn.Sequential, or a
-            list or dict of modules and functions, each of which takes what the one before returned. A `LazyBlock` is
-            built only in the process that holds it. The names of a dict are those of `full_state_dict`. Hooks on
-            parameters run for each microbatch, as in plain torch where gradients accumulate; those of `register_hook`
-            get the gradient of its loss sum divided by `Precision.divisor`.
+        blocks: the model, with an `example`. It is divided into blocks (`parts`), and its parameters keep their names.
+            Or its blocks, without: an nn.Sequential, or a list or dict of modules and functions, each of which takes
+            what the one before returned. A `LazyBlock` is built only in the process that holds it. The names of a dict
+            are those of `full_state_dict`. Hooks on parameters run for each microbatch, as in plain torch where
+            gradients accumulate; those of `register_hook` get the gradient of its loss sum divided by
+            `Precision.divisor`.
         method: what ranks run: the name of a method, such as "2bw" (`penstock methods` lists them), or what
             `penstock.method` returned; an order of your own, a function as of `make_schedule`, which rank 0 alone calls
             and proves; or a schedule as `make_schedule`, `check` or `load_schedule` return it.
@@ -107,11 +108,11 @@ class Pipeline(SavedStates, UserAdvice):
         partition: the number of blocks of each stage; or a `Partition`, with tied parameters and slices of sequences.
             Stages are balanced by the cost of blocks if None.
         divergence: what counts as a divergence, for `Pipeline.trouble`.
-        example: for a whole model, inputs of a batch as it takes them (a tuple by position, a dict by name; a few
-            samples are enough). With it any model is divided as it is: its forward is run to find the layers that it
-            calls, their order and their work; each stage runs the model's own forward, and computes what is its own of
-            it; and the stages are compared with the model on the example, gradients included. Code between layers that
-            stages cannot run alike is refused, with its line.
+        example: of a whole model, inputs of a batch as it takes them, such as ``next(iter(loader))[0]`` (a tuple by
+            position, a dict by name; a few samples are enough). The model is divided as it is: its forward is run to
+            find the layers that it calls, their order and their work; each stage runs the model's own forward, and
+            computes what is its own of it; and the stages are compared with the model on the example, gradients
+            included. Code between layers that stages cannot run alike is refused, with its line.
         seed: of the random numbers that blocks draw, such as dropout.
         group: a process group with one process per rank, the ranks of a pipeline next to each other (or the replicas of
             a stage: `DataParallel.rank_order`); None to run all ranks in this process. Pipelines whose runs overlap in

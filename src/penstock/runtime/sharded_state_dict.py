@@ -14,7 +14,7 @@ from penstock.comm.communicators import holders_of
 from penstock.comm.core.rank_grid import Holder
 from penstock.comm.device_mesh import width_mesh
 from penstock.errors import CapabilityError, ConfigError
-from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks
+from penstock.partition.replay.model_stages import UnitBlocks
 from penstock.runtime.engine.lifecycle import between_runs
 from penstock.runtime.full_state import names_in
 from penstock.runtime.model_weights import ModelWeights
@@ -144,7 +144,7 @@ class ShardedStateDict(ModelWeights):
 
     def _names(self, stage: StageRuntime) -> dict[str, list[str]]:
         """Return, by the names that tensors of a stage have in the pipeline, those of `full_state_dict`."""
-        if isinstance(self._given[1], ModelBlocks):
+        if isinstance(self._given[1], UnitBlocks):
             return names_in(self._given[1].model, [stage])
         names = {name: [name] for name in stage.module.tensors.state()}
         for name, first in stage.module.tensors.aliases().items():

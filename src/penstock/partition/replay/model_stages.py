@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,16 +16,21 @@ from penstock.errors import ConfigError
 from penstock.partition.replay.comparison import check_stages
 from penstock.partition.replay.placeholder import TensorSpec
 from penstock.partition.replay.stage_forward import Count, Cut, Seed, Specs, StageForward
-from penstock.partition.replay.units import UnitGroup, check_unchanged, has_hooks, no_seed, record_forward
+from penstock.partition.replay.units import (
+    UnitGroup,
+    check_unchanged,
+    has_hooks,
+    name_in_model,
+    no_seed,
+    record_forward,
+)
 from penstock.partition.replay.watch import state_of
-from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks, ModelPart, value_at
-from penstock.partition.whole_model.fx_trace import without_guards
 
 _OF_A_STAGE = 1 / 3  # of the work of an even stage: units that take more are opened
 _SPEC = "penstock.TensorSpec "
 
 
-class UnitPart(ModelPart):
+class UnitPart(nn.Module):
     """Units of a model, with what else is on their stage, under the names that the model has for them.
 
     Args:
@@ -34,15 +39,14 @@ class UnitPart(ModelPart):
     """
 
     def __init__(self, model: nn.Module, group: UnitGroup) -> None:
-        nn.Module.__init__(self)
-        self.group, self.cost, self.text = group, group.work, ""
-        self.targets = {name: name for name in (*group.units, *group.unused, *group.bare)}
+        super().__init__()
+        self.group, self.cost = group, group.work
         for path in (*group.units, *group.unused):
             outer, _, key = path.rpartition(".")
             _shell(self, outer).add_module(key, model.get_submodule(path))
         for name in group.bare:
             outer, _, key = name.rpartition(".")
-            owner, shell = model.get_submodule(outer), _shell(self, outer)
+            owner, shell = model.get_submodule(name_in_model(name).rpartition(".")[0]), _shell(self, outer)
             if key in owner._parameters:
                 shell.register_parameter(key, owner._parameters[key])
             else:
@@ -51,6 +55,12 @@ class UnitPart(ModelPart):
     def forward(self, x: Any) -> Any:
         """Refuse to be called: the model calls units."""
         raise AssertionError(f"{self.group.units} are called by the model around them, not with {x!r:.80}")
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of all parameters and buffers."""
+        parameters = self.named_parameters(remove_duplicate=False)
+        return frozenset(name for name, _ in (*parameters, *self.named_buffers(remove_duplicate=False)))
 
 
 def _shell(part: nn.Module, path: str) -> nn.Module:
@@ -74,16 +84,16 @@ class ModelStage(UnitPart):
         index: the stage.
 
     Attributes:
+        parts: the blocks of the stage.
         precision: that float32 weights are cast to; None for their own.
         count: returns how many targets a loss counts that is called between units (`StageForward`).
         counted: how many they were in the last forward, each with its node; None if nobody counts.
     """
 
     def __init__(self, blocks: UnitBlocks, cut: Cut, index: int) -> None:
-        own = [group for group in blocks.groups.values() if cut.stages[group.units[0]] == index]
-        units, unused, bare, work = zip(*own, strict=True)
-        super().__init__(blocks.model, UnitGroup(sum(units, ()), sum(unused, ()), sum(bare, ()), sum(work)))
-        self._blocks, self._cut, self._index = blocks, cut, index
+        parts = {name: part for name, part in blocks.items() if cut.stages[name] == index}
+        super().__init__(blocks.model, _joined(parts.values()))
+        self.parts, self._blocks, self._cut, self._index = parts, blocks, cut, index
         self.precision: torch.dtype | None = None
         self.count: Count | None = None
         self.counted: list[Any] | None = None
@@ -129,7 +139,8 @@ class ModelStage(UnitPart):
         places: list[tuple[dict[str, Any], str, Any]] = []
         for name in self.group.bare:
             outer, _, key = name.rpartition(".")
-            owner, own = self._blocks.model.get_submodule(outer), self.get_submodule(outer)
+            owner = self._blocks.model.get_submodule(name_in_model(name).rpartition(".")[0])
+            own = self.get_submodule(outer)
             kind = "_parameters" if key in owner._parameters else "_buffers"
             places.append((getattr(owner, kind), key, getattr(own, kind)[key]))
         before = [held[key] for held, key, _ in places]
@@ -142,7 +153,26 @@ class ModelStage(UnitPart):
                 held[key] = tensor
 
 
-class UnitBlocks(ModelBlocks):
+def _joined(parts: Iterable[UnitPart]) -> UnitGroup:
+    units, unused, bare, work = zip(*(part.group[:4] for part in parts), strict=True)
+    return UnitGroup(sum(units, ()), sum(unused, ()), sum(bare, ()), sum(work))
+
+
+def blocks_in_stage(blocks: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return some blocks as a stage holds them, whose order decides which name of a shared parameter is the first."""
+    own = {name: blocks[name] for name in names}
+    return {names[0]: UnitPart(blocks.model, _joined(own.values()))} if isinstance(blocks, UnitBlocks) else own
+
+
+def blocks_within(blocks: Mapping[str, Any]) -> dict[str, Any]:
+    """Return blocks by name, in the place of a stage of a whole model its blocks."""
+    found: dict[str, Any] = {}
+    for name, block in blocks.items():
+        found |= block.parts if isinstance(block, ModelStage) else {name: block}
+    return found
+
+
+class UnitBlocks(dict[str, UnitPart]):
     """The units of a whole model, in the order in which it calls them, as blocks.
 
     Args:
@@ -151,6 +181,7 @@ class UnitBlocks(ModelBlocks):
         stages: into how many it is to be cut, at least.
 
     Attributes:
+        model: the model.
         groups: the units of each block.
         around: the modules that are in no unit, whose code every stage runs, by path.
 
@@ -159,16 +190,16 @@ class UnitBlocks(ModelBlocks):
     """
 
     def __init__(self, model: nn.Module, example: Any, stages: int) -> None:
-        self._example = arguments_of(example)
-        with without_guards(model):
-            found = record_forward(model, *self._example, _OF_A_STAGE / stages)
+        self.model, self._example = model, arguments_of(example)
+        found = record_forward(model, *self._example, _OF_A_STAGE / stages)
         self.groups = {group.units[0]: group for group in found.groups}
-        super().__init__(model, {name: UnitPart(model, group) for name, group in self.groups.items()})
+        super().__init__({name: UnitPart(model, group) for name, group in self.groups.items()})
         self._written, self._specs = found.written, dict[torch.dtype | None, Specs]()
         units = [model.get_submodule(path) for group in found.groups for path in (*group.units, *group.unused)]
         inner = {id(module) for unit in units for module in unit.modules()}
         self.around = {path: module for path, module in model.named_modules() if id(module) not in inner}
         self._compared: Cut | None = None
+        self._stages: list[ModelStage] = []
 
     def specs(self, precision: torch.dtype | None) -> Specs:
         """Return the shapes of what units return in a precision, which all stages of this process share."""
@@ -189,7 +220,7 @@ class UnitBlocks(ModelBlocks):
             raise ConfigError(f"{hooked or 'the model'} has got hooks, but runs on every stage; put them on layers")
         for name, group in self.groups.items():
             for path in (*group.units, *group.unused, *group.bare):
-                now, own = value_at(self.model, path), value_at(self[name], path)
+                now, own = _value_at(self.model, name_in_model(path)), _value_at(self[name], path)
                 if now is not own and not (isinstance(now, nn.Parameter) and now.requires_grad):  # others look at these
                     raise ConfigError(
                         f"{path} is another object since the pipeline was made of the model, so the pipeline would "
@@ -207,10 +238,28 @@ class UnitBlocks(ModelBlocks):
         stages = {path: stage for stage, group in groups for path in (*group.units, *group.unused)}
         cut = Cut(stages, len(parts) - 1)
         if cut != self._compared:
-            with without_guards(self.model):
-                check_stages(self.model, self.specs(None), cut, *self._example)
+            check_stages(self.model, self.specs(None), cut, *self._example)
             self._compared = cut
-        return ModelStage(self, cut, index)
+        self._stages.append(ModelStage(self, cut, index))
+        return self._stages[-1]
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Give the model other values, and so all stages."""
+        self.model.load_state_dict(state)
+        for stage in self._stages:
+            for name in stage.group.bare:
+                held, now = _value_at(stage, name), _value_at(self.model, name_in_model(name))
+                if held is not now:  # a buffer, on another device
+                    held.copy_(now)
+
+
+def _value_at(model: nn.Module, path: str) -> Any:
+    """Return the module, parameter or buffer that a model has at a path; None if nothing."""
+    owner, _, key = path.rpartition(".")
+    try:
+        return getattr(model.get_submodule(owner), key, None)
+    except AttributeError:
+        return None
 
 
 def arguments_of(value: Any) -> tuple[list[Any], dict[str, Any]]:

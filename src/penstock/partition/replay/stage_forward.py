@@ -123,7 +123,8 @@ class Specs:
             device = next((value for value in values if isinstance(value, torch.device)), leaves[0].device)
             a, k = _map_tensors((args, kwargs), lambda leaf: made[id(leaf)] if isinstance(leaf, Tensor) else meta)
             try:
-                result = func(*a, **k)
+                with _without_saved_tensor_hooks():
+                    result = func(*a, **k)
             except (RuntimeError, NotImplementedError) as error:
                 raise CapabilityError(
                     f"{_name(func)} of what another stage has gives shapes that depend on values{line_of_user()}: "
@@ -149,8 +150,8 @@ class StageForward(TorchFunctionMode):
     Attributes:
         sent: what later stages need of the values that are here.
         calls: the units that were called, in their order.
-        used: identities of the parameters and buffers that the frame took, with the unit before (None before the
-            first) and by which operation.
+        used: identities of the parameters and buffers that the frame took, with the units before (None before the
+            first), each with the operation.
         counted: how many targets each loss of the frame has counted, and its node.
     """
 
@@ -180,7 +181,7 @@ class StageForward(TorchFunctionMode):
         self._stale_storages: set[int] = set()
         self.sent: dict[str, Tensor] = {}
         self.calls: list[str] = []
-        self.used: dict[int, tuple[str | None, str]] = {}
+        self.used: dict[int, dict[str | None, str]] = {}
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward, and return the output of the model; on an earlier stage it has placeholders.
@@ -374,7 +375,8 @@ class StageForward(TorchFunctionMode):
         for leaf in leaves:
             self._use(leaf, name)
             if leaf.is_leaf and self._stage is None:
-                self.used.setdefault(id(leaf), (self.calls[-1] if self.calls else None, f"{name}{line_of_user()}"))
+                before = self.calls[-1] if self.calls else None
+                self.used.setdefault(id(leaf), {}).setdefault(before, f"{name}{line_of_user()}")
         if self._mine or (name == "detach" and leaves[0] in self._keys):  # of a received value, for torch's checkpoint
             return self._here(func, name, args, kwargs, leaves, written)
         if written is not None:

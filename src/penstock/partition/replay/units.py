@@ -20,6 +20,12 @@ _DIVIDED_OF_TORCH = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
 )  # fmt: skip
 
+_OF_ANOTHER = "@."  # between a number and the name of a parameter that another group has
+
+
+class Guard:
+    """Has methods which, as hooks before the forward of a module, refuse its use, and otherwise change nothing."""
+
 
 class UnitGroup(NamedTuple):
     """Units that have to be on one stage, with what else of the model is with them.
@@ -27,7 +33,8 @@ class UnitGroup(NamedTuple):
     Attributes:
         units: their paths, in the order of their first calls: one, or several that are called in turns.
         unused: paths of units that the example does not call.
-        bare: names of parameters and buffers of modules around units, which code behind these units uses.
+        bare: names of parameters and buffers of modules around units, which code behind these units uses; and, as
+            `name_in_model` reads them, of parameters of other groups that it uses, too.
         work: of the units.
     """
 
@@ -96,7 +103,8 @@ def units_of(model: nn.Module, work: Mapping[str, float], largest: float) -> dic
 
 
 def _can_be_opened(module: nn.Module) -> bool:
-    if type(module).__module__.startswith("torch.") and not isinstance(module, _DIVIDED_OF_TORCH):
+    of_torch = type(module).__module__.startswith("torch.") and type(module) is not nn.Module
+    if of_torch and not isinstance(module, _DIVIDED_OF_TORCH):
         return False
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "parametrizations"):
         return False
@@ -138,6 +146,8 @@ def work_of_modules(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
 def copies_of(model: nn.Module, *given: Any) -> Iterator[Any]:
     """Yield copies of a model and of what it is called with, so that running them changes nothing of the originals.
 
+    Guards of modules that other processes train stay with these: a copy is called only for what it does.
+
     Raises:
         CapabilityError: the model cannot be copied.
     """
@@ -147,6 +157,10 @@ def copies_of(model: nn.Module, *given: Any) -> Iterator[Any]:
         raise CapabilityError(
             f"{type(model).__name__} cannot be copied, to be run on the example without being changed: {error}"
         ) from error
+    for module in made[0].modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), Guard):
+                del module._forward_pre_hooks[key]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         yield made
 
@@ -162,9 +176,8 @@ def _grouped(
     frame = _watched(model, specs, args, kwargs)
     groups = _in_turns(frame.calls)
     if not groups:
-        raise ConfigError(f"{type(model).__name__} calls no layers with weights, so it cannot be divided")
+        raise ConfigError(f"{type(model).__name__} calls no layers with weights, so it is one block: pass [model]")
     home = {path: number for number, group in enumerate(groups) for path in group}
-    taken = {id(t) for unit in units.values() for t in (*unit.parameters(), *unit.buffers())}
     unused: list[list[str]] = [[] for _ in groups]
     bare: list[list[str]] = [[] for _ in groups]
     before = 0
@@ -172,18 +185,35 @@ def _grouped(
         before = home.get(path, before)
         if path not in home:
             unused[before].append(path)
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    for name, tensor in named:
-        unit, by = frame.used.get(id(tensor), (None, ""))
-        if id(tensor) not in taken:
-            bare[0 if unit is None else home[unit]].append(name)
-        elif by:
-            raise CapabilityError(f"{name} is used outside of the layer that it belongs to, by {by}")
+            home[path] = before
+    owners = {f"{path}.{name}": home[path] for path, unit in units.items() for name, _ in _tensors_of(unit)}
+    taken = {id(tensor) for unit in units.values() for _, tensor in _tensors_of(unit)}
+    for name, tensor in _tensors_of(model):
+        uses = {0 if unit is None else home[unit]: by for unit, by in frame.used.get(id(tensor), {}).items()}
+        if name not in owners and (uses or id(tensor) not in taken):
+            owners[name] = min(uses, default=0)
+            bare[owners[name]].append(name)
+        others = [group for group in sorted(uses) if group != owners.get(name)]
+        if not isinstance(tensor, nn.Parameter) and others and id(tensor) in taken:
+            raise CapabilityError(f"{name} is used outside of the layer that it belongs to, by {uses[others[0]]}")
+        for number, group in enumerate(others if isinstance(tensor, nn.Parameter) else (), 1):
+            bare[group].append(f"{number}{_OF_ANOTHER}{name}")
     made = [
         UnitGroup(tuple(group), tuple(idle), tuple(names), sum(work.get(path, 0.0) for path in group))
         for group, idle, names in zip(groups, unused, bare, strict=True)
     ]
     return RecordedForward(made, specs.written)
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return parameters and buffers under each of their names."""
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+def name_in_model(name: str) -> str:
+    """Return the name that a model has for a parameter of a stage, which may be a copy of that of another stage."""
+    number, sign, rest = name.partition(_OF_ANOTHER)
+    return rest if sign and number.isdecimal() else name
 
 
 def _in_turns(calls: Sequence[str]) -> list[list[str]]:

@@ -5,7 +5,7 @@ A schedule that is refused here can still be proven, drawn and simulated.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from penstock.comm.p2p.stage_routes import needs_decisions
 from penstock.errors import CapabilityError, ConfigError
 from penstock.options.all_options import PipelineOptions
 from penstock.options.passes import Recompute
+from penstock.partition.replay.model_stages import UnitBlocks
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.runtime.ops.handlers import HANDLERS
 from penstock.schedule.build import ScheduleRequest, enough_in_flight
-from penstock.schedule.ir.schedule import Kind, Op, Schedule, passes
+from penstock.schedule.ir.schedule import Kind, Op, Schedule, chain, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.corrections import CORRECTIONS
@@ -115,6 +116,31 @@ def check_divided(schedule: Schedule, blocks: int, balance: Sequence[int] | None
             "a loss; pass the blocks and the partition of a model made for it, such as those that "
             "penstock.models.vocabulary_parallel_gpt.vocabulary_parallel_gpt returns"
         )
+
+
+def check_whole_model(blocks: Mapping[str, Any], schedule: Schedule, options: PipelineOptions) -> None:
+    """Make sure that a method and options go with a whole model, whose stages each run its own forward.
+
+    Raises:
+        CapabilityError: they do not.
+    """
+    if not isinstance(blocks, UnitBlocks):
+        return
+    reasons = {
+        f"the {schedule.num_stages} stages of {schedule.name} are no chain, as those of a whole model are": (
+            schedule.edges != chain(schedule.num_stages)
+        ),
+        f"{schedule.name} takes slices of sequences, and the forward of a whole model takes whole ones": (
+            schedule.slices > 1
+        ),
+        "cuda_graphs would not run the code around the layers of a whole model again": options.run.cuda_graphs,
+        "tensor_parallel divides blocks with a method parallelize, and a whole model is no block": (
+            options.partition.tensor_parallel > 1
+        ),
+    }
+    reason = next((text for text, applies in reasons.items() if applies), None)
+    if reason is not None:
+        raise CapabilityError(f"{reason}; pass a list or dict of blocks, without example, or leave that out")
 
 
 def check_slices(schedule: Schedule, recompute: Recompute, slicing: Slicing = EQUAL_SLICES) -> None:

@@ -40,6 +40,7 @@ from penstock.runtime.plan.capabilities import (
     check_divided,
     check_recomputed_blocks,
     check_slices,
+    check_whole_model,
 )
 from penstock.runtime.plan.options_equal_on_ranks import common_options
 from penstock.runtime.plan.received_schedule import KnownSchedule, described, identity
@@ -110,6 +111,7 @@ class UnprovenPlan:
         parallel, recompute = options.data_parallel, options.recompute
         recompute.check_stages(plain.num_stages)
         balance = options.partition.balance
+        check_whole_model(blocks, plain, options)
         check_divided(plain, len(blocks), balance)
         if balance is None and known is not None:
             balance = known.balance  # costs are counted once

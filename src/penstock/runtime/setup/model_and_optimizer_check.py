@@ -13,8 +13,8 @@ def blocks_of(blocks: Any, optimizer: Any, lr_scheduler: Any, example: Any = Non
     """Return the blocks of a model by name.
 
     Raises:
-        ConfigError: the model is one module, or the optimizer or the scheduler exist already, as first scripts have
-            them; the message shows all the lines to write, so that one attempt after it is enough.
+        ConfigError: the model is a whole one without an example, or the optimizer or the scheduler exist already, as
+            first scripts have them; the message shows all the lines to write, so that one attempt after it is enough.
     """
     faults, named = [], {}
     try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from penstock.comm.core.devices import find_device
 from penstock.comm.core.host_copy_stream import side_stream
@@ -17,6 +19,7 @@ from penstock.errors import ConfigError
 from penstock.partition.aliased_parameters import check_shared_memory
 from penstock.partition.blocks import LazyBlock, check_shapes, check_values
 from penstock.partition.emulated_delays import BlockDelays
+from penstock.partition.replay.units import name_in_model
 from penstock.partition.sequence_slices import check_sliceable
 from penstock.partition.tied import Tie, share_inside
 from penstock.runtime.plan.plan import PipelinePlan
@@ -66,7 +69,8 @@ class StageBuilder:
         tensor: TensorGroup,
     ) -> None:
         self._tensor = tensor
-        self._key, self._plan, self._loss, self._optimizer = key, plan, loss, optimizer
+        self._key, self._plan, self._loss = key, plan, loss
+        self._optimizer = partial(_optimizer_by_names_in_model, optimizer) if callable(optimizer) else optimizer
         self._options, self._low, self._recorder = plan.options, plan.options.precision.low, recorder
         wanted = plan.options.run.device
         self._device = None if wanted is None else find_device(wanted)
@@ -99,7 +103,7 @@ class StageBuilder:
         made = block
         if isinstance(block, LazyBlock):
             made = block.make()
-            check_shapes(name, made)
+            check_shapes(f"block {name!r}", made)
         if not isinstance(made, nn.Module):
             return made
         if self._device is None or self._device.type != "meta":
@@ -192,6 +196,11 @@ class StageBuilder:
         common = parallel.combine, parallel.width, self._key.pipeline, store
         waves = parallel.combine.kind == "wsp"
         return WaveWeights(*common, stage.name) if waves else Agreement(*common, updater)
+
+
+def _optimizer_by_names_in_model(make: OptimizerFactory, named: list[tuple[str, nn.Parameter]]) -> Optimizer:
+    """Make an optimizer of parameters by the names that a whole model has for them."""
+    return make([(name_in_model(name), parameter) for name, parameter in named])
 
 
 def _older_versions(

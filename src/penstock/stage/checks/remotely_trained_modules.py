@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.partition.whole_model.fx_trace import Guard
+from penstock.partition.replay.units import Guard
 
 _HOOKS = ("_state_dict_pre_hooks", "_forward_pre_hooks", "_load_state_dict_post_hooks")  # of an nn.Module
 _SAMPLE = 16  # values of a tensor by which somebody's writing is noticed, where torch does not count it

@@ -16,7 +16,6 @@ from penstock.checks import check_text, in_short, in_words
 from penstock.errors import ConfigError
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.method_parsing import check_given_once, written_correction, written_method, written_order
-from penstock.train.config.as_planned import is_as_planned
 from penstock.train.config.key_reference import correction_keys, known_keys, order_keys, suggested_keys
 from penstock.train.config.own_schedule import is_file, read_own_schedule, schedule_in, size_fault
 from penstock.train.config.schema import TrainConfig
@@ -26,6 +25,16 @@ Section = TypeVar("Section", bound=BaseModel)
 
 _SWITCHES = MappingProxyType({"evaluate": ("every",), "sync": ("batches",), "fallback": ("at", "when")})
 """Keys of sections without which all others of the section have no effect."""
+
+_NOT_PLANNED = frozenset(
+    {
+        "batches", "seed", "held_out", "validation_samples", "prompt", "sample_length", "out", "restarts", "timeout",
+        "lr_schedule", "checkpoint", "evaluate", "predicted",
+    }
+)  # fmt: skip
+"""Keys with which a batch takes as long as with any other value of them."""
+_TOKENS = (".npy", ".bin")
+"""Endings of data whose vocabulary is its own; the others are read byte by byte."""
 
 
 def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = True) -> TrainConfig:
@@ -50,7 +59,7 @@ def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = Tru
     for change in changes:
         apply_change(TrainConfig, values, change)
         apply_change(TrainConfig, given, change)
-    if not is_as_planned(values, planned):
+    if _counted(values) != _counted(planned):  # a batch is not what was planned
         values.pop("predicted", None)
     for one, other in (("method", "schedule"), ("schedule", "method")):
         if given.get(one) is not None and given.get(other) is None:
@@ -65,6 +74,15 @@ def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = Tru
         raise
     _check_switched_on(config, given)
     return _with_own_schedule(config, values, proves)
+
+
+def _counted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that decide what a batch takes."""
+    optimizer, data = values.get("optimizer"), str(values.get("data"))
+    if isinstance(optimizer, Mapping):
+        optimizer = {key: value for key, value in optimizer.items() if key != "lr"}
+    found = {key: value for key, value in values.items() if key not in _NOT_PLANNED}
+    return found | {"optimizer": optimizer or None, "data": data if data.endswith(_TOKENS) else None}
 
 
 def _check_given_once(given: Mapping[str, Any]) -> None:

@@ -1,16 +1,14 @@
-"""Models whose forwards can be followed, and their data."""
+"""Ordinary models, as people write their own, and their data."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 D = 8
-
-
-def loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
 
 
 def vectors() -> tuple[Tensor, Tensor]:
@@ -157,19 +155,60 @@ class MaskMadeOnce(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-class Base(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
-        self.step = 0
-        self.register_buffer("scale", torch.ones(1))
-
-
-class Foreign(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.fft(self.second(self.first(x))).real
-
-
 class Twofold(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
+
+
+class Asserts(nn.Module):
+    """As nanoGPT begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe, self.drop = nn.Embedding(16, D), nn.Embedding(8, D), nn.Dropout(0.0)
+        self.h = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+        _, length = idx.size()
+        assert length <= 8, f"cannot take {length} tokens"
+        places = torch.arange(0, length, dtype=torch.long, device=idx.device)
+        x = self.drop(self.wte(idx) + self.wpe(places))
+        for block in self.h:
+            x = block(x)
+        return x if targets is None else F.mse_loss(x, targets)
+
+
+class SizeOfActivations(nn.Module):
+    """A mask of the size of what a layer returned, cut in each layer; sums in place, operations of few layers."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(16, D), nn.ModuleList(Masked() for _ in range(8))
+        self.head = nn.Linear(D, 16)
+        self.register_buffer("mask", torch.rand(6, 6).tril())
+
+    def forward(self, tokens: Any) -> Tensor:
+        tokens = tokens if isinstance(tokens, Tensor) else tokens[0]
+        x = self.embed(tokens)
+        length, early = x.shape[1], self.mask[:5, :5] * 0.5
+        for place, layer in enumerate(self.layers):
+            x = layer(x, early if place < 3 else self.mask[:length, :length])
+            x += 0.5
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            found: Tensor = self.head(x * early.sum())
+        return found
+
+
+class Sequences(nn.Module):
+    """Torch's own Transformer, of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, D)
+        self.body = nn.Transformer(D, 2, 1, 2, 16, 0.0, batch_first=True)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        found: Tensor = self.body(self.embed(source), self.embed(target))
+        return found

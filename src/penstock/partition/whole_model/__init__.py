@@ -1,1 +1,0 @@
-"""A whole model in place of blocks: its forward is followed, and divided into blocks."""
