@@ -435,7 +435,7 @@ def test_delays_of_blocks_act_on_a_whole_model() -> None:
         (over([(0, 2), (1, 2)]), {"stages": 3}, "the 3 stages of graph_1f1b are no chain"),
         ("1f1b", {"device": penstock.Device("cuda", cuda_graphs=True)}, "cuda_graphs would not run the code around"),
     ],
-    ids=str,
+    ids=lambda given: given.__name__ if callable(given) else str(given),
 )
 def test_what_needs_blocks_is_refused_for_a_whole_model(method: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(CapabilityError, match=f"{said}.*; pass a list or dict of blocks, without example"):
