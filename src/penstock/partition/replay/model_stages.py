@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,7 +17,16 @@ from penstock.errors import ConfigError
 from penstock.partition.replay.comparison import check_stages
 from penstock.partition.replay.placeholder import TensorSpec
 from penstock.partition.replay.stage_forward import Cut, Seed, Specs, StageForward
-from penstock.partition.replay.units import UnitGroup, check_unchanged, has_hooks, no_seed, record_forward
+from penstock.partition.replay.units import (
+    PassClock,
+    UnitGroup,
+    check_unchanged,
+    copies_of,
+    has_hooks,
+    no_seed,
+    opened_for,
+    record_forward,
+)
 from penstock.partition.replay.watch import state_of
 from penstock.partition.whole_model.fx_subgraph_module import ModelBlocks, ModelPart, value_at
 from penstock.partition.whole_model.fx_trace import without_guards
@@ -35,7 +45,7 @@ class UnitPart(ModelPart):
 
     def __init__(self, model: nn.Module, group: UnitGroup) -> None:
         nn.Module.__init__(self)
-        self.group, self.cost, self.text = group, group.work, ""
+        self.group, self.cost, self.taken, self.text = group, group.work, group.taken, ""
         self.targets = {name: name for name in (*group.units, *group.unused, *group.bare)}
         for path in (*group.units, *group.unused):
             outer, _, key = path.rpartition(".")
@@ -79,7 +89,7 @@ class ModelStage(UnitPart):
 
     def __init__(self, blocks: UnitBlocks, cut: Cut, index: int) -> None:
         own = [group for group in blocks.groups.values() if cut.stages[group.units[0]] == index]
-        units, unused, bare, work = zip(*own, strict=True)
+        units, unused, bare, work, _ = zip(*own, strict=True)
         super().__init__(blocks.model, UnitGroup(sum(units, ()), sum(unused, ()), sum(bare, ()), sum(work)))
         self._blocks, self._cut, self._index = blocks, cut, index
         self.precision: torch.dtype | None = None
@@ -153,17 +163,46 @@ class UnitBlocks(ModelBlocks):
         CapabilityError: it cannot be divided; the message names what is in the way, and the line.
     """
 
-    def __init__(self, model: nn.Module, example: Any, stages: int) -> None:
+    def __init__(
+        self, model: nn.Module, example: Any, stages: int, units: Sequence[str] = (), cut: Sequence[str] = ()
+    ) -> None:
         self._example = arguments_of(example)
+        opened = opened_for(model, units, cut)
         with without_guards(model):
-            found = record_forward(model, *self._example, _OF_A_STAGE / stages)
+            largest = math.inf if opened else _OF_A_STAGE / stages
+            found = record_forward(model, *self._example, largest, opened)
         self.groups = {group.units[0]: group for group in found.groups}
         super().__init__(model, {name: UnitPart(model, group) for name, group in self.groups.items()})
         self._written, self._specs = found.written, dict[torch.dtype | None, Specs]()
-        units = [model.get_submodule(path) for group in found.groups for path in (*group.units, *group.unused)]
-        inner = {id(module) for unit in units for module in unit.modules()}
+        held = [model.get_submodule(path) for group in found.groups for path in (*group.units, *group.unused)]
+        inner = {id(module) for unit in held for module in unit.modules()}
         self.around = {path: module for path, module in model.named_modules() if id(module) not in inner}
         self._compared: Cut | None = None
+
+    @cached_property
+    def seconds(self) -> list[float]:
+        """Of a forward and a backward of each block, and of the code behind it, on the example."""
+        args, kwargs = self._example
+        with copies_of(self.model, args, kwargs) as (twin, given, named), without_guards(twin):
+            clock = PassClock([group.units[0] for group in self.groups.values()])
+            for path in clock.paths:
+                twin.get_submodule(path).register_forward_pre_hook(partial(clock.hook, path), with_kwargs=True)
+            return clock.seconds(lambda: twin(*given, **named))
+
+    def place_of(self, path: str) -> int:
+        """Return the number of the block that begins with a module of the model.
+
+        Raises:
+            ConfigError: none does, as the example does not call it, or calls it in turns with others.
+        """
+        for place, (first, group) in enumerate(self.groups.items()):
+            if any(f"{unit}.".startswith(f"{path}.") for unit in group.units):
+                if not f"{first}.".startswith(f"{path}."):
+                    raise ConfigError(
+                        f"cut: {path} is called in turns with {first}, so they are on one stage; cut elsewhere"
+                    )
+                return place
+        raise ConfigError(f"cut: {path} has no weights, or the example does not call it; a stage begins with a layer")
 
     def specs(self, precision: torch.dtype | None) -> Specs:
         """Return the shapes of what units return in a precision, which all stages of this process share."""
