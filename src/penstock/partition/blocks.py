@@ -355,7 +355,7 @@ def _warn_if_uneven(names: Sequence[str], costs: Sequence[float], balance: Seque
     first, last = names[ends[at] - balance[at]], names[ends[at] - 1]
     held = f"{names[largest]!r} alone is {max(costs) / total:.0%}, and is not divided"
     if max(costs) <= _UNEVEN * total / stages:
-        held = f"it has {first!r}" if first == last else f"it has {first!r} to {last!r}, which are cut no better"
+        held = f"it has {first!r} to {last!r}, and no other cut of these layers is more even"
     fewer = (n for n in range(stages - 1, 1, -1) if _slowest(costs, _best_balance(costs, n)) <= _UNEVEN * total / n)
     _LOG.warning(
         f"stages are uneven: stage {at} has {slowest / total:.0%} of the work, and an even share is {1 / stages:.0%}; "

@@ -286,10 +286,12 @@ class StageForward(TorchFunctionMode):
             return True
         if value.requires_grad and value.is_leaf:  # weights of a version
             return True
-        if not self._storages or value.layout != torch.strided:
+        if not (self._storages or self._stale) or value.layout != torch.strided:
             return False
-        found = self._storages.get(value.untyped_storage()._cdata)
-        return found is not None and not found.expired()  # type: ignore[no-untyped-call]
+        storage = value.untyped_storage()._cdata
+        found = self._storages.get(storage)
+        held = found is not None and not found.expired()  # type: ignore[no-untyped-call]
+        return held or storage in self._stale_storages
 
     def _use(self, value: Tensor, by: str) -> None:
         """Note that something at the present place takes a value: it has to be here, or is sent on."""

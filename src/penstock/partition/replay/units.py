@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -188,7 +189,8 @@ def opened_for(model: nn.Module, units: Sequence[str], cut: Sequence[str]) -> se
 
 
 def _can_be_opened(module: nn.Module) -> bool:
-    if type(module).__module__.startswith("torch.") and not isinstance(module, _DIVIDED_OF_TORCH):
+    plain = type(module) is nn.Module or isinstance(module, _DIVIDED_OF_TORCH)
+    if type(module).__module__.startswith("torch.") and not plain:
         return False
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "parametrizations"):
         return False
@@ -284,6 +286,23 @@ class PassClock:
         return perf_counter()
 
 
+class _RealBesideMeta(TorchFunctionMode):
+    """Runs a model on meta, but gives values to whatever does not depend on its weights, such as positions and masks,
+    which code may look at.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation: on meta if one of its tensors is there, else where tensors have values."""
+        meta, kwargs = torch.device("meta"), kwargs or {}
+        if any(leaf.is_meta for leaf in leaves_in((args, kwargs))):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(meta), (args, kwargs))
+        else:
+            args, kwargs = pytree.tree_map_only(
+                torch.device, lambda device: torch.device("cpu") if device == meta else device, (args, kwargs)
+            )
+        return func(*args, **kwargs)
+
+
 @contextmanager
 def copies_of(model: nn.Module, *given: Any) -> Iterator[Any]:
     """Yield copies of a model and of what it is called with, so that running them changes nothing of the originals.
@@ -298,7 +317,11 @@ def copies_of(model: nn.Module, *given: Any) -> Iterator[Any]:
             f"{type(model).__name__} cannot be copied, to be run on the example without being changed: {error}"
         ) from error
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        yield made
+        if any(p.is_meta for p in made[0].parameters()):
+            with _RealBesideMeta():
+                yield made
+        else:
+            yield made
 
 
 def _grouped(
