@@ -114,7 +114,7 @@ def named_blocks(
         if not isinstance(blocks, nn.Module):
             raise ConfigError("example is for a whole model; leave it out where you pass blocks")
         check_whole_model(blocks)
-        return UnitBlocks(blocks, example, stages, units, cut)
+        return UnitBlocks(blocks, example, stages, units, cut, timed=timed)
     if units:
         raise ConfigError("units are those of a whole model; pass the model, with example=inputs, or leave them out")
     if isinstance(blocks, nn.Module) and (not isinstance(blocks, CONTAINERS) or own_part(blocks) is not None):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
-from statistics import median
 from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ _DIVIDED_OF_TORCH = (
 )  # fmt: skip
 
 
-_RUNS = 5  # of a forward and a backward that is measured
+_RUNS = 6  # of a forward and a backward that is measured
 
 
 class UnitGroup(NamedTuple):
@@ -260,9 +259,8 @@ class PassClock:
         return self.begin(path, (args, kwargs))
 
     def seconds(self, forward: Callable[[], Any]) -> list[float]:
-        """Return the seconds of the parts, which call `begin`: the medians of a few runs behind a first one."""
-        runs = [self._run(forward) for _ in range(_RUNS + 1)][1:]
-        return [median(of_part) for of_part in zip(*runs, strict=True)]
+        """Return the seconds of the parts, which call `begin`: the least of some runs, as others only take longer."""
+        return list(map(min, *(self._run(forward) for _ in range(_RUNS))))
 
     def _run(self, forward: Callable[[], Any]) -> list[float]:
         self._begun.clear()
