@@ -5,7 +5,8 @@
 
 Of the units of a model at 2 and 4 stages: `parameters` cuts by numbers of parameters, `work` as `Pipeline` does, both
 in counted work; `best` is the best cut of these units, `finest` that of the smallest units that the model can have. The
-cut by time is made of one measurement, and held against another one, with the best cut of that.
+cut by time is made of one measurement, and held against another one, with the best cut of that; both are in seconds of
+the processor, of one thread, so that others on the machine do not lengthen them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from benchmarks.machine import free_port, join, leave
 from benchmarks.throughput import RESULTS, open_raw, read_raw
 from penstock import Partition, Pipeline
 from penstock.partition.blocks import cut_blocks
+from penstock.partition.replay import units
 from penstock.partition.replay.model_stages import UnitBlocks
 
 Made = tuple[nn.Module, Any]
@@ -168,9 +170,12 @@ def rows(name: str, counted: int, measured: int) -> Iterator[dict[str, Any]]:
         counted: pixels of the images whose work is counted.
         measured: of those that are measured.
     """
-    finest = [block.cost for block in UnitBlocks(*MODELS[name](counted), FINEST).values()]
+    with torch.device("meta"):
+        model, _ = MODELS[name](counted)
+    _, example = MODELS[name](counted)
+    finest = [block.cost for block in UnitBlocks(model, example, FINEST).values()]
     for stages in (2, 4):
-        blocks = UnitBlocks(*MODELS[name](counted), stages)
+        blocks = UnitBlocks(model, example, stages)
         work = [block.cost for block in blocks.values()]
         found = {
             "parameters": share(work, best(parameters(blocks), stages)),
@@ -266,6 +271,7 @@ def main() -> None:
             print(f"{model}, cut by {cut}: {statistics.median(found):.2f} samples/s, median of {len(found)}")
         return
     torch.set_num_threads(1)
+    units.perf_counter = time.process_time
     for name in arguments.models:
         for row in rows(name, *arguments.pixels):
             with out.open("a") as raw:
