@@ -356,10 +356,11 @@ def _warn_if_uneven(names: Sequence[str], costs: Sequence[float], balance: Seque
     held = f"{names[largest]!r} alone is {max(costs) / total:.0%}, and is not divided"
     if max(costs) <= _UNEVEN * total / stages:
         held = f"it has {first!r} to {last!r}, and no other cut of these layers is more even"
-    fewer = (n for n in range(stages - 1, 1, -1) if _slowest(costs, _best_balance(costs, n)) <= _UNEVEN * total / n)
+    even = (n for n in range(stages - 1, 1, -1) if _slowest(costs, _best_balance(costs, n)) <= _UNEVEN * total / n)
+    fewer = next((f"use {n} stages, which are even" for n in even), "use fewer stages")
     _LOG.warning(
         f"stages are uneven: stage {at} has {slowest / total:.0%} of the work, and an even share is {1 / stages:.0%}; "
-        f"{held}. Use fewer stages ({next(fewer, 1)} would be even), or cut by hand"
+        f"{held}; {fewer}"
     )
 
 
