@@ -173,7 +173,11 @@ def test_the_bytes_that_a_cut_sends_and_the_work_between_layers_are_counted() ->
 @pytest.mark.parametrize(
     ("model", "stages", "said"),
     [
-        (lambda: Towers(head=1000), 2, r"stage 1 has \d\d% .* even share is 50%; 'head' alone is .*; use fewer stages$"),
+        (
+            lambda: Towers(head=1000),
+            2,
+            r"stage 1 has \d\d% .* even share is 50%; 'head' alone is .*; use fewer stages$",
+        ),
         (lambda: Towers(linear, layers=2), 3, "stage 1 has 46% .*no other cut.*; use 2 stages, which are even$"),
         (lambda: Towers(), 2, None),
         (lambda: [nn.Linear(WIDTH, 1000), nn.Linear(1000, WIDTH), linear(), linear()], 3, None),  # nobody counted work
