@@ -320,7 +320,9 @@ def cut_blocks(
         costs = [cost_of(block) for block in blocks.values()] if by == "work" else _seconds(blocks)
         taken = [getattr(block, "taken", 0) for block in blocks.values()]
         balance = _best_balance(costs, num_stages, taken)
-        if by == "time" or all(getattr(block, "cost", None) is not None for block in blocks.values()):
+        if by == "time" or not any(
+            isinstance(b, LazyBlock) or getattr(b, "cost", None) is None for b in blocks.values()
+        ):  # work that somebody has counted; launchers cut lazy blocks, too, as ranks do again
             _warn_if_uneven(names, costs, balance)
     elif len(balance) != num_stages or min(balance) < 1 or sum(balance) != len(names):
         raise ConfigError(

@@ -120,8 +120,8 @@ class GraphBuilder:
         known = self.known | carried if carried else self.known
         value, opened, leaves = open_inputs(value, wants)
         if self._writing.get(names):
-            own = {id(leaf) for leaf in opened.values()}
-            value = pytree.tree_map(lambda leaf: leaf.clone() if id(leaf) in own else leaf, value)
+            received = {id(leaf) for leaf in opened.values()}
+            value = pytree.tree_map(lambda leaf: leaf.clone() if id(leaf) in received else leaf, value)
         splits = handle is not None and self.splits is not None and self.splits(microbatch.key)
         key = (names, splits, signature(value), signature(microbatch.target))
         offload = ActivationOffload(known, self.side) if self._offloads else None
