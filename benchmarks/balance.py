@@ -214,7 +214,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 def work(rank: int, port: int, out: Path, rounds: int) -> None:
     """Train two stages of two models in one of two processes, cut by parameters and by work in turns."""
     torch.set_num_threads(1)
-    join(rank, 2, port)
+    join(rank, port, 2)
     for name, size, samples in (("ResNet-50", 64, 8), ("GPT, vocabulary 50,257", 0, 4)):
         pipelines = {cut: _pipeline(name, size, cut) for cut in ("parameters", "work")}
         _, example = MODELS[name](size)
