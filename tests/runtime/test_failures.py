@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import CapabilityError, ConfigError, DataError, PenstockError
-from support.cases import METHODS, Case, make_batches, make_pipeline, mixed
+from support.cases import METHODS, Case, make_batches, make_pipeline
 from support.pool import Pool
 from support.runtime_faults import Fails, divide_by_zero, refuses_to_go_on, what_happens, with_block
 
@@ -170,12 +170,6 @@ def test_a_batch_that_is_no_sequence() -> None:
     case = Case("1f1b", 2, 2)
     with pytest.raises(DataError, match=r"batch 0 is a generator; a batch is a pair \(inputs, targets\)"):
         list(make_pipeline(case).run([(pair for pair in make_batches(case)[0])]))  # type: ignore[list-item]
-
-
-def test_a_stage_that_begins_in_place_is_refused_with_the_remedy() -> None:
-    blocks = mixed() | {"norm": nn.ReLU(inplace=True)}  # the first block of the second stage
-    with pytest.raises(ConfigError, match=r"stage 1 on rank 1: a block writes in place .*inplace=False"):
-        list(make_pipeline(Case("1f1b", 2, 2), blocks=blocks).run(make_batches(Case("1f1b", 2, 2))))
 
 
 class _Float(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -99,6 +100,15 @@ class Partition(ShortRepr):
 
     Attributes:
         balance: the number of blocks of each stage; chosen by the cost of blocks if None.
+        cut: in place of it, the names of the first block of each stage but the first; of a whole model (`example=`),
+            the paths of its modules, such as ["model.layers.4", "lm_head"].
+        units: of a whole model, the paths of the layers that stages are made of, or of the lists that hold them, such
+            as ["encoder.block", "decoder.block"], with what is around them. If neither this nor `cut` says so, modules
+            are opened until none takes more than a third of an even stage's work, if they can be.
+        by: what stages are balanced by: "work", the cost of blocks, of a whole model the floating-point operations of
+            its forward on the example and the bytes that cuts send (`partition.blocks.cut_blocks`); or "time", seconds
+            of forward and backward on the example, as rank 0 measures them when the pipeline is made, where the model
+            is. A list of blocks has the example for that. Take a microbatch for it.
         tied: parameters that are one and the same, such as {"head.weight": "embedding.weight"}. It is needed for lazy
             blocks only: where two modules hold one parameter, that is noticed. Each stage that uses it has a copy; the
             copies stay equal, and count once in the norm. The optimizer must treat all of them alike.
@@ -117,6 +127,9 @@ class Partition(ShortRepr):
     tied: Mapping[str, str] | None = None
     slicing: Slicing = EQUAL_SLICES
     tensor_parallel: int = 1
+    cut: Sequence[str] | None = None
+    units: Sequence[str] | None = None
+    by: Literal["work", "time"] = "work"
 
     def __post_init__(self) -> None:
         """Check each by itself."""
@@ -127,6 +140,14 @@ class Partition(ShortRepr):
                 "partition must be the number of blocks of each stage, such as [3, 2, 3], a Partition, or None; got "
                 f"{self.balance!r:.80}"
             )
+        for name in ("cut", "units"):
+            listed = getattr(self, name)
+            if isinstance(listed, str) or not all(isinstance(path, str) for path in listed or ()):
+                raise ConfigError(f"{name} must be a list of names, such as ['layers.4'], or None; got {listed!r:.80}")
+        if self.cut is not None and self.balance is not None:
+            raise ConfigError("balance and cut both say where stages begin; leave one of them out")
+        if self.by not in ("work", "time"):
+            raise ConfigError(f"by must be 'work' or 'time', got {self.by!r:.80}")
         if self.tied is not None and not isinstance(self.tied, Mapping):
             raise ConfigError(
                 f"tied must be a dict, such as {{'head.weight': 'embedding.weight'}}, or None; got {self.tied!r:.80}"

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import copy
+import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from penstock.checks import did_you_mean
 from penstock.errors import ConfigError
 from penstock.partition.replay.model_stages import UnitBlocks
-from penstock.partition.replay.units import has_hooks
+from penstock.partition.replay.units import PassClock, copies_of, has_hooks
 from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.ir.schedule import Stage
 
+_LOG = logging.getLogger(__name__)
+_UNEVEN = 1.25  # of the slowest stage to an even share, from which on people are told
+_LITTLE_MORE = 1.05  # that the slowest stage may take for fewer bytes between stages
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _PLAIN = "pass the parts of the model itself"
 WRAPPERS = {
@@ -55,13 +62,46 @@ class LazyBlock(ShortRepr):
             return self.build()
 
 
-def named_blocks(blocks: Any, example: Any = None, stages: int = 2) -> dict[str, Any]:
+class TimedBlocks(dict[str, Any]):
+    """Blocks with the input of the first one, on which they can be measured."""
+
+    def __init__(self, named: Mapping[str, Any], example: Any) -> None:
+        super().__init__(named)
+        self._example = example
+
+    @cached_property
+    def seconds(self) -> list[float]:
+        """Of a forward and a backward of each block."""
+        made = {name: block.make() if isinstance(block, LazyBlock) else block for name, block in self.items()}
+        clock = PassClock(list(self))
+        with copies_of(nn.Module(), made, self._example) as (_, twins, given):
+
+            def forward() -> Any:
+                value = given
+                for name, block in twins.items():
+                    value = block(clock.begin(name, value))
+                return value
+
+            return clock.seconds(forward)
+
+
+def named_blocks(
+    blocks: Any,
+    example: Any = None,
+    stages: int = 2,
+    units: Sequence[str] = (),
+    cut: Sequence[str] = (),
+    *,
+    timed: bool = False,
+) -> dict[str, Any]:
     """Return the blocks by name, given as `Blocks`, or as `children` or `named_children` of a module yields them.
 
     Args:
         blocks: of the model.
         example: inputs of a whole model, by which its layers are found; None for blocks.
         stages: into how many a whole model is to be cut, at least.
+        units, cut: of a whole model, as in `penstock.options.parallelism.Partition`.
+        timed: the example may also be the input of the first of several blocks, to measure them.
 
     Raises:
         ConfigError: there is no block, one is neither a module nor a function, or names of parameters collide; or this
@@ -69,6 +109,8 @@ def named_blocks(blocks: Any, example: Any = None, stages: int = 2) -> dict[str,
         CapabilityError: this is a whole model that cannot be divided.
     """
     named: dict[str, Any]
+    if example is not None and timed and not isinstance(blocks, nn.Module):
+        return TimedBlocks(named_blocks(blocks, units=units), example)
     if example is not None and not isinstance(blocks, nn.Module):
         raise ConfigError(
             f"example is for a whole model, which is an nn.Module, and this is a {type(blocks).__name__}; leave it out "
@@ -76,7 +118,9 @@ def named_blocks(blocks: Any, example: Any = None, stages: int = 2) -> dict[str,
         )
     if example is not None or is_whole_model(blocks):
         _check_whole_model(blocks, example)
-        return UnitBlocks(blocks, example, stages)
+        return UnitBlocks(blocks, example, stages, units, cut, timed=timed)
+    if units:
+        raise ConfigError("units are those of a whole model; pass the model, with example=inputs, or leave them out")
     if isinstance(blocks, nn.Module):
         named = dict(blocks._modules)  # also a module that is there twice, which named_children leaves out
     elif isinstance(blocks, Mapping):
@@ -301,21 +345,48 @@ def check_enough(blocks: Mapping[str, Any], num_stages: int) -> None:
         )
 
 
-def cut_blocks(blocks: Mapping[str, Any], num_stages: int, balance: Sequence[int] | None = None) -> list[list[str]]:
+def cut_blocks(
+    blocks: Mapping[str, Any],
+    num_stages: int,
+    balance: Sequence[int] | None = None,
+    cut: Sequence[str] | None = None,
+    by: str = "work",
+) -> list[list[str]]:
     """Partition the blocks into consecutive, non-empty stages, and return the names of the blocks of each.
+
+    If neither `balance` nor `cut` says how, the most expensive stage is to cost as little as can be. Among the cuts
+    whose most expensive stage costs at most 5 % more, that with the fewest bytes of values between stages is taken,
+    where they are known: a cut through a branch with a skip beside it has to gain something.
 
     Args:
         blocks: the model.
         num_stages: the number of stages.
-        balance: blocks per stage; if None, chosen to minimize the cost of the most expensive stage.
+        balance: blocks per stage.
+        cut: the first block of each stage but the first; of a whole model, the path of a module.
+        by: what a block costs: "work" (`cost_of`) or "time", measured on the example.
 
     Raises:
-        ConfigError: there are fewer blocks than stages, or `balance` does not match them.
+        ConfigError: there are fewer blocks than stages, `balance` or `cut` does not match them, or there is no example
+            to measure.
     """
     check_enough(blocks, num_stages)
     names = list(blocks)
-    if balance is None:
-        balance = _best_balance([cost_of(block) for block in blocks.values()], num_stages)
+    if cut is not None:
+        starts = [0, *(_place_of(blocks, name) for name in cut), len(names)]
+        balance = [end - start for start, end in pairwise(starts)]
+        if len(balance) != num_stages or min(balance) < 1:
+            raise ConfigError(
+                f"cut must name the first block of each stage but the first, in the order of the model, so "
+                f"{num_stages - 1} for {num_stages} stages; got {list(cut)}"
+            )
+    elif balance is None:
+        costs = [cost_of(block) for block in blocks.values()] if by == "work" else _seconds(blocks)
+        taken = [getattr(block, "taken", 0) for block in blocks.values()]
+        balance = _best_balance(costs, num_stages, taken)
+        if by == "time" or not any(
+            isinstance(b, LazyBlock) or getattr(b, "cost", None) is None for b in blocks.values()
+        ):  # work that somebody has counted; launchers cut lazy blocks, too, as ranks do again
+            _warn_if_uneven(names, costs, balance)
     elif len(balance) != num_stages or min(balance) < 1 or sum(balance) != len(names):
         raise ConfigError(
             f"partition (penstock train: balance) must hold {num_stages} positive numbers that add up to the model's "
@@ -323,6 +394,43 @@ def cut_blocks(blocks: Mapping[str, Any], num_stages: int, balance: Sequence[int
         )
     ends = list(accumulate(balance))
     return [names[end - size : end] for size, end in zip(balance, ends, strict=True)]
+
+
+def _seconds(blocks: Mapping[str, Any]) -> list[float]:
+    if not isinstance(blocks, UnitBlocks | TimedBlocks):
+        raise ConfigError("by='time' measures forward and backward on an example; pass example=inputs")
+    return blocks.seconds
+
+
+def _place_of(blocks: Mapping[str, Any], name: str) -> int:
+    if isinstance(blocks, UnitBlocks):
+        return blocks.place_of(name)
+    if name not in blocks:
+        raise ConfigError(f"cut: the model has no block {name!r}.{did_you_mean(name, blocks)}")
+    return list(blocks).index(name)
+
+
+def _warn_if_uneven(names: Sequence[str], costs: Sequence[float], balance: Sequence[int]) -> None:
+    """Say so where a stage takes far longer than it would if work could be divided evenly, and why."""
+    total, stages, ends = sum(costs) or 1.0, len(balance), list(accumulate(balance))
+    slowest, largest = _slowest(costs, balance), costs.index(max(costs))
+    if slowest <= _UNEVEN * total / stages:
+        return
+    at = next(at for at, end in enumerate(ends) if sum(costs[end - balance[at] : end]) == slowest)
+    first, last = names[ends[at] - balance[at]], names[ends[at] - 1]
+    held = f"{names[largest]!r} alone is {max(costs) / total:.0%}, and is not divided"
+    if max(costs) <= _UNEVEN * total / stages:
+        held = f"it has {first!r} to {last!r}, and no other cut of these layers is more even"
+    even = (n for n in range(stages - 1, 1, -1) if _slowest(costs, _best_balance(costs, n)) <= _UNEVEN * total / n)
+    fewer = next((f"use {n} stages, which are even" for n in even), "use fewer stages")
+    _LOG.warning(
+        f"stages are uneven: stage {at} has {slowest / total:.0%} of the work, and an even share is {1 / stages:.0%}; "
+        f"{held}; {fewer}"
+    )
+
+
+def _slowest(costs: Sequence[float], balance: Sequence[int]) -> float:
+    return max(sum(costs[end - size : end]) for size, end in zip(balance, accumulate(balance), strict=True))
 
 
 def deal(
@@ -364,20 +472,28 @@ def _copied(blocks: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _best_balance(costs: list[float], num_stages: int) -> list[int]:
-    """Return the sizes of consecutive, non-empty parts with the least maximal cost (dynamic program over block and
-    part)."""
+def _best_balance(costs: Sequence[float], num_stages: int, taken: Sequence[float] = ()) -> list[int]:
+    """Return the sizes of consecutive, non-empty parts with the least maximal cost, or with the fewest bytes taken by
+    parts from those before at little more (dynamic program over block and part).
+    """
+    sizes = _least(costs, num_stages, math.inf, [0] * len(costs))
+    return _least(costs, num_stages, _LITTLE_MORE * _slowest(costs, sizes), taken) if len({*taken}) > 1 else sizes
+
+
+def _least(costs: Sequence[float], num_stages: int, limit: float, taken: Sequence[float]) -> list[int]:
+    """Return the sizes of parts with the fewest bytes taken, then the least maximal cost, none above a limit."""
     sums = [0.0, *accumulate(costs)]
-    n = len(costs)
-    best = [[float("inf")] * (n + 1) for _ in range(num_stages + 1)]
+    n, none = len(costs), (math.inf, math.inf)
+    best = [[none] * (n + 1) for _ in range(num_stages + 1)]
     where = [[0] * (n + 1) for _ in range(num_stages + 1)]
-    best[0][0] = 0.0
+    best[0][0] = 0.0, 0.0
     for part in range(1, num_stages + 1):
         for end in range(part, n + 1):
             for start in range(part - 1, end):
-                value = max(best[part - 1][start], sums[end] - sums[start])
-                if value < best[part][end]:
-                    best[part][end], where[part][end] = value, start
+                if (cost := sums[end] - sums[start]) <= limit:
+                    value = best[part - 1][start][0] + taken[start], max(best[part - 1][start][1], cost)
+                    if value < best[part][end]:
+                        best[part][end], where[part][end] = value, start
     sizes, end = [], n
     for part in range(num_stages, 0, -1):
         sizes.append(end - where[part][end])

@@ -163,14 +163,16 @@ class Pipeline(SavedStates, UserAdvice):
         device: str | torch.device | Device | None = None,
     ) -> None:
         processes = group if isinstance(group, Group) else Group(group)
-        named = blocks_of(blocks, optimizer, lr_scheduler, example, _stages_at_least(stages, processes.group))
+        division = partition if isinstance(partition, Partition) else Partition(partition)
+        depth_at_least = _stages_at_least(stages, processes.group)
+        named = blocks_of(blocks, optimizer, lr_scheduler, example, depth_at_least, division)
         place = device if isinstance(device, Device) else Device(device)
         options = PipelineOptions(
             data_parallel if isinstance(data_parallel, DataParallel) else DataParallel(data_parallel),
             precision if isinstance(precision, Precision) else Precision(precision),
             recompute if isinstance(recompute, Recompute) else Recompute(recompute),
             staleness if isinstance(staleness, Staleness) else Staleness(staleness),
-            partition if isinstance(partition, Partition) else Partition(partition),
+            division,
             microbatches if isinstance(microbatches, Microbatches) else Microbatches(microbatches),
             UpdateOptions(
                 max_grad_norm=max_grad_norm,

@@ -40,6 +40,10 @@ _NO_HOOKS = "support saved tensor hooks"  # torch.func refuses them in these wor
 _NO_STORAGES: frozenset[int] = frozenset()
 
 
+class WrittenLeafError(ConfigError):
+    """Some blocks write into a parameter, or into what they are given."""
+
+
 class BlockOutput(NamedTuple):
     """The graph, output and loss of some blocks; for a slice the output is a pair with what it carries on.
 
@@ -96,17 +100,39 @@ class GraphBuilder:
         self._saved: dict[tuple[object, ...], tuple[int, int]] = {}
         self._saved_weights = SavedWeights()
         self._own_backwards: set[tuple[object, ...]] = set()  # of these, those with custom Functions
+        self._writing: dict[tuple[str, ...], bool] = {}  # whether blocks write into what they are given
         self._seed_of: object = None  # the type and scale of the last loss, and its gradient
         self._last_seed = 0.0
 
     def build(
         self, names: Sequence[str], microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
     ) -> BlockOutput:
-        """Run some of the blocks and keep their graph."""
+        """Run some of the blocks and keep their graph; on copies of what they are given, if they write into it."""
+        names = tuple(names)
+        if names in self._writing:
+            return self._built(names, microbatch, value, wants, handle)
+        before = copied_buffers(self._module.blocks.values())
+        try:
+            result = self._built(names, microbatch, value, wants, handle)
+        except WrittenLeafError:
+            if not any(wants):
+                raise
+            self._writing[names] = True
+            put_back(before, self._module.blocks.values())
+            result = self._built(names, microbatch, value, wants, handle)
+        self._writing.setdefault(names, False)
+        return result
+
+    def _built(
+        self, names: tuple[str, ...], microbatch: Microbatch, value: Any, wants: tuple[bool, ...], handle: Handle | None
+    ) -> BlockOutput:
         piece = microbatch.piece
         carried = storages((value[1], ())) if piece else _NO_STORAGES  # they count where they were made
         known = self.known | carried if carried else self.known
         value, opened, leaves = open_inputs(value, wants)
+        if self._writing.get(names):
+            received = {id(leaf) for leaf in opened.values()}
+            value = pytree.tree_map(lambda leaf: leaf.clone() if id(leaf) in received else leaf, value)
         splits = handle is not None and self.splits is not None and self.splits(microbatch.key)
         key = (names, splits, signature(value), signature(microbatch.target))
         offload = ActivationOffload(known, self.side) if self._offloads else None
@@ -145,7 +171,7 @@ class GraphBuilder:
                 self._own_backwards.add(key)
         if counter is not None or self._leaf_check.pending(names):
             own = [] if splitting is None else [splitting.gate]
-            self._check_leaves(names, ends, handle, [*pytree.tree_leaves(value), *own])
+            self._check_leaves(names, ends, handle, [*pytree.tree_leaves(value), *opened.values(), *own])
         edges = edges_of(ends)
         seed = None
         if total is not None:
@@ -183,9 +209,9 @@ class GraphBuilder:
                 open_dataclasses(output)
         except RuntimeError as error:
             if "a leaf Variable that requires grad" in str(error):
-                raise ConfigError(
-                    f"{self._module.where}: a block writes in place into what the stage received, or into a parameter; "
-                    "let it make a new tensor (inplace=False), or cut the model elsewhere"
+                raise WrittenLeafError(
+                    f"{self._module.where}: a block writes in place into a parameter; let it make a new tensor "
+                    "(inplace=False)"
                 ) from error
             raise
         module = self._module

@@ -240,10 +240,7 @@ def joined_datasets() -> Script:
 # --- what blocks write and send ---------------------------------------------------------------------------------------
 
 
-@habit(
-    IN_PLACE,
-    Refused("in place", "it would write into what another stage sent; use `inplace=False`, or cut the model elsewhere"),
-)
+@habit(IN_PLACE)
 def written_input() -> Script:
     """`x.mul_(2)` on what the stage before sent."""
     return Script({"first": linear(), "second": linear(), "third": lambda x: x.mul_(2), "head": linear()}, regression())

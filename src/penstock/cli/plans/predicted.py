@@ -218,7 +218,7 @@ def _balance(config: TrainConfig, run: Path, stages: int) -> list[int]:
                 "those of plans have, nor model.vocabulary, and it has no weights, which a run saves when it has "
                 f"finished; finish it with penstock train --resume {run}"
             ) from None
-    return [len(part) for part in cut_blocks(gpt_blocks(shape, config.seed), stages)]
+    return [len(part) for part in cut_blocks(gpt_blocks(shape, config.seed), stages, cut=config.cut)]
 
 
 def _print(found: RunComparison, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -17,11 +18,14 @@ from penstock.partition.replay.comparison import check_stages
 from penstock.partition.replay.placeholder import TensorSpec
 from penstock.partition.replay.stage_forward import Count, Cut, Seed, Specs, StageForward
 from penstock.partition.replay.units import (
+    PassClock,
     UnitGroup,
     check_unchanged,
+    copies_of,
     has_hooks,
     name_in_model,
     no_seed,
+    opened_for,
     record_forward,
 )
 from penstock.partition.replay.watch import state_of
@@ -40,7 +44,7 @@ class UnitPart(nn.Module):
 
     def __init__(self, model: nn.Module, group: UnitGroup) -> None:
         super().__init__()
-        self.group, self.cost = group, group.work
+        self.group, self.cost, self.taken = group, group.work, group.taken
         for path in (*group.units, *group.unused):
             outer, _, key = path.rpartition(".")
             _shell(self, outer).add_module(key, model.get_submodule(path))
@@ -189,17 +193,53 @@ class UnitBlocks(dict[str, UnitPart]):
         CapabilityError: it cannot be divided; the message names what is in the way, and the line.
     """
 
-    def __init__(self, model: nn.Module, example: Any, stages: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        stages: int,
+        units: Sequence[str] = (),
+        cut: Sequence[str] = (),
+        *,
+        timed: bool = False,
+    ) -> None:
         self.model, self._example = model, arguments_of(example)
-        found = record_forward(model, *self._example, _OF_A_STAGE / stages)
+        opened = opened_for(model, units, cut)
+        share = _OF_A_STAGE / 4 if timed else _OF_A_STAGE  # as work says less of it
+        found = record_forward(model, *self._example, math.inf if opened else share / stages, opened)
         self.groups = {group.units[0]: group for group in found.groups}
         super().__init__({name: UnitPart(model, group) for name, group in self.groups.items()})
         self._written, self._specs = found.written, dict[torch.dtype | None, Specs]()
-        units = [model.get_submodule(path) for group in found.groups for path in (*group.units, *group.unused)]
-        inner = {id(module) for unit in units for module in unit.modules()}
+        held = [model.get_submodule(path) for group in found.groups for path in (*group.units, *group.unused)]
+        inner = {id(module) for unit in held for module in unit.modules()}
         self.around = {path: module for path, module in model.named_modules() if id(module) not in inner}
         self._compared: Cut | None = None
         self._stages: list[ModelStage] = []
+
+    @cached_property
+    def seconds(self) -> list[float]:
+        """Of a forward and a backward of each block, and of the code behind it, on the example."""
+        args, kwargs = self._example
+        with copies_of(self.model, args, kwargs) as (twin, given, named):
+            clock = PassClock([group.units[0] for group in self.groups.values()])
+            for path in clock.paths:
+                twin.get_submodule(path).register_forward_pre_hook(partial(clock.hook, path), with_kwargs=True)
+            return clock.seconds(lambda: twin(*given, **named))
+
+    def place_of(self, path: str) -> int:
+        """Return the number of the block that begins with a module of the model.
+
+        Raises:
+            ConfigError: none does, as the example does not call it, or calls it in turns with others.
+        """
+        for place, (first, group) in enumerate(self.groups.items()):
+            if any(f"{unit}.".startswith(f"{path}.") for unit in group.units):
+                if not f"{first}.".startswith(f"{path}."):
+                    raise ConfigError(
+                        f"cut: {path} is called in turns with {first}, so they are on one stage; cut elsewhere"
+                    )
+                return place
+        raise ConfigError(f"cut: {path} has no weights, or the example does not call it; a stage begins with a layer")
 
     def specs(self, precision: torch.dtype | None) -> Specs:
         """Return the shapes of what units return in a precision, which all stages of this process share."""

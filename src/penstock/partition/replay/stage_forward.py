@@ -50,6 +50,20 @@ class Cut(NamedTuple):
     last: int
 
 
+class WrittenArgumentError(CapabilityError):
+    """A unit writes into its argument, which other stages cannot see; the message says which.
+
+    Attributes:
+        path: of the unit.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"{path} writes into its argument, which other stages cannot see; let it make a new tensor (inplace=False)"
+        )
+        self.path = path
+
+
 class Specs:
     """Shapes of what units and operations of other stages return, by the shapes of their arguments.
 
@@ -153,6 +167,8 @@ class StageForward(TorchFunctionMode):
         used: identities of the parameters and buffers that the frame took, with the units before (None before the
             first), each with the operation.
         counted: how many targets each loss of the frame has counted, and its node.
+        lives: of the values that one stage computes, where all of the model runs: how many calls of units came before
+            them, how many before they were last taken, and their bytes.
     """
 
     def __init__(
@@ -182,6 +198,7 @@ class StageForward(TorchFunctionMode):
         self.sent: dict[str, Tensor] = {}
         self.calls: list[str] = []
         self.used: dict[int, dict[str | None, str]] = {}
+        self.lives: dict[str, tuple[int, int, int]] = {}
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward, and return the output of the model; on an earlier stage it has placeholders.
@@ -266,6 +283,8 @@ class StageForward(TorchFunctionMode):
 
     def _own(self, value: Tensor, key: str) -> None:
         self._keys.setdefault(value, key)
+        if self._stage is None:
+            self.lives.setdefault(key, (len(self.calls), len(self.calls), value.nbytes))
         storage = value.untyped_storage()
         self._storages.setdefault(storage._cdata, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
 
@@ -275,10 +294,12 @@ class StageForward(TorchFunctionMode):
             return True
         if value.requires_grad and value.is_leaf:  # weights of a version
             return True
-        if not self._storages or value.layout != torch.strided:
+        if not (self._storages or self._stale) or value.layout != torch.strided:
             return False
-        found = self._storages.get(value.untyped_storage()._cdata)
-        return found is not None and not found.expired()  # type: ignore[no-untyped-call]
+        storage = value.untyped_storage()._cdata
+        found = self._storages.get(storage)
+        held = found is not None and not found.expired()  # type: ignore[no-untyped-call]
+        return held or storage in self._stale_storages
 
     def _use(self, value: Tensor, by: str) -> None:
         """Note that something at the present place takes a value: it has to be here, or is sent on."""
@@ -290,6 +311,8 @@ class StageForward(TorchFunctionMode):
                 )
             if self._stale and value.untyped_storage()._cdata in self._stale_storages:
                 raise CapabilityError(f"{by} takes a tensor into which an earlier stage wrote{line_of_user()}")
+            if (key := self._keys.get(value)) in self.lives:
+                self.lives[key] = self.lives[key][0], len(self.calls), self.lives[key][2]
             return
         if self._stage is None or self._at < self._stage or isinstance(value, Placeholder | nn.Parameter):
             return
@@ -325,10 +348,7 @@ class StageForward(TorchFunctionMode):
             result = call(*args, **kwargs)
             self.borders.end((*leaves_in(result), *leaves))
         if [leaf._version for leaf in leaves if not leaf.is_inference()] != versions:
-            raise CapabilityError(
-                f"{path} writes into its argument, which other stages cannot see; let it make a new tensor "
-                "(inplace=False)"
-            )
+            raise WrittenArgumentError(path)
         if held is not None and _sizes((args, tuple(kwargs.values()))) != held:
             raise CapabilityError(
                 f"{path} puts something into a list or dict that it is given, as caches do, which other stages cannot "

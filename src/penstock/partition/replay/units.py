@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate, pairwise
+from time import perf_counter
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from penstock.checks import did_you_mean
 from penstock.errors import CapabilityError, ConfigError
-from penstock.partition.replay.stage_forward import Cut, Specs, StageForward
+from penstock.partition.replay.stage_forward import Cut, Specs, StageForward, WrittenArgumentError, leaves_in
 from penstock.partition.replay.watch import UnitBorders, changed, state_of
 
 _DIVIDED_OF_TORCH = (
@@ -27,6 +33,9 @@ class Guard:
     """Has methods which, as hooks before the forward of a module, refuse its use, and otherwise change nothing."""
 
 
+_RUNS = 6  # of a forward and a backward that is measured
+
+
 class UnitGroup(NamedTuple):
     """Units that have to be on one stage, with what else of the model is with them.
 
@@ -35,13 +44,27 @@ class UnitGroup(NamedTuple):
         unused: paths of units that the example does not call.
         bare: names of parameters and buffers of modules around units, which code behind these units uses; and, as
             `name_in_model` reads them, of parameters of other groups that it uses, too.
-        work: of the units.
+        work: of the units, and of the code between them and the next ones.
+        taken: bytes of the values that these units, or later ones, take of earlier ones.
     """
 
     units: tuple[str, ...]
     unused: tuple[str, ...]
     bare: tuple[str, ...]
     work: float
+    taken: int = 0
+
+
+class CountedWork(NamedTuple):
+    """What the modules of a model compute in a forward.
+
+    Attributes:
+        work: of each module that is called, by path: its floating-point operations, and its parameters.
+        calls: of modules, in the order of their ends: the path, and the operations counted before and after.
+    """
+
+    work: dict[str, float]
+    calls: list[tuple[str, int, int]]
 
 
 class RecordedForward(NamedTuple):
@@ -56,35 +79,79 @@ class RecordedForward(NamedTuple):
     written: set[str]
 
 
-def record_forward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], largest: float) -> RecordedForward:
+def record_forward(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], largest: float, opened: Collection[str] = ()
+) -> RecordedForward:
     """Find the units of a model by a forward.
+
+    Larger units are opened, so that their code runs between units. Where such code cannot be divided, the module whose
+    code it is stays one unit, as do those of its class; where no module within the model is at fault, larger ones do. A
+    unit that writes into its argument is opened, since what code between units writes is seen.
 
     Args:
         model: which.
         args, kwargs: what it is called with.
-        largest: the share of the work of the model that a unit may take, if it can be divided: larger ones are opened,
-            so that their code runs between units. Where such code cannot be divided, larger ones are left.
+        largest: the share of the work of the model that a unit may take, if it can be divided.
+        opened: paths of modules that are opened whatever their share.
 
     Raises:
-        CapabilityError: the code between the largest layers cannot be divided.
+        CapabilityError: the code between the largest layers, or in modules that have to be opened, cannot be divided.
         ConfigError: the model calls no layers.
     """
     first = None
     with copies_of(model, args, kwargs) as (twin, given, named):
-        work = work_of_modules(twin, given, named)
-    while largest < 2:
-        try:
-            with copies_of(model, args, kwargs) as (twin, given, named):
-                return _grouped(twin, units_of(twin, work, largest), work, given, named)
-        except CapabilityError as error:
-            first = first or error
-        largest *= 2
-    assert first is not None
-    raise first
+        counted = work_of_modules(twin, given, named)
+    writing, closed, paths = set(opened), set[str](), dict(model.named_modules())
+    while True:
+        with copies_of(model, args, kwargs) as (twin, given, named):
+            units = units_of(twin, counted.work, largest, writing, closed)
+            try:
+                return _grouped(twin, units, counted, given, named)
+            except CapabilityError as error:
+                path = error.path if isinstance(error, WrittenArgumentError) else ""
+                if path and path not in closed and _can_be_opened(paths[path]):
+                    writing.add(path)
+                    continue
+                path = _running(error.__traceback__, twin, units)
+                first = first or error.with_traceback(None)  # which would keep the copy
+        kind = type(paths[path])
+        alike = {path} if kind.__module__.startswith("torch.") else {p for p, m in paths.items() if type(m) is kind}
+        if path and path not in closed and not alike & {*opened}:
+            closed |= alike
+        elif largest < 1:
+            largest *= 2
+        else:
+            raise first
 
 
-def units_of(model: nn.Module, work: Mapping[str, float], largest: float) -> dict[str, nn.Module]:
-    """Return the units of a model by path, in the order of the model."""
+def _running(trace: TracebackType | None, model: nn.Module, units: Collection[str]) -> str:
+    """Return the path of the innermost module around units whose code has raised an error; "" for the model."""
+    found, modules = "", model.named_modules()
+    paths = {id(module): path for path, module in modules if any(True for _ in module.parameters())}
+    while trace is not None:
+        path = paths.get(id(trace.tb_frame.f_locals.get("self")), "")
+        if path in units:
+            break
+        found, trace = path or found, trace.tb_next
+    return found
+
+
+def units_of(
+    model: nn.Module,
+    work: Mapping[str, float],
+    largest: float,
+    opened: Collection[str] = (),
+    closed: Collection[str] = (),
+) -> dict[str, nn.Module]:
+    """Return the units of a model by path, in the order of the model.
+
+    Args:
+        model: which.
+        work: of its modules.
+        largest: the share of the work of the model up to which modules are units.
+        opened: paths of modules that are none, if they are not among the next.
+        closed: paths of modules that are units, or within one.
+    """
     units: dict[str, nn.Module] = {}
     total = work.get("", 0.0) or 1.0
 
@@ -92,7 +159,8 @@ def units_of(model: nn.Module, work: Mapping[str, float], largest: float) -> dic
         if not any(True for _ in module.parameters()):
             return
         small = path in work and work[path] <= largest * total  # what is not called itself, its children may be
-        if path and (small or not _can_be_opened(module)):
+        whole = path in closed or not _can_be_opened(module) or (small and path not in opened)
+        if path and whole:
             units[path] = module
             return
         for name, child in module.named_children():
@@ -102,26 +170,51 @@ def units_of(model: nn.Module, work: Mapping[str, float], largest: float) -> dic
     return units
 
 
+def opened_for(model: nn.Module, units: Sequence[str], cut: Sequence[str]) -> set[str]:
+    """Return the paths of the modules that have to be opened for units and cuts that somebody asks for.
+
+    Args:
+        model: which.
+        units: paths of units, or of containers (`nn.ModuleList` and the like) of them.
+        cut: paths of the first units of stages.
+
+    Raises:
+        ConfigError: there is no such module, or it is within one that cannot be opened.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    opened = {path for path in units if isinstance(modules.get(path), _DIVIDED_OF_TORCH)}
+    for option, path in [*(("units", path) for path in units), *(("cut", path) for path in cut)]:
+        if path not in modules or not path:
+            raise ConfigError(f"{option}: the model has no module {path!r}.{did_you_mean(path, modules)}")
+        keys = path.split(".")
+        opened |= {".".join(keys[:depth]) for depth in range(len(keys))}
+    closed = next((path for path in sorted(opened) if path and not _can_be_opened(modules[path])), None)
+    if closed is not None:
+        raise ConfigError(f"{closed} ({type(modules[closed]).__name__}) runs as a whole; name it, or what is around it")
+    return opened
+
+
 def _can_be_opened(module: nn.Module) -> bool:
-    of_torch = type(module).__module__.startswith("torch.") and type(module) is not nn.Module
-    if of_torch and not isinstance(module, _DIVIDED_OF_TORCH):
+    plain = type(module) is nn.Module or isinstance(module, _DIVIDED_OF_TORCH)
+    if type(module).__module__.startswith("torch.") and not plain:
         return False
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "parametrizations"):
         return False
     return any(any(True for _ in child.parameters()) for child in module.children())
 
 
-def work_of_modules(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, float]:
-    """Return the work of each module that a forward calls, by path: its floating-point operations and parameters."""
-    counter, work, begun = FlopCounterMode(display=False), dict[str, float](), list[float]()
-    handles = []
+def work_of_modules(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CountedWork:
+    """Return what each module that a forward calls computes."""
+    counter, work, begun = FlopCounterMode(display=False), dict[str, float](), list[int]()
+    handles, calls = [], list[tuple[str, int, int]]()
 
     def begin(*_: Any) -> None:
-        begun.append(float(counter.get_total_flops()))
+        begun.append(counter.get_total_flops())
 
     def end(path: str, module: nn.Module, *_: Any) -> None:
+        calls.append((path, begun.pop(), counter.get_total_flops()))
         before = work.get(path, float(sum(p.numel() for p in module.parameters())))
-        work[path] = before + counter.get_total_flops() - begun.pop()
+        work[path] = before + calls[-1][2] - calls[-1][1]
 
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -139,7 +232,80 @@ def work_of_modules(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
         ) from error
     for handle in handles:
         handle.remove()
-    return work
+    return CountedWork(work, calls)
+
+
+class PassClock:
+    """Measures parts of a forward, which run one after the other, and of its backward.
+
+    Args:
+        paths: of the parts, in their order. A part lasts until the next one begins; the first begins with the forward.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = paths
+        self._begun, self._ended = dict[str, float](), dict[str, float]()
+        self._devices = set[torch.device]()
+
+    def begin(self, path: str, arguments: Any) -> Any:
+        """Note that a part begins, and return its arguments, whose gradients say when its backward has ended."""
+        self._devices |= {leaf.device for leaf in leaves_in(arguments)}
+        self._begun.setdefault(path, self._now())
+
+        def watched(leaf: torch.Tensor) -> torch.Tensor:
+            if not leaf.requires_grad:
+                return leaf
+            leaf = leaf.view_as(leaf)
+            leaf.register_hook(lambda _: self._ended.update({path: self._now()}))  # type: ignore[no-untyped-call]
+            return leaf
+
+        return pytree.tree_map_only(torch.Tensor, watched, arguments)
+
+    def hook(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Do so as a hook of a module."""
+        return self.begin(path, (args, kwargs))
+
+    def seconds(self, forward: Callable[[], Any]) -> list[float]:
+        """Return the seconds of the parts, which call `begin`: the least of some runs, as others only take longer."""
+        return list(map(min, *(self._run(forward) for _ in range(_RUNS))))
+
+    def _run(self, forward: Callable[[], Any]) -> list[float]:
+        self._begun.clear()
+        self._ended.clear()
+        begun = self._now()
+        ends = [leaf for leaf in leaves_in(forward()) if leaf.requires_grad]
+        turned = self._now()
+        if ends:
+            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+        ended = self._now()
+        forwards = [begun, *(self._begun[path] for path in self.paths[1:]), turned]
+        found = (self._ended.get(path, ended) for path in reversed(self.paths[1:]))  # ended: no gradient comes there
+        backwards = [*accumulate((turned, *found), max), ended]
+        passes = zip(pairwise(forwards), reversed([*pairwise(backwards)]), strict=True)
+        return [(end - start) + (after - before) for (start, end), (before, after) in passes]
+
+    def _now(self) -> float:
+        for device in self._devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        return perf_counter()
+
+
+class _RealBesideMeta(TorchFunctionMode):
+    """Runs a model on meta, but gives values to whatever does not depend on its weights, such as positions and masks,
+    which code may look at.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation: on meta if one of its tensors is there, else where tensors have values."""
+        meta, kwargs = torch.device("meta"), kwargs or {}
+        if any(leaf.is_meta for leaf in leaves_in((args, kwargs))):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(meta), (args, kwargs))
+        else:
+            args, kwargs = pytree.tree_map_only(
+                torch.device, lambda device: torch.device("cpu") if device == meta else device, (args, kwargs)
+            )
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -162,13 +328,17 @@ def copies_of(model: nn.Module, *given: Any) -> Iterator[Any]:
             if isinstance(getattr(hook, "__self__", None), Guard):
                 del module._forward_pre_hooks[key]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        yield made
+        if any(p.is_meta for p in made[0].parameters()):
+            with _RealBesideMeta():
+                yield made
+        else:
+            yield made
 
 
 def _grouped(
     model: nn.Module,
     units: Mapping[str, nn.Module],
-    work: Mapping[str, float],
+    counted: CountedWork,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> RecordedForward:
@@ -198,11 +368,16 @@ def _grouped(
             raise CapabilityError(f"{name} is used outside of the layer that it belongs to, by {uses[others[0]]}")
         for number, group in enumerate(others if isinstance(tensor, nn.Parameter) else (), 1):
             bare[group].append(f"{number}{_OF_ANOTHER}{name}")
-    made = [
-        UnitGroup(tuple(group), tuple(idle), tuple(names), sum(work.get(path, 0.0) for path in group))
-        for group, idle, names in zip(groups, unused, bare, strict=True)
-    ]
-    return RecordedForward(made, specs.written)
+    called = {path: number for number, group in enumerate(groups) for path in group}
+    work = [sum(counted.work.get(path, 0.0) for path in group) for group in groups]
+    calls = [call for call in counted.calls if call[0] in called]
+    ends = [begun for _, begun, _ in calls[1:]] + [counted.calls[-1][2]]
+    for (path, _, ended), begun in zip(calls, ends, strict=True):
+        work[called[path]] += begun - ended  # by code between units
+    begins = [frame.calls.index(group[0]) for group in groups]
+    bytes_taken = [sum(size for made, last, size in frame.lives.values() if made <= at < last) for at in begins]
+    made = map(UnitGroup, map(tuple, groups), map(tuple, unused), map(tuple, bare), work, [0, *bytes_taken[1:]])
+    return RecordedForward(list(made), specs.written)
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -110,12 +110,12 @@ class UnprovenPlan:
         check_ranks(given, plain)
         parallel, recompute = options.data_parallel, options.recompute
         recompute.check_stages(plain.num_stages)
-        balance = options.partition.balance
+        balance, cut, by = options.partition.balance, options.partition.cut, options.partition.by
         check_whole_model(blocks, plain, options)
         check_divided(plain, len(blocks), balance)
-        if balance is None and known is not None:
-            balance = known.balance  # costs are counted once
-        parts = cut_blocks(blocks, plain.num_stages, balance)
+        if balance is None and cut is None and known is not None:
+            balance = known.balance  # costs are counted, or measured, once
+        parts = cut_blocks(blocks, plain.num_stages, balance, cut, by)
         check_shared_memory(blocks)
         ties, inside = find_ties(blocks, parts, tied)
         fault = parallel.combine.fault(

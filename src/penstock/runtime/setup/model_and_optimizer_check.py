@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.options.parallelism import Partition
 from penstock.partition.blocks import named_blocks
 from penstock.weights.optim.instance_instead_of_factory import refuse_instances
 
 
-def blocks_of(blocks: Any, optimizer: Any, lr_scheduler: Any, example: Any = None, stages: int = 2) -> dict[str, Any]:
+def blocks_of(
+    blocks: Any, optimizer: Any, lr_scheduler: Any, example: Any, stages: int, partition: Partition
+) -> dict[str, Any]:
     """Return the blocks of a model by name.
 
     Raises:
@@ -18,7 +21,8 @@ def blocks_of(blocks: Any, optimizer: Any, lr_scheduler: Any, example: Any = Non
     """
     faults, named = [], {}
     try:
-        named = named_blocks(blocks, example, stages)
+        units, cut = partition.units or (), partition.cut or ()
+        named = named_blocks(blocks, example, stages, units, cut, timed=partition.by == "time")
     except ConfigError as error:
         faults.append(str(error))
     try:

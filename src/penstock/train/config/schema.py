@@ -165,6 +165,9 @@ class TrainConfig(Strict):
         "number if not set",
     )
     balance: list[int] | None = Field(default=None, description="blocks per stage; balanced by cost if not set")
+    cut: list[str] | None = Field(
+        default=None, description="in place of balance, the first block of each stage but the first, as in [layers.2]"
+    )
     placement: list[str] | None = Field(
         default=None, description="what penstock plan chose among devices that differ, for each rank; it is said only"
     )
