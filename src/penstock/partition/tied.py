@@ -133,8 +133,9 @@ def _first_names(blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> t
     alias: dict[str, str] = {}
     first: dict[int, str] = {}
     homes: dict[int, int] = {}
-    for index, part in enumerate(parts):
-        for prefix, block in blocks_in_stage(blocks, part).items():
+    held = [blocks_in_stage(blocks, part) for part in parts]  # all alive at once, so that no two have one identity
+    for index, own in enumerate(held):
+        for prefix, block in own.items():
             for path, module in modules_in(prefix, block):
                 for key, parameter in module._parameters.items():
                     if parameter is None or not parameter.requires_grad:
