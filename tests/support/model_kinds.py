@@ -382,7 +382,7 @@ class Writer(nn.Linear):
         return super().forward(x.add_(1))
 
 
-@refused("asks for the value")
+@exact
 class AsksForNumber(Layers):
     """Decides by a value that one stage has."""
 
@@ -393,7 +393,7 @@ class AsksForNumber(Layers):
         return self.head(self.d(self.c(h)))
 
 
-@refused("autograd.Function")
+@exact
 class OwnFunction(Layers):
     """An autograd.Function between layers."""
 
@@ -447,7 +447,7 @@ class OwnAverage(Layers):
         return self.head(self.d(self.c(self.b(h - self.mean))))
 
 
-@refused("shapes that depend on values")
+@exact
 class Picked(Layers):
     """As many values as are positive."""
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.partition.replay.stage_forward import Cut, Specs, StageForward
+from penstock.partition.replay.stage_forward import Cut, Specs, StageForward, without_graphs
 from penstock.partition.replay.watch import UnitBorders, changed, state_of
 
 _DIVIDED_OF_TORCH = (
@@ -43,10 +43,12 @@ class RecordedForward(NamedTuple):
     Attributes:
         groups: its units, in the order of the first calls.
         written: keys of values that operations between units write into.
+        untold: units and operations whose results have shapes or numbers that depend on values.
     """
 
     groups: list[UnitGroup]
     written: set[str]
+    untold: set[Any]
 
 
 def record_forward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], largest: float) -> RecordedForward:
@@ -142,7 +144,7 @@ def copies_of(model: nn.Module, *given: Any) -> Iterator[Any]:
         CapabilityError: the model cannot be copied.
     """
     try:
-        made = copy.deepcopy((model, *given))
+        made = copy.deepcopy((model, *given), without_graphs(model))
     except Exception as error:  # whatever an attribute of a model says
         raise CapabilityError(
             f"{type(model).__name__} cannot be copied, to be run on the example without being changed: {error}"
@@ -183,7 +185,7 @@ def _grouped(
         UnitGroup(tuple(group), tuple(idle), tuple(names), sum(work.get(path, 0.0) for path in group))
         for group, idle, names in zip(groups, unused, bare, strict=True)
     ]
-    return RecordedForward(made, specs.written)
+    return RecordedForward(made, specs.written, specs.untold)
 
 
 def _in_turns(calls: Sequence[str]) -> list[list[str]]:
