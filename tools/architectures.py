@@ -25,7 +25,7 @@ from penstock.errors import PenstockError
 from penstock.partition.blocks import cut_blocks
 from penstock.partition.replay.model_stages import UnitBlocks
 
-SECONDS = 60  # for one model
+SECONDS = 60  # of the processor, for one model
 MOST = 20_000_000  # parameters of a model that counts as small
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim"), 16),
@@ -166,7 +166,7 @@ def main() -> None:
     """Try all models."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="a file for the results")
-    parser.add_argument("--only", default="", help="a part of a model's name")
+    parser.add_argument("--only", default="", help="a regular expression that is in a model's name")
     arguments = parser.parse_args()
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     warnings.filterwarnings("ignore")
@@ -175,7 +175,7 @@ def main() -> None:
     def too_long(*_: Any) -> None:
         raise TooLongError
 
-    signal.signal(signal.SIGALRM, too_long)
+    signal.signal(signal.SIGPROF, too_long)
     kinds = (
         auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_MASKED_LM_MAPPING,
         auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -185,9 +185,9 @@ def main() -> None:
         for configuration in list(mapping.keys()):
             kind = mapping[configuration]
             kind = kind[0] if isinstance(kind, tuple | list) else kind
-            if arguments.only not in kind.__name__:
+            if not re.search(arguments.only, kind.__name__):
                 continue
-            signal.alarm(SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
             try:
                 made = small(configuration, kind)
                 found[kind.__name__] = made if isinstance(made, str) else divided(*made)
@@ -196,7 +196,7 @@ def main() -> None:
             except Exception as error:  # a finding, as nothing but errors of Penstock should come
                 found[kind.__name__] = f"failed: {type(error).__name__}: {error}"
             finally:
-                signal.alarm(0)
+                signal.setitimer(signal.ITIMER_PROF, 0)
             if not found[kind.__name__].startswith(("exact", "not made", "large")):
                 sys.stdout.write(f"{kind.__name__}: {found[kind.__name__]:.300}\n")
     sys.stdout.write(f"{Counter(result.partition(':')[0].partition(' (')[0] for result in found.values())}\n")

@@ -171,7 +171,7 @@ class StageForward(TorchFunctionMode):
         self._keys: Any = WeakTensorKeyDictionary()  # of values that one stage computes, and that are here
         self._everywhere: Any = WeakTensorKeyDictionary()  # the same of what every stage computes
         self._storages: dict[int, StorageWeakRef] = {}  # of the former
-        self._stale: list[Tensor] = []  # written by another stage
+        self._stale: list[Tensor] = []  # made by all, and written by another stage
         self._stale_storages: set[int] = set()
         self._ended = False
         self.sent: dict[str, Any] = {}
@@ -253,7 +253,7 @@ class StageForward(TorchFunctionMode):
             if not isinstance(leaf, Tensor | TensorSpec) or any(leaf is given for given in known):
                 return leaf
             count += 1
-            key = f"{self._number}.{count}"
+            key = f"{self._number}.{count} {origin}"
             if not isinstance(leaf, TensorSpec):
                 self._own(leaf, key)
             elif key in self._received:
@@ -268,8 +268,9 @@ class StageForward(TorchFunctionMode):
 
     def _elsewhere(self, what: Any, expected: Callable[[], Any], leaves: Sequence[Tensor], origin: str) -> Any:
         """Return what stands for a result of another stage."""
-        if (text := self._received.get(str(self._number + 1))) is not None:
-            self.sent[str(self._number + 1)] = text
+        key = f"{self._number + 1} {origin}"
+        if (text := self._received.get(key)) is not None:
+            self.sent[key] = text
             device = next((leaf.device for leaf in leaves), torch.device("cpu"))
             return self._noted(result_of_text(text, device), leaves, origin)
         behind = self._stage is not None and self._at > self._stage
@@ -301,7 +302,7 @@ class StageForward(TorchFunctionMode):
                 specs.untold.add(what)
                 result_as_text(found)
         elif what in specs.untold:
-            self.sent[str(self._number + 1)] = result_as_text(found)
+            self.sent[f"{self._number + 1} {_name(what)}"] = result_as_text(found)
         elif _essence(found) != _essence(expected()):
             raise CapabilityError(
                 f"{_name(what)} returned {_in_words(found)}, and {_in_words(expected())} for arguments of the same "
@@ -327,9 +328,11 @@ class StageForward(TorchFunctionMode):
             return True
         if torch._C._functorch.is_functorch_wrapped_tensor(value):
             return self.depends(torch._C._functorch.get_unwrapped(value))
-        if not self._storages or value.layout != torch.strided:
+        if not (self._storages or self._stale) or value.layout != torch.strided:
             return False
-        found = self._storages.get(value.untyped_storage()._cdata)
+        if (storage := value.untyped_storage()._cdata) in self._stale_storages:
+            return True
+        found = self._storages.get(storage)
         return found is not None and not found.expired()  # type: ignore[no-untyped-call]
 
     def _use(self, value: Tensor, by: str) -> None:
@@ -348,6 +351,8 @@ class StageForward(TorchFunctionMode):
         key = self._keys.get(value)
         if key is not None:
             self.sent[key] = value
+        elif self._stale and value.untyped_storage()._cdata in self._stale_storages:
+            return  # a later stage makes and writes it itself
         elif self.depends(value) and not (value.requires_grad and value.is_leaf):
             raise CapabilityError(f"{by} takes a tensor that was made in a way that cannot be seen{line_of_user()}")
 
@@ -431,10 +436,10 @@ class StageForward(TorchFunctionMode):
         if self._mine or (name == "detach" and leaves[0] in self._keys):  # of a received value, for torch's checkpoint
             return self._here(func, name, args, kwargs, leaves, written)
         if written is not None:
-            if not isinstance(written, Placeholder) and written not in self._keys and self._at < (self._stage or 0):
+            if not isinstance(written, Placeholder) and written not in self._keys:
                 self._stale.append(written)
                 self._stale_storages.add(written.untyped_storage()._cdata)
-            if not isinstance(written, Placeholder) and self._at > (self._stage or 0):
+            elif not isinstance(written, Placeholder) and self._at > (self._stage or 0):
                 self._written_behind.append(written)
             self._next()
             return None if name == "__setitem__" else written
