@@ -91,7 +91,7 @@ class Specs:
             try:
                 with torch.random.fork_rng(devices=[]), _without_saved_tensor_hooks():
                     result = twin._call_impl(*a, **k)  # type: ignore[no-untyped-call]
-            except (RuntimeError, NotImplementedError) as error:
+            except Exception as error:  # whatever a layer says that asks for values
                 if where.type != "meta" or device.type == "meta":
                     raise CapabilityError(
                         f"{path} fails on zeros, by which other stages learn the shapes of what it returns: {error}"
@@ -119,7 +119,7 @@ class Specs:
             a, k = _map_tensors((args, kwargs), lambda leaf: made[id(leaf)] if isinstance(leaf, Tensor) else meta)
             try:
                 result = func(*a, **k)
-            except (RuntimeError, NotImplementedError) as error:
+            except Exception as error:  # whatever an operation says that asks for values
                 raise CapabilityError(
                     f"{_name(func)} of what another stage has gives shapes that depend on values{line_of_user()}: "
                     f"{error}"
@@ -316,6 +316,10 @@ class StageForward(TorchFunctionMode):
         return received.clone() if key in self._specs.written else received
 
     def _own(self, value: Tensor, key: str) -> None:
+        if value.layout != torch.strided:
+            raise CapabilityError(
+                f"a {value.layout} tensor of values of layers{line_of_user()} cannot be sent to others"
+            )
         self._keys.setdefault(value, key)
         storage = value.untyped_storage()
         self._storages.setdefault(storage._cdata, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
@@ -471,7 +475,10 @@ class StageForward(TorchFunctionMode):
                 )
             self._own(written, self._everywhere[written])
         if written is not None and self._stage is None:
-            self._specs.written.add(self._keys[written])
+            storage = written.untyped_storage()._cdata
+            self._specs.written.update(
+                key for value, key in self._keys.items() if value.untyped_storage()._cdata == storage
+            )
         elif (
             written is not None
             and self._keys[written] in self._received
@@ -711,6 +718,8 @@ def _functions_as_operations() -> Iterator[None]:
         own = super(base, cls).apply
         stack: Any = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         if not stack or not isinstance(stack[-1], StageForward) or cls.__module__ == torch.utils.checkpoint.__name__:
+            if stack and cls is torch.utils.checkpoint.CheckpointFunction:
+                raise CapabilityError(f"checkpoint between layers{line_of_user()}: take use_reentrant=False")
             return own(*args, **kwargs)
         with _pop_mode_temporarily() as forward:
             return forward.__torch_function__(own, (), args, kwargs)

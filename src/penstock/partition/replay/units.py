@@ -216,11 +216,19 @@ def _watched(model: nn.Module, specs: Specs, args: Sequence[Any], kwargs: Mappin
             f"{hooked or 'the model'} has hooks, but its code runs on every stage; put them on its layers"
         )
     before = state_of(around.items())
+    buffers = {
+        f"{path}.{name}": (b, b.clone()) for path, m in around.items() for name, b in m.named_buffers(recurse=False)
+    }
     forward = StageForward(model, specs, Cut(dict.fromkeys(units, 0), 0), None, {}, no_seed)
     with UnitBorders(units, forward.depends) as borders:
         forward.borders = borders
         forward.run(args, kwargs)
     check_unchanged(model, before, around)
+    for name, (buffer, copied) in buffers.items():
+        if not buffer.is_meta and not torch.equal(buffer, copied) and not copied.isnan().any():
+            raise CapabilityError(
+                f"an operation between layers writes into the buffer {name.lstrip('.')}; put it into one"
+            )
     return forward
 
 
