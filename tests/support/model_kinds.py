@@ -979,3 +979,34 @@ class ReadTwice(Layers):
     def forward(self, x: Tensor) -> Any:
         h = self.a(x) / self.temperature.item()
         return self.head(self.d(self.c(self.b(h))) * self.temperature)
+
+
+class Calls(torch.autograd.Function):
+    """Calls a layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Any:
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+@refused("within an autograd.Function")
+class LayerInFunction(Layers):
+    """A layer that an autograd.Function calls."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.d(Calls.apply(self.b(self.a(x)), self.c)))
+
+
+@refused("a mode such as torch.device")
+class LayerUnderDevice(Layers):
+    """A layer that is called under a default device."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.b(self.a(x))
+        with torch.device("cpu"):
+            h = self.c(h)
+        return self.head(self.d(h))

@@ -523,6 +523,12 @@ class _UnitCall:
         self._forward, self._path, self._call = forward, path, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stack: Any = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if not stack or stack[-1] is not self._forward:
+            raise CapabilityError(
+                f"{self._path} is called within an autograd.Function or under a mode such as torch.device(...)"
+                f"{line_of_user()}; call it outside, or put that into one layer"
+            )
         with _pop_mode_temporarily():
             return self._forward.call_unit(self._path, self._call, args, kwargs)
 
