@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -382,7 +383,7 @@ class Writer(nn.Linear):
         return super().forward(x.add_(1))
 
 
-@refused("asks for the value")
+@exact
 class AsksForNumber(Layers):
     """Decides by a value that one stage has."""
 
@@ -393,7 +394,7 @@ class AsksForNumber(Layers):
         return self.head(self.d(self.c(h)))
 
 
-@refused("autograd.Function")
+@exact
 class OwnFunction(Layers):
     """An autograd.Function between layers."""
 
@@ -456,7 +457,7 @@ class OwnAverage(Layers):
         return self.head(self.d(self.c(self.b(h - self.mean))))
 
 
-@refused("shapes that depend on values")
+@exact
 class Picked(Layers):
     """As many values as are positive."""
 
@@ -677,3 +678,344 @@ class WrittenView(Layers):
         k = self.c(self.b(h.clone()))
         first.zero_()
         return self.head(self.d(k) + h) + first[:, None]
+
+
+@exact
+class CountsByValue(Layers):
+    """Loops as often as a value says, and multiplies by another value of a later stage."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        for _ in range(1 + int(h.detach().abs().sum()) % 3):
+            h = torch.tanh(self.b(h))
+        g = self.c(h)
+        return self.head(self.d(g if float(g.detach().mean()) > 0 else g * 2) + h)
+
+
+@exact
+class Sorts(Layers):
+    """Sorts samples by a list of values, asserts that all are finite, and formats one."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        g = self.b(h[sorted(range(len(x)), key=h.sum(1).tolist().__getitem__)])
+        assert bool(torch.isfinite(g).all())
+        return self.head(self.d(self.c(g * (2 if "-" in f"{g.sum():.3f}" else 3))) + h)
+
+
+@exact
+class ReturnsNumbers(Layers):
+    """A layer that returns as many rows as values are positive, with two numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeps = Keeps()
+
+    def forward(self, x: Tensor) -> Any:
+        first = self.a(x)
+        h, count, scale = self.keeps(first)
+        return self.head(self.d(self.c(self.b(h)) * scale).sum(0, keepdim=True) / count + first)
+
+
+class Keeps(nn.Linear):
+    """Keeps the first row, and those with positive sums."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        keep = y.sum(1) > 0
+        keep[0] = True
+        return y[keep], int(keep.sum()), float(y.detach().mean())
+
+
+@exact
+class ReturnsTwice(Layers):
+    """A layer that returns one tensor twice, and its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.several = Several()
+
+    def forward(self, x: Tensor) -> Any:
+        one, two, given = self.several(self.a(x))
+        return self.head(self.d(self.c(self.b(one)) + two) * given)
+
+
+class Several(nn.Linear):
+    """Returns several tensors that are the same."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y, y, x
+
+
+class TwoResults(torch.autograd.Function):
+    """Has two results, a kept tensor and a number of a value."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Any:
+        ctx.save_for_backward(x)
+        ctx.scale = x.detach().mean().item()
+        return x * ctx.scale, x + y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * ctx.scale + gradients[1] * x.sign(), None
+
+
+BOUND = TwoResults.apply
+
+
+@exact
+class BoundFunction(Layers):
+    """An autograd.Function with two results, bound before."""
+
+    def forward(self, x: Tensor) -> Any:
+        one, two = BOUND(self.b(self.a(x)), x)
+        return self.head(self.d(self.c(one)) * two)
+
+
+class Doubles(torch.autograd.Function):
+    """Doubles in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * 2
+
+
+@refused("writes into a tensor unseen")
+class FunctionInPlace(Layers):
+    """An autograd.Function that writes into its argument."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.b(self.a(x)) * 1
+        Doubles.apply(h)
+        return self.head(self.d(self.c(h)))
+
+
+@refused("writes into a tensor unseen")
+class WritesLists(Layers):
+    """Writes into tensors of a list at once."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x) * 1
+        torch._foreach_mul_([h], 2.0)
+        return self.head(self.d(self.c(self.b(h))) + h)
+
+
+@refused("use_reentrant=False")
+class Reentrant(Layers):
+    """A layer under torch's reentrant checkpoint."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.utils.checkpoint.checkpoint(self.b, self.a(x), use_reentrant=True)
+        return self.head(self.d(self.c(h)))
+
+
+@refused("writes into the buffer mean")
+class NormedBetween(Layers):
+    """Batch norm between layers with buffers of the model, which torch does not count as written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("variance", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        h = F.batch_norm(self.a(x), self.mean, self.variance, training=True)
+        return self.head(self.d(self.c(self.b(h))) - self.mean)
+
+
+@exact
+class WrittenByTwo(Layers):
+    """Positions that every stage makes, and two write into, read in between."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        places = torch.zeros(len(x), WIDTH, dtype=h.dtype)
+        places[:, :3] = h[:, :3] * 2
+        before, row = places * 1, places[None].sum(0)
+        g = self.c(self.b(h + row))
+        places[:, 3:] = g[:, 3:]
+        return self.head(self.d(g) + places + before)
+
+
+@exact
+class ViewedBehind(Layers):
+    """A view that is made behind other layers, and written."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        g = self.c(self.b(h * 1))
+        h.view(-1)[0] = 0.0
+        return self.head(self.d(g) + h)
+
+
+@exact
+class IndexedByNumPy(Layers):
+    """Rows by arrays of different lengths, one after the other."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        first = h[np.array([0])] * 1
+        both = h[np.array([0, 1])]
+        return self.head(self.d(self.c(self.b(both))).sum(0, keepdim=True) + h + first)
+
+
+@exact
+class Caught(Layers):
+    """Catches whatever comes around a value that a later stage has."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        g = self.c(self.b(h))
+        try:
+            scale = g.mean().item()
+        except BaseException:
+            return g
+        return self.head(self.d(g) * scale + h)
+
+
+@refused("under torch.func")
+class Mapped(Layers):
+    """vmap over values of layers."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.vmap(lambda row: row * row.sum())(self.b(self.a(x)))
+        return self.head(self.d(self.c(h)))
+
+
+@refused("ndarray cannot be sent")
+class AsArray(Layers):
+    """Takes a value as an array of NumPy."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.b(self.a(x))
+        return self.head(self.d(self.c(h * float(h.detach().numpy().mean()))))
+
+
+@exact
+class Normalised(Layers):
+    """Weights under spectral norm, old and new, and weight norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = torch.nn.utils.spectral_norm(self.b)
+        self.c = torch.nn.utils.parametrizations.weight_norm(self.c)
+        self.d = torch.nn.utils.parametrizations.spectral_norm(self.d)
+
+
+@exact
+class Sparse(Layers):
+    """A sparse matrix, which all stages make, times values."""
+
+    def forward(self, x: Tensor) -> Any:
+        ones = torch.eye(len(x), dtype=x.dtype).to_sparse()
+        h = torch.sparse.mm(ones, self.b(torch.sparse.mm(ones, self.a(x))))
+        return self.head(self.d(self.c(h)))
+
+
+@refused("sparse_coo tensor of values")
+class SparseValues(Layers):
+    """Values as a sparse tensor."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.b(torch.relu(self.a(x))).to_sparse()
+        return self.head(self.d(self.c(h.to_dense())))
+
+
+@exact
+class Complex(Layers):
+    """Complex values that later stages take."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.fft.rfft(self.b(self.a(x)), dim=0)
+        g = self.c(torch.fft.irfft(h, n=len(x), dim=0))
+        return self.head(self.d(g) + h.abs().sum(0))
+
+
+@exact
+class Distinct(Layers):
+    """The distinct values of what a layer returns, as an index."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.b(self.a(x))
+        columns = torch.unique(h.argmax(1))
+        g = self.c(h)
+        return self.head(self.d(g) + g[:, columns].mean(1, keepdim=True))
+
+
+@refused("memory of its own")
+class AsksForMemory(Layers):
+    """Compares the addresses of values."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.b(self.a(x))
+        return self.head(self.d(self.c(h)) * (2 if h.data_ptr() == h.contiguous().data_ptr() else 1))
+
+
+COUNTED: list[int] = []
+
+
+@refused("computes something else when it is divided")
+class CountsOutside(Layers):
+    """Counts in a list outside of the model."""
+
+    def forward(self, x: Tensor) -> Any:
+        COUNTED.append(1)
+        return self.head(self.d(self.c(self.b(self.a(x)) * len(COUNTED))))
+
+
+@refused("takes a parameter that another stage trains")
+class ReadTwice(Layers):
+    """A parameter of the model that is read in the first stage and in the last, as a number, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x) / self.temperature.item()
+        return self.head(self.d(self.c(self.b(h))) * self.temperature)
+
+
+class Calls(torch.autograd.Function):
+    """Calls a layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Any:
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+@refused("within an autograd.Function")
+class LayerInFunction(Layers):
+    """A layer that an autograd.Function calls."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.d(Calls.apply(self.b(self.a(x)), self.c)))
+
+
+@refused("a mode such as torch.device")
+class LayerUnderDevice(Layers):
+    """A layer that is called under a default device."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.b(self.a(x))
+        with torch.device("cpu"):
+            h = self.c(h)
+        return self.head(self.d(h))

@@ -44,7 +44,7 @@ def check_stages(model: nn.Module, specs: Specs, cut: Cut, args: Sequence[Any], 
 
 
 def _on(twin: nn.Module, specs: Specs) -> Specs:
-    return Specs({path: twin.get_submodule(path) for path in specs.units}, written=specs.written)
+    return Specs({path: twin.get_submodule(path) for path in specs.units}, written=specs.written, untold=specs.untold)
 
 
 def _plain(output: Any) -> list[Any]:
@@ -65,18 +65,21 @@ def _through_stages(
     the output.
     """
     frames: list[StageForward] = []
-    received: list[dict[str, Tensor]] = [{}]
+    received: list[dict[str, Any]] = [{}]
     output: Any = None
     for stage in range(cut.last + 1):
         given: Any = (list(args), dict(kwargs)) if stage == 0 else pytree.tree_map(_as_sent, (list(args), dict(kwargs)))
         frames.append(StageForward(model, specs, cut, stage, received[-1], _seed))
         output = frames[-1].run(*given)
-        received.append({key: t.detach().requires_grad_(t.requires_grad) for key, t in frames[-1].sent.items()})
+        received.append({
+            key: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
+            for key, t in frames[-1].sent.items()
+        })  # fmt: skip
     loss = _loss(output)
     total: list[Tensor | None] = [None] * len(weights)
     ends, gradients = [loss], [torch.ones_like(loss)]
     for stage in reversed(range(cut.last + 1)):
-        leaves = {key: leaf for key, leaf in received[stage].items() if leaf.requires_grad}
+        leaves = {key: leaf for key, leaf in received[stage].items() if isinstance(leaf, Tensor) and leaf.requires_grad}
         found = _grad(ends, [*weights, *leaves.values()], gradients)
         total = [_sum(a, b) for a, b in zip(total, found, strict=False)]
         back = {key: g for key, g in zip(leaves, found[len(weights) :], strict=True) if g is not None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ConfigError
 from penstock.partition.replay.comparison import check_stages
-from penstock.partition.replay.placeholder import TensorSpec
+from penstock.partition.replay.placeholder import TensorSpec, result_as_text, result_of_text
 from penstock.partition.replay.stage_forward import Count, Cut, Seed, Specs, StageForward
 from penstock.partition.replay.units import (
     PassClock,
@@ -209,7 +208,7 @@ class UnitBlocks(dict[str, UnitPart]):
         found = record_forward(model, *self._example, math.inf if opened else share / stages, opened)
         self.groups = {group.units[0]: group for group in found.groups}
         super().__init__({name: UnitPart(model, group) for name, group in self.groups.items()})
-        self._written, self._specs = found.written, dict[torch.dtype | None, Specs]()
+        self._recorded, self._specs = found, dict[torch.dtype | None, Specs]()
         held = [model.get_submodule(path) for group in found.groups for path in (*group.units, *group.unused)]
         inner = {id(module) for unit in held for module in unit.modules()}
         self.around = {path: module for path, module in model.named_modules() if id(module) not in inner}
@@ -246,7 +245,7 @@ class UnitBlocks(dict[str, UnitPart]):
         if precision not in self._specs:
             paths = [path for group in self.groups.values() for path in (*group.units, *group.unused)]
             units = {path: self.model.get_submodule(path) for path in paths}
-            self._specs[precision] = Specs(units, precision, self._written)
+            self._specs[precision] = Specs(units, precision, self._recorded.written, self._recorded.untold)
         return self._specs[precision]
 
     def check(self) -> None:
@@ -313,16 +312,13 @@ def _encoded(leaf: Any) -> Any:
     """Return an argument as other stages get it: of a floating-point tensor, its shape."""
     if isinstance(leaf, Tensor) and leaf.is_floating_point():
         leaf = TensorSpec.of(leaf)
-    if not isinstance(leaf, TensorSpec):
-        return leaf
-    return _SPEC + json.dumps([leaf.shape, leaf.strides, str(leaf.dtype).removeprefix("torch."), leaf.requires_grad])
+    return _SPEC + result_as_text(leaf) if isinstance(leaf, TensorSpec) else leaf
 
 
 def _decoded(leaf: Any, device: torch.device) -> Any:
     if not isinstance(leaf, str) or not leaf.startswith(_SPEC):
         return leaf
-    shape, strides, dtype, requires_grad = json.loads(leaf.removeprefix(_SPEC))
-    return TensorSpec(tuple(shape), tuple(strides), getattr(torch, dtype), device, requires_grad)
+    return result_of_text(leaf.removeprefix(_SPEC), device)
 
 
 @contextmanager

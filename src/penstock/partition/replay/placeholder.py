@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,52 @@ class TensorSpec:
         if device.type != "meta":
             made.zero_()
         return made.requires_grad_() if self.requires_grad else made
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Stands for a tensor of a result that is one of the arguments, or one of its tensors before.
+
+    Attributes:
+        place: its number among them.
+    """
+
+    place: int
+
+
+def result_as_text(spec: Any) -> str:
+    """Return a result without the values of its tensors as text, to be sent.
+
+    Raises:
+        CapabilityError: it has something else than tensors and plain values.
+    """
+    leaves, tree = pytree.tree_flatten(spec)
+    plain: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, TensorSpec):
+            shape = [list(leaf.shape), list(leaf.strides)]
+            plain.append([*shape, str(leaf.dtype).removeprefix("torch."), leaf.requires_grad])
+        elif isinstance(leaf, Known):
+            plain.append([leaf.place])
+        elif leaf is None or isinstance(leaf, bool | int | float | str):
+            plain.append(leaf)
+        else:
+            raise CapabilityError(f"a {type(leaf).__name__} cannot be sent to other stages; let it be a tensor")
+    return json.dumps([pytree.treespec_dumps(tree), plain])
+
+
+def result_of_text(text: str, device: torch.device) -> Any:
+    """Return the result that was made text."""
+    tree, plain = json.loads(text)
+    leaves: list[Any] = []
+    for leaf in plain:
+        if isinstance(leaf, list) and len(leaf) == 1:
+            leaf = Known(*leaf)
+        elif isinstance(leaf, list):
+            shape, strides, dtype, requires_grad = leaf
+            leaf = TensorSpec(tuple(shape), tuple(strides), getattr(torch, dtype), device, requires_grad)
+        leaves.append(leaf)
+    return pytree.tree_unflatten(leaves, pytree.treespec_loads(tree))
 
 
 class Placeholder(Tensor):

@@ -15,22 +15,22 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from penstock.errors import CapabilityError
 from penstock.partition.replay.auxiliary import auxiliary
-from penstock.partition.replay.placeholder import Placeholder, TensorSpec
+from penstock.partition.replay.placeholder import Known, Placeholder, TensorSpec, result_as_text, result_of_text
 
 Seed = Callable[[str], None]
 """Seeds torch's generators for a unit or an operation of the frame, by its name."""
@@ -71,15 +71,20 @@ class Specs:
         units: of a model, by path.
         precision: that float32 weights are cast to; None for their own.
         written: keys of values that operations write into, as far as they are known.
+        untold: units and operations whose results have shapes or numbers that depend on values, likewise.
 
     Attributes:
-        units, written: the same.
+        units, written, untold: the same.
     """
 
     def __init__(
-        self, units: Mapping[str, nn.Module], precision: torch.dtype | None = None, written: Iterable[str] = ()
+        self,
+        units: Mapping[str, nn.Module],
+        precision: torch.dtype | None = None,
+        written: Iterable[str] = (),
+        untold: Iterable[Any] = (),
     ) -> None:
-        self.units, self.written, self._precision = units, set(written), precision
+        self.units, self.written, self.untold, self._precision = units, set(written), set(untold), precision
         self._found: dict[Any, Any] = {}
 
     def of_unit(self, path: str, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
@@ -88,20 +93,6 @@ class Specs:
         if key not in self._found:
             self._found[key] = self._try(path, args, kwargs, leaves)
         return self._found[key]
-
-    def check_unit(self, path: str, args: Any, kwargs: Any, leaves: Sequence[Tensor], result: Any) -> None:
-        """Make sure that a unit of this stage returned what the others take it to return.
-
-        Raises:
-            CapabilityError: it did not, as its shapes depend on values, or it returned another number.
-        """
-        found = spec_of(result, leaves)
-        expected = self.of_unit(path, args, kwargs, leaves)
-        if _essence(found) != _essence(expected):
-            raise CapabilityError(
-                f"{path} returned {_in_words(found)}, and {_in_words(expected)} for arguments of the same shapes with "
-                "other values, which stages that do not compute it cannot know"
-            )
 
     def key_of_unit(self, path: str, args: Any, kwargs: Any) -> Any:
         """Return what the shapes of its results depend on."""
@@ -117,7 +108,7 @@ class Specs:
             try:
                 with torch.random.fork_rng(devices=[]), _without_saved_tensor_hooks():
                     result = twin._call_impl(*a, **k)  # type: ignore[no-untyped-call]
-            except (RuntimeError, NotImplementedError) as error:
+            except Exception as error:  # whatever a layer says that asks for values
                 if where.type != "meta" or device.type == "meta":
                     raise CapabilityError(
                         f"{path} fails on zeros, by which other stages learn the shapes of what it returns: {error}"
@@ -126,26 +117,37 @@ class Specs:
             return _moved(spec_of(result, [made[id(leaf)] for leaf in leaves]), device)
         raise AssertionError
 
-    def of_operation(self, func: Callable[..., Any], args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
-        """Return what an operation of another stage returns, likewise."""
-        key = func, torch.is_grad_enabled(), _autocast(), shapes_in((args, kwargs))
+    def of_operation(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, leaves: Sequence[Tensor], depends: Callable[..., bool]
+    ) -> Any:
+        """Return what an operation of another stage returns, likewise, given which tensors one stage alone has."""
+        single = (leaf for leaf in leaves if not leaf.dim() and not leaf.is_floating_point())
+        numbers = {id(leaf): leaf.item() for leaf in single if not depends(leaf)}  # such as sizes
+        key = func, torch.is_grad_enabled(), _autocast(), shapes_in((args, kwargs)), *numbers.values()
         if key not in self._found:
             meta, values = torch.device("meta"), pytree.tree_leaves((args, kwargs))
             if _autocast():
                 meta = leaves[0].device
             made = {id(leaf): TensorSpec.of(leaf).zeros(meta) for leaf in leaves}
+            made |= {
+                id(leaf): torch.tensor(numbers[id(leaf)], dtype=leaf.dtype) for leaf in leaves if id(leaf) in numbers
+            }
             device = next((value for value in values if isinstance(value, torch.device)), leaves[0].device)
             a, k = _map_tensors((args, kwargs), lambda leaf: made[id(leaf)] if isinstance(leaf, Tensor) else meta)
             try:
                 with _without_saved_tensor_hooks():
                     result = func(*a, **k)
-            except (RuntimeError, NotImplementedError) as error:
+            except Exception as error:  # whatever an operation says that asks for values
                 raise CapabilityError(
                     f"{_name(func)} of what another stage has gives shapes that depend on values{line_of_user()}: "
                     f"{error}"
                 ) from error
             self._found[key] = _moved(spec_of(result, [made[id(leaf)] for leaf in leaves]), device)
         return self._found[key]
+
+
+class _EndedError(BaseException):
+    """A stage cannot follow the forward any further."""
 
 
 class StageForward(TorchFunctionMode):
@@ -162,7 +164,7 @@ class StageForward(TorchFunctionMode):
         count: returns how many targets a loss counts; None where nobody asks.
 
     Attributes:
-        sent: what later stages need of the values that are here.
+        sent: what later stages need of the values that are here, and as text what they cannot know of results.
         calls: the units that were called, in their order.
         used: identities of the parameters and buffers that the frame took, with the units before (None before the
             first), each with the operation.
@@ -177,7 +179,7 @@ class StageForward(TorchFunctionMode):
         specs: Specs,
         cut: Cut,
         stage: int | None,
-        received: Mapping[str, Tensor],
+        received: Mapping[str, Any],
         seed: Seed,
         *,
         bound: bool = False,
@@ -193,9 +195,10 @@ class StageForward(TorchFunctionMode):
         self._keys: Any = WeakTensorKeyDictionary()  # of values that one stage computes, and that are here
         self._everywhere: Any = WeakTensorKeyDictionary()  # the same of what every stage computes
         self._storages: dict[int, StorageWeakRef] = {}  # of the former
-        self._stale: list[Tensor] = []  # written by another stage
+        self._stale: list[Tensor] = []  # made by all, and written by another stage
         self._stale_storages: set[int] = set()
-        self.sent: dict[str, Tensor] = {}
+        self._ended = False
+        self.sent: dict[str, Any] = {}
         self.calls: list[str] = []
         self.used: dict[int, dict[str | None, str]] = {}
         self.lives: dict[str, tuple[int, int, int]] = {}
@@ -213,7 +216,8 @@ class StageForward(TorchFunctionMode):
                 call = before[path] or unit._call_impl
                 vars(unit)["_compiled_call_impl"] = _UnitCall(self, path, call)
             args, kwargs = pytree.tree_map(self._given, (tuple(args), dict(kwargs)))
-            with self:
+            output = None
+            with self, _functions_as_operations(), suppress(_EndedError):
                 output = self._model(*args, **kwargs)
         finally:
             for path, unit in units.items():
@@ -221,16 +225,24 @@ class StageForward(TorchFunctionMode):
                 if before[path] is not None:
                     vars(unit)["_compiled_call_impl"] = before[path]
         self._at = self._cut.last
-        for leaf in leaves_in(output):
+        for leaf in leaves_in(() if self._ended else output):
             self._use(leaf, "the output of the model")
         self._check_views()
         return output
+
+    def _end(self) -> NoReturn:
+        """End the forward, as its way depends on what a later stage computes: it gets all that is here."""
+        if not self._ended:
+            self._ended = True
+            self.sent |= {key: value for value, key in self._keys.items()}
+            self._written_behind += [value for value, key in self._keys.items() if key in self._specs.written]
+        raise _EndedError
 
     def _check_views(self) -> None:
         """Refuse to send several views of memory into which a later stage writes: there they would be apart."""
         for written in self._written_behind:
             storage = written.untyped_storage()._cdata
-            if sum(value.untyped_storage()._cdata == storage for value in self.sent.values()) > 1:
+            if sum(leaf.untyped_storage()._cdata == storage for leaf in leaves_in(self.sent)) > 1:
                 raise CapabilityError(
                     "a later stage writes into a tensor of which it also has another view; let it write into a copy"
                 )
@@ -257,31 +269,82 @@ class StageForward(TorchFunctionMode):
     def _noted(self, result: Any, leaves: Sequence[Tensor], origin: str) -> Any:
         """Number the tensors of a result, and put placeholders, or what was received, for those of other stages."""
         self._next()
-        count = 0
+        count, known = 0, list(leaves)
 
         def one(leaf: Any) -> Any:
             nonlocal count
-            if isinstance(leaf, _Argument):
-                return leaves[leaf.place]
-            if not isinstance(leaf, Tensor | TensorSpec) or any(leaf is given for given in leaves):
+            if isinstance(leaf, Known):
+                return known[leaf.place]
+            if not isinstance(leaf, Tensor | TensorSpec) or any(leaf is given for given in known):
                 return leaf
             count += 1
-            key = f"{self._number}.{count}"
-            if isinstance(leaf, TensorSpec):
-                if key not in self._received:
-                    return Placeholder(leaf, origin)
+            key = f"{self._number}.{count} {origin}"
+            if not isinstance(leaf, TensorSpec):
+                self._own(leaf, key)
+            elif key in self._received:
                 leaf = self._taken(key)
-            self._own(leaf, key)
+                self._own(leaf, key)
+            else:
+                leaf = Placeholder(leaf, origin)
+            known.append(leaf)
             return leaf
 
         return pytree.tree_map(one, result)
 
+    def _elsewhere(self, what: Any, expected: Callable[[], Any], leaves: Sequence[Tensor], origin: str) -> Any:
+        """Return what stands for a result of another stage."""
+        key = f"{self._number + 1} {origin}"
+        if (text := self._received.get(key)) is not None:
+            self.sent[key] = text
+            device = next((leaf.device for leaf in leaves), torch.device("cpu"))
+            return self._noted(result_of_text(text, device), leaves, origin)
+        behind = self._stage is not None and self._at > self._stage
+        if behind and what in self._specs.units and what in self._specs.untold:
+            self._end()
+        try:
+            found = expected()
+            if _has_numbers(found):
+                raise CapabilityError(f"the example does not show that {origin} gives numbers{line_of_user()}")
+        except CapabilityError:
+            if behind:
+                self._end()
+            raise
+        return self._noted(found, leaves, origin)
+
+    def _tell(self, what: Any, expected: Callable[[], Any], leaves: Sequence[Tensor], result: Any) -> None:
+        """Send what other stages cannot know of a result; in a recording, note whether there is such a thing.
+
+        Raises:
+            CapabilityError: the example did not show that there is.
+        """
+        specs, found = self._specs, spec_of(result, leaves)
+        if self._stage is None:
+            try:
+                known = _essence(found) == _essence(expected()) and not _has_numbers(found)
+            except CapabilityError:
+                known = False
+            if not known:
+                specs.untold.add(what)
+                result_as_text(found)
+        elif what in specs.untold:
+            self.sent[f"{self._number + 1} {_name(what)}"] = result_as_text(found)
+        elif _essence(found) != _essence(expected()):
+            raise CapabilityError(
+                f"{_name(what)} returned {_in_words(found)}, and {_in_words(expected())} for arguments of the same "
+                "shapes with other values, which stages that do not compute it cannot know; take an example that shows "
+                "that it depends on values"
+            )
+
     def _taken(self, key: str) -> Tensor:
         """Return a value that was received; a copy, if it may be written into."""
-        received = self._received[key]
+        received: Tensor = self._received[key]
         return received.clone() if key in self._specs.written else received
 
     def _own(self, value: Tensor, key: str) -> None:
+        if value.layout != torch.strided:
+            raise CapabilityError(
+                f"a {value.layout} tensor of values of layers{line_of_user()} cannot be sent to others"
+            )
         self._keys.setdefault(value, key)
         if self._stage is None:
             self.lives.setdefault(key, (len(self.calls), len(self.calls), value.nbytes))
@@ -294,12 +357,14 @@ class StageForward(TorchFunctionMode):
             return True
         if value.requires_grad and value.is_leaf:  # weights of a version
             return True
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return self.depends(torch._C._functorch.get_unwrapped(value))
         if not (self._storages or self._stale) or value.layout != torch.strided:
             return False
-        storage = value.untyped_storage()._cdata
+        if (storage := value.untyped_storage()._cdata) in self._stale_storages:
+            return True
         found = self._storages.get(storage)
-        held = found is not None and not found.expired()  # type: ignore[no-untyped-call]
-        return held or storage in self._stale_storages
+        return found is not None and not found.expired()  # type: ignore[no-untyped-call]
 
     def _use(self, value: Tensor, by: str) -> None:
         """Note that something at the present place takes a value: it has to be here, or is sent on."""
@@ -319,6 +384,8 @@ class StageForward(TorchFunctionMode):
         key = self._keys.get(value)
         if key is not None:
             self.sent[key] = value
+        elif self._stale and value.untyped_storage()._cdata in self._stale_storages:
+            return  # a later stage makes and writes it itself
         elif self.depends(value) and not (value.requires_grad and value.is_leaf):
             raise CapabilityError(f"{by} takes a tensor that was made in a way that cannot be seen{line_of_user()}")
 
@@ -326,6 +393,8 @@ class StageForward(TorchFunctionMode):
 
     def call_unit(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit, or return what stands for its result."""
+        if self._ended:  # and somebody has caught that
+            raise _EndedError
         stage = self._cut.stages[path]
         if stage < self._at:
             raise CapabilityError(
@@ -336,8 +405,9 @@ class StageForward(TorchFunctionMode):
         leaves = list(leaves_in((args, kwargs)))
         for leaf in leaves:
             self._use(leaf, path)
+        expected = partial(self._specs.of_unit, path, args, kwargs, leaves)
         if not self._mine:
-            return self._noted(self._specs.of_unit(path, args, kwargs, leaves), leaves, path)
+            return self._elsewhere(path, expected, leaves, path)
         versions = [leaf._version for leaf in leaves if not leaf.is_inference()]
         held = _sizes((args, tuple(kwargs.values()))) if self._stage is None else None
         self._seed(f"{path}/{len(self.calls)}")
@@ -354,9 +424,8 @@ class StageForward(TorchFunctionMode):
                 f"{path} puts something into a list or dict that it is given, as caches do, which other stages cannot "
                 "see (models of transformers: use_cache=False)"
             )
-        counted = any(isinstance(leaf, int | float | complex) for leaf in pytree.tree_leaves(result))
-        if counted or (self._stage is not None and self._cut.last):
-            self._specs.check_unit(path, args, kwargs, leaves, result)
+        if self._stage is None or self._cut.last:
+            self._tell(path, expected, leaves, result)
         return self._noted(result, leaves, path)
 
     # --- operations ---------------------------------------------------------------------------------------------------
@@ -366,6 +435,8 @@ class StageForward(TorchFunctionMode):
     ) -> Any:
         """Run an operation of the frame, or return what stands for its result."""
         kwargs = kwargs or {}
+        if self._ended:
+            raise _EndedError
         if func in _ABOUT_TENSORS:
             return func(*args, **kwargs)
         if func is auxiliary:
@@ -380,6 +451,10 @@ class StageForward(TorchFunctionMode):
         written = _written(name, args, kwargs)
         if not any(map(self.depends, leaves)):
             return self._by_all(func, name, args, kwargs, leaves, written)
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, leaves)):
+            raise CapabilityError(
+                f"{name} is under torch.func, with values of layers{line_of_user()}; put it into a layer"
+            )
         if func in _OF_ITS_GRAPH:
             raise CapabilityError(
                 f"code between layers asks for the graph of a value, which ends at stages{line_of_user()}"
@@ -390,8 +465,6 @@ class StageForward(TorchFunctionMode):
             )
         if name in _REFUSED:
             raise CapabilityError(f"{name} between layers of different stages{line_of_user()}: {_REFUSED[name]}")
-        if not torch.is_grad_enabled() and (own := _own_function()) is not None:
-            raise CapabilityError(f"{own}, an autograd.Function, is applied between layers; put it into a layer")
         for leaf in leaves:
             self._use(leaf, name)
             if leaf.is_leaf and self._stage is None:
@@ -400,17 +473,19 @@ class StageForward(TorchFunctionMode):
         if self._mine or (name == "detach" and leaves[0] in self._keys):  # of a received value, for torch's checkpoint
             return self._here(func, name, args, kwargs, leaves, written)
         if written is not None:
-            if not isinstance(written, Placeholder) and written not in self._keys and self._at < (self._stage or 0):
+            if not isinstance(written, Placeholder) and written not in self._keys:
                 self._stale.append(written)
                 self._stale_storages.add(written.untyped_storage()._cdata)
-            if not isinstance(written, Placeholder) and self._at > (self._stage or 0):
+            elif not isinstance(written, Placeholder) and self._at > (self._stage or 0):
                 self._written_behind.append(written)
             self._next()
             return None if name == "__setitem__" else written
         if name in _ON_OWNER:
             self._next()
             return None
-        return self._noted(self._specs.of_operation(func, args, kwargs, leaves), leaves, name)
+        return self._elsewhere(
+            func, partial(self._specs.of_operation, func, args, kwargs, leaves, self.depends), leaves, name
+        )
 
     def _here(
         self, func: Any, name: str, args: Any, kwargs: Any, leaves: Sequence[Tensor], written: Tensor | None
@@ -422,9 +497,12 @@ class StageForward(TorchFunctionMode):
         """
         if self._bound and any(isinstance(leaf, nn.Parameter) and leaf.requires_grad for leaf in leaves):
             raise CapabilityError(f"{name} takes a parameter that another stage trains{line_of_user()}")
+        versions = [leaf._version for leaf in leaves if leaf is not written and not leaf.is_inference()]
         result = func(*args, **kwargs)
         if self._count is not None:
             self.counted += [(number, result.grad_fn) for number in self._count(func, args, kwargs)]
+        if [leaf._version for leaf in leaves if leaf is not written and not leaf.is_inference()] != versions:
+            raise CapabilityError(f"{name} writes into a tensor unseen{line_of_user()}; let it make a new one")
         if written is not None and written not in self._keys:
             if written not in self._everywhere:
                 raise CapabilityError(
@@ -432,7 +510,10 @@ class StageForward(TorchFunctionMode):
                 )
             self._own(written, self._everywhere[written])
         if written is not None and self._stage is None:
-            self._specs.written.add(self._keys[written])
+            storage = written.untyped_storage()._cdata
+            self._specs.written.update(
+                key for value, key in self._keys.items() if value.untyped_storage()._cdata == storage
+            )
         elif (
             written is not None
             and self._keys[written] in self._received
@@ -442,12 +523,9 @@ class StageForward(TorchFunctionMode):
                 f"{name} writes into a value of an earlier stage, which the example does not{line_of_user()}; take an "
                 "example that does, or let it make a new tensor"
             )
-        for leaf in () if name in _ON_OWNER else pytree.tree_leaves(result):
-            if isinstance(leaf, bool | int | float | complex) or type(leaf).__module__ == "numpy":
-                raise CapabilityError(
-                    f"{name} asks for the value of a tensor that only one stage has{line_of_user()}; let the model go "
-                    "on with tensors there"
-                )
+        if written is None and name not in _ON_OWNER and (self._stage is None or func in self._specs.untold):
+            expected = partial(self._specs.of_operation, func, args, kwargs, leaves, self.depends)
+            self._tell(func, expected, leaves, result)
         return self._noted(result, leaves, name)
 
     def _by_all(
@@ -473,13 +551,6 @@ class StageForward(TorchFunctionMode):
         return result
 
 
-@dataclass(frozen=True, slots=True)
-class _Argument:
-    """Stands for a result that is one of the arguments, by its number among their tensors."""
-
-    place: int
-
-
 class _UnitCall:
     """What is called in the place of a unit, with its hooks: torch calls what `Module.compile` sets instead of it."""
 
@@ -487,6 +558,12 @@ class _UnitCall:
         self._forward, self._path, self._call = forward, path, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stack: Any = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if not stack or stack[-1] is not self._forward:
+            raise CapabilityError(
+                f"{self._path} is called within an autograd.Function or under a mode such as torch.device(...)"
+                f"{line_of_user()}; call it outside, or put that into one layer"
+            )
         with _pop_mode_temporarily():
             return self._forward.call_unit(self._path, self._call, args, kwargs)
 
@@ -505,7 +582,7 @@ def kept_full(module: nn.Module) -> Iterator[nn.Parameter]:
 def _twin(unit: nn.Module, device: torch.device, precision: torch.dtype | None) -> nn.Module:
     """Return a copy of a module with zeros as weights."""
     full = {id(p) for p in kept_full(unit)}
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = without_graphs(unit)
     for tensor in unit.parameters():
         low = precision is not None and tensor.dtype == torch.float32 and id(tensor) not in full
         zeros = torch.zeros(tensor.shape, dtype=precision if low else tensor.dtype, device=device)
@@ -521,6 +598,12 @@ def _twin(unit: nn.Module, device: torch.device, precision: torch.dtype | None) 
         module._forward_pre_hooks.clear()
         module._forward_hooks.clear()
     return twin
+
+
+def without_graphs(model: nn.Module) -> dict[int, Any]:
+    """Return what deepcopy takes for tensors on a model that have a graph, such as an output that it has kept."""
+    held = (leaf for module in model.modules() for leaf in pytree.tree_leaves(list(vars(module).values())))
+    return {id(leaf): leaf.detach().clone() for leaf in held if isinstance(leaf, Tensor) and not leaf.is_leaf}
 
 
 def _sizes(tree: Any) -> list[Any]:
@@ -554,9 +637,21 @@ def _replaced(made: Mapping[int, Any], leaf: Any) -> Any:
 
 
 def spec_of(result: Any, leaves: Sequence[Tensor]) -> Any:
-    """Return a result with `TensorSpec`s in the places of its tensors, and numbers for those that were arguments."""
-    places = {id(leaf): _Argument(place) for place, leaf in enumerate(leaves)}
-    return pytree.tree_map_only(Tensor, lambda leaf: places.get(id(leaf)) or TensorSpec.of(leaf), result)
+    """Return a result with `TensorSpec`s in the places of its tensors, and numbers for those that were there before."""
+    known = list(leaves)
+
+    def one(leaf: Tensor) -> Any:
+        place = next((place for place, given in enumerate(known) if given is leaf), None)
+        if place is not None:
+            return Known(place)
+        known.append(leaf)
+        return TensorSpec.of(leaf)
+
+    return pytree.tree_map_only(Tensor, one, result)
+
+
+def _has_numbers(spec: Any) -> bool:
+    return any(isinstance(leaf, bool | int | float | complex | str) for leaf in pytree.tree_leaves(spec))
 
 
 def _moved(spec: Any, device: torch.device) -> Any:
@@ -610,7 +705,7 @@ def shapes_in(tree: Any) -> Any:
     return type(tree), tree
 
 
-def _name(func: Callable[..., Any]) -> str:
+def _name(func: Any) -> str:
     return str(getattr(func, "__name__", func))
 
 
@@ -655,14 +750,30 @@ def _within_checkpoint() -> bool:
     return False
 
 
-def _own_function() -> str | None:
-    """Return the name of the autograd.Function in whose forward this is; None if it is in none."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_name == "apply" and frame.f_code.co_filename.endswith("autograd/function.py"):
-            return str(getattr(frame.f_locals.get("cls"), "__name__", "a class"))
-        frame = frame.f_back
-    return None
+@contextmanager
+def _functions_as_operations() -> Iterator[None]:
+    """Let an autograd.Function be one operation: what is applied in forwards of stages comes to them."""
+    base: Any = torch.autograd.function._SingleLevelFunction
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        own = super(base, cls).apply
+        stack: Any = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if not stack or not isinstance(stack[-1], StageForward) or cls.__module__ == torch.utils.checkpoint.__name__:
+            if stack and cls is torch.utils.checkpoint.CheckpointFunction:
+                raise CapabilityError(f"checkpoint between layers{line_of_user()}: take use_reentrant=False")
+            return own(*args, **kwargs)
+        with _pop_mode_temporarily() as forward:
+            return forward.__torch_function__(own, (), args, kwargs)
+
+    before = vars(base).get("apply")
+    base.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        if before is None:
+            del base.apply
+        else:
+            base.apply = before
 
 
 _IN_PLACE = frozenset(
@@ -672,6 +783,7 @@ _ON_OWNER = frozenset(("register_hook", "retain_grad", "register_post_accumulate
 _REFUSED = {
     "grad": "the graph is on several stages; take the gradient within one layer",
     "backward": "the graph is on several stages; take the gradient within one layer",
+    "data_ptr": "each stage has memory of its own",
 }
 _DRAWING = frozenset(
     (

@@ -19,7 +19,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.checks import did_you_mean
 from penstock.errors import CapabilityError, ConfigError
-from penstock.partition.replay.stage_forward import Cut, Specs, StageForward, WrittenArgumentError, leaves_in
+from penstock.partition.replay.stage_forward import (
+    Cut,
+    Specs,
+    StageForward,
+    WrittenArgumentError,
+    leaves_in,
+    without_graphs,
+)
 from penstock.partition.replay.watch import UnitBorders, changed, state_of
 
 _DIVIDED_OF_TORCH = (
@@ -73,10 +80,12 @@ class RecordedForward(NamedTuple):
     Attributes:
         groups: its units, in the order of the first calls.
         written: keys of values that operations between units write into.
+        untold: units and operations whose results have shapes or numbers that depend on values.
     """
 
     groups: list[UnitGroup]
     written: set[str]
+    untold: set[Any]
 
 
 def record_forward(
@@ -318,7 +327,7 @@ def copies_of(model: nn.Module, *given: Any) -> Iterator[Any]:
         CapabilityError: the model cannot be copied.
     """
     try:
-        made = copy.deepcopy((model, *given))
+        made = copy.deepcopy((model, *given), without_graphs(model))
     except Exception as error:  # whatever an attribute of a model says
         raise CapabilityError(
             f"{type(model).__name__} cannot be copied, to be run on the example without being changed: {error}"
@@ -377,7 +386,7 @@ def _grouped(
     begins = [frame.calls.index(group[0]) for group in groups]
     bytes_taken = [sum(size for made, last, size in frame.lives.values() if made <= at < last) for at in begins]
     made = map(UnitGroup, map(tuple, groups), map(tuple, unused), map(tuple, bare), work, [0, *bytes_taken[1:]])
-    return RecordedForward(list(made), specs.written)
+    return RecordedForward(list(made), specs.written, specs.untold)
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -419,11 +428,19 @@ def _watched(model: nn.Module, specs: Specs, args: Sequence[Any], kwargs: Mappin
             f"{hooked or 'the model'} has hooks, but its code runs on every stage; put them on its layers"
         )
     before = state_of(around.items())
+    buffers = {
+        f"{path}.{name}": (b, b.clone()) for path, m in around.items() for name, b in m.named_buffers(recurse=False)
+    }
     forward = StageForward(model, specs, Cut(dict.fromkeys(units, 0), 0), None, {}, no_seed)
     with UnitBorders(units, forward.depends) as borders:
         forward.borders = borders
         forward.run(args, kwargs)
     check_unchanged(model, before, around)
+    for name, (buffer, copied) in buffers.items():
+        if not buffer.is_meta and not torch.equal(buffer, copied) and not copied.isnan().any():
+            raise CapabilityError(
+                f"an operation between layers writes into the buffer {name.lstrip('.')}; put it into one"
+            )
     return forward
 
 
