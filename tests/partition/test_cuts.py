@@ -195,11 +195,11 @@ def test_uneven_stages_are_said_once_with_their_reason(
 
 
 class Asking(Residual):
-    """Asks for a number between its layers."""
+    """Asks for an array between its layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
-        return self.down(h) * (1.0 if h.detach().sum().item() > 1e9 else 0.5)
+        return self.down(h) * (1.0 if h.detach().numpy().sum() > 1e9 else 0.5)
 
 
 def in_place() -> nn.Module:

@@ -16,6 +16,7 @@ from penstock.errors import CapabilityError, ConfigError
 from penstock.measure.recompute_choice import choose_recompute
 from penstock.options.all_options import PipelineOptions
 from penstock.partition.blocks import named_blocks
+from penstock.partition.replay.model_stages import UnitBlocks
 from penstock.partition.replay.units import Guard, copies_of
 from penstock.runtime.plan.plan import UnprovenPlan
 from penstock.schedule.methods.table import METHODS
@@ -287,7 +288,7 @@ def test_a_model_that_was_changed_between_two_runs() -> None:
 
 
 class Experts(nn.Module):
-    """A layer with layers inside, and a weight of its own, which looks at values: one unit."""
+    """A layer with layers inside, and a weight of its own, which looks at values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,6 +327,14 @@ def train_twice(group: dist.ProcessGroup | None) -> list[Any]:
             found += [report.loss for report in pipeline.run([batch])]
             found.append(pipeline.evaluate(data))
     return found
+
+
+def test_layers_that_are_not_called_are_with_those_of_the_same_module() -> None:
+    """So that a stage has all experts of its layers, and what code between them takes."""
+    groups = UnitBlocks(Mixture(), torch.ones(4, D), 4).groups.values()
+    layers = [{path.split(".")[1] for path in (*group.units, *group.unused)} for group in groups]
+    assert layers == [{"0"}, {"1"}, {"2"}, {"3"}]
+    assert all(group.unused for group in groups)
 
 
 @pytest.mark.long

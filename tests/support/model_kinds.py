@@ -977,7 +977,7 @@ class CountsOutside(Layers):
         return self.head(self.d(self.c(self.b(self.a(x)) * len(COUNTED))))
 
 
-@refused("takes a parameter that another stage trains")
+@exact
 class ReadTwice(Layers):
     """A parameter of the model that is read in the first stage and in the last, as a number, too."""
 

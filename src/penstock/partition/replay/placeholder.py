@@ -41,7 +41,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class SameTensor:
     """Stands for a tensor of a result that is one of the arguments, or one of its tensors before.
 
     Attributes:
@@ -63,7 +63,7 @@ def result_as_text(spec: Any) -> str:
         if isinstance(leaf, TensorSpec):
             shape = [list(leaf.shape), list(leaf.strides)]
             plain.append([*shape, str(leaf.dtype).removeprefix("torch."), leaf.requires_grad])
-        elif isinstance(leaf, Known):
+        elif isinstance(leaf, SameTensor):
             plain.append([leaf.place])
         elif leaf is None or isinstance(leaf, bool | int | float | str):
             plain.append(leaf)
@@ -78,7 +78,7 @@ def result_of_text(text: str, device: torch.device) -> Any:
     leaves: list[Any] = []
     for leaf in plain:
         if isinstance(leaf, list) and len(leaf) == 1:
-            leaf = Known(*leaf)
+            leaf = SameTensor(*leaf)
         elif isinstance(leaf, list):
             shape, strides, dtype, requires_grad = leaf
             leaf = TensorSpec(tuple(shape), tuple(strides), getattr(torch, dtype), device, requires_grad)

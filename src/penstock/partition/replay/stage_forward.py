@@ -30,7 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from penstock.errors import CapabilityError
 from penstock.partition.replay.auxiliary import auxiliary
-from penstock.partition.replay.placeholder import Known, Placeholder, TensorSpec, result_as_text, result_of_text
+from penstock.partition.replay.placeholder import Placeholder, SameTensor, TensorSpec, result_as_text, result_of_text
 
 Seed = Callable[[str], None]
 """Seeds torch's generators for a unit or an operation of the frame, by its name."""
@@ -273,7 +273,7 @@ class StageForward(TorchFunctionMode):
 
         def one(leaf: Any) -> Any:
             nonlocal count
-            if isinstance(leaf, Known):
+            if isinstance(leaf, SameTensor):
                 return known[leaf.place]
             if not isinstance(leaf, Tensor | TensorSpec) or any(leaf is given for given in known):
                 return leaf
@@ -643,7 +643,7 @@ def spec_of(result: Any, leaves: Sequence[Tensor]) -> Any:
     def one(leaf: Tensor) -> Any:
         place = next((place for place, given in enumerate(known) if given is leaf), None)
         if place is not None:
-            return Known(place)
+            return SameTensor(place)
         known.append(leaf)
         return TensorSpec.of(leaf)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -359,12 +359,9 @@ def _grouped(
     home = {path: number for number, group in enumerate(groups) for path in group}
     unused: list[list[str]] = [[] for _ in groups]
     bare: list[list[str]] = [[] for _ in groups]
-    before = 0
-    for path in units:
-        before = home.get(path, before)
-        if path not in home:
-            unused[before].append(path)
-            home[path] = before
+    for path, neighbour in _nearest_called(units, home).items():
+        unused[home[neighbour]].append(path)
+        home[path] = home[neighbour]
     owners = {f"{path}.{name}": home[path] for path, unit in units.items() for name, _ in _tensors_of(unit)}
     taken = {id(tensor) for unit in units.values() for _, tensor in _tensors_of(unit)}
     for name, tensor in _tensors_of(model):
@@ -398,6 +395,28 @@ def name_in_model(name: str) -> str:
     """Return the name that a model has for a parameter of a stage, which may be a copy of that of another stage."""
     number, sign, rest = name.partition(_OF_ANOTHER)
     return rest if sign and number.isdecimal() else name
+
+
+def _nearest_called(units: Iterable[str], called: Collection[str]) -> dict[str, str]:
+    """Return for each unit that was not called the one that was, before or behind it, with most modules in common.
+
+    So the experts of a layer are together, whichever of them the example asks.
+    """
+    found: dict[str, list[str]] = {path: [] for path in units if path not in called}
+    for order in list(units), list(units)[::-1]:
+        last = None
+        for path in order:
+            if path in called:
+                last = path
+            elif last is not None:
+                found[path].append(last)
+    return {path: max(near, key=lambda other: _common(path, other)) for path, near in found.items()}
+
+
+def _common(path: str, other: str) -> int:
+    """Return how many modules two paths have in common, from the model on."""
+    pairs = zip(path.split("."), other.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _in_turns(calls: Sequence[str]) -> list[list[str]]:
