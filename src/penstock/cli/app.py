@@ -27,7 +27,6 @@ _MODULES = {
     "show": "schedules.commands",
     "simulate": "schedules.commands",
     "train": "train",
-    "launch": "launch",
     "sample": "train",
     "config": "train",
     "verify": "verify",
