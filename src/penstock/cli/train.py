@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from penstock.cli.failures import is_first_to_say
 from penstock.cli.options import (
     FLAG,
     Changes,
@@ -34,7 +35,6 @@ from penstock.job.place import is_worker
 from penstock.job.surroundings import check_surroundings
 from penstock.job.torchrun_agent import starts_again
 from penstock.launch.fork_server import start_method
-from penstock.launch.print_once import is_first_to_say
 from penstock.schedule.ir.limits import MOST_BATCHES
 
 if TYPE_CHECKING:

@@ -11,23 +11,48 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.errors import InterruptedRunError, WorkerError
+from penstock.job.place import LOOPBACK
+from penstock.job.store import listening_store
 from penstock.job.surroundings import check_surroundings
-from penstock.launch.fork_server import start_method, workers_environment
-from penstock.launch.local_rendezvous import BACKEND
+from penstock.launch.fork_server import start_method, why_not_started, workers_environment
 from penstock.launch.signals import LauncherSignals
 from penstock.launch.worker_exit import WorkerExits, work
-from penstock.launch.worker_start_failure import why_not_started
 
+_BACKEND = "penstock-local"  # the name under which torch elastic finds `LocalRendezvous`
 _LOOK = 0.1  # seconds between two checks of the workers
 _REPORTS = ".workers"  # begins the name of a folder of reports in a run folder; the process id of its launcher follows
+
+
+class LocalRendezvous(StaticTCPRendezvous):
+    """The rendezvous of a single agent, whose store only this machine can reach; elastic's own listens everywhere.
+
+    Args:
+        parameters: of elastic's launcher.
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        timeout = timedelta(minutes=5)
+        store = listening_store(LOOPBACK, 0, timeout)
+        super().__init__(LOOPBACK, store.port, 0, 1, parameters.run_id, int(timeout.total_seconds()))
+        self._store = store
+
+    def get_backend(self) -> str:
+        """Return the name of this kind of rendezvous."""
+        return _BACKEND
+
+
+rendezvous_handler_registry.register(_BACKEND, LocalRendezvous)
 
 
 def launch_local(
@@ -97,8 +122,8 @@ def _launch_config(workers: int, restarts: int, preload: Sequence[str], errors: 
         max_nodes=1,
         nproc_per_node=workers,
         run_id=uuid.uuid4().hex,
-        rdzv_backend=BACKEND,
-        local_addr="127.0.0.1",
+        rdzv_backend=_BACKEND,
+        local_addr=LOOPBACK,
         max_restarts=restarts,
         monitor_interval=0.1,
         start_method=start_method(preload),

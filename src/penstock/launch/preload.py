@@ -10,8 +10,7 @@ Nothing here may start threads or touch an accelerator.
 import gc
 import os
 
-from penstock.launch.parent_death import end_with_parent
-from penstock.launch.signals import hold_back
+from penstock.launch.signals import end_with_parent, hold_back
 
 hold_back()
 os.setpgid(0, 0)

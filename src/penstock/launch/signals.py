@@ -1,13 +1,17 @@
-"""Signals that end a run: how the launcher, the fork server and the workers take them."""
+"""Signals that end a run: how the launcher, the fork server and the workers take them, the death of a parent too."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to end; Ctrl-C is for the launcher alone."""
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def hold_back() -> None:
@@ -26,6 +30,16 @@ def take_default() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGTERM:
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+def end_with_parent() -> None:
+    """Have this process killed when the thread that started it ends, however it ends; does nothing outside Linux."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before prctl took effect
+        os._exit(1)
 
 
 class LauncherSignals:
