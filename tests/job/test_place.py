@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.job.place import JobPlace, is_worker, job_place
+from penstock.job.place import JobPlace, job_place
 
 STORE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 STEP = {
@@ -51,7 +51,6 @@ HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "4", "MPI_LOCALRAN
 )  # fmt: skip
 def test_the_place_that_a_launcher_gives(environment: dict[str, str], place: JobPlace | None) -> None:
     assert job_place(environment) == place
-    assert is_worker(environment) == (place is not None)
 
 
 @pytest.mark.parametrize(

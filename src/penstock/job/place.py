@@ -63,9 +63,10 @@ def job_place(environment: Mapping[str, str]) -> JobPlace | None:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         found: JobPlace | None = _by_contract(environment)
     elif "OMPI_COMM_WORLD_SIZE" in environment:
-        found = _by_open_mpi(environment)
+        job = _first_set(environment, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+        found = _by_mpi(environment, "mpirun", job)
     elif "PMI_SIZE" in environment and "MPI_LOCALNRANKS" in environment:
-        found = _by_pmi(environment)
+        found = _by_mpi(environment, "mpiexec", "")
     elif "SLURM_PROCID" in environment:
         found = _by_slurm(environment)
     else:
@@ -74,15 +75,6 @@ def job_place(environment: Mapping[str, str]) -> JobPlace | None:
         return None
     _check(found)
     return None if found.size == 1 and not found.served else found
-
-
-def is_worker(environment: Mapping[str, str]) -> bool:
-    """Return whether a launcher has started this process as one of a job.
-
-    Raises:
-        ConfigError: see `job_place`.
-    """
-    return job_place(environment) is not None
 
 
 def _check(place: JobPlace) -> None:
@@ -130,21 +122,13 @@ def _by_contract(environment: Mapping[str, str]) -> JobPlace:
     )
 
 
-def _by_open_mpi(environment: Mapping[str, str]) -> JobPlace:
-    """The place according to mpirun of Open MPI."""
-    size, local = _number(environment, "OMPI_COMM_WORLD_SIZE"), _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    job = _first_set(environment, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-    address, port = _meeting(environment, "mpirun", job, LOOPBACK if local == size else None)
-    rank = _number(environment, "OMPI_COMM_WORLD_RANK")
-    return JobPlace("mpirun", rank, size, address, port, _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK"), local)
-
-
-def _by_pmi(environment: Mapping[str, str]) -> JobPlace:
-    """The place according to mpiexec of MPICH or Intel MPI."""
-    size, local = _number(environment, "PMI_SIZE"), _number(environment, "MPI_LOCALNRANKS")
-    address, port = _meeting(environment, "mpiexec", "", LOOPBACK if local == size else None)
-    rank = _number(environment, "PMI_RANK")
-    return JobPlace("mpiexec", rank, size, address, port, _maybe(environment, "MPI_LOCALRANKID"), local)
+def _by_mpi(environment: Mapping[str, str], launcher: str, job: str) -> JobPlace:
+    """The place according to a launcher of MPI; `job` as of `_meeting`."""
+    rank, size, local_rank, local_size = _VARIABLES[launcher]
+    count, here = _number(environment, size), _number(environment, local_size)
+    address, port = _meeting(environment, launcher, job, LOOPBACK if here == count else None)
+    number = _number(environment, rank)
+    return JobPlace(launcher, number, count, address, port, _maybe(environment, local_rank), here)
 
 
 def _by_slurm(environment: Mapping[str, str]) -> JobPlace | None:

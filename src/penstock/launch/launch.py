@@ -103,8 +103,8 @@ def launch_local(
             exits.look()
             if signals.fatal is not None:  # also kills workers that elastic has restarted meanwhile
                 exits.kill()
-            if exits.is_stuck:
-                raise exits.explain_stuck()
+            if stuck := exits.explain_stuck():
+                raise stuck
         try:
             launched.result()
         except ChildFailedError as error:
@@ -139,8 +139,12 @@ def _folder_of_reports(parent: Path | None) -> Iterator[Path]:
         parent: where to make it; what a launcher that was killed has left there is removed.
     """
     for left in () if parent is None else parent.glob(f"{_REPORTS}-*"):
-        if not _is_alive(int(left.name.split("-")[1])):
+        try:
+            os.kill(int(left.name.split("-")[1]), 0)
+        except ProcessLookupError:
             shutil.rmtree(left, ignore_errors=True)
+        except OSError:  # it is another user's
+            pass
     prefix = "penstock-" if parent is None else f"{_REPORTS}-{os.getpid()}-"
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as folder:
@@ -148,17 +152,6 @@ def _folder_of_reports(parent: Path | None) -> Iterator[Path]:
             yield Path(folder).resolve()
         finally:
             tempfile.tempdir = before
-
-
-def _is_alive(process: int) -> bool:
-    """Return whether there is a process of this number."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # it is another user's
-        pass
-    return True
 
 
 def _in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:

@@ -121,17 +121,6 @@ class WorkerExits:
         if start > self._start:
             self._start, self._seen, self._killed = start, (0, 0), None
 
-    @property
-    def is_stuck(self) -> bool:
-        """Return whether elastic hangs after all workers have finished, though those that did not exit were killed.
-
-        When workers have read each other's results, elastic wakes those that wait and waits until each has woken: for
-        ever, if one has died or been stopped meanwhile.
-        """
-        if self._killed is None or time.monotonic() - self._killed < _GRACE:
-            return False
-        return self._marks(_DONE).keys() == self._ranks
-
     def kill(self, spared: Collection[int] = ()) -> None:
         """Kill the workers of the last start, except the given ranks."""
         self._notice_start()
@@ -171,8 +160,14 @@ class WorkerExits:
         message = reports[rank].message if rank in reports else ""
         return WorkerError(f"worker {rank} {what}{self._lines(self._ranks - {rank}, message)}", trace)
 
-    def explain_stuck(self) -> WorkerError:
-        """Make the error for the user where `is_stuck`: which worker elastic was waiting for."""
+    def explain_stuck(self) -> WorkerError | None:
+        """Make the error for the user if elastic hangs after all workers have finished; None if it does not.
+
+        When workers have read each other's results, elastic wakes those that wait and waits until each has woken: for
+        ever, if one has died or been stopped meanwhile. So it hangs if those that did not exit have been killed.
+        """
+        if self._killed is None or time.monotonic() - self._killed < _GRACE or self._marks(_DONE).keys() != self._ranks:
+            return None
         if not self._still:
             return WorkerError("all workers finished, but not all of them exited; they were killed", "")
         rank, *_ = self._still
