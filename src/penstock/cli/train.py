@@ -238,12 +238,11 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
     if resume is not None and not restart and saved_batches(folder) is None:
         print_words(Console(), Text(f"There is no checkpoint in {folder} yet, so the run begins with batch 1."))
     before = None if resume is None or restart else ConfigBefore(folder, settings)
-    workers, console = settings.processes, Console()
+    console = Console()
     try:
         launch_local(
-            workers, _work, settings.model_dump(), str(folder), restart,
+            settings.processes, _work, settings.model_dump(), str(folder), restart,
             folder=folder, restarts=settings.restarts, timeout=settings.timeout,
-            preload=_PRELOAD,
         )  # fmt: skip
         if settings.checkpoint.every is not None:
             check_is_saved(folder, start)

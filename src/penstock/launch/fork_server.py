@@ -25,7 +25,7 @@ def start_method(preload: Sequence[str] = ()) -> str:
     """Choose how workers start: forked from the server, which this starts, or spawned if that is impossible.
 
     Args:
-        preload: modules that the server imports, if it does not run yet.
+        preload: modules that the server imports, if it does not run yet, for all workers that this process ever forks.
     """
     # Not every system library survives a fork, and the server's socket is in the folder for temporary files.
     if sys.platform != "linux" or len(tempfile.gettempdir()) > _LONGEST_FOLDER:

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
@@ -62,7 +62,6 @@ def launch_local(
     folder: Path | None = None,
     restarts: int = 0,
     timeout: float = 300.0,
-    preload: Sequence[str] = (),
     drains: bool = True,
 ) -> None:
     """Run `function(*arguments, drain)` in local worker processes; return when it has returned in all of them.
@@ -78,7 +77,6 @@ def launch_local(
         folder: where the workers' reports lie while they run; a temporary one if not given.
         restarts: how often elastic may restart all workers after one has failed.
         timeout: seconds for all workers to return after the first has.
-        preload: modules of the function, imported once for all workers that this process ever forks.
         drains: the function looks at that file; if it does not, the first signal kills the workers.
 
     Raises:
@@ -89,14 +87,13 @@ def launch_local(
     check_surroundings(os.environ, workers)
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are reported below, once
-    kills = not drains
     with (
         _folder_of_reports(folder) as reports,
         workers_environment(),
-        LauncherSignals(reports / "drain", kills) as signals,
+        LauncherSignals(reports / "drain", kills=not drains) as signals,
     ):
         exits = WorkerExits(reports, workers, timeout)
-        config = _launch_config(workers, restarts, preload, exits.errors)
+        config = _launch_config(workers, restarts, exits.errors)
         tempfile.tempdir = str(reports)  # of this process: torch leaves a file there for each worker that raises
         launched = _in_thread(elastic_launch(config, work), function, str(reports), *arguments, str(signals.drain))
         while not wait([launched], timeout=_LOOK).done:
@@ -115,7 +112,7 @@ def launch_local(
             raise WorkerError(why_not_started(error), "") from None
 
 
-def _launch_config(workers: int, restarts: int, preload: Sequence[str], errors: Path) -> LaunchConfig:
+def _launch_config(workers: int, restarts: int, errors: Path) -> LaunchConfig:
     """Return how elastic is to launch workers of this machine, which write their errors into a folder."""
     return LaunchConfig(
         min_nodes=1,
@@ -126,7 +123,7 @@ def _launch_config(workers: int, restarts: int, preload: Sequence[str], errors: 
         local_addr=LOOPBACK,
         max_restarts=restarts,
         monitor_interval=0.1,
-        start_method=start_method(preload),
+        start_method=start_method(),
         logs_specs=DefaultLogsSpecs(log_dir=str(errors)),
     )
 

@@ -115,11 +115,12 @@ class WorkerExits:
     def _notice_start(self) -> None:
         """Look whether elastic has started all workers again: everything is about the last start from then on."""
         start = max((int(path.name.removeprefix("attempt_")) for path in self.errors.glob("*/attempt_*")), default=-1)
-        if start > self._start >= 0:
+        if start <= self._start:
+            return
+        if self._start >= 0:
             said = self._lines(self._ranks)
             logging.getLogger(__name__).warning("a worker has failed; all workers are restarted%s", said)
-        if start > self._start:
-            self._start, self._seen, self._killed = start, (0, 0), None
+        self._start, self._seen, self._killed = start, (0, 0), None
 
     def kill(self, spared: Collection[int] = ()) -> None:
         """Kill the workers of the last start, except the given ranks."""
@@ -149,11 +150,11 @@ class WorkerExits:
             rank, code = cause.rank, failure.exitcode if cause.rank == seen else 1
             what = f"failed with exit code {code}: {cause.message}"
             trace = "" if cause.message.startswith(_SAID_ALL) else cause.trace
-        elif seen in reports and len(silent) > 1:
-            rank = silent[0]
-            what = f"or {', '.join(map(str, silent[1:]))} is stalled or dead: they reported nothing"
         elif seen in reports or self._killed is not None:
-            rank, what = silent[0] if seen in reports else seen, "is stalled or dead: it reported nothing"
+            rank, *others = silent if seen in reports else [seen]
+            numbers = ", ".join(map(str, others))
+            it = f"or {numbers} is stalled or dead: they" if others else "is stalled or dead: it"
+            what = f"{it} reported nothing"
         else:
             said = failure.message if failure.exitcode < 0 else "it could not report why; see what it has printed"
             rank, what = seen, f"failed with exit code {failure.exitcode}: {said}"
