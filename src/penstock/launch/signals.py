@@ -1,4 +1,4 @@
-"""Signals that end a run: how the launcher, the fork server and the workers take them, the death of a parent too."""
+"""Signals that end a run: how the launcher and the workers take them, and how a process ends with its parent."""
 
 from __future__ import annotations
 
@@ -14,17 +14,8 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-def hold_back() -> None:
-    """Let neither this process nor those forked from it see a signal that ends a run, until it calls `take_default`.
-
-    The signals are blocked and not ignored, so that a worker that is signalled before it has begun ends when it does.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-
-
 def take_default() -> None:
-    """Let signals that end a run kill this worker, except Ctrl-C, which a terminal sends to workers as well."""
+    """Let signals that end a run, which `preload` blocks, kill this worker, except Ctrl-C: a terminal sends it, too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGTERM:
