@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import zlib
 from collections.abc import Collection, Sequence
@@ -44,6 +45,7 @@ def is_first_to_say(message: str) -> bool:
             return True
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+        socket.create_connection((place.address, place.port), 1.0).close()  # where nobody listens torch tries for long
         store = TCPStore(place.address, place.port, is_master=False, timeout=_PATIENCE, wait_for_workers=False)
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return int(store.add(f"penstock/said/{start}/{zlib.crc32(message.encode()):08x}", 1)) == 1
