@@ -23,7 +23,7 @@ from benchmarks.machine import join
 from benchmarks.network.arms import arms_of, case_named
 from benchmarks.network.torch_passes import TorchPasses
 from penstock.comm.core.trace_recorder import Recorder
-from penstock.launch.parent_death import end_with_parent
+from penstock.launch.signals import end_with_parent
 from penstock.runtime.in_flight.adapted_in_flight import MEASURED
 
 

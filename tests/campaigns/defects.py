@@ -249,7 +249,7 @@ DEFECTS = (
     ),
     Defect(
         "every worker of torchrun prints what all of them have to say",
-        "launch",
+        "cli",
         "def is_first_to_say(message: str) -> bool:",
         "def is_first_to_say(message: str) -> bool:\n    return True\n\n\ndef unused(message: str) -> bool:",
         ("tests/launch/test_torchrun.py",),

@@ -133,7 +133,7 @@ def commands() -> tuple[str, ...]:
         "show --file nowhere.py --text",
         "simulate 1f1b --per-stage nowhere --batches 2",
         "plan --profile nowhere --devices 4x2 --bandwidth 12GB,1GB --memory 1GiB", "profile --from piper nowhere",
-        "launch --print slurm 2bw --stages 4 --machines 2 --cpus 2 --set out=x", "show 2bw --stages 2 --svg nowhere",
+        "show 2bw --stages 2 --svg nowhere",
     )  # fmt: skip
 
 

@@ -12,9 +12,9 @@ from penstock.cli import main
 from support.command_line import run
 
 COMMANDS = (
-    "methods", "show", "simulate", "train", "launch", "sample", "config", "verify", "compare", "profile", "plan"
+    "methods", "show", "simulate", "train", "sample", "config", "verify", "compare", "profile", "plan"
 )  # fmt: skip
-RUNS = ("train", "launch", "verify", "compare")
+RUNS = ("train", "verify", "compare")
 DRAWN = ("show", "simulate")
 ALIKE = {  # what has one name and one form in all of these commands
     "--stages N": ("methods", *DRAWN, *RUNS),
@@ -24,7 +24,7 @@ ALIKE = {  # what has one name and one form in all of these commands
     "--data PATH": RUNS,
     "--set KEY=VALUE": RUNS,
     "--config,--plan FILE": RUNS,
-    "--keys": RUNS,  # launch says where they are listed
+    "--keys": RUNS,
     "--json": ("methods", *DRAWN, "verify", "compare", "profile", "plan"),
     "[METHOD]": (*DRAWN, *RUNS),
 }
@@ -38,7 +38,7 @@ def test_help_speaks_one_dialect(command, columns, monkeypatch, capsys):
     assert max(map(len, out.splitlines())) <= columns
     assert not re.search(r"<\w+>", out), "a type stands for a value"
     words = " ".join(out.replace("│", " ").split())
-    assert ("; --keys lists all keys" in words) == (command in ("train", "verify", "compare"))
+    assert ("; --keys lists all keys" in words) == (command in RUNS)
     for option, commands in ALIKE.items():
         if command != "profile":  # with a file it takes other options than without
             assert (command in commands) == (option in words), option

@@ -6,8 +6,8 @@ import re
 import pytest
 import yaml
 
-from penstock.cli.planned_places import say_places
 from penstock.cli.plans.plan_devices import clusters_of, devices_of
+from penstock.cli.train import say_places
 from penstock.errors import ConfigError
 from penstock.plan.objectives import choose, fewer_devices
 from penstock.plan.planned_timeline import planned_timeline, what_would_help

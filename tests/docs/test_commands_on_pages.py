@@ -18,7 +18,7 @@ pytestmark = pytest.mark.all_cases
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
-_FOR = {"METHOD": "2bw", "N": "4", "M": "8", "LAUNCHER": "slurm", "KEY=VALUE": "seed=1"}
+_FOR = {"METHOD": "2bw", "N": "4", "M": "8", "KEY=VALUE": "seed=1"}
 _STARTERS = r"(?:\$ |torchrun [^`\n]*?|mpirun [^`\n]*?|srun [^`\n]*?)?"
 
 
@@ -63,9 +63,8 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for place in (
         "penstock.cli.schedules.commands.prove_asked", "penstock.cli.compare._compare", "penstock.verify.verify.verify",
         "penstock.simulate.methods.method_facts.facts_of_methods", "penstock.view.tables.facts_of_methods",
-        "penstock.launch.cluster_job_files.job_file", "penstock.plan.profile.files.read_profile",
-        "penstock.plan.profile.files.read_profile_text", "penstock.train.export.sample.sample_text",
-        "penstock.plan.objectives.choose",
+        "penstock.plan.profile.files.read_profile", "penstock.plan.profile.files.read_profile_text",
+        "penstock.train.export.sample.sample_text", "penstock.plan.objectives.choose",
     ):  # fmt: skip
         monkeypatch.setattr(place, reached)
     monkeypatch.setattr("penstock.cli.plans.profile._measured", reached, raising=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.job.place import JobPlace, is_worker, job_place
+from penstock.job.place import JobPlace, job_place
 
 STORE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 STEP = {
@@ -51,7 +51,6 @@ HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "4", "MPI_LOCALRAN
 )  # fmt: skip
 def test_the_place_that_a_launcher_gives(environment: dict[str, str], place: JobPlace | None) -> None:
     assert job_place(environment) == place
-    assert is_worker(environment) == (place is not None)
 
 
 @pytest.mark.parametrize(
@@ -94,3 +93,24 @@ def test_steps_and_jobs_of_one_machine_meet_at_ports_of_their_own() -> None:
     assert ports[0] == ports[1]
     assert len(set(ports)) == 3
     assert all(20_000 <= port < 30_000 for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("gpu7", "gpu7"),
+        ("gpu7,gpu9", "gpu7"),
+        ("node[03-10,12],gpu7", "node03"),
+        ("a[1-2]n[4,5].site.org,x", "a1n4.site.org"),
+    ],
+)
+def test_rank_0_is_on_the_first_node_of_a_step(hosts: str, first: str) -> None:
+    place = job_place(STEP | {"SLURM_STEP_NODELIST": hosts})
+    assert place is not None
+    assert place.address == first
+
+
+def test_the_tasks_of_each_node() -> None:
+    step = STEP | {"SLURM_STEP_TASKS_PER_NODE": "", "SLURM_TASKS_PER_NODE": "2(x2),1"}
+    places = [job_place(step | {"SLURM_NODEID": str(node)}) for node in range(4)]
+    assert [place and place.local_size for place in places] == [2, 2, 1, None]

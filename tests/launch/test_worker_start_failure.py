@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch.worker_start_failure import why_not_started
+from penstock.launch.fork_server import why_not_started
 from support.command_line import start
 
 LAUNCH = """

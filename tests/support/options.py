@@ -36,7 +36,7 @@ def _inside(kind: Any) -> Iterator[Any]:
 
 
 BESIDE = {
-    "train": "1f1b --set data=text.txt --set out=runs", "launch": "1f1b --print slurm --set data=text.txt",
+    "train": "1f1b --set data=text.txt --set out=runs",
     "verify": "1f1b --set data=text.txt --batches 1",
     "compare": "1f1b 2bw --data text.txt --out out --batches 1 --seeds 1",
     "profile": "--cluster h100 --layers 2 --hidden 8 --sequence 8 --vocabulary 8",

@@ -19,6 +19,7 @@ from penstock.cli import main
 from penstock.cli.train import _launch
 from penstock.errors import CheckpointError, ConfigError, InterruptedRunError, WorkerError
 from penstock.guarded_files import fingerprint
+from penstock.job.place import JobPlace
 from penstock.train.config.load import load_config
 from penstock.train.config.written_config import note_changes, write_config
 from penstock.train.data.run_samples import RunSamples
@@ -27,6 +28,7 @@ from penstock.train.setup.config_rollback import ConfigBefore
 from penstock.train.setup.run_folder import check_resume, how_to_go_on, set_aside_run
 from support.command_line import run as run_command
 
+WORKER = JobPlace("torchrun", 0, 2, "127.0.0.1", 1)
 LOST = {"bytes": 3, "sha256": "0" * 64}
 
 
@@ -69,7 +71,7 @@ def test_what_has_no_checkpoint_or_no_whole_one_is_told_by_the_run(tmp_path: Pat
 )
 def test_what_is_no_run_is_not_resumed(monkeypatch, capsys, tmp_path, folder, message, of_a_job) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("penstock.cli.train.is_worker", lambda _: of_a_job)
+    monkeypatch.setattr("penstock.cli.train.job_place", lambda _: WORKER if of_a_job else None)
     (tmp_path / "text.txt").write_text("text")
     (tmp_path / "empty").mkdir()
     for run in ("2026-01-01-120000-1f1b-2x4", "2026-02-01-120000-2bw-2x4"):
@@ -91,7 +93,7 @@ def test_the_command_refuses_before_it_starts_workers(monkeypatch, capsys, tmp_p
     (tmp_path / "config.yaml").write_text("batches: 112\n")
     started = []
     monkeypatch.setattr("penstock.launch.launch.launch_local", lambda *_, **__: started.append("workers"))
-    monkeypatch.setattr("penstock.cli.train.is_worker", lambda _: of_a_job)
+    monkeypatch.setattr("penstock.cli.train.job_place", lambda _: WORKER if of_a_job else None)
     monkeypatch.setattr("penstock.cli.train._work", lambda *_: started.append("work"))
     command = ["penstock", "train", "--resume", str(tmp_path), "--set"]
     monkeypatch.setattr(sys, "argv", [*command, "batches=20"])

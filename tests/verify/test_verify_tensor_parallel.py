@@ -98,6 +98,7 @@ def test_a_worker_that_fails_is_a_finding(text: str, monkeypatch: pytest.MonkeyP
     def fail(*_: object, **__: object) -> None:
         raise WorkerError("worker 1 failed", "")
 
+    monkeypatch.setattr(tensor_parallel_run, "start_method", lambda _: "spawn")
     monkeypatch.setattr(tensor_parallel_run, "launch_local", fail)
     found = verify(load_config(None, [*SETTINGS, "method=1f1b", f"data={text}"]), 3)
     assert not found.agrees

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from importlib import import_module
@@ -12,8 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from penstock.cli.failures import fail, said_of_system, said_of_usage
 from penstock.cli.options import FLAG
-from penstock.errors import InterruptedRunError, PenstockError, UnsavedRunError, WorkerError
-from penstock.job.surroundings import check_working_folder
+from penstock.errors import ConfigError, InterruptedRunError, PenstockError, UnsavedRunError, WorkerError
 from penstock.view.closed_terminal_stream import lasting_streams
 
 
@@ -27,7 +27,6 @@ _MODULES = {
     "show": "schedules.commands",
     "simulate": "schedules.commands",
     "train": "train",
-    "launch": "launch",
     "sample": "train",
     "config": "train",
     "verify": "verify",
@@ -115,10 +114,18 @@ def main() -> None:
     sys.exit(code or int(out.failure is not None and arguments[0] not in _RUNS))
 
 
+def _check_working_folder() -> None:
+    """Refuse to work in a folder that has been removed, where torch cannot be loaded and no name leads anywhere."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the working folder has been removed; change to another one (cd), and try again") from None
+
+
 def _exit_code(arguments: list[str]) -> int:
     """Run a command; return its exit code, or end with it."""
     try:
-        check_working_folder()
+        _check_working_folder()
         code: Any = make_app(arguments[0])(args=arguments, prog_name="penstock", standalone_mode=False)
     except WorkerError as error:
         if error.trace:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
+import zlib
 from collections.abc import Collection, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
@@ -11,21 +15,42 @@ from rich.text import Text
 
 from penstock.checks import nearest_of
 from penstock.cli.output import print_words
+from penstock.job.place import job_place
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+_PATIENCE = timedelta(seconds=5)  # with the store of a job
+
 
 def fail(message: str, hint: str, code: int) -> NoReturn:
     """Print an error on standard error and end; of the workers of torchrun only the first with a message prints it."""
-    from penstock.launch.print_once import is_first_to_say
-
     if is_first_to_say(message):
         console = Console(stderr=True)
         print_words(console, Text.assemble(("error: ", "bold red"), message))
         if hint:
             console.print(Text(hint), soft_wrap=True)  # a command in it can be copied whole
     sys.exit(code)
+
+
+def is_first_to_say(message: str) -> bool:
+    """Return whether this process is to print a message.
+
+    False in a worker of torchrun if another one has asked for the same message since the workers were started, as it
+    then prints it. True everywhere else, and where the store of the job cannot be reached.
+    """
+    try:
+        place = job_place(os.environ)
+        if place is None or not place.served:
+            return True
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        socket.create_connection((place.address, place.port), 1.0).close()  # where nobody listens torch tries for long
+        store = TCPStore(place.address, place.port, is_master=False, timeout=_PATIENCE, wait_for_workers=False)
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return int(store.add(f"penstock/said/{start}/{zlib.crc32(message.encode()):08x}", 1)) == 1
+    except Exception:  # whatever is wrong with the store, the message matters more
+        return True
 
 
 def said_of_system(error: OSError | MemoryError | ImportError | SystemError) -> tuple[str, str]:

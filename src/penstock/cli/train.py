@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from penstock.cli.failures import is_first_to_say
 from penstock.cli.options import (
     FLAG,
     Changes,
@@ -28,13 +29,11 @@ from penstock.cli.options import (
     Stages2,
 )
 from penstock.cli.output import print_words
-from penstock.cli.planned_places import say_places
 from penstock.errors import CheckpointError, ConfigError, InterruptedRunError, PenstockError, WorkerError
-from penstock.job.place import is_worker
+from penstock.job.place import job_place
 from penstock.job.surroundings import check_surroundings
-from penstock.job.torchrun_agent import starts_again
+from penstock.job.torchrun_agent import Agent
 from penstock.launch.fork_server import start_method
-from penstock.launch.print_once import is_first_to_say
 from penstock.schedule.ir.limits import MOST_BATCHES
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def train(
     )
     if restart and resume is None:
         raise ConfigError("--restart begins the run of a folder again; give the folder with --resume")
-    if is_worker(os.environ):
+    if job_place(os.environ) is not None:
         settings = _checked(config, named, resume, restart)
         _work(settings.model_dump(), None if resume is None else str(resume), restart, None)
         return
@@ -164,6 +163,26 @@ def _checked(
     return settings
 
 
+def say_places(settings: TrainConfig) -> None:
+    """Print on which devices the ranks of this run belong, on one rank.
+
+    Raises:
+        ConfigError: the plan is one for another number of ranks.
+    """
+    from penstock.plan.stages.device_hierarchy import places_in_words
+
+    if settings.placement is None:
+        return
+    if len(settings.placement) != settings.processes:
+        raise ConfigError(
+            f"placement names the devices of {len(settings.placement)} ranks, but this run has {settings.processes}; "
+            "plan again, or set placement to null"
+        )
+    place = job_place(os.environ)
+    if place is None or place.rank == 0:
+        print_words(Console(stderr=True), Text(f"{places_in_words(settings.placement, settings.stages)}."))
+
+
 def _choose_recompute(question: RecomputeQuestion) -> object:
     """Choose what stages recompute."""
     from penstock.measure.recompute_for_config import chosen_recompute  # imports all that measures
@@ -191,7 +210,7 @@ def _config_of(run: Path, config: Path | None) -> Path:
 
     check_is_run(run)
     check_own_files(run)
-    if not is_worker(os.environ):  # those of a job that runs may be started again
+    if job_place(os.environ) is None:  # those of a job that runs may be started again
         with reading(run):
             pass
     if config is None and (by_hand := changed_by_hand(run)):
@@ -219,12 +238,11 @@ def _launch(settings: TrainConfig, resume: Path | None, restart: bool) -> None:
     if resume is not None and not restart and saved_batches(folder) is None:
         print_words(Console(), Text(f"There is no checkpoint in {folder} yet, so the run begins with batch 1."))
     before = None if resume is None or restart else ConfigBefore(folder, settings)
-    workers, console = settings.processes, Console()
+    console = Console()
     try:
         launch_local(
-            workers, _work, settings.model_dump(), str(folder), restart,
+            settings.processes, _work, settings.model_dump(), str(folder), restart,
             folder=folder, restarts=settings.restarts, timeout=settings.timeout,
-            preload=_PRELOAD,
         )  # fmt: skip
         if settings.checkpoint.every is not None:
             check_is_saved(folder, start)
@@ -295,7 +313,7 @@ def _work(values: dict[str, Any], folder: str | None, restart: bool, drain: str 
         try:
             place, request = (Path(path) if path else None for path in (folder, drain))
             # Workers that elastic starts again would train all batches once more, and on the same disk.
-            must_save = request is None and not starts_again(os.environ)
+            must_save = request is None and not Agent(os.environ).starts_again
             run(
                 validate_config(values),
                 place,

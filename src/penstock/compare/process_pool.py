@@ -16,7 +16,7 @@ from penstock.compare.prepared_contender import prepare_contender
 from penstock.compare.tasks import make_task
 from penstock.compare.trial import TrialResult, run_trial
 from penstock.errors import PenstockError, WorkerError
-from penstock.launch.parent_death import end_with_parent
+from penstock.launch.signals import end_with_parent
 
 
 def train_side_by_side(

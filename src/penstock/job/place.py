@@ -7,12 +7,12 @@ the PMI family (MPICH, Intel MPI) set instead is translated. docs/launchers.md h
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.errors import ConfigError
-from penstock.job.slurm_notation import first_host, step_of, tasks_on_node
 
 _PORTS = range(20_000, 30_000)  # below those that Linux gives to connections
 LOOPBACK = "127.0.0.1"
@@ -24,6 +24,7 @@ _VARIABLES = {
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 """Where the numbers of a place stand: rank, size, local rank and local size."""
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # of Slurm, such as 2(x3),1
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,10 @@ def job_place(environment: Mapping[str, str]) -> JobPlace | None:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         found: JobPlace | None = _by_contract(environment)
     elif "OMPI_COMM_WORLD_SIZE" in environment:
-        found = _by_open_mpi(environment)
+        job = _first_set(environment, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+        found = _by_mpi(environment, "mpirun", job)
     elif "PMI_SIZE" in environment and "MPI_LOCALNRANKS" in environment:
-        found = _by_pmi(environment)
+        found = _by_mpi(environment, "mpiexec", "")
     elif "SLURM_PROCID" in environment:
         found = _by_slurm(environment)
     else:
@@ -73,15 +75,6 @@ def job_place(environment: Mapping[str, str]) -> JobPlace | None:
         return None
     _check(found)
     return None if found.size == 1 and not found.served else found
-
-
-def is_worker(environment: Mapping[str, str]) -> bool:
-    """Return whether a launcher has started this process as one of a job.
-
-    Raises:
-        ConfigError: see `job_place`.
-    """
-    return job_place(environment) is not None
 
 
 def _check(place: JobPlace) -> None:
@@ -129,21 +122,13 @@ def _by_contract(environment: Mapping[str, str]) -> JobPlace:
     )
 
 
-def _by_open_mpi(environment: Mapping[str, str]) -> JobPlace:
-    """The place according to mpirun of Open MPI."""
-    size, local = _number(environment, "OMPI_COMM_WORLD_SIZE"), _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid") or ""
-    address, port = _meeting(environment, "mpirun", job, LOOPBACK if local == size else None)
-    rank = _number(environment, "OMPI_COMM_WORLD_RANK")
-    return JobPlace("mpirun", rank, size, address, port, _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK"), local)
-
-
-def _by_pmi(environment: Mapping[str, str]) -> JobPlace:
-    """The place according to mpiexec of MPICH or Intel MPI."""
-    size, local = _number(environment, "PMI_SIZE"), _number(environment, "MPI_LOCALNRANKS")
-    address, port = _meeting(environment, "mpiexec", "", LOOPBACK if local == size else None)
-    rank = _number(environment, "PMI_RANK")
-    return JobPlace("mpiexec", rank, size, address, port, _maybe(environment, "MPI_LOCALRANKID"), local)
+def _by_mpi(environment: Mapping[str, str], launcher: str, job: str) -> JobPlace:
+    """The place according to a launcher of MPI; `job` as of `_meeting`."""
+    rank, size, local_rank, local_size = _VARIABLES[launcher]
+    count, here = _number(environment, size), _number(environment, local_size)
+    address, port = _meeting(environment, launcher, job, LOOPBACK if here == count else None)
+    number = _number(environment, rank)
+    return JobPlace(launcher, number, count, address, port, _maybe(environment, local_rank), here)
 
 
 def _by_slurm(environment: Mapping[str, str]) -> JobPlace | None:
@@ -154,15 +139,39 @@ def _by_slurm(environment: Mapping[str, str]) -> JobPlace | None:
     if size is None or size == 1:
         return None
     nodes = _maybe(environment, "SLURM_STEP_NUM_NODES") or _maybe(environment, "SLURM_NNODES")
-    hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST") or ""
-    hosts = hosts or environment.get("SLURM_JOB_NODELIST", "")
-    first = LOOPBACK if nodes == 1 or not hosts else first_host(hosts)
-    address, port = _meeting(environment, "srun", step_of(environment), first)
-    local = tasks_on_node(environment)
+    hosts = _first_set(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    first = LOOPBACK if nodes == 1 or not hosts else _first_host(hosts)
+    job, step = (_first_set(environment, f"SLURM_{of}_ID", f"SLURM_{of}ID") for of in ("JOB", "STEP"))
+    address, port = _meeting(environment, "srun", f"{job}.{step}", first)
+    local = _tasks_on_node(environment)
     if local is None and nodes == 1:
         local = size
     rank = _number(environment, "SLURM_PROCID")
     return JobPlace("srun", rank, size, address, port, _maybe(environment, "SLURM_LOCALID"), local)
+
+
+def _first_host(hosts: str) -> str:
+    """Return the first host of a list such as `node[03-10,12],gpu7`.
+
+    Raises:
+        ConfigError: it is no such list.
+    """
+    first = re.match(r"[^,\[\]]*(\[[^\]]*\][^,\[\]]*)*", hosts)
+    name = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else ""
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise ConfigError(f"cannot read the list of nodes that Slurm gives, {hosts!r}; set MASTER_ADDR")
+    return name
+
+
+def _tasks_on_node(environment: Mapping[str, str]) -> int | None:
+    """Return how many tasks of the step run on this node; None if Slurm does not say so.
+
+    Slurm writes `2(x3),1` for two tasks on each of three nodes and one on the fourth.
+    """
+    text = _first_set(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    counts = [int(count) for count, times in _TASKS.findall(text) for _ in range(min(int(times or 1), 1 << 20))]
+    node = environment.get("SLURM_NODEID", "0")
+    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
 
 
 def _meeting(environment: Mapping[str, str], launcher: str, job: str, first: str | None) -> tuple[str, int]:
@@ -216,3 +225,8 @@ def _port(environment: Mapping[str, str]) -> int:
 def _maybe(environment: Mapping[str, str], name: str) -> int | None:
     """Return the number in a variable; None if it is not set."""
     return _number(environment, name) if environment.get(name) else None
+
+
+def _first_set(environment: Mapping[str, str], *names: str) -> str:
+    """Return the first of these variables that is set; empty if none is."""
+    return next((environment[name] for name in names if environment.get(name)), "")

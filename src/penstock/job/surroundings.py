@@ -1,8 +1,7 @@
-"""What a process finds around it, checked before a job is started: the working folder, network interfaces, limits."""
+"""What a process finds around it, checked before a job is started: network interfaces, limits."""
 
 from __future__ import annotations
 
-import os
 import resource
 import socket
 from collections.abc import Mapping
@@ -10,18 +9,6 @@ from collections.abc import Mapping
 from penstock.errors import ConfigError
 
 _FILES, _FILES_PER_PROCESS = 32, 4  # that a process of a job opens: some, and connections to each of the others
-
-
-def check_working_folder() -> None:
-    """Refuse to work in a folder that has been removed: torch cannot be loaded from there, and no name leads anywhere.
-
-    Raises:
-        ConfigError: so it is.
-    """
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise ConfigError("the working folder has been removed; change to another one (cd), and try again") from None
 
 
 def check_surroundings(environment: Mapping[str, str], processes: int) -> None:

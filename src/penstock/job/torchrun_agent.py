@@ -20,10 +20,14 @@ class Agent:
 
     Args:
         environment: the variables of this process.
+
+    Attributes:
+        starts_again: whether it would start all workers again if this one failed.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self.starts_again = starts_again(environment)
+        count, most = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+        self.starts_again = count.isdecimal() and most.isdecimal() and int(count) < int(most)
         place = job_place(environment)
         serves = place is not None and place.launcher == "torchrun"
         self._process = _nearest_ancestor_outside() if serves else None
@@ -44,16 +48,6 @@ class Agent:
             return
         with suppress(OSError):
             os.kill(self._process, signal.SIGTERM)
-
-
-def starts_again(environment: Mapping[str, str]) -> bool:
-    """Return whether the agent of this worker would start all workers again if this one failed.
-
-    Args:
-        environment: the variables of this process.
-    """
-    count, most = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return count.isdecimal() and most.isdecimal() and int(count) < int(most)
 
 
 def _nearest_ancestor_outside() -> int:

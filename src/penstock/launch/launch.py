@@ -8,26 +8,51 @@ import shutil
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.errors import InterruptedRunError, WorkerError
+from penstock.job.place import LOOPBACK
+from penstock.job.store import listening_store
 from penstock.job.surroundings import check_surroundings
-from penstock.launch.fork_server import start_method, workers_environment
-from penstock.launch.local_rendezvous import BACKEND
+from penstock.launch.fork_server import start_method, why_not_started, workers_environment
 from penstock.launch.signals import LauncherSignals
 from penstock.launch.worker_exit import WorkerExits, work
-from penstock.launch.worker_start_failure import why_not_started
 
+_BACKEND = "penstock-local"  # the name under which torch elastic finds `LocalRendezvous`
 _LOOK = 0.1  # seconds between two checks of the workers
 _REPORTS = ".workers"  # begins the name of a folder of reports in a run folder; the process id of its launcher follows
+
+
+class LocalRendezvous(StaticTCPRendezvous):
+    """The rendezvous of a single agent, whose store only this machine can reach; elastic's own listens everywhere.
+
+    Args:
+        parameters: of elastic's launcher.
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        timeout = timedelta(minutes=5)
+        store = listening_store(LOOPBACK, 0, timeout)
+        super().__init__(LOOPBACK, store.port, 0, 1, parameters.run_id, int(timeout.total_seconds()))
+        self._store = store
+
+    def get_backend(self) -> str:
+        """Return the name of this kind of rendezvous."""
+        return _BACKEND
+
+
+rendezvous_handler_registry.register(_BACKEND, LocalRendezvous)
 
 
 def launch_local(
@@ -37,7 +62,6 @@ def launch_local(
     folder: Path | None = None,
     restarts: int = 0,
     timeout: float = 300.0,
-    preload: Sequence[str] = (),
     drains: bool = True,
 ) -> None:
     """Run `function(*arguments, drain)` in local worker processes; return when it has returned in all of them.
@@ -53,7 +77,6 @@ def launch_local(
         folder: where the workers' reports lie while they run; a temporary one if not given.
         restarts: how often elastic may restart all workers after one has failed.
         timeout: seconds for all workers to return after the first has.
-        preload: modules of the function, imported once for all workers that this process ever forks.
         drains: the function looks at that file; if it does not, the first signal kills the workers.
 
     Raises:
@@ -64,22 +87,21 @@ def launch_local(
     check_surroundings(os.environ, workers)
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are reported below, once
-    kills = not drains
     with (
         _folder_of_reports(folder) as reports,
         workers_environment(),
-        LauncherSignals(reports / "drain", kills) as signals,
+        LauncherSignals(reports / "drain", kills=not drains) as signals,
     ):
         exits = WorkerExits(reports, workers, timeout)
-        config = _launch_config(workers, restarts, preload, exits.errors)
+        config = _launch_config(workers, restarts, exits.errors)
         tempfile.tempdir = str(reports)  # of this process: torch leaves a file there for each worker that raises
         launched = _in_thread(elastic_launch(config, work), function, str(reports), *arguments, str(signals.drain))
         while not wait([launched], timeout=_LOOK).done:
             exits.look()
             if signals.fatal is not None:  # also kills workers that elastic has restarted meanwhile
                 exits.kill()
-            if exits.is_stuck:
-                raise exits.explain_stuck()
+            if stuck := exits.explain_stuck():
+                raise stuck
         try:
             launched.result()
         except ChildFailedError as error:
@@ -90,18 +112,18 @@ def launch_local(
             raise WorkerError(why_not_started(error), "") from None
 
 
-def _launch_config(workers: int, restarts: int, preload: Sequence[str], errors: Path) -> LaunchConfig:
+def _launch_config(workers: int, restarts: int, errors: Path) -> LaunchConfig:
     """Return how elastic is to launch workers of this machine, which write their errors into a folder."""
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=workers,
         run_id=uuid.uuid4().hex,
-        rdzv_backend=BACKEND,
-        local_addr="127.0.0.1",
+        rdzv_backend=_BACKEND,
+        local_addr=LOOPBACK,
         max_restarts=restarts,
         monitor_interval=0.1,
-        start_method=start_method(preload),
+        start_method=start_method(),
         logs_specs=DefaultLogsSpecs(log_dir=str(errors)),
     )
 
@@ -114,8 +136,12 @@ def _folder_of_reports(parent: Path | None) -> Iterator[Path]:
         parent: where to make it; what a launcher that was killed has left there is removed.
     """
     for left in () if parent is None else parent.glob(f"{_REPORTS}-*"):
-        if not _is_alive(int(left.name.split("-")[1])):
+        try:
+            os.kill(int(left.name.split("-")[1]), 0)
+        except ProcessLookupError:
             shutil.rmtree(left, ignore_errors=True)
+        except OSError:  # it is another user's
+            pass
     prefix = "penstock-" if parent is None else f"{_REPORTS}-{os.getpid()}-"
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as folder:
@@ -123,17 +149,6 @@ def _folder_of_reports(parent: Path | None) -> Iterator[Path]:
             yield Path(folder).resolve()
         finally:
             tempfile.tempdir = before
-
-
-def _is_alive(process: int) -> bool:
-    """Return whether there is a process of this number."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # it is another user's
-        pass
-    return True
 
 
 def _in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:

@@ -9,11 +9,13 @@ Nothing here may start threads or touch an accelerator.
 # ruff: noqa: E402  (signals first: the imports take seconds)
 import gc
 import os
+import signal
 
-from penstock.launch.parent_death import end_with_parent
-from penstock.launch.signals import hold_back
+from penstock.launch.signals import ENDING, end_with_parent
 
-hold_back()
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+# Blocked and not ignored: a worker that is signalled before it has begun ends when it does (`take_default`).
+signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
 os.setpgid(0, 0)
 end_with_parent()
 

@@ -1,31 +1,36 @@
-"""Signals that end a run: how the launcher, the fork server and the workers take them."""
+"""Signals that end a run: how the launcher and the workers take them, and how a process ends with its parent."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to end; Ctrl-C is for the launcher alone."""
-
-
-def hold_back() -> None:
-    """Let neither this process nor those forked from it see a signal that ends a run, until it calls `take_default`.
-
-    The signals are blocked and not ignored, so that a worker that is signalled before it has begun ends when it does.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def take_default() -> None:
-    """Let signals that end a run kill this worker, except Ctrl-C, which a terminal sends to workers as well."""
+    """Let signals that end a run, which `preload` blocks, kill this worker, except Ctrl-C: a terminal sends it, too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGTERM:
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+def end_with_parent() -> None:
+    """Have this process killed when the thread that started it ends, however it ends; does nothing outside Linux."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before prctl took effect
+        os._exit(1)
 
 
 class LauncherSignals:

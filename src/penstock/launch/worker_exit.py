@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from penstock.errors import WorkerError
-from penstock.launch.parent_death import end_with_parent
-from penstock.launch.signals import take_default
+from penstock.launch.signals import end_with_parent, take_default
 from penstock.train.setup.machine_memory import may_lack_memory
 
 _BEGUN, _DONE = "begun", "done"  # kinds of marks
@@ -96,7 +95,8 @@ class WorkerExits:
     def __init__(self, folder: Path, workers: int, timeout: float) -> None:
         self._folder, self._ranks, self._timeout = folder, set(range(workers)), timeout
         self.errors = folder / "errors"
-        self._seen, self._since = (-1, 0, 0), 0.0
+        self._start = -1  # the number of elastic's last restart
+        self._seen, self._since = (0, 0), 0.0
         self._killed: float | None = None  # when the workers of the last start were first killed
         self._still: list[int] = []  # those of them that were stopped or dead, so could not have ended by themselves
         self._late: set[int] = set()  # the others of them
@@ -104,35 +104,32 @@ class WorkerExits:
 
     def look(self) -> None:
         """Kill workers that hang: elastic waits long after a failure, and for ever after some have finished."""
-        start = self._last_start()
-        done = self._marks(_DONE, start)
-        failed = self._reports(start).keys() | self._died(start)
-        seen = start, len(failed), len(done)
+        self._notice_start()
+        done = self._marks(_DONE)
+        failed = self._reports().keys() | self._died()
+        seen = len(failed), len(done)
         if seen != self._seen:
-            if start > self._seen[0] >= 0:
-                said = self._lines(start - 1, self._ranks)
-                logging.getLogger(__name__).warning("a worker has failed; all workers are restarted%s", said)
             self._seen, self._since, self._killed = seen, time.monotonic(), None
-        elif any(seen[1:]) and time.monotonic() - self._since > (_GRACE if failed else self._timeout):
+        elif any(seen) and time.monotonic() - self._since > (_GRACE if failed else self._timeout):
             self.kill(spared=set() if done.keys() == self._ranks else done.keys())
 
-    @property
-    def is_stuck(self) -> bool:
-        """Return whether elastic hangs after all workers have finished, though those that did not exit were killed.
-
-        When workers have read each other's results, elastic wakes those that wait and waits until each has woken: for
-        ever, if one has died or been stopped meanwhile.
-        """
-        if self._killed is None or time.monotonic() - self._killed < _GRACE:
-            return False
-        return self._marks(_DONE, self._last_start()).keys() == self._ranks
+    def _notice_start(self) -> None:
+        """Look whether elastic has started all workers again: everything is about the last start from then on."""
+        start = max((int(path.name.removeprefix("attempt_")) for path in self.errors.glob("*/attempt_*")), default=-1)
+        if start <= self._start:
+            return
+        if self._start >= 0:
+            said = self._lines(self._ranks)
+            logging.getLogger(__name__).warning("a worker has failed; all workers are restarted%s", said)
+        self._start, self._seen, self._killed = start, (0, 0), None
 
     def kill(self, spared: Collection[int] = ()) -> None:
         """Kill the workers of the last start, except the given ranks."""
-        begun = self._marks(_BEGUN, self._last_start())
+        self._notice_start()
+        begun = self._marks(_BEGUN)
         if self._killed is None:
             self._killed = time.monotonic()
-            self._still = sorted(rank for rank, (process, _) in begun.items() if _is_still(process))
+            self._still = sorted(rank for rank, (process, _) in begun.items() if _state(process) in "TtZX")
             self._late = begun.keys() - set(self._still)
         for rank, (process, group) in begun.items():
             with suppress(ProcessLookupError):
@@ -141,66 +138,70 @@ class WorkerExits:
 
     def explain(self, error: ChildFailedError) -> WorkerError:
         """Make the error for the user: which worker failed and why, and what every other worker reported."""
-        found, failure = error.get_first_failure()
-        start = self._last_start()
-        reports, done = self._reports(start), self._marks(_DONE, start)
+        self._notice_start()
+        seen, failure = error.get_first_failure()
+        reports = self._reports()
         causes = [report for report in reports.values() if not report.message.startswith(_CONSEQUENCES)]
-        silent = self._ranks - reports.keys() - done.keys()
-        ended = self._ended_from_outside(start)
+        silent = sorted(self._ranks - reports.keys() - self._marks(_DONE).keys())
+        ended, trace = self._ended_from_outside(), ""
         if ended is not None:
-            rank, trace = ended, ""
-            what = f"failed: {reports[ended].message}{_FROM_OUTSIDE}"
-        elif causes or (found in reports and not silent):
-            _, _, rank, message, trace = min(causes) if causes else reports[found]
-            what = f"failed with exit code {failure.exitcode if rank == found else 1}: {message}"
-            trace = "" if message.startswith(_SAID_ALL) or may_lack_memory(message) else trace
+            rank, what = ended, f"failed: {reports[ended].message}{_FROM_OUTSIDE}"
+        elif causes or (seen in reports and not silent):
+            cause = min(causes) if causes else reports[seen]
+            rank, code = cause.rank, failure.exitcode if cause.rank == seen else 1
+            what = f"failed with exit code {code}: {cause.message}"
+            trace = "" if cause.message.startswith(_SAID_ALL) or may_lack_memory(cause.message) else cause.trace
+        elif seen in reports or self._killed is not None:
+            rank, *others = silent if seen in reports else [seen]
+            numbers = ", ".join(map(str, others))
+            it = f"or {numbers} is stalled or dead: they" if others else "is stalled or dead: it"
+            what = f"{it} reported nothing"
         else:
-            rank, trace = min(silent) if found in reports else found, ""
             said = failure.message if failure.exitcode < 0 else "it could not report why; see what it has printed"
-            what = f"failed with exit code {failure.exitcode}: {said}"
-            if rank != found and len(silent) > 1:
-                what = f"or {', '.join(map(str, sorted(silent - {rank})))} is stalled or dead: they reported nothing"
-            elif rank != found or self._killed is not None:
-                what = "is stalled or dead: it reported nothing"
-        cause = reports[rank].message if rank in reports else ""
-        return WorkerError(f"worker {rank} {what}{self._lines(start, self._ranks - {rank}, cause)}", trace)
+            rank, what = seen, f"failed with exit code {failure.exitcode}: {said}"
+        message = reports[rank].message if rank in reports else ""
+        return WorkerError(f"worker {rank} {what}{self._lines(self._ranks - {rank}, message)}", trace)
 
-    def explain_stuck(self) -> WorkerError:
-        """Make the error for the user where `is_stuck`: which worker elastic was waiting for."""
-        start = self._last_start()
+    def explain_stuck(self) -> WorkerError | None:
+        """Make the error for the user if elastic hangs after all workers have finished; None if it does not.
+
+        When workers have read each other's results, elastic wakes those that wait and waits until each has woken: for
+        ever, if one has died or been stopped meanwhile. So it hangs if those that did not exit have been killed.
+        """
+        if self._killed is None or time.monotonic() - self._killed < _GRACE or self._marks(_DONE).keys() != self._ranks:
+            return None
         if not self._still:
             return WorkerError("all workers finished, but not all of them exited; they were killed", "")
         rank, *_ = self._still
         what = "is stalled or dead: it had finished, but did not exit"
-        return WorkerError(f"worker {rank} {what}{self._lines(start, self._ranks - {rank})}", "")
+        return WorkerError(f"worker {rank} {what}{self._lines(self._ranks - {rank})}", "")
 
-    def _died(self, start: int) -> set[int]:
+    def _died(self) -> set[int]:
         """Return the workers that are dead and have not finished, except those that this object has killed."""
-        if self._killed is None or start != self._seen[0]:
-            done = self._marks(_DONE, start).keys()
-            begun = self._marks(_BEGUN, start)
-            self._dead = {rank for rank, (process, _) in begun.items() if rank not in done and _is_dead(process)}
+        if self._killed is None:
+            running = self._marks(_BEGUN).items()
+            self._dead = {rank for rank, (process, _) in running if _state(process) in "ZX"} - self._marks(_DONE).keys()
         return self._dead
 
-    def _ended_from_outside(self, start: int) -> int | None:
+    def _ended_from_outside(self) -> int | None:
         """Return the worker that a signal from outside the job has ended; None if the cause is another one.
 
         Elastic signals workers only after one has failed, so such a worker reports before all others, and none of the
         others has died without a report. One that came too late to report was killed by this object.
         """
-        reports = self._reports(start)
-        silent = self._ranks - reports.keys() - self._marks(_DONE, start).keys() - self._late
+        reports = self._reports()
+        silent = self._ranks - reports.keys() - self._marks(_DONE).keys() - self._late
         if not reports or silent or any(not r.message.startswith(_CONSEQUENCES) for r in reports.values()):
             return None
         first = min(reports.values())
         return first.rank if first.is_ended else None
 
-    def _lines(self, start: int, ranks: set[int], cause: str = "") -> str:
+    def _lines(self, ranks: set[int], cause: str = "") -> str:
         """Return a line for each of the given workers, or a single one if all reported the cause itself."""
         said = dict.fromkeys(sorted(ranks), "reported nothing: it died, was still starting, or did not respond")
-        said |= dict.fromkeys(ranks & self._marks(_DONE, start).keys(), "had finished")
-        ended = self._ended_from_outside(start)
-        for rank, report in self._reports(start).items():
+        said |= dict.fromkeys(ranks & self._marks(_DONE).keys(), "had finished")
+        ended = self._ended_from_outside()
+        for rank, report in self._reports().items():
             if rank in ranks:
                 why = (_FROM_OUTSIDE if rank == ended else _FOR_OTHERS) if report.is_ended else ""
                 said[rank] = report.message + why
@@ -208,43 +209,31 @@ class WorkerExits:
             return "\n  all other workers: the same"
         return "".join(f"\n  worker {rank}: {text}" for rank, text in said.items())
 
-    def _last_start(self) -> int:
-        """Return the number of elastic's last restart; -1 before the first start."""
-        return max((int(path.name.removeprefix("attempt_")) for path in self.errors.glob("*/attempt_*")), default=-1)
-
-    def _marks(self, what: str, start: int) -> dict[int, tuple[int, int]]:
+    def _marks(self, kind: str) -> dict[int, tuple[int, int]]:
         """Return (process id, process group) by rank of the workers that have left a mark."""
-        names = [path.name.split("-") for path in self._folder.glob(f"{what}-{start}-*")]
+        names = [path.name.split("-") for path in self._folder.glob(f"{kind}-{self._start}-*")]
         return {int(rank): (int(process), int(group)) for _, _, rank, process, group in names}
 
-    def _reports(self, start: int) -> dict[int, _Report]:
+    def _reports(self) -> dict[int, _Report]:
         """Return the reports of failed workers by rank."""
-        found = {}
-        for path in self.errors.glob(f"*/attempt_{start}/*/error.json"):
+        reports = {}
+        for path in self.errors.glob(f"*/attempt_{self._start}/*/error.json"):
             try:
                 message: Any = json.loads(path.read_text())["message"]
                 written = path.stat().st_mtime
             except ValueError:  # still being written
                 continue
             extra, rank = message["extraInfo"], int(path.parent.name)
-            found[rank] = _Report(
-                float(extra["timestamp"]), written, rank, str(message["message"]), str(extra["py_callstack"])
-            )
-        return found
-
-
-def _is_still(process: int) -> bool:
-    """Return whether a process is stopped or dead, if the system provides that."""
-    return _state(process) in "TtZX"
-
-
-def _is_dead(process: int) -> bool:
-    """Return whether a process is dead, if the system provides that."""
-    return _state(process) in "ZX"
+            trace = str(extra["py_callstack"])
+            reports[rank] = _Report(float(extra["timestamp"]), written, rank, str(message["message"]), trace)
+        return reports
 
 
 def _state(process: int) -> str:
-    """Return the letter of a process's state as in `ps`; X if it is gone, and R where there is no /proc."""
+    """Return the letter of a process's state as in `ps`; X if it is gone, and R where there is no /proc.
+
+    T and t are stopped processes, Z and X dead ones.
+    """
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

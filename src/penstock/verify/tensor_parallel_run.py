@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.errors import WorkerError
 from penstock.job.cpus import Cpus
+from penstock.launch.fork_server import start_method
 from penstock.launch.launch import launch_local
 from penstock.runtime.rank.tensor_pieces import joined_pieces, piece_name, pieces_in
 from penstock.train.config.load import validate_config
@@ -41,7 +42,8 @@ def run_in_processes(config: TrainConfig, count: int, updated: list[int], see: S
     with tempfile.TemporaryDirectory() as folder:
         arguments = config.model_dump(), folder, count, updated
         try:
-            launch_local(config.processes, _work, *arguments, timeout=config.timeout, preload=(__name__,), drains=False)
+            start_method((__name__,))
+            launch_local(config.processes, _work, *arguments, timeout=config.timeout, drains=False)
         except WorkerError as error:
             return error
         show_numbers(Path(folder), config, see)
