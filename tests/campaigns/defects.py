@@ -94,14 +94,14 @@ DEFECTS = (
     ),
     Defect(
         "the ending of stages behind DAPPLE's pivot counts the wrong way",
-        "plan/stages",
+        "plan/planners",
         "end = max(end, block.reduction - ending)",
         "end = max(end, block.reduction + ending)",
         ("tests/plan/test_dapple.py",),
     ),
     Defect(
         "Mist's program lets the last stage end as if nothing ran before it",
-        "plan/memory_knobs",
+        "plan/planners",
         "table.add([(ending, 1.0), *before, *((n",
         "table.add([(ending, 1.0), *((n",
         ("tests/plan/test_mist.py",),
@@ -192,7 +192,7 @@ DEFECTS = (
     ),
     Defect(
         "microbatches in flight are rounded down",
-        "plan/stages",
+        "plan/planners",
         "in_flight = -(-ahead // stage.replicas)",
         "in_flight = max(ahead // stage.replicas, 1)",
         ("tests/plan/test_planners_against_brute_force.py",),

@@ -10,8 +10,8 @@ from penstock.byte_sizes import size_of
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.layer_graph import layer_graph
-from penstock.plan.simulated.nearest_fit import NEAREST
 from penstock.plan.simulated.plan_search import simulated_plans
+from penstock.plan.simulated.search_report import NEAREST
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 
 TWO = Devices((DeviceLevel(2, 1e4),))

@@ -10,8 +10,7 @@ from penstock.plan.planners.piper import plan_as_piper
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
-from penstock.plan.stages.layer_ideals import all_prefixes
-from penstock.plan.stages.prefix_pruning import useful_prefixes
+from penstock.plan.stages.prefixes import all_prefixes, useful_prefixes
 from support.brute_force_plans import best_by_piper, small_graph
 
 FREE = "options: [{name: plain, seconds: 0}]"

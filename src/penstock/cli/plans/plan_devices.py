@@ -82,7 +82,7 @@ def link_matrix_of(path: Path | None, planner: str) -> Any:
     Raises:
         ConfigError: it cannot be read, is none, or no planner takes it.
     """
-    from penstock.plan.any_links.device_order import checked_links
+    from penstock.plan.planners.spp import checked_links
     from penstock.yaml_file import numbers_in, read_yaml
 
     if path is None:

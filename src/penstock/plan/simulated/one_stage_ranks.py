@@ -12,13 +12,14 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.candidates.block_chain import BlockChain, Floats, between
+from penstock.plan.candidates.block_chain import BlockChain, Floats
 from penstock.plan.candidates.candidate import Candidate
 from penstock.plan.candidates.candidate_bounds import CandidateBounds, RankWork, least_of_ranks, only_busy_counts
 from penstock.plan.candidates.planned_methods import ActivationMemory
 from penstock.plan.candidates.rank_memory import Cuts, RankWays
 from penstock.plan.simulated.stage_bands import band_of, bands_of, ends_later, evenest_cuts, slowest_of
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.layer_row import between
 
 
 class OneStageRanks:

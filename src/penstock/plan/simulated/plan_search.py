@@ -36,9 +36,7 @@ from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.simulated.chosen_plan import chosen_plan, rank_orders
 from penstock.plan.simulated.fitting_cuts import TimedCuts, place_of
-from penstock.plan.simulated.memory_excluded import memory_excluded
-from penstock.plan.simulated.nearest_fit import NEAREST, nearest_fit
-from penstock.plan.simulated.never_tried import never_tried, why_not_tried
+from penstock.plan.simulated.search_report import NEAREST, memory_excluded, nearest_fit, never_tried, why_not_tried
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Plan, Skipped
 from penstock.schedule.ir.rank_numbers import RankOrder

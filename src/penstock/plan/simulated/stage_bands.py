@@ -12,8 +12,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.candidates.block_chain import Floats, between
+from penstock.plan.candidates.block_chain import Floats
 from penstock.plan.candidates.rank_memory import Cuts
+from penstock.plan.stages.layer_row import between
 
 
 def band_of(matrix: Floats, stage: int, stages: int) -> Floats:
