@@ -106,7 +106,6 @@ def what_would_help(planning: Planning) -> list[WhatIf]:
 
 
 def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Yield changes of a request."""
     devices = request.devices
     twice = replace(devices, update=devices.update / 2)
     yield "devices twice as fast", replace(request, profile=_faster(request.profile), devices=twice)

@@ -235,11 +235,7 @@ def _cost_of_source(request: PlanRequest) -> str:
 
 
 def _sizes(request: PlanRequest) -> dict[int, Sized]:
-    """Return the graph at every microbatch size that divides the batch.
-
-    Raises:
-        ConfigError: none does, or numbers are out of range.
-    """
+    """Return the graph at every microbatch size that divides the batch."""
     found = {}
     if request.samples is not None and request.microbatches is not None:
         raise ConfigError("give microbatches per batch or samples per batch, not both")

@@ -163,7 +163,7 @@ def _of_clusters(clusters: Sequence[Cluster], devices: str) -> tuple[Any, list[i
     Raises:
         ConfigError: there is not one number for each.
     """
-    from penstock.plan.cluster.several_clusters import devices_of_clusters
+    from penstock.plan.cluster.schema import devices_of_clusters
 
     counts = [whole_numbers("--devices, with --cluster,", part) for part in devices.split("+")]
     if any(len(numbers) > 1 for numbers in counts):

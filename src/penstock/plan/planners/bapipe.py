@@ -93,7 +93,6 @@ class BaPipeCost(GraphCost):
         return min((self.rate_with(stages, each) for each in SCHEDULES), key=lambda rating: rating.seconds)
 
     def rate_with(self, stages: tuple[PlannedStage, ...], schedule: MessageSchedule) -> Rating:
-        """Return what a plan costs with one schedule."""
         m, width = self.microbatches, stages[0].replicas
         across, along = bandwidths(self.devices, width, len(stages))
         hops = [size / along for size in self.border_bytes(stages)]
@@ -161,7 +160,6 @@ class _BaPipeSearch:
         )
 
     def answer(self, plans: list[Plan]) -> Search:
-        """Return the best of some plans."""
         best = min(plans, key=lambda plan: plan.rating.seconds)
         if math.isinf(best.rating.seconds):
             said = f"no pipeline does with either schedule, and of data parallelism {best.rating.fault}"
@@ -205,11 +203,7 @@ class _BaPipeSearch:
         return np.where(later(period), period, np.inf)
 
     def _fits(self, schedule: MessageSchedule, deepest: int) -> list[Flags]:
-        """Return which stages fit, by the stages left in the pipeline.
-
-        Raises:
-            ConfigError: the search would be too large.
-        """
+        """Return which stages fit, by the stages left in the pipeline."""
         if self._always.size * deepest > _MOST_WORK / _FEWEST_BOUNDS:
             raise ConfigError(
                 f"planner 'bapipe' would look at too many cuts of {len(self._always) - 1} layers into {deepest} "

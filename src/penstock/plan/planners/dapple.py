@@ -223,12 +223,10 @@ class DappleSearch:
         self._graph, self._layers, self._devices = graph, len(graph.layers), devices.count
 
     def plan(self, cuts: Sequence[int], replicas: Sequence[int]) -> Plan:
-        """Return a plan, rated."""
         stages = row_stages(self._graph, cuts, replicas)
         return Plan(DappleCost.name, stages, self._cost.rate(stages), row_notes(self._graph))
 
     def count(self) -> int:
-        """Return how many plans there are."""
         if self._devices > 64:
             return _MOST_PLANS + 1
         depths = range(1, min(self._layers, self._devices) + 1)

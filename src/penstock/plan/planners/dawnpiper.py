@@ -36,10 +36,9 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.plan.planners.published_run import recompute_of
 from penstock.plan.profile.layer_graph import GraphLayer, LayerGraph, Way
 from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.graph_cost import GraphCost, bandwidths, held
+from penstock.plan.stages.graph_cost import GraphCost, bandwidths, held, recompute_of
 from penstock.plan.stages.knapsack import best_ways
 from penstock.plan.stages.layer_row import (
     Floats,
@@ -176,9 +175,6 @@ class _FittedRuns:
         Args:
             first, last: of the row.
             left: stages in the pipeline from this one on; it holds so many microbatches.
-
-        Raises:
-            ConfigError: too many runs were asked for.
         """
         flight, fastest, options = min(left, self._m), self._fastest[first:last], self._options[first:last]
         if held(fastest, flight) <= self._limit:
@@ -190,11 +186,7 @@ class _FittedRuns:
         return _Run(seconds, [ways[n] for ways, n in zip(options, chosen, strict=False)])
 
     def _chosen(self, options: list[tuple[Way, ...]], flight: int) -> tuple[float, tuple[int, ...]]:
-        """Return the seconds and the numbers of the fastest ways that fit; none if nothing does.
-
-        Raises:
-            ConfigError: too many runs were asked for.
-        """
+        """Return the seconds and the numbers of the fastest ways that fit; none if nothing does."""
         if sum(min(held([way], flight) for way in ways) for ways in options) > self._limit:
             return math.inf, ()
         self._steps += len(options)
@@ -236,7 +228,6 @@ class _DawnPiperSearch:
         return Search(replace(plan, notes=notes))
 
     def _plan(self, cuts: tuple[int, ...]) -> Plan:
-        """Return the plan with a cut."""
         stages = []
         for at, stage in enumerate(row_stages(self._graph, cuts)):
             run = self._fitted.run(cuts[at], cuts[at + 1], len(cuts) - 1 - at)
@@ -247,11 +238,7 @@ class _DawnPiperSearch:
     # --- as published -------------------------------------------------------------------------------------------------
 
     def halved(self) -> Plan | None:
-        """Return the plan of the published search; None if none that it tries fits.
-
-        Raises:
-            ConfigError: it would try too many.
-        """
+        """Return the plan of the published search; None if none that it tries fits."""
         hop = self._border / bandwidths(self._devices, 1, self._deepest)[1]
 
         @cache
@@ -300,11 +287,7 @@ class _DawnPiperSearch:
     # --- the best -----------------------------------------------------------------------------------------------------
 
     def fastest(self, known: Plan | None) -> Plan | None:
-        """Return the fastest plan of all, or the known one if none is faster; None if none fits.
-
-        Raises:
-            ConfigError: the search would be too large.
-        """
+        """Return the fastest plan of all, or the known one if none is faster; None if none fits."""
         layers = len(self._border) - 1
         if layers * self._deepest > _MOST_STARTS:
             raise ConfigError(

@@ -28,11 +28,10 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.plan.planners.published_run import recompute_of
 from penstock.plan.planners.two_bw import widths
 from penstock.plan.profile.layer_graph import GraphLayer, LayerGraph, Way
 from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.graph_cost import GraphCost, bandwidths, held, homes_of
+from penstock.plan.stages.graph_cost import GraphCost, bandwidths, held, homes_of, recompute_of
 from penstock.plan.stages.knapsack import best_ways
 from penstock.plan.stages.layer_row import is_in_order, single_device_options
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Skipped, StageRating
@@ -67,7 +66,6 @@ class KnobbedStage:
 
 
 def batch_seconds(stages: Sequence[KnobbedStage], microbatches: int) -> float:
-    """Return the seconds of a batch."""
     steady = [stage.steady for stage in stages]
     ends = [stage.extra - sum(steady[:at]) for at, stage in enumerate(stages)]
     return (microbatches - 1) * max(steady) + sum(steady) + max(ends)
@@ -140,6 +138,8 @@ class StageChoice(NamedTuple):
         first, last: its blocks, `last` not included.
         steady: T, seconds per microbatch.
         extra: D, seconds per batch.
+        ways: names of the ways of its blocks.
+        sharded: whether its optimizer states are.
     """
 
     stage: int
@@ -147,10 +147,12 @@ class StageChoice(NamedTuple):
     last: int
     steady: float
     extra: float
+    ways: tuple[str, ...] = ()
+    sharded: bool = False
 
 
-def least_batch(choices: Sequence[StageChoice], blocks: int, depth: int, microbatches: int) -> list[int] | None:
-    """Return which choices make the fastest batch, one for each stage; None if no path of them covers all blocks.
+def least_batch(choices: Sequence[StageChoice], blocks: int, depth: int, microbatches: int) -> list[StageChoice] | None:
+    """Return the choices that make the fastest batch, one for each stage; None if no path of them covers all blocks.
 
     Binary x for each choice; the blocks of a stage begin where those of the stage before end. Minimized is
     (m - 1) t + sum of T x + e with t >= T of each stage and e >= D_i - sum of T before i.
@@ -171,73 +173,34 @@ def least_batch(choices: Sequence[StageChoice], blocks: int, depth: int, microba
     except ImportError:
         raise CapabilityError("planner 'mist' needs scipy; install penstock with the extra 'exact'") from None
     count = len(choices)
+    if not count:
+        return None
     if count > MOST_CHOICES:
         raise ConfigError(f"planner 'mist' has {count:,} choices of stages, more than {MOST_CHOICES:,}; merge layers")
-    by_stage: list[list[int]] = [[] for _ in range(depth)]
-    for number, choice in enumerate(choices):
-        by_stage[choice.stage].append(number)
-    table = _Rows()
-    if not _paths(table, choices, by_stage, blocks):
-        return None
-    _times(table, choices, by_stage)
-    rows, columns, values = zip(*table.entries, strict=True)
-    matrix = coo_array((values, (rows, columns)), shape=(len(table.low), count + 2)).tocsr()
+    stage, first, last, steady, extra = (np.array(each) for each in list(zip(*choices, strict=True))[:5])
+    # a path from the begin of the first stage to the end of the last one: what comes to a place goes on from there
+    begins, ends = stage * (blocks + 1) + first, (stage + 1) * (blocks + 1) + last
+    entries = np.repeat([1.0, -1.0], count), (np.concatenate((ends, begins)), np.tile(np.arange(count), 2))
+    path = coo_array(entries, shape=((depth + 1) * (blocks + 1), count + 2)).tocsr()
+    balance = np.zeros(path.shape[0])
+    balance[0], balance[-1] = -1.0, 1.0
+    # t and e are the last two columns
+    at, times = np.arange(depth)[:, None], np.zeros((2 * depth, count + 2))
+    times[0::2, :count], times[0::2, count] = np.where(stage == at, -steady, 0.0), 1.0
+    times[1::2, :count] = np.where(stage < at, steady, 0.0) - np.where(stage == at, extra, 0.0)
+    times[1::2, count + 1] = 1.0
     found = milp(
-        np.array([*(choice.steady for choice in choices), microbatches - 1.0, 1.0]),
+        np.array([*steady, microbatches - 1.0, 1.0]),
         integrality=np.array([1] * count + [0, 0]),
         bounds=Bounds([0.0] * (count + 1) + [-np.inf], [1.0] * count + [np.inf, np.inf]),
-        constraints=LinearConstraint(matrix, table.low, table.high),
+        constraints=[LinearConstraint(path, balance, balance), LinearConstraint(times, 0.0)],
         options={"time_limit": _SECONDS, "mip_rel_gap": 1e-9},
     )
     if found.status == 2:
         return None
     if found.x is None or found.status != 0:
         raise ConfigError(f"planner 'mist' found no answer in {_SECONDS:g} s ({found.message}); merge layers")
-    return [max(own, key=lambda n: found.x[n]) for own in by_stage]
-
-
-class _Rows:
-    """Linear constraints.
-
-    Attributes:
-        entries: (row, column, coefficient).
-        low, high: bounds of each row.
-    """
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[int, int, float]] = []
-        self.low: list[float] = []
-        self.high: list[float] = []
-
-    def add(self, cells: Sequence[tuple[int, float]], least: float, most: float = np.inf) -> None:
-        """Add a row."""
-        self.entries += ((len(self.low), column, value) for column, value in cells)
-        self.low.append(least)
-        self.high.append(most)
-
-
-def _paths(table: _Rows, choices: Sequence[StageChoice], by_stage: Sequence[Sequence[int]], blocks: int) -> bool:
-    """Add that chosen stages follow each other and cover all blocks; returns False where that cannot be."""
-    depth = len(by_stage)
-    for at in range(depth + 1):
-        for block in range(blocks + 1):
-            ends = [(n, 1.0) for n in (by_stage[at - 1] if at else []) if choices[n].last == block]
-            begins = [(n, -1.0) for n in (by_stage[at] if at < depth else []) if choices[n].first == block]
-            wanted = float((at, block) == (depth, blocks)) - float((at, block) == (0, 0))
-            if ends or begins:
-                table.add([*ends, *begins], wanted, wanted)
-            elif wanted:
-                return False
-    return True
-
-
-def _times(table: _Rows, choices: Sequence[StageChoice], by_stage: Sequence[Sequence[int]]) -> None:
-    """Add what the slowest stage and the last end are at least."""
-    slowest, ending = len(choices), len(choices) + 1
-    for at, own in enumerate(by_stage):
-        table.add([(slowest, 1.0), *((n, -choices[n].steady) for n in own)], 0.0)
-        before = [(n, choices[n].steady) for earlier in by_stage[:at] for n in earlier]
-        table.add([(ending, 1.0), *before, *((n, -choices[n].extra) for n in own)], 0.0)
+    return [choices[int(np.where(stage == each, found.x[:count], -1.0).argmax())] for each in range(depth)]
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
@@ -269,15 +232,6 @@ def plan_as_mist(graph: LayerGraph, devices: Devices, microbatches: int) -> Sear
     return Search(best, tuple(skipped), why)
 
 
-@dataclass(frozen=True)
-class _Point:
-    """A point of a front: the choice, and what it is made of."""
-
-    choice: StageChoice
-    ways: tuple[Way, ...]
-    sharded: bool
-
-
 class _MistSearch:
     """Plans of a chain of blocks.
 
@@ -297,29 +251,20 @@ class _MistSearch:
         self._heuristic = False
 
     def plan(self, depth: int, width: int) -> Plan | None:
-        """Return the best plan of a depth and width; None if none fits."""
-        points = list(self._points(depth, width))
-        blocks = len(self._graph.layers)
-        chosen = least_batch([point.choice for point in points], blocks, depth, self._m // width) if points else None
+        choices = list(self._choices(depth, width))
+        chosen = least_batch(choices, len(self._graph.layers), depth, self._m // width)
         if chosen is None:
             return None
-        picked = [points[number] for number in chosen]
         stages = tuple(
-            PlannedStage(
-                tuple(range(point.choice.first, point.choice.last)),
-                width,
-                1,
-                tuple(way.name for way in point.ways),
-                sharded=point.sharded,
-            )
-            for point in picked
+            PlannedStage(tuple(range(each.first, each.last)), width, 1, each.ways, sharded=each.sharded)
+            for each in chosen
         )
         mixed = any(recompute_of(self._graph, stage) is None for stage in stages)
         notes: tuple[str, ...] = (_MIXED,) if mixed or len({stage.sharded for stage in stages}) > 1 else ()
         notes += ("which layers are recomputed was found by a heuristic",) if self._heuristic else ()
         return Plan(MistCost.name, stages, self._cost.rate(stages), notes)
 
-    def _points(self, depth: int, width: int) -> Iterator[_Point]:
+    def _choices(self, depth: int, width: int) -> Iterator[StageChoice]:
         """Yield the front of every stage."""
         blocks = len(self._graph.layers)
         for first, last in self._runs(blocks, depth):
@@ -345,24 +290,19 @@ class _MistSearch:
             raise ConfigError(f"planner 'mist' has too many stages of {blocks} layers to try; merge layers")
         return ((first, first + n) for n in range(least, most + 1) for first in range(blocks - n + 1))
 
-    def _front(self, at: int, run: tuple[int, int], edges: float, depth: int, width: int) -> Iterator[_Point]:
-        """Yield the points of a stage of which no other one is as good in T and in D."""
-        first, last = run
-        found = list[_Point]()
+    def _front(self, at: int, run: tuple[int, int], edges: float, depth: int, width: int) -> list[StageChoice]:
+        """Return the choices of a stage of which no other one is as good in T and in D."""
+        found = list[StageChoice]()
         for sharded in (False, True) if width > 1 else (False,):
             chosen = self._fastest(at, run, (depth, width), sharded)
             if chosen is None:
                 continue
-            ways = dict(zip(range(first, last), chosen, strict=True))
+            ways, names = dict(zip(range(*run), chosen, strict=True)), tuple(way.name for way in chosen)
             stage = self._cost.stage(ways, edges, (at, depth, width), sharded)
-            if found and found[0].choice.steady <= stage.steady and found[0].choice.extra <= stage.extra:
-                continue
-            found.append(_Point(StageChoice(at, first, last, stage.steady, stage.extra), chosen, sharded))
-        if len(found) == 2 and all(
-            getattr(found[1].choice, key) <= getattr(found[0].choice, key) for key in ("steady", "extra")
-        ):
-            found.pop(0)
-        yield from found
+            if not any(each.steady <= stage.steady and each.extra <= stage.extra for each in found):
+                found = [each for each in found if each.steady < stage.steady or each.extra < stage.extra]
+                found.append(StageChoice(at, *run, stage.steady, stage.extra, names, sharded))
+        return found
 
     def _fastest(self, at: int, run: tuple[int, int], size: tuple[int, int], sharded: bool) -> tuple[Way, ...] | None:
         """Return the fastest ways of the layers of a stage with which it fits; None if there are none."""

@@ -62,7 +62,6 @@ class LayerConfiguration(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Those that it uses."""
         return self.data * self.tensor
 
 
@@ -188,11 +187,7 @@ def _is_measured(layer: GraphLayer) -> bool:
 
 
 def _fastest(layer: GraphLayer, tensor: int) -> Way:
-    """Return the fastest way of a layer with a tensor degree.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the fastest way of a layer with a tensor degree."""
     ways = [way for way in layer.ways if way.tensor == tensor]
     if not ways:
         raise ConfigError(f"layer {layer.name!r} has no option with tensor degree {tensor}")

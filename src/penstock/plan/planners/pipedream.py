@@ -234,11 +234,6 @@ class _LevelPrograms:
         self._check_work()
 
     def _check_work(self) -> None:
-        """Refuse what would take hours.
-
-        Raises:
-            ConfigError: it would.
-        """
         sets, pairs = len(self._family), sum(map(len, self._below))
         work = 0
         for at, level in enumerate(self._devices.levels):
@@ -251,7 +246,6 @@ class _LevelPrograms:
             )
 
     def solve(self) -> tuple[PlannedStage, ...] | None:
-        """Return the stages of the best plan; None if there is none."""
         last = len(self._devices.levels) - 1
         for at in range(last + 1):
             self._tables.append(self._level(at, 1 if at == last else len(self._family)))
@@ -260,7 +254,6 @@ class _LevelPrograms:
         return self._with_others(self._stages(last, 0, len(self._family) - 1, self._devices.levels[last].units))
 
     def why(self) -> str:
-        """Return why there is no plan."""
         states, units, longest = len(self._family) - 1, self._devices.levels[-1].units, self._longest()
         if self._choices.straight and not self._choices.fewer and longest < self._devices.count:
             return (

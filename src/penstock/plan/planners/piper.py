@@ -140,7 +140,6 @@ class _Degree:
 
     @property
     def devices(self) -> int:
-        """All of a stage's."""
         return self.tensor * self.data
 
 
@@ -178,7 +177,6 @@ class _SuffixProgram:
         self.notes: tuple[str, ...] = ()
 
     def solve(self) -> tuple[PlannedStage, ...] | None:
-        """Return the best plan; None if none fits."""
         best = self._bisected()
         if best is None:
             return None
@@ -240,7 +238,6 @@ class _SuffixProgram:
         return found
 
     def _degrees_of(self, table: EndTable) -> list[_Degree]:
-        """Return the degrees that a table is for."""
         return [d for d in self._degrees[table.tensor] if table.parameters is not None or d.price == table.price]
 
     def _least(self, limit: float, lower: bool) -> Floats:
@@ -313,7 +310,6 @@ class _SuffixProgram:
         return tuple(found)
 
     def why(self) -> str:
-        """Return why there is no plan."""
         memory = self._devices.memory
         layers = self._graph.layers
         if memory is not None:

@@ -108,11 +108,6 @@ class StageTables:
         self.ends: list[list[EndTable]] = [self._end(at) for at in range(len(family))]
 
     def _refuse_too_many(self) -> None:
-        """Refuse tables that do not fit in memory.
-
-        Raises:
-            ConfigError: they would not.
-        """
         entries = sum(map(len, self._below)) * self._most * len(self._degrees)
         if entries > _MOST_ENTRIES:
             raise ConfigError(
@@ -201,7 +196,6 @@ class StageTables:
         return best_ways([*seconds[layers]], [*sizes[layers]], self._limit)
 
     def names(self, layers: tuple[int, ...], tensor: int, chosen: ChosenWays) -> tuple[str, ...]:
-        """Return the names of chosen ways."""
         ways = self._degrees[tensor].ways
         return tuple(ways[layer][way].name for layer, way in zip(layers, chosen.ways, strict=True))
 

@@ -83,7 +83,7 @@ class ProfiledLayer(_Strict):
         data: bytes of the model's own input that it reads, as passes compute with them.
         gradient: bytes of the gradient that comes back for its output; those of the output if not given.
         trained: whether an optimizer steps its parameters; if not, all numbers are those of the trained layer, and what
-            the frozen one takes follows from them (`penstock.plan.profile.frozen_layers`).
+            the frozen one takes follows from them (`penstock.plan.profile.layer_graph`).
         parameters: bytes.
         buffer: bytes of one copy of the parameters in memory, padding included; `parameters` if not given.
         whole: bytes of one full-size copy of them, as of gradients and master weights, where passes compute in 16 bits;

@@ -16,8 +16,7 @@ from penstock.plan.candidates.candidate_bounds import CandidateBounds
 from penstock.plan.candidates.planned_methods import ActivationMemory
 from penstock.plan.candidates.rank_memory import Cuts, RankWays
 from penstock.plan.simulated.divided_blocks import least_divided
-from penstock.plan.simulated.one_stage_ranks import OneStageRanks
-from penstock.plan.simulated.stage_bands import bands_of, ends_later, evenest_cuts
+from penstock.plan.simulated.one_stage_ranks import OneStageRanks, bands_of, ends_later, evenest_cuts
 from penstock.plan.stages.device_hierarchy import Devices
 
 MOST_CUTS = 256
@@ -148,7 +147,6 @@ class FittingCuts:
         return math.comb(self._chain.blocks - 1, self._of.stages - 1) <= MOST_CUTS
 
     def all(self) -> Iterator[Cuts]:
-        """Return all cuts."""
         inner = combinations(range(1, self._chain.blocks), self._of.stages - 1)
         return ((0, *each, self._chain.blocks) for each in inner)
 

@@ -12,7 +12,7 @@ otherwise, or move activations to the host. The schedule of the best plan is pro
 
 The usual methods have a best plan each. The others, whose ranks have several stages or whose backwards come in halves,
 are tried only where they may be faster than all plans so far whose weights are as late. At last an order is searched
-for the ranks of the best plan that flushes (`penstock.plan.candidates.searched_order`).
+for the ranks of the best plan that flushes (`penstock.plan.candidates.candidate_times`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.gc_pause import no_collection
 from penstock.plan.candidates.block_chain import BlockChain
 from penstock.plan.candidates.candidate import Candidate, NoPlanError
+from penstock.plan.candidates.candidate_times import searched_for
 from penstock.plan.candidates.device_choice import Placement, placements
 from penstock.plan.candidates.planned_methods import METHODS, PLANNED, SEARCHED, USUAL, PlannedMethod
 from penstock.plan.candidates.schedule_cache import KnownSchedules
-from penstock.plan.candidates.searched_order import searched_for
 from penstock.plan.planners.two_bw import Sized, widths
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.simulated.candidate_trial import CandidateTrial
@@ -270,11 +270,6 @@ class _Search:
 
 
 def _check_chain(graph: LayerGraph) -> None:
-    """Refuse what cannot be cut into consecutive blocks.
-
-    Raises:
-        ConfigError: it cannot.
-    """
     unknown = next((layer.name for layer in graph.layers if layer.forward is None), None)
     if unknown is not None:
         raise ConfigError(

@@ -111,6 +111,19 @@ def held(ways: Iterable[Way], in_flight: int) -> float:
     return sum(way.memory + in_flight * way.memory_per_microbatch for way in ways)
 
 
+def recompute_of(graph: LayerGraph, stage: PlannedStage) -> str | None:
+    """Return whether a stage recomputes its blocks, as `penstock train` knows it; None if it does so with some of them.
+
+    Layers that have no option with recompute do not count.
+    """
+    found = set()
+    for number, way in zip(stage.layers, stage.ways, strict=True) if stage.ways else ():
+        can = any("recomp" in each.name for each in graph.layers[number].ways if each.tensor == 1)
+        if can or "recomp" in way:
+            found.add("recomp" in way)
+    return None if len(found) > 1 else "block" if found == {True} else "none"
+
+
 def bandwidths(devices: Devices, width: int, depth: int) -> tuple[float, float]:
     """Return the bandwidth between replicas and the one between stages, where replicas stand side by side.
 
