@@ -205,7 +205,7 @@ def recalibrated(profile: Profile, settings: RunSettings, comparison: RunCompari
     if shares_cores(profile, settings):
         factor = factor_of_batches(profile, settings, comparison.batch[1], run)
         times = factor, factor, (factor, factor), factor
-        layers, update = [_with_times(layer, *times) for layer in profile.layers], profile.update * factor
+        layers, update = [layer.with_times(*times) for layer in profile.layers], profile.update * factor
     else:
         layers, update = _layers_as_measured(profile, settings, comparison)
     return profile.model_copy(update={"layers": layers, "source": source, "update": update})
@@ -232,7 +232,7 @@ def _layers_as_measured(
             else:
                 backward = _factor_of_part(stage, "B", _value(layer.backward, at), again, forward)
                 parts = backward, backward
-            layers[number] = _with_times(layer, forward, backward, parts, step)
+            layers[number] = layer.with_times(forward, backward, parts, step)
     return layers, update
 
 
@@ -241,24 +241,9 @@ def _folded(profile: Profile) -> Profile:
     if (more := profile.calibration) is None:
         return profile
     times = more.forward, more.backward, (more.backward, more.backward), more.step
-    layers = [_with_times(layer, *times) for layer in profile.layers]
+    layers = [layer.with_times(*times) for layer in profile.layers]
     left = Calibration(between=more.between, runs=more.runs)
     return profile.model_copy(update={"layers": layers, "calibration": left, "update": profile.update_in_runs})
-
-
-def _with_times(
-    layer: ProfiledLayer, forward: float, backward: float, halves: Sequence[float], step: float
-) -> ProfiledLayer:
-    """Return a layer whose times are multiplied by factors."""
-    return layer.model_copy(
-        update={
-            "forward": _scaled(layer.forward, forward),
-            "backward": _scaled(layer.backward, backward),
-            "backward_input": _scaled(layer.backward_input, halves[0]),
-            "backward_weight": _scaled(layer.backward_weight, halves[1]),
-            "step": layer.step * step,
-        }
-    )
 
 
 def _factor(stage: StageTimes, kind: str, fixed: tuple[float, float] = (0.0, 0.0)) -> float:
@@ -279,9 +264,3 @@ def _value(numbers: Numbers | None, at: int) -> float:
     if numbers is None:
         return 0.0
     return numbers[at] if isinstance(numbers, list) else numbers
-
-
-def _scaled(numbers: Numbers | None, factor: float) -> Numbers | None:
-    if isinstance(numbers, Sequence):
-        return [each * factor for each in numbers]
-    return None if numbers is None else numbers * factor

@@ -39,7 +39,16 @@ from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.cut_program import CutProgram, State
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.graph_cost import GraphCost, bandwidth_among, held
-from penstock.plan.stages.layer_row import Floats, between, border_bytes, later, row_notes, row_stages, running_sums
+from penstock.plan.stages.layer_row import (
+    Floats,
+    between,
+    border_bytes,
+    later,
+    near_cuts,
+    row_notes,
+    row_stages,
+    running_sums,
+)
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, StageRating
 
 _MOST_PLANS = 20_000  # that are all tried
@@ -252,11 +261,8 @@ class DappleSearch:
         """Yield the plans that differ by one move."""
         cuts = [0, *accumulate(len(stage.layers) for stage in plan.stages)]
         replicas = [stage.replicas for stage in plan.stages]
-        for at in range(1, len(cuts) - 1):
-            for step in (-1, 1):
-                moved = [*cuts[:at], cuts[at] + step, *cuts[at + 1 :]]
-                if moved[at - 1] < moved[at] < moved[at + 1]:
-                    yield self.plan(moved, replicas)
+        for moved in near_cuts(cuts):
+            yield self.plan(moved, replicas)
         for giver in range(len(replicas)):
             for taker in range(-1, len(replicas)):  # -1: a device is left unused
                 shifted = list(replicas)

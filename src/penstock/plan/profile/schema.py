@@ -120,6 +120,19 @@ class ProfiledLayer(_Strict):
     step: Number = 0.0
     options: Annotated[list[LayerOption], Field(max_length=64)] = Field(default_factory=list)
 
+    def with_times(self, forward: float, backward: float, halves: tuple[float, float], step: float) -> ProfiledLayer:
+        """Return the layer with its times multiplied by factors, but for those of its options."""
+        factors = {"forward": forward, "backward": backward, "backward_input": halves[0], "backward_weight": halves[1]}
+        times = {key: scaled(getattr(self, key), factor) for key, factor in factors.items()}
+        return self.model_copy(update={**times, "step": self.step * step})
+
+
+def scaled(numbers: Numbers | None, factor: float) -> Numbers | None:
+    """Return numbers times a factor, at every microbatch size."""
+    if isinstance(numbers, list):
+        return [each * factor for each in numbers]
+    return None if numbers is None else numbers * factor
+
 
 BY_SIZE = frozenset(
     {

@@ -38,6 +38,7 @@ from penstock.plan.simulated.chosen_plan import chosen_plan, rank_orders
 from penstock.plan.simulated.fitting_cuts import TimedCuts, place_of
 from penstock.plan.simulated.search_report import NEAREST, memory_excluded, nearest_fit, never_tried, why_not_tried
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.layer_row import is_in_order
 from penstock.plan.stages.planned import Plan, Skipped
 from penstock.schedule.ir.rank_numbers import RankOrder
 
@@ -275,7 +276,7 @@ def _check_chain(graph: LayerGraph) -> None:
         raise ConfigError(
             f"cost 'simulated' needs forward and backward of each layer apart; layer {unknown!r} has options only"
         )
-    if graph.order != tuple(range(len(graph.layers))):
+    if not is_in_order(graph):
         raise ConfigError("cost 'simulated' cuts consecutive layers: order the profile so that each reads earlier ones")
 
 

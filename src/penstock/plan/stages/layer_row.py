@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 from typing import TypeVar
 
 import numpy as np
@@ -55,6 +55,14 @@ def row_stages(
     counts = [1] * (len(cuts) - 1) if replicas is None else replicas
     ends = zip(pairwise(cuts), counts, strict=True)
     return tuple(PlannedStage(tuple(sorted(graph.order[a:b])), count) for (a, b), count in ends)
+
+
+def near_cuts(cuts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the cuts of which one end of a stage lies a layer elsewhere."""
+    for at, step in product(range(1, len(cuts) - 1), (-1, 1)):
+        moved = (*cuts[:at], cuts[at] + step, *cuts[at + 1 :])
+        if moved[at - 1] < moved[at] < moved[at + 1]:
+            yield moved
 
 
 def row_notes(graph: LayerGraph) -> tuple[str, ...]:
