@@ -91,13 +91,8 @@ def boundary_bytes(graph: LayerGraph, prefix: int) -> float:
     last = [n for n in members if not any(prefix >> edge.target & 1 for edge in graph.readers[n])]
     leaving = set(last)
     for end in last:
-        before, waiting = {end}, [end]
-        while waiting:
-            for edge in graph.inputs[waiting.pop()]:
-                if edge.source not in before:
-                    before.add(edge.source)
-                    waiting.append(edge.source)
-        leaving |= {n for n in before - {end} if any(edge.target not in before for edge in graph.readers[n])}
+        before = graph.ancestors([end])
+        leaving |= {n for n in before if any(edge.target not in before | {end} for edge in graph.readers[n])}
     return sum(graph.layers[n].output for n in leaving)
 
 

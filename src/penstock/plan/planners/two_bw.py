@@ -223,7 +223,7 @@ def _by_blocks(graph: LayerGraph, stages: int) -> Iterator[Division]:
         return
     kind = max(kinds, key=lambda each: times[each])
     blocks = tuple(number for number in graph.order if graph.layers[number].kind == kind)
-    leading = _ancestors(graph, blocks)
+    leading = graph.ancestors(blocks)
     first = tuple(n for n in graph.order if n in leading and n not in blocks)
     last = tuple(n for n in graph.order if n not in leading and n not in blocks)
     if stages <= len(blocks):
@@ -233,17 +233,6 @@ def _by_blocks(graph: LayerGraph, stages: int) -> Iterator[Division]:
         yield tuple(shares)
     if first and last and 3 <= stages <= len(blocks) + 2:
         yield (first, *_shares(blocks, stages - 2), last)
-
-
-def _ancestors(graph: LayerGraph, layers: tuple[int, ...]) -> set[int]:
-    """Return all layers that these read, directly or not."""
-    found, waiting = set[int](), list(layers)
-    while waiting:
-        for edge in graph.inputs[waiting.pop()]:
-            if edge.source not in found:
-                found.add(edge.source)
-                waiting.append(edge.source)
-    return found
 
 
 def _is_pipeline(graph: LayerGraph, division: Division) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -147,6 +147,16 @@ class LayerGraph:
             stuck = next(number for number, count in enumerate(left) if count)
             raise ConfigError(f"layers: {self.layers[stuck].name!r} is part of a cycle, or reads one; remove an input")
         return tuple(found)
+
+    def ancestors(self, layers: Iterable[int]) -> set[int]:
+        """Return all layers that these read, directly or not."""
+        found, waiting = set[int](), list(layers)
+        while waiting:
+            for edge in self.inputs[waiting.pop()]:
+                if edge.source not in found:
+                    found.add(edge.source)
+                    waiting.append(edge.source)
+        return found
 
     @property
     def seconds(self) -> float:
