@@ -21,8 +21,7 @@ from typing import Any
 from penstock.plan.cluster.files import find_cluster
 from penstock.plan.planners.pipedream import Choices
 from penstock.plan.planning import Planning, PlanRequest, make_plan
-from penstock.plan.profile.from_pipedream import from_pipedream
-from penstock.plan.profile.from_piper import from_piper
+from penstock.plan.profile.other_programs import from_pipedream, from_piper
 from penstock.plan.scale.analytic_profile import analytic_profile
 from penstock.plan.scale.model_shape import ModelShape
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices

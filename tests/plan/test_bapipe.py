@@ -7,11 +7,10 @@ from random import Random
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.plan.planners.bapipe import SCHEDULES, BaPipeCost, plan_as_bapipe, plan_for_bapipe_cost
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.profile.schema import LayerOption, Profile, ProfiledLayer
-from penstock.plan.schedule_choice.bapipe import plan_as_bapipe, plan_for_bapipe_cost
-from penstock.plan.schedule_choice.bapipe_cost import BaPipeCost
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.plan.stages.planned import PlannedStage
 from support.brute_force_plans import small_graph, small_profile
@@ -105,8 +104,10 @@ def test_equal_stages_by_the_closed_forms():
     graph = layer_graph(Profile(format="penstock profile 1", layers=layers))
     stages = tuple(PlannedStage((n,)) for n in range(4))
     roomy, tight = (BaPipeCost(graph, Devices((DeviceLevel(4, 10.0),), memory), 8) for memory in (8.0, 7.0))
-    assert (roomy.rate(stages).seconds * 8, roomy.schedule_of(stages).name) == (33 + 3, "1f1b-so")
-    assert (tight.rate(stages).seconds * 8, tight.schedule_of(stages).name) == (33 + 10, "1f1b-sno")
+    not_overlapped, overlapped = SCHEDULES
+    assert roomy.rate(stages) == roomy.rate_with(stages, overlapped)
+    assert tight.rate(stages) == tight.rate_with(stages, not_overlapped)
+    assert [cost.rate(stages).seconds * 8 for cost in (roomy, tight)] == [33 + 3, 33 + 10]
     assert [stage.memory for stage in tight.rate(stages).stages] == [4, 3, 2, 1]
 
 
@@ -114,7 +115,7 @@ def test_many_periods_are_thinned(monkeypatch):
     """Where the bounds are too many to try, the plan is no worse than the published one, and says so."""
     graph = small_graph(Random(51), 40)
     devices = Devices((DeviceLevel(2, 4.0), DeviceLevel(3, 1.0)))
-    monkeypatch.setattr("penstock.plan.schedule_choice.bapipe._MOST_WORK", 16 * 6 * 41 * 41)
+    monkeypatch.setattr("penstock.plan.planners.bapipe._MOST_WORK", 16 * 6 * 41 * 41)
     thinned, published = plan_for_bapipe_cost(graph, devices, 12).plan, plan_as_bapipe(graph, devices, 12).plan
     assert thinned.rating.seconds <= published.rating.seconds
     with pytest.raises(ConfigError, match="too many cuts of 40 layers into 7 stages"):

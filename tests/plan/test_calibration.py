@@ -13,13 +13,12 @@ import penstock
 from penstock.cli.plans.plan_devices import devices_of
 from penstock.cli.plans.profile_table import profile_tables
 from penstock.errors import ConfigError
-from penstock.plan.calibration import MeasuredPasses, calibrated, measured_passes
+from penstock.plan.calibration import MeasuredPasses, calibrated, measured_passes, recalibrated
 from penstock.plan.measured_run import RunComparison, compare_with_run, predicted_batch
 from penstock.plan.planned_timeline import what_would_help
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.files import parse_profile, profile_text, read_profile
 from penstock.plan.profile.schema import Calibration, Profile, ProfiledLayer, ProfiledLink
-from penstock.plan.recalibration import recalibrated
 from penstock.plan.run_forecast import RunSettings, run_forecast
 from penstock.timeline import Interval, Timeline
 

@@ -7,10 +7,17 @@ from random import Random
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.plan.planners.dapple import DappleSearch, plan_as_dapple, plan_for_dapple_cost
+from penstock.plan.planners.dapple import (
+    Block,
+    DappleCost,
+    DappleSearch,
+    latency,
+    pivot_of,
+    plan_as_dapple,
+    plan_for_dapple_cost,
+)
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.profile.schema import LayerOption, Profile, ProfiledLayer
-from penstock.plan.stages.dapple_cost import Block, DappleCost, latency, pivot_of
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.plan.stages.planned import PlannedStage
 from penstock.simulate.costs import Costs, StageCost

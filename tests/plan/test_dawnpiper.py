@@ -9,8 +9,7 @@ from random import Random
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.plan.memory_knobs.dawnpiper import plan_as_dawnpiper, plan_for_dawnpiper_cost
-from penstock.plan.memory_knobs.dawnpiper_cost import DawnPiperCost, memory_ways
+from penstock.plan.planners.dawnpiper import DawnPiperCost, plan_as_dawnpiper, plan_for_dawnpiper_cost
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.profile.schema import LayerOption, Profile, ProfiledLayer
@@ -129,37 +128,38 @@ def test_what_a_swap_costs():
     apart = ProfiledLayer(name="a", forward=3.0, backward=5.0, stored=8.0, parameters=1.0)
     whole = ProfiledLayer(name="b", options=[LayerOption(seconds=6.0, memory=2.0, memory_per_microbatch=8.0)])
     graph = layer_graph(Profile(format="penstock profile 1", layers=[apart, whole]))
-    swaps = [ways[-1] for ways in memory_ways(graph, 2.0)]
+    one = Devices((DeviceLevel(1, 1.0),))
+    swaps = [ways[-1] for ways in DawnPiperCost(graph, replace(one, host=2.0), 1).memory_ways]
     assert [(way.name, way.seconds, way.memory, way.memory_per_microbatch) for way in swaps] == [
         ("swap", 9.0, 10.0, 0.0), ("swap", 8.0, 10.0, 0.0),
     ]  # fmt: skip
-    assert all(way.name != "swap" for ways in memory_ways(graph, None) for way in ways)
+    assert all(way.name != "swap" for ways in DawnPiperCost(graph, one, 1).memory_ways for way in ways)
 
 
 def test_what_dawnpiper_refuses_and_what_it_cannot_rate(monkeypatch):
     graph, four = small_graph(Random(71), 6), Devices((DeviceLevel(4, 1.0),), 500.0)
     cost, total = DawnPiperCost(graph, four, 4), sum(2 * x.parameters + x.stored for x in graph.layers)
     assert "not on one device each" in cost.rate((PlannedStage(tuple(range(6)), 2),)).fault
-    with pytest.raises(ConfigError, match="has no way 'swop'"):
+    with pytest.raises(ConfigError, match="has no option 'swop'"):
         cost.rate((PlannedStage(tuple(range(6)), ways=("swop",) * 6),))
-    monkeypatch.setattr("penstock.plan.memory_knobs.dawnpiper._MOST_HALVES", 1)
+    monkeypatch.setattr("penstock.plan.planners.dawnpiper._MOST_HALVES", 1)
     with pytest.raises(ConfigError, match="would halve 6 layers in too many ways"):
         plan_as_dawnpiper(graph, four, 4)
     assert plan_for_dawnpiper_cost(graph, four, 4).plan is not None
-    monkeypatch.setattr("penstock.plan.memory_knobs.dawnpiper._MOST_STARTS", 23)
+    monkeypatch.setattr("penstock.plan.planners.dawnpiper._MOST_STARTS", 23)
     with pytest.raises(ConfigError, match="too many stages of 6 layers on 4 devices"):
         plan_for_dawnpiper_cost(graph, four, 4)
-    monkeypatch.setattr("penstock.plan.memory_knobs.dawnpiper._MOST_HALVES", 100)
+    monkeypatch.setattr("penstock.plan.planners.dawnpiper._MOST_HALVES", 100)
     (note, *_) = plan_for_dawnpiper_cost(graph, four, 4).plan.notes
     assert note == "all cuts are too many to try: the plan of the published search"
-    monkeypatch.setattr("penstock.plan.memory_knobs.fitted_stages._MOST_STEPS", 1)
+    monkeypatch.setattr("penstock.plan.planners.dawnpiper._MOST_STEPS", 1)
     with pytest.raises(ConfigError, match="too many stages of 6 layers; merge layers, or plan for more memory"):
         plan_as_dawnpiper(graph, replace(four, memory=total / 2, host=9.0), 4)
 
 
 def test_choices_of_many_layers_are_a_heuristic(monkeypatch):
     """Where the front has too many points, the plan fits and says so."""
-    monkeypatch.setattr("penstock.plan.memory_knobs.fitted_stages._MOST_POINTS", 2)
+    monkeypatch.setattr("penstock.plan.planners.dawnpiper._MOST_POINTS", 2)
     graph = small_graph(Random(74), 8)
     tight = Devices((DeviceLevel(2, 5.0),), 0.6 * sum(2 * x.parameters + x.stored for x in graph.layers), host=3.0)
     plan = plan_for_dawnpiper_cost(graph, tight, 4).plan

@@ -11,12 +11,17 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.plan.planners.graphpipe import (
+    Branches,
+    GraphPipeCost,
+    Series,
+    nested_series,
+    plan_as_graphpipe,
+    plan_for_graphpipe_cost,
+)
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.layer_graph import LayerGraph, layer_graph
 from penstock.plan.profile.schema import LayerInput, Profile, ProfiledLayer
-from penstock.plan.stage_graphs.graphpipe import plan_as_graphpipe, plan_for_graphpipe_cost
-from penstock.plan.stage_graphs.graphpipe_cost import GraphPipeCost
-from penstock.plan.stage_graphs.nested_series import Branches, Series, nested_series
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.plan.stages.planned import PlannedStage
 from support.published_profiles import answers, published

@@ -15,6 +15,7 @@ from penstock.cli.train import against_plan
 from penstock.errors import ConfigError
 from penstock.models.gpt import Head, gpt_blocks, language_loss
 from penstock.models.gpt_shape import GPTConfig
+from penstock.plan.calibration import recalibrated
 from penstock.plan.measured_run import (
     PredictedRun,
     compare_with_run,
@@ -25,7 +26,6 @@ from penstock.plan.measured_run import (
 from penstock.plan.planned_timeline import idle_shares
 from penstock.plan.profile.files import profile_text, read_profile
 from penstock.plan.profile.schema import Profile, ProfiledLayer, ProfiledLink
-from penstock.plan.recalibration import recalibrated
 from penstock.plan.run_forecast import RunSettings, run_forecast, stages_decide
 from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.schedule.methods.table import METHODS

@@ -7,9 +7,7 @@ from random import Random
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.plan.memory_knobs.cut_program import StageChoice, least_batch
-from penstock.plan.memory_knobs.mist import plan_as_mist
-from penstock.plan.memory_knobs.mist_cost import KnobbedStage, MistCost, batch_seconds
+from penstock.plan.planners.mist import KnobbedStage, MistCost, StageChoice, batch_seconds, least_batch, plan_as_mist
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.profile.schema import Profile, ProfiledLayer

@@ -11,8 +11,7 @@ import yaml
 from rich.console import Console
 
 from penstock.errors import ConfigError
-from penstock.plan.objective_trials_report import trials_table
-from penstock.plan.objectives import Target, choose, fewer_devices
+from penstock.plan.objectives import Target, choose, fewer_devices, trials_table
 from penstock.plan.planned_timeline import idle_shares, planned_timeline, what_would_help
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.files import profile_text

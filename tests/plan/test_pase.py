@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.plan.layer_configurations.least_sum import least_sum
-from penstock.plan.layer_configurations.pase import plan_as_pase
-from penstock.plan.layer_configurations.pase_cost import LayerConfiguration, PaseCost
+from penstock.plan.planners.pase import LayerConfiguration, PaseCost, least_sum, plan_as_pase
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.profile.schema import LayerOption, Profile, ProfiledLayer
@@ -104,7 +102,7 @@ def test_least_sums_of_any_tables():
 
 
 def test_a_long_chain_needs_small_tables(monkeypatch):
-    monkeypatch.setattr("penstock.plan.layer_configurations.least_sum.MOST_CELLS", 9)
+    monkeypatch.setattr("penstock.plan.planners.pase.MOST_CELLS", 9)
     ones = np.ones((3, 3)) - np.eye(3)
     own = [np.zeros(3) for _ in range(500)]
     own[250] = np.array([5.0, 5.0, 0.0])
@@ -156,7 +154,7 @@ def test_what_pase_refuses_and_what_it_cannot_rate(monkeypatch):
     pipeline = PlannedStage((0, 1, 2)), PlannedStage((3, 4, 5))
     assert "devices of their own" in cost.rate(pipeline).fault
     assert "degrees of 4 x 1 do not divide" in cost.rate((PlannedStage(tuple(range(6)), 4),)).fault
-    monkeypatch.setattr("penstock.plan.layer_configurations.least_sum.MOST_CELLS", 5)
+    monkeypatch.setattr("penstock.plan.planners.pase.MOST_CELLS", 5)
     with pytest.raises(ConfigError, match="too many combinations of 6 configurations"):
         plan_as_pase(graph, four, 4)
 

@@ -7,8 +7,7 @@ import pytest
 
 from penstock.plan.planners.pipedream import plan_as_pipedream, plan_for_pipedream_cost
 from penstock.plan.planners.piper import plan_as_piper
-from penstock.plan.planners.two_bw import Sized, plan_as_two_bw
-from penstock.plan.planners.two_bw_unequal_stages import plan_for_two_bw_cost
+from penstock.plan.planners.two_bw import Sized, plan_as_two_bw, plan_for_two_bw_cost
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from support.brute_force_plans import (
     best_by_piper,

@@ -9,9 +9,8 @@ from hypothesis import given, settings, strategies as st
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.plan.profile.files import parse_profile, profile_text, read_profile
-from penstock.plan.profile.from_pipedream import from_pipedream
-from penstock.plan.profile.from_piper import from_piper
 from penstock.plan.profile.layer_graph import layer_graph
+from penstock.plan.profile.other_programs import from_pipedream, from_piper
 from penstock.plan.profile.schema import Profile
 from support.examples import examples
 

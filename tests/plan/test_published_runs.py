@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.plan.planners.published_run import published_run, recompute_of
+from penstock.plan.plan_export import published_run
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.layer_graph import layer_graph
+from penstock.plan.stages.graph_cost import recompute_of
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating
 
 OPTION = "options: [{name: plain, seconds: 3}, {name: recompute, seconds: 4}]"

@@ -8,9 +8,9 @@ import yaml
 from penstock.errors import ConfigError
 from penstock.plan.candidates.block_chain import BlockChain
 from penstock.plan.candidates.candidate import Candidate
+from penstock.plan.candidates.candidate_times import searched_for
 from penstock.plan.candidates.planned_methods import PLANNED
 from penstock.plan.candidates.schedule_cache import KnownSchedules
-from penstock.plan.candidates.searched_order import searched_for
 from penstock.plan.plan_export import plan_file
 from penstock.plan.planned_timeline import planned_timeline
 from penstock.plan.planners.two_bw import Sized

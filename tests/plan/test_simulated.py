@@ -29,8 +29,8 @@ from penstock.plan.candidates.planned_methods import (
 from penstock.plan.candidates.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.files import parse_profile
-from penstock.plan.profile.from_piper import from_piper
 from penstock.plan.profile.layer_graph import layer_graph
+from penstock.plan.profile.other_programs import from_piper
 from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.simulated.fitting_cuts import place_of
 from penstock.plan.simulated.plan_search import simulated_plans

@@ -2,15 +2,23 @@
 
 import itertools
 import math
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.plan.any_links.device_order import checked_links, device_order, least_cut, link_matrix
-from penstock.plan.any_links.spp import SppSearch, plan_as_spp
-from penstock.plan.any_links.spp_cost import SppCost, list_schedule
+from penstock.plan.planners.spp import (
+    SppCost,
+    balanced_plans,
+    checked_links,
+    device_order,
+    least_cut,
+    link_matrix,
+    list_schedule,
+    plan_as_spp,
+)
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.profile.schema import Profile, ProfiledLayer
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
@@ -74,8 +82,10 @@ def test_spp_equals_brute_force(seed):
         graph, numbers = chain_graph(random, random.randint(1, 7))
         count, m = random.randint(1, 4), random.choice([1, 2, 4])
         links = links_of(random, count)
-        search = SppSearch(graph, SppCost(graph, links, None, m))
-        found = list(search.balanced())
+        devices = Devices((DeviceLevel(count, 1.0),))
+        found = list(balanced_plans(SppCost(graph, devices, m, links)))
+        best, order = plan_as_spp(graph, devices, m, links).plan, device_order(links)
+        ordered = links[np.ix_(order, order)]
         assert [len(plan.stages) for plan in found] == list(range(1, min(count, len(numbers)) + 1))
         for plan in found:
             depth = len(plan.stages)
@@ -83,16 +93,13 @@ def test_spp_equals_brute_force(seed):
             replicas = tuple(stage.replicas for stage in plan.stages)
             assert sum(replicas) == count
             tried = [
-                slowest_of(numbers, (0, *inner, len(numbers)), shares, links, m)
+                slowest_of(numbers, (0, *inner, len(numbers)), shares, ordered, m)
                 for inner in itertools.combinations(range(1, len(numbers)), depth - 1)
                 for shares in itertools.product(range(1, count + 1), repeat=depth)
                 if sum(shares) == count
             ]
-            assert slowest_of(numbers, cuts, replicas, links, m) == pytest.approx(min(tried))
-        best = plan_as_spp(graph, links, None, m).plan
-        order = device_order(links)
-        ordered = SppSearch(graph, SppCost(graph, links[np.ix_(order, order)], None, m))
-        assert best.rating.seconds == min(plan.rating.seconds for plan in ordered.balanced())
+            assert slowest_of(numbers, cuts, replicas, ordered, m) == pytest.approx(min(tried))
+        assert best.rating.seconds == min(plan.rating.seconds for plan in found)
 
 
 def slowest_of(numbers, cuts, replicas, links, m):
@@ -113,12 +120,11 @@ def slowest_of(numbers, cuts, replicas, links, m):
 
 def test_a_list_schedule_by_hand():
     """Equal stages, F = 1 and B = 2: forwards have the longer way to go, so a batch is GPipe's, (m + p - 1) 3."""
-    found = list_schedule([1.0] * 3, [2.0] * 3, [0.0] * 2, 6)
-    assert max(found.ends) == (6 + 2) * 3
-    alone = list_schedule([1.0], [2.0], [], 4)
-    assert (alone.ends, alone.held) == ((12.0,), (4,))
-    late = list_schedule([1.0, 1.0], [2.0, 2.0], [5.0], 1)
-    assert late.ends == (1 + 5 + 1 + 2 + 5 + 2, 1 + 5 + 1 + 2)
+    ends, _ = list_schedule([1.0] * 3, [2.0] * 3, [0.0] * 2, 6)
+    assert max(ends) == (6 + 2) * 3
+    assert list_schedule([1.0], [2.0], [], 4) == ([12.0], [4])
+    ends, _ = list_schedule([1.0, 1.0], [2.0, 2.0], [5.0], 1)
+    assert ends == [1 + 5 + 1 + 2 + 5 + 2, 1 + 5 + 1 + 2]
 
 
 def test_list_schedules_are_bounded():
@@ -128,20 +134,20 @@ def test_list_schedules_are_bounded():
         p, m = random.randint(1, 4), random.randint(1, 6)
         forward, backward = ([float(random.randint(1, 5)) for _ in range(p)] for _ in range(2))
         hops = [float(random.randint(0, 3)) for _ in range(p - 1)]
-        found = list_schedule(forward, backward, hops, m)
+        ends, in_flight = list_schedule(forward, backward, hops, m)
         way = sum(forward) + sum(backward) + 2 * sum(hops)
         busiest = max(m * (f + b) for f, b in zip(forward, backward, strict=True))
-        assert max(way, busiest) <= max(found.ends) <= m * way + 1e-9
-        assert all(1 <= held <= m for held in found.held)
+        assert max(way, busiest) <= max(ends) <= m * way + 1e-9
+        assert all(1 <= held <= m for held in in_flight)
 
 
 def test_memory_counts_what_the_order_holds():
     graph, numbers = chain_graph(Random(5), 4)
-    links = links_of(Random(5), 2)
-    best = plan_as_spp(graph, links, None, 4).plan
+    links, two = links_of(Random(5), 2), Devices((DeviceLevel(2, 1.0),))
+    best = plan_as_spp(graph, two, 4, links).plan
     most = max(stage.memory for stage in best.rating.stages)
-    assert plan_as_spp(graph, links, most, 4).plan is not None
-    nothing = plan_as_spp(graph, links, 1.0, 4)
+    assert plan_as_spp(graph, replace(two, memory=most), 4, links).plan is not None
+    nothing = plan_as_spp(graph, replace(two, memory=1.0), 4, links)
     assert nothing.plan is None
     assert "no plan fits: stage 0 needs" in nothing.why
     assert math.isfinite(best.rating.seconds)

@@ -16,7 +16,7 @@ from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.plan.candidates.planned_methods import PLANNED, USUAL, ActivationMemory
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.two_bw_cost import bandwidths
+from penstock.plan.stages.graph_cost import bandwidths
 from penstock.schedule.add_options import extend
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Op

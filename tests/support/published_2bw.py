@@ -6,10 +6,10 @@ import random
 from collections.abc import Iterator, Sequence
 from functools import cache
 
+from penstock.plan.planners.dapple import Block, latency
 from penstock.plan.planners.two_bw import Sized, plan_as_two_bw
 from penstock.plan.profile.layer_graph import GraphLayer, LayerEdge, LayerGraph, Way
 from penstock.plan.scale.model_shape import ModelShape
-from penstock.plan.stages.dapple_cost import Block, latency
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs, StageCost

@@ -13,10 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.plan.cluster.files import find_cluster
-from penstock.plan.scale.batch_theory import samples_at, steps_at
 from penstock.plan.scale.fastest import AXES, Rated, ScaledTraining, fastest, rate
 from penstock.plan.scale.layout_costs import Layouts, memory_of, offloads, one_layout, transfers
-from penstock.plan.scale.model_shape import ModelShape, critical_batch, family_model
+from penstock.plan.scale.model_shape import ModelShape, critical_batch, family_model, samples_at, steps_at
 from penstock.plan.scale.rules_file import read_rules
 from penstock.plan.scale.scaling_curves import BASELINE, IMPROVED
 from penstock.schedule.build import prove

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.plan.profile.from_pipedream import from_pipedream
-from penstock.plan.profile.from_piper import from_piper
+from penstock.plan.profile.other_programs import from_pipedream, from_piper
 from penstock.plan.profile.schema import Profile
 
 FOLDER = Path(__file__).parents[3] / "shared" / "data" / "profiles"

@@ -6,6 +6,9 @@ seconds do.
 
 By the clock, passes of ranks that share cores include what other ranks do in between, which the simulation counts by
 itself. So of such runs one factor on all passes and updates is fitted, with which batches take what they took.
+
+`recalibrated` makes of a profile one whose layers take what they took in a run, which is nearer for its model and
+microbatch size.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from penstock.errors import ConfigError
-from penstock.plan.measured_run import measured_batch, predicted_batch
-from penstock.plan.profile.schema import Calibration, Profile
+from penstock.plan.measured_run import RunComparison, StageTimes, measured_batch, predicted_batch
+from penstock.plan.profile.layer_graph import sizes_of
+from penstock.plan.profile.schema import Calibration, Numbers, Profile, ProfiledLayer
 from penstock.plan.run_forecast import RunSettings, profiled_devices, run_forecast
 from penstock.simulate.costs import StageCost
 from penstock.timeline import Interval, Timeline, Waiting
@@ -176,3 +181,86 @@ def _ratio(times: Mapping[str, float], own: StageCost, whole: StageCost, kinds: 
     predicted, with_messages = (sum(getattr(each, _PASSES[kind]) for kind in there) for each in (own, whole))
     took = sum(times[kind] for kind in there) - (with_messages - predicted)
     return took / predicted if predicted > 0 and took > 0 else None
+
+
+# --- from a run of the same model -------------------------------------------------------------------------------------
+
+
+def recalibrated(profile: Profile, settings: RunSettings, comparison: RunComparison, run: str) -> Profile:
+    """Return a profile whose layers take as long as those of their stage did in a run.
+
+    Where ranks share cores, whose passes take turns, all layers take longer by the factor that makes its batches as
+    long as they were.
+
+    Args:
+        profile: that was compared.
+        settings: of the run.
+        comparison: what was found.
+        run: its name, for the profile's source.
+
+    Raises:
+        ConfigError: ranks share cores, but wait for their links only.
+    """
+    profile, source = _folded(profile), f"{profile.source}; recalibrated from {run}"[:2_000]
+    if shares_cores(profile, settings):
+        factor = factor_of_batches(profile, settings, comparison.batch[1], run)
+        times = factor, factor, (factor, factor), factor
+        layers, update = [layer.with_times(*times) for layer in profile.layers], profile.update * factor
+    else:
+        layers, update = _layers_as_measured(profile, settings, comparison)
+    return profile.model_copy(update={"layers": layers, "source": source, "update": update})
+
+
+def _layers_as_measured(
+    profile: Profile, settings: RunSettings, comparison: RunComparison
+) -> tuple[list[ProfiledLayer], float]:
+    """Return layers, and what an update takes besides them, with the times of their stages."""
+    at = sizes_of(profile).index(settings.microbatch_size) if profile.microbatch_sizes else 0
+    layers, before = list(profile.layers), profile.update
+    update = min([before, *(stage.measured["STEP"] for stage in comparison.stages if "STEP" in stage.measured)])
+    ends = pairwise((0, *accumulate(settings.balance)))
+    for stage, (first, last), recomputed in zip(comparison.stages, ends, settings.recompute, strict=True):
+        forward, step = _factor(stage, "F"), _factor(stage, "STEP", (before, update))
+        for number in range(first, last):
+            layer = layers[number]
+            again = _value(layer.forward, at) if recomputed else 0.0
+            halves = [_value(numbers, at) for numbers in (layer.backward_input, layer.backward_weight)]
+            if "I" in stage.measured:
+                parts = _factor_of_part(stage, "I", halves[0], again, forward), _factor(stage, "W")
+                both = sum(halves)
+                backward = sum(f * h for f, h in zip(parts, halves, strict=True)) / both if both else 1.0
+            else:
+                backward = _factor_of_part(stage, "B", _value(layer.backward, at), again, forward)
+                parts = backward, backward
+            layers[number] = layer.with_times(forward, backward, parts, step)
+    return layers, update
+
+
+def _folded(profile: Profile) -> Profile:
+    """Return a profile whose layers take what its calibration makes of them."""
+    if (more := profile.calibration) is None:
+        return profile
+    times = more.forward, more.backward, (more.backward, more.backward), more.step
+    layers = [layer.with_times(*times) for layer in profile.layers]
+    left = Calibration(between=more.between, runs=more.runs)
+    return profile.model_copy(update={"layers": layers, "calibration": left, "update": profile.update_in_runs})
+
+
+def _factor(stage: StageTimes, kind: str, fixed: tuple[float, float] = (0.0, 0.0)) -> float:
+    """Return by what the predicted time must be multiplied, but for a part of it, given before and after."""
+    predicted, measured = stage.predicted.get(kind), stage.measured.get(kind)
+    if not predicted or not measured or predicted <= fixed[0]:
+        return 1.0
+    return max(measured - fixed[1], 0.0) / (predicted - fixed[0])
+
+
+def _factor_of_part(stage: StageTimes, kind: str, base: float, again: float, forward: float) -> float:
+    """Return the same for a backward, or a half, that takes `base` seconds and holds a forward that takes `again`."""
+    return max((base + again) * _factor(stage, kind) - again * forward, 0.0) / base if base else 1.0
+
+
+def _value(numbers: Numbers | None, at: int) -> float:
+    """Return a number at a microbatch size."""
+    if numbers is None:
+        return 0.0
+    return numbers[at] if isinstance(numbers, list) else numbers

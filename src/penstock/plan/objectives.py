@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.table import Table
 
 from penstock.checks import check_whole, in_words
 from penstock.errors import ConfigError
@@ -31,11 +34,6 @@ class Target:
     samples: float
 
     def __post_init__(self) -> None:
-        """Refuse what is no curve.
-
-        Raises:
-            ConfigError: it has no points, or a number that is not positive.
-        """
         if not self.epochs:
             raise ConfigError("the curve of epochs needs points, as in 256:10,1024:12.5")
         for batch, epochs in self.epochs.items():
@@ -175,12 +173,10 @@ def _counts(devices: Devices) -> list[int]:
 
 
 def _seconds(plan: Plan, _: int) -> float:
-    """Return the value of a plan for "throughput"."""
     return plan.seconds_per_sample
 
 
 def _trial(planning: Planning, count: int, batch: int | None, value: object) -> PlannedTrial:
-    """Return a question with its answer."""
     assert callable(value)
     plan = planning.plans[0] if planning.plans else None
     return PlannedTrial(count, batch, plan, None if plan is None else float(value(plan, count)))
@@ -241,3 +237,68 @@ def _to_target(request: PlanRequest, target: Target) -> Chosen:
 def _flat_plans(planning: Planning) -> Iterator[Plan]:
     """Yield the plans without a pipeline."""
     return (plan for plan in planning.plans if len(plan.stages) == 1)
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+_VALUES = {
+    "throughput": "s per\nsample",
+    "time-to-target": "s to\ntarget",
+    "devices": "devices",
+    "cost": "price of\n1,000,000\nsamples",
+}
+
+
+def trials_json(chosen: Chosen, tokens: int | None = None) -> dict[str, Any]:
+    """Return the trials as plain values.
+
+    Args:
+        chosen: the best plan by an objective, and all others that were asked for.
+        tokens: of a sample, to tell the price of a million of them beside "cost"; None not to.
+    """
+    return {
+        "optimized": chosen.objective,
+        "trials": [
+            {
+                "devices": trial.devices,
+                "batch": trial.batch,
+                "value": trial.value,
+                **({} if tokens is None else {"price_of_million_tokens": trial.value and trial.value / tokens}),
+                "without_pipeline": trial.flat,
+                "stages": None if trial.plan is None else len(trial.plan.stages),
+                "devices_used": None if trial.plan is None else trial.plan.devices,
+                "seconds_per_sample": None if trial.plan is None else trial.plan.seconds_per_sample,
+            }
+            for trial in chosen.trials
+        ],
+    }
+
+
+def trials_table(chosen: Chosen, tokens: int | None = None) -> Table:
+    """Return the trials, the best one marked; arguments as of `trials_json`."""
+    table = Table(title=f"objective: {chosen.objective}", title_justify="left", box=None)
+    batches = chosen.objective == "time-to-target"
+    heads = ["", "devices", *(["batch"] if batches else []), "plan", "stages", "used", "s per\nsample"]
+    heads += [_VALUES[chosen.objective]] if chosen.objective in ("cost", "time-to-target") else []
+    heads += ["without\na pipeline"] if batches else []
+    for heading in heads:
+        table.add_column(heading, justify="left" if heading in ("", "plan") else "right", no_wrap=True)
+    values = [trial.value for trial in chosen.trials if trial.value is not None]
+    for trial in chosen.trials:
+        table.add_row(*_cells(trial, chosen.objective, bool(values) and trial.value == min(values)))
+    if values and tokens is not None:
+        table.caption, table.caption_justify = f"1,000,000 tokens: {min(values) / tokens:.5g} at best", "left"
+    return table
+
+
+def _cells(trial: PlannedTrial, objective: str, best: bool) -> list[str]:
+    plan, batches = trial.plan, objective == "time-to-target"
+    cells = ["best" if best else "", str(trial.devices), *([str(trial.batch)] if batches else [])]
+    if plan is None or trial.value is None:
+        return [*cells, "none fits"]
+    cells += [plan.planner, str(len(plan.stages)), str(plan.devices), f"{plan.seconds_per_sample:.5g}"]
+    cells += [f"{trial.value:.5g}"] if objective in ("cost", "time-to-target") else []
+    if batches:
+        cells.append("none fits" if trial.flat is None else f"{trial.flat:.5g}")
+    return cells

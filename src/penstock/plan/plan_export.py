@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
 
 from penstock.byte_sizes import human_bytes
 from penstock.checks import finite_or_none
+from penstock.errors import ConfigError
 from penstock.plan.planned_timeline import planned_idle_shares
-from penstock.plan.planners.published_run import published_run
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.profile.model_in_plans import model_settings, said_of_model
+from penstock.plan.profile.schema import BY_FORMULAS, Profile
 from penstock.plan.stages.device_hierarchy import Devices, places_in_words
+from penstock.plan.stages.graph_cost import recompute_of
 from penstock.plan.stages.planned import COMPUTE, UPDATES, Plan, PlannedStage, StageRating
+
+PUBLISHED_METHODS: Mapping[str, str] = {
+    "2bw-paper": "2bw",
+    "dapple": "1f1b",
+    "dawnpiper": "1f1b",
+    "mist": "1f1b",
+    "piper": "1f1b",
+}
+"""The method of a cost function, by its name; the order of others is none of the method table, or no pipeline."""
 
 
 def planning_json(planning: Planning) -> dict[str, Any]:
@@ -44,7 +54,6 @@ def planning_json(planning: Planning) -> dict[str, Any]:
 
 
 def _plan_json(planning: Planning, plan: Plan, rank: int) -> dict[str, Any]:
-    """Return one plan."""
     sized = planning.sizes[plan.samples]
     slowest = plan.rating.slowest
     return {
@@ -191,3 +200,87 @@ def plan_file(planning: Planning) -> str:
     both = model_settings(request.profile) | settings | ({"predicted": predicted} if predicted else {})
     values = yaml.safe_dump(both, sort_keys=False, default_flow_style=None)
     return "".join(f"# {line}\n" for line in said) + values
+
+
+# --- plans by published costs -----------------------------------------------------------------------------------------
+
+
+def published_run(cost: str, plan: Plan, graph: LayerGraph, microbatches: int) -> dict[str, Any]:
+    """Return the keys of `penstock train` that run a plan.
+
+    Args:
+        cost: the function by which it is the best.
+        plan: the plan.
+        graph: of its layers, at its microbatch size.
+        microbatches: of a batch, in all pipelines.
+
+    Raises:
+        ConfigError: no run does what it says; the message tells what.
+    """
+    stages, width = plan.stages, plan.stages[0].replicas
+    parts = cost == "dapple"  # whose replicas share each microbatch
+    count, what = (plan.samples, "samples of a microbatch") if parts else (microbatches, "microbatches")
+    modes = [recompute_of(graph, stage) for stage in stages]
+    faults = {
+        f"cost {cost!r} is of an order that is no method of penstock": cost not in PUBLISHED_METHODS,
+        "its stages are no chain of layers that follow each other": not _is_chain(stages),
+        "its stages have different numbers of replicas": len({stage.replicas for stage in stages}) > 1,
+        "it spreads layers over several devices": any(stage.tensor > 1 or stage.inner for stage in stages),
+        "it swaps activations layer by layer": any("swap" in way for stage in stages for way in stage.ways),
+        "some stage recomputes a part of its layers": None in modes,
+        "only some stages divide their optimizer states": len({stage.sharded for stage in stages}) > 1,
+        f"{count} {what} cannot be divided among {width} pipelines": count % width > 0,
+    }
+    for fault, applies in faults.items():
+        if applies:
+            raise ConfigError(f"the best plan cannot be run: {fault}; --cost simulated finds plans that can")
+    found: dict[str, Any] = {"method": PUBLISHED_METHODS[cost], "stages": len(stages), "width": width}
+    if stages[0].sharded and width > 1:
+        found["sharding"] = "optimizer"
+    return found | {
+        "microbatches": microbatches if parts else microbatches // width,
+        "microbatch_size": plan.samples // width if parts else plan.samples,
+        "recompute": modes[0] if len(set(modes)) == 1 else modes,
+        "balance": [len(stage.layers) for stage in stages],
+    }
+
+
+def _is_chain(stages: Sequence[PlannedStage]) -> bool:
+    """Return whether stages hold runs of layers, one after the other, each on devices of its own."""
+    layers = [layer for stage in stages for layer in stage.layers]
+    return layers == list(range(len(layers))) and not any(stage.in_turns for stage in stages)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+_NAMED = 4  # of frozen blocks
+
+
+def model_settings(profile: Profile) -> dict[str, Any]:
+    """Return the keys of `penstock train` for the model; where it has no such model, its name, which it refuses."""
+    trained = {} if profile.freezes else dict(profile.settings)  # penstock train freezes nothing
+    return trained or {"model": {"planned": profile.name}}
+
+
+def said_of_model(profile: Profile) -> list[str]:
+    """Return what the file of a plan says of its model, its data and its optimizer."""
+    said = [f"profile: {' '.join(profile.source.split())}"] if profile.source else []
+    if profile.freezes:
+        names = [layer.name for layer in profile.layers if not layer.trained]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return [
+            *said,
+            "penstock train trains all parameters, but these blocks were planned frozen: "
+            f"{', '.join(names[:_NAMED])}{more}",
+            "divide the model in Python, with requires_grad_(False) on their parameters",
+        ]
+    if not profile.settings:
+        return [
+            *said,
+            "penstock train does not know the model: set model.layers, model.width, .. of a GPT with as many blocks as",
+            "balance adds up to; or divide blocks of your own in Python; data and optimizer are yours to set, too",
+        ]
+    if profile.source.startswith(BY_FORMULAS):
+        return [*said, "for the model whose shape was planned; data and optimizer are yours to set"]
+    return [*said, "for the model, the data and the optimizer that were profiled"]

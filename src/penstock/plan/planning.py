@@ -8,29 +8,58 @@ from dataclasses import dataclass, field, replace
 
 from penstock.checks import check_whole, did_you_mean, in_words
 from penstock.errors import CapabilityError, ConfigError
-from penstock.plan.any_links.device_order import Floats, link_matrix, ordered_links
-from penstock.plan.any_links.spp import plan_as_spp
-from penstock.plan.any_links.spp_cost import SppCost
 from penstock.plan.candidates.planned_methods import METHODS, SEARCHED
-from penstock.plan.planners.pipedream import Choices, plan_as_pipedream, plan_for_pipedream_cost
-from penstock.plan.planners.two_bw import Sized, plan_as_two_bw
-from penstock.plan.planners.two_bw_unequal_stages import plan_for_two_bw_cost
-from penstock.plan.profile.layer_graph import layer_graph, sizes_of
+from penstock.plan.planners.bapipe import BaPipeCost, plan_as_bapipe, plan_for_bapipe_cost
+from penstock.plan.planners.dapple import DappleCost, plan_as_dapple, plan_for_dapple_cost
+from penstock.plan.planners.dawnpiper import DawnPiperCost, plan_as_dawnpiper, plan_for_dawnpiper_cost
+from penstock.plan.planners.graphpipe import GraphPipeCost, plan_as_graphpipe, plan_for_graphpipe_cost
+from penstock.plan.planners.mist import MistCost, plan_as_mist
+from penstock.plan.planners.pase import PaseCost, plan_as_pase
+from penstock.plan.planners.pipedream import Choices, PipeDreamCost, plan_as_pipedream, plan_for_pipedream_cost
+from penstock.plan.planners.piper import PiperCost, plan_as_piper, plan_for_piper_cost
+from penstock.plan.planners.spp import SppCost, plan_as_spp
+from penstock.plan.planners.two_bw import Sized, TwoBwCost, plan_as_two_bw, plan_for_two_bw_cost
+from penstock.plan.profile.layer_graph import LayerGraph, layer_graph, sizes_of
 from penstock.plan.profile.schema import Profile
-from penstock.plan.published_planners import AS_PUBLISHED, BEST_FOR_COST, RATERS
 from penstock.plan.run_forecast import stages_decide
 from penstock.plan.shared_links import with_shared_links
 from penstock.plan.simulated.candidate_trial import NAME as SIMULATED
-from penstock.plan.simulated.nearest_fit import NEAREST
 from penstock.plan.simulated.plan_search import simulated_plans
+from penstock.plan.simulated.search_report import NEAREST
 from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.pipedream_cost import PipeDreamCost
+from penstock.plan.stages.graph_cost import GraphCost
+from penstock.plan.stages.layer_row import Floats
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Skipped
 
 _PUBLISHED = ("pipedream", "dapple", "spp", "graphpipe", "piper", "mist", "bapipe", "dawnpiper", "pase", "2bw-paper")
 PLANNERS = ("default", *_PUBLISHED)
 COSTS = (*_PUBLISHED, SIMULATED)
 MICROBATCHES = 32  # per batch, where neither the profile nor the caller says
+
+GraphPlanner = Callable[[LayerGraph, Devices, int], Search]
+"""Plans a graph on devices, for so many microbatches per batch."""
+
+_AS_PUBLISHED: Mapping[str, GraphPlanner] = {
+    "dapple": plan_as_dapple,
+    "graphpipe": plan_as_graphpipe,
+    "piper": plan_as_piper,
+    "mist": plan_as_mist,
+    "bapipe": plan_as_bapipe,
+    "dawnpiper": plan_as_dawnpiper,
+    "pase": plan_as_pase,
+}
+_BEST_FOR_COST: Mapping[str, GraphPlanner] = {  # for the planner "default"; some published ones are the best already
+    **_AS_PUBLISHED,
+    "dapple": plan_for_dapple_cost,
+    "graphpipe": plan_for_graphpipe_cost,
+    "piper": plan_for_piper_cost,
+    "bapipe": plan_for_bapipe_cost,
+    "dawnpiper": plan_for_dawnpiper_cost,
+}
+_RATERS: Mapping[str, type[GraphCost]] = {
+    cost.name: cost
+    for cost in (DappleCost, GraphPipeCost, PiperCost, MistCost, BaPipeCost, DawnPiperCost, PaseCost, TwoBwCost)
+}
 
 
 @dataclass(frozen=True)
@@ -246,10 +275,11 @@ def _rate(cost: str, stages: tuple[PlannedStage, ...], sized: Sized, request: Pl
     """Return what a cost function says of stages; None if it knows no such plans."""
     if cost == SIMULATED:
         return None
-    levels = len(request.devices.levels)
+    problem = sized.graph, request.devices, sized.microbatches
     if cost == "pipedream":
-        known = all(stage.tensor == 1 for stage in stages) and (levels == 1 or all(stage.inner for stage in stages))
-        return PipeDreamCost(sized.graph, request.devices, request.choices.compression).rate(stages) if known else None
+        deep = len(request.devices.levels) > 1
+        known = all(stage.tensor == 1 and (stage.inner or not deep) for stage in stages)
+        return PipeDreamCost(*problem, request.choices.compression).rate(stages) if known else None
     if any(stage.inner for stage in stages):
         return None
     if len(stages) > 1 and (cost == "pase") != stages[0].in_turns:
@@ -257,10 +287,7 @@ def _rate(cost: str, stages: tuple[PlannedStage, ...], sized: Sized, request: Pl
     if cost == "spp" and request.cost != "spp":
         return None  # ordering the devices takes long
     try:
-        if cost == "spp":
-            memory, links = request.devices.memory, ordered_links(_links(request))
-            return SppCost(sized.graph, links, memory, sized.microbatches).rate(stages)
-        return RATERS[cost](sized.graph, request.devices, sized.microbatches).rate(stages)
+        return (SppCost(*problem, request.links) if cost == "spp" else _RATERS[cost](*problem)).rate(stages)
     except ConfigError:  # a layer has no way with the tensor degree of its stage, or no forward apart from its backward
         return None
 
@@ -280,34 +307,16 @@ def _each(sizes: Mapping[int, Sized], search: Callable[[Sized], Search], why: st
 
 def _search(name: str, request: PlanRequest, sizes: Mapping[int, Sized]) -> Search:
     """Search with a planner; "default" takes the best search for the cost function."""
-    devices, cost = request.devices, request.cost
-    named, searches = (cost, BEST_FOR_COST) if name == "default" else (name, AS_PUBLISHED)
-    if (search := searches.get(named or "")) is not None:
-        return _each(sizes, lambda each: search(each.graph, devices, each.microbatches))
+    devices, default = request.devices, name == "default"
+    named = request.cost if default else name
+    if named == "2bw-paper":
+        return (
+            plan_for_two_bw_cost(sizes, devices) if default else plan_as_two_bw(sizes, devices, request.cost or named)
+        )
     if named == "pipedream":
-        best = plan_for_pipedream_cost if name == "default" else plan_as_pipedream
-        return _each(sizes, lambda each: best(each.graph, devices, request.choices))
+        pipedream = plan_for_pipedream_cost if default else plan_as_pipedream
+        return _each(sizes, lambda each: pipedream(each.graph, devices, request.choices))
     if named == "spp":
-        return _spp(request, sizes)
-    if name == "default":
-        return plan_for_two_bw_cost(sizes, devices)
-    return plan_as_two_bw(sizes, devices, "piper" if cost == "piper" else "2bw-paper")
-
-
-def _spp(request: PlanRequest, sizes: Mapping[int, Sized]) -> Search:
-    """Search as SPP does, with links of each pair of devices."""
-    links, memory = _links(request), request.devices.memory
-    return _each(sizes, lambda each: plan_as_spp(each.graph, links, memory, each.microbatches))
-
-
-def _links(request: PlanRequest) -> Floats:
-    """Return the bandwidths of all pairs of devices.
-
-    Raises:
-        ConfigError: they are those of another number of devices.
-    """
-    if request.links is None:
-        return link_matrix(request.devices)
-    if len(request.links) != request.devices.count:
-        raise ConfigError(f"the matrix of links is that of {len(request.links)} devices, not {request.devices.count}")
-    return request.links
+        return _each(sizes, lambda each: plan_as_spp(each.graph, devices, each.microbatches, request.links))
+    search = (_BEST_FOR_COST if default else _AS_PUBLISHED)[named or ""]
+    return _each(sizes, lambda each: search(each.graph, devices, each.microbatches))

@@ -79,7 +79,6 @@ class RunSettings:
 
     @property
     def numbers(self) -> RankNumbers:
-        """The numbers of its ranks."""
         return RankNumbers(self.width, self.stages, self.rank_order)
 
 
@@ -166,11 +165,7 @@ def _ranks_of_stages(schedule: Schedule) -> list[list[int]]:
 
 
 def _costs(schedule: Schedule, graph: LayerGraph, settings: RunSettings, devices: Devices) -> Costs:
-    """Return the times of stages and messages.
-
-    Raises:
-        ConfigError: backwards come in halves, which the profile does not know.
-    """
+    """Return the times of stages and messages."""
     chain, cuts = BlockChain(graph, 2.0), np.array([0, *accumulate(settings.balance)])
     halved = bool(schedule.operations & {Op.I, Op.W})
     passes = chain.halved if halved else chain.passes

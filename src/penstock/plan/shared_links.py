@@ -139,7 +139,6 @@ def _later(stage: StageRating, seconds: float, depth: int) -> StageRating:
 
 
 def _settings(plan: Plan) -> RunSettings:
-    """Return the settings of the run of a plan."""
     keys = plan.settings
     balance = tuple(keys["balance"])
     modes = keys["recompute"]

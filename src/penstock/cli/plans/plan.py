@@ -127,11 +127,11 @@ def _check_options(
     Raises:
         ConfigError: they do not.
     """
-    from penstock.plan.planners.published_run import METHODS
+    from penstock.plan.plan_export import PUBLISHED_METHODS
 
     cost = request.cost
 
-    if out is not None and cost not in ("simulated", *METHODS):
+    if out is not None and cost not in ("simulated", *PUBLISHED_METHODS):
         raise ConfigError(f"--out takes plans that can be run; those by cost {cost!r} cannot, use --cost simulated")
     if timeline is not None and cost != "simulated":
         raise ConfigError(
@@ -164,7 +164,7 @@ def _print_answer(chosen: Any, what_if: bool, as_json: bool) -> None:
     """Print plans and what was asked for them; as JSON also what more of each resource would bring."""
     from penstock.cli.plans.plan_tables import planning_tables
     from penstock.cli.plans.profile_of_model import tokens_of_sample
-    from penstock.plan.objective_trials_report import trials_json, trials_table
+    from penstock.plan.objectives import trials_json, trials_table
     from penstock.plan.plan_export import planning_json
     from penstock.plan.planned_timeline import what_would_help
     from penstock.view.tables import table_console

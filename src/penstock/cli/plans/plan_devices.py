@@ -70,7 +70,7 @@ def link_matrix_of(path: Path | None, planner: str) -> Any:
     Raises:
         ConfigError: it cannot be read, is none, or no planner takes it.
     """
-    from penstock.plan.any_links.device_order import checked_links
+    from penstock.plan.planners.spp import checked_links
     from penstock.yaml_file import numbers_in, read_yaml
 
     if path is None:
@@ -151,7 +151,7 @@ def _of_clusters(clusters: Sequence[Cluster], devices: str) -> tuple[Any, list[i
     Raises:
         ConfigError: there is not one number for each.
     """
-    from penstock.plan.cluster.several_clusters import devices_of_clusters
+    from penstock.plan.cluster.schema import devices_of_clusters
 
     counts = [whole_numbers("--devices, with --cluster,", part) for part in devices.split("+")]
     if any(len(numbers) > 1 for numbers in counts):

@@ -11,8 +11,8 @@ from rich.text import Text
 from penstock.byte_sizes import human_bytes
 from penstock.cli.plans.memory_table import memory_table
 from penstock.cli.plans.terminal_width_table import FittedTable
-from penstock.plan.memory_knobs.dawnpiper_cost import SWAP
 from penstock.plan.plan_export import said_of_host, said_of_servers
+from penstock.plan.planners.dawnpiper import SWAP
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import places_in_words

@@ -52,10 +52,9 @@ def predicted(
 
     For example: penstock predicted runs/2026-07-01-120000-2bw --profile blocks.yaml --calibrated better.yaml
     """
-    from penstock.plan.calibration import calibrated, measured_passes
+    from penstock.plan.calibration import calibrated, measured_passes, recalibrated
     from penstock.plan.measured_run import compare_with_run
     from penstock.plan.profile.files import read_profile
-    from penstock.plan.recalibration import recalibrated
     from penstock.runtime.rank.timeline_files import read_timeline
     from penstock.train.config.load import load_config
 

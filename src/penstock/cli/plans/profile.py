@@ -197,9 +197,8 @@ def _read(file: Path, source: str | None, name: str | None) -> Any:
         ConfigError: it is none.
     """
     from penstock.plan.profile.files import parse_profile, read_profile_text
-    from penstock.plan.profile.from_pipedream import from_pipedream
-    from penstock.plan.profile.from_piper import from_piper
     from penstock.plan.profile.layer_graph import layer_graph, sizes_of
+    from penstock.plan.profile.other_programs import from_pipedream, from_piper
 
     readers = {"pipedream": from_pipedream, "piper": from_piper}
     if source is not None and source not in readers:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.plan.profile.layer_graph import LayerGraph
+from penstock.plan.stages.layer_row import between, running_sums
 from penstock.simulate.memory.held import HeldKind
 
 Floats = npt.NDArray[np.float64]
@@ -64,20 +65,23 @@ class BlockChain:
     def __init__(self, graph: LayerGraph, optimizer_copies: float) -> None:
         layers = graph.layers
         self.blocks = len(layers)
-        forward = _sums([layer.forward or 0.0 for layer in layers])
-        backward = _sums([layer.seconds - (layer.forward or 0.0) for layer in layers])
+        forward = running_sums([layer.forward or 0.0 for layer in layers])
+        backward = running_sums([layer.seconds - (layer.forward or 0.0) for layer in layers])
         self.passes = PassSums(forward, backward, np.zeros(self.blocks + 1))
         halves = [layer.halves for layer in layers if layer.halves is not None]
         known = len(halves) == self.blocks
-        self.halved = PassSums(forward, *(_sums([h[n] for h in halves]) for n in (0, 1))) if known else None
-        self.steps = _sums([layer.step for layer in layers])
-        self.parameters = between(_sums([layer.parameters for layer in layers]))
-        self.buffer = between(_sums([layer.buffer for layer in layers]))
+        self.halved = PassSums(forward, *(running_sums([h[n] for h in halves]) for n in (0, 1))) if known else None
+        self.steps = running_sums([layer.step for layer in layers])
+        self.parameters = between(running_sums([layer.parameters for layer in layers]))
+        self.buffer = between(running_sums([layer.buffer for layer in layers]))
         self.low_precision = any(layer.whole is not None for layer in layers)
         whole = [layer.buffer if layer.whole is None else layer.whole for layer in layers]
-        self.whole, self.frozen = between(_sums(whole)), between(_sums([layer.frozen for layer in layers]))
+        self.whole, self.frozen = (
+            between(running_sums(whole)),
+            between(running_sums([layer.frozen for layer in layers])),
+        )
         updated = [layer.has_update for layer in layers]
-        self.updates, self._not_updated = (between(_sums(updated)) > 0).astype(float), updated.count(False)
+        self.updates, self._not_updated = (between(running_sums(updated)) > 0).astype(float), updated.count(False)
         self.crossing, self.returning = np.zeros((2, self.blocks + 1))
         for edge in graph.edges:
             self.crossing[edge.source + 1 : edge.target + 1] += edge.bytes
@@ -86,7 +90,7 @@ class BlockChain:
             optimizer_copies * size if layer.optimizer is None else layer.optimizer
             for layer, size in zip(layers, whole, strict=True)
         ])  # fmt: skip
-        optimizer, nothing = between(_sums(states)), np.zeros(self.blocks + 1)
+        optimizer, nothing = between(running_sums(states)), np.zeros(self.blocks + 1)
         largest = _most_of(np.array(whole), nothing)
         of_one = [
             1.0 if not size or layer.largest is None else min(layer.largest / size, 1.0)
@@ -127,13 +131,13 @@ class BlockChain:
         layers, shape = graph.layers, (self.blocks + 1, self.blocks + 1)
         stored = np.array([layer.stored for layer in layers])
         self.movable = all(layer.movable is not None for layer in layers)
-        inputs = _sums([
+        inputs = running_sums([
             layer.data + sum(edge.bytes for edge in edges) for layer, edges in zip(layers, graph.inputs, strict=True)
         ])  # fmt: skip
-        shared = _sums([layer.shared for layer in layers])
+        shared = running_sums([layer.shared for layer in layers])
         self.own_graphs = np.maximum(stored - np.diff(shared), 0.0)
-        graphs = between(_sums(stored)) - _inside(shared)
-        late = between(_sums([layer.halves[2] if layer.halves else 0.0 for layer in layers]))
+        graphs = between(running_sums(stored)) - _inside(shared)
+        late = between(running_sums([layer.halves[2] if layer.halves else 0.0 for layer in layers]))
         forward, backward = _most_of(inputs[:-1] + stored, inputs), _most_of(inputs[1:] + stored, inputs)
         sizes = {
             HeldKind.GRAPH: graphs,
@@ -144,23 +148,13 @@ class BlockChain:
             HeldKind.GRADIENT: np.broadcast_to(self.returning[:, None], shape),
         }
         if self.movable:
-            alone, more = (_sums([(layer.movable or (0.0, 0.0))[n] for layer in layers]) for n in (0, 1))
+            alone, more = (running_sums([(layer.movable or (0.0, 0.0))[n] for layer in layers]) for n in (0, 1))
             sizes[HeldKind.MOVED] = between(alone) + _inside(more)
             sizes[HeldKind.LEFT] = graphs - sizes[HeldKind.MOVED]
         if halves_known:
             sizes[HeldKind.HALVED], sizes[HeldKind.FORWARD_HALVED], sizes[HeldKind.LATE] = graphs, forward, late
             sizes[HeldKind.BACKWARD_HALVED] = np.maximum(backward, late)
         return sizes
-
-
-def _sums(values: npt.ArrayLike) -> Floats:
-    """Return sums of the first 0, 1, .. values."""
-    return np.concatenate(([0.0], np.cumsum(values)))
-
-
-def between(sums: Floats) -> Floats:
-    """Return sums between two cuts."""
-    return sums[None, :] - sums[:, None]
 
 
 def _inside(sums: Floats) -> Floats:

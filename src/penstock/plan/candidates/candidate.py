@@ -13,8 +13,7 @@ from penstock.plan.candidates.block_chain import BlockChain, Floats, PassSums
 from penstock.plan.candidates.device_choice import Placement
 from penstock.plan.candidates.planned_methods import PlannedMethod
 from penstock.plan.candidates.schedule_cache import ScheduleKey
-from penstock.plan.cluster.rank_links import RankLinks, rank_links
-from penstock.plan.cluster.sum_times import around_a_ring
+from penstock.plan.cluster.rank_links import RankLinks, around_a_ring, rank_links
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import Skipped
@@ -200,7 +199,6 @@ class Candidate:
         return sum(sums) if self.method.chunks == 1 else sums[0]
 
     def __str__(self) -> str:
-        """Return it in words."""
         size = f", microbatch {self.sized.samples}" if self.sized.samples > 1 else ""
         shards = "" if self.sharding == "none" else f", sharded {self.sharding}"
         away = ", optimizer on the host" * self.away + ", activations on the host" * self.offloads

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise, product
@@ -13,13 +13,15 @@ import numpy.typing as npt
 from penstock.plan.candidates.block_chain import BlockChain, Floats, PassSums
 from penstock.plan.candidates.candidate import Candidate, NoPlanError
 from penstock.plan.candidates.candidate_bounds import RankWork, least_of_ranks
-from penstock.plan.candidates.planned_methods import ActivationMemory
+from penstock.plan.candidates.planned_methods import SEARCHED, ActivationMemory
 from penstock.plan.candidates.rank_memory import Cuts
 from penstock.plan.candidates.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.planned import COPIES, CORES, LINKS, SUMS
 from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.held import HeldKind
+from penstock.simulate.option_choice.order_options_from_costs import with_search_options
 from penstock.simulate.sharding_traffic import Network
 
 _SAME = 1e-3  # by how much the times of rounds of microbatches may differ
@@ -228,3 +230,84 @@ class CandidateTimes:
         together = float((of.microbatches * busy + step).sum()) / of.cores(self._devices)
         least = max(float(least_of_ranks(of, work, ranks).max()), *lanes)
         return max(least + sums if of.method.flushes else sums, least, together)
+
+
+# --- what ranks wait for ----------------------------------------------------------------------------------------------
+
+
+def waiting_times(times: CandidateTimes, cuts: Cuts, activations: Sequence[ActivationMemory]) -> dict[str, float]:
+    """Return the seconds of a batch that ranks spend for each cause beside their own work; 0 where it is not known.
+
+    One after the other takes no time: messages, sums and gathers of parallel pipelines, copies to the host, and the
+    work of other ranks on the same cores. So what one cause adds, by which a batch would be shorter, is the same for
+    all ranks. Where several would each delay a batch alone, as a link that is as busy as the sums beside it, the last
+    one counts.
+
+    Args:
+        times: of the configuration.
+        cuts: where stages begin, and where the last one ends.
+        activations: what each rank does with them.
+    """
+    steps = list(_freed(times, cuts, activations))
+    names, costs = [name for name, _ in steps[1:]], [each for _, each in steps]
+    try:
+        batches = times.batch_times_at(costs, [times.schedule(activations)] * len(costs))
+    except NoPlanError:  # rounds of microbatches that are not played differ
+        return dict.fromkeys(names, 0.0)
+    least = np.minimum.accumulate(batches)
+    return dict(zip(names, (least[:-1] - least[1:]).tolist(), strict=True))
+
+
+def _freed(times: CandidateTimes, cuts: Cuts, activations: Sequence[ActivationMemory]) -> Iterator[tuple[str, Costs]]:
+    """Yield the costs as they are, and then without what each cause takes, one cause after the other."""
+    of, where = times.of, np.array(cuts)
+    now = times.costs(where, activations)
+    yield "", now
+    if of.depth > 1:
+        now = replace(times.without_message_work().costs(where, activations), transfer=0.0, latency=0.0, decision=None)
+        yield LINKS, now
+    if of.width > 1:
+        now = replace(now, collective=0.0, network=None)
+        yield SUMS, now
+    if of.offloads:
+        now = replace(now, stages=tuple(replace(stage, copy=0.0) for stage in now.stages))
+        yield COPIES, now
+    if now.cores is not None:
+        yield CORES, replace(now, cores=None)
+
+
+# --- orders that are searched for times -------------------------------------------------------------------------------
+
+
+_MOST_SEARCHED = 1 << 9  # forwards of a batch for which an order is searched, which takes about a second
+
+
+def searched_for(base: Candidate, chain: BlockChain, devices: Devices, known: KnownSchedules) -> Iterator[Candidate]:
+    """Yield the same configuration with orders searched for its times: ZB-2p, and with a limit of memory down to ZB-1p.
+
+    With a limit the microbatches in flight become fewer by a quarter of the ranks at a time. A search knows one time
+    for each kind of pass, the mean over ranks, of blocks that are not recomputed; messages are those of even cuts.
+
+    Args:
+        base: with the depth, width and microbatch size to take.
+        chain: its blocks.
+        devices: to plan for.
+        known: schedules of other candidates.
+
+    Raises:
+        NoPlanError: the halves of backwards are not known, or it has too many passes.
+    """
+    of = replace(base, method=SEARCHED, sharding="none", away=False, offloads=False)
+    if chain.halved is None:
+        raise NoPlanError(of, "the profile does not tell the halves of backwards of every layer apart")
+    if of.passes > _MOST_SEARCHED:
+        raise NoPlanError(of, f"{of.passes:,} passes are too many to search an order for them here ({_MOST_SEARCHED})")
+    cuts = np.linspace(0, chain.blocks, of.depth + 1).astype(int)
+    costs = CandidateTimes(of, chain, devices, known).costs(cuts, [ActivationMemory.KEPT] * of.depth)
+    costs = replace(costs, latency=tuple(each + costs.transfer for each in costs.latencies(of.depth)), transfer=0.0)
+    times = with_search_options(SEARCHED.row, None, {}, costs, of.depth)
+    sharding = "none" if base.sharding == "none" else "gradients"  # as others with one stage on each rank
+    most, step = 2 * of.depth, -(-of.depth // 4)
+    for limit in (most,) if devices.memory is None else (*range(most, of.depth, -step), of.depth):
+        method = SEARCHED._replace(searched=tuple({**times, "limit": limit}.items()))
+        yield replace(of, method=method, sharding=sharding)

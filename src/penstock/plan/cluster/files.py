@@ -26,7 +26,6 @@ _MOST_FAULTS = 8  # that a message lists
 
 
 def preset_names() -> tuple[str, ...]:
-    """Return the names of the presets."""
     return tuple(sorted(_presets()))
 
 

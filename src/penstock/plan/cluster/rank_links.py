@@ -2,22 +2,75 @@
 
 Ranks lie on devices in the order of their numbers, so that those that follow each other are on one server; of devices
 that differ each rank lies on the next one of its kind. A message takes the link of the innermost level that holds both
-devices, and a sum over the replicas of a stage goes round them in the order of the pipelines, or level by level
-(`penstock.plan.cluster.sum_times`).
+devices.
+
+A sum over the replicas of a stage goes round them in the order of the pipelines, or level by level of the devices. A
+reduce-scatter takes as long as an all-gather, and a sum as both. Around a ring of n devices each takes n - 1 steps, in
+which every device sends the nth part of the bytes to the next one. Level by level the g devices of a server first
+divide the bytes among them, then each divides its part with those of the s - 1 other servers that have the same, and
+so on:
+
+    ring            (n - 1) (l + P / (n B)), with the longest latency l and the slowest link B on its way
+    hierarchical    (g - 1) (l + P / (g B)) within servers + (s - 1) (l' + P / (g s B')) between them
+
+So the second never takes longer: with the same l and B everywhere both send as many bytes, in fewer steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.cluster.sum_times import ScatterTime, around_a_ring, level_by_level
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.schedule.ir.rank_numbers import RankNumbers
 from penstock.schedule.machine.message_lanes import Latency
+
+Places = npt.NDArray[np.int_]
+
+
+class ScatterTime(NamedTuple):
+    """Seconds of a reduce-scatter or an all-gather.
+
+    Attributes:
+        latency: whatever is sent.
+        per_byte: more for each byte of all shards together.
+    """
+
+    latency: float
+    per_byte: float
+
+    def of(self, nbytes: float) -> float:
+        """Return those of so many bytes."""
+        return self.latency + nbytes * self.per_byte
+
+
+def around_a_ring(members: int, latency: float, bandwidth: float) -> ScatterTime:
+    """Return what it takes around a ring with this longest latency and slowest link."""
+    return ScatterTime((members - 1) * latency, (members - 1) / members / bandwidth)
+
+
+def level_by_level(devices: Devices, places: Places) -> ScatterTime | None:
+    """Return what it takes level by level; None if servers hold different numbers of the replicas.
+
+    Args:
+        devices: in levels.
+        places: the devices of the replicas.
+    """
+    parts, latency, per_byte, units = 1, 0.0, 0.0, places
+    for level, of_level in zip(devices.levels, devices.latencies, strict=True):
+        units, counts = np.unique(units // level.units, return_counts=True)
+        members = int(counts[0])
+        if (counts != members).any():
+            return None
+        parts *= members
+        latency += (members - 1) * of_level
+        per_byte += (members - 1) / parts / level.bandwidth
+    return ScatterTime(latency, per_byte)
+
 
 Floats = npt.NDArray[np.float64]
 _KNOWN = 1 << 12  # links of runs that are kept

@@ -1,7 +1,13 @@
-"""Piper's planner: stages with data and tensor degrees of their own and a way to execute each layer, under a memory
-limit.
+"""Piper's planner: stages with data and tensor degrees of their own and a way to execute each layer, in a memory limit.
 
-Tarnawski et al., NeurIPS 2021, sec. 4. The program runs over prefixes from the last stage to the first: G[p, s] is
+The cost function (Tarnawski et al., NeurIPS 2021, sec. 3), as its authors released it (`algo.cpp`): a plan is as slow
+as its busiest device, per microbatch ("sample"). A stage with data degree d and tensor degree t takes compute / d, plus
+the bytes of its edges to other stages, twice (activation and gradient), with what the shards gather and scatter for
+them, over d B, plus 4 (d - 1) P / (d N B) to add up P bytes of parameters once in N microbatches. A device holds
+`memory` of all layers, and `memory_per_microbatch` of ceil(s / d) microbatches, where s adds up the data degrees of
+this stage and those behind it.
+
+The program (sec. 4) runs over prefixes from the last stage to the first: G[p, s] is
 the least number of devices for the layers behind the prefix p if every stage takes at most T and the data degrees add
 up to s at most; s says how many microbatches are in flight. The least T for which the devices suffice is found by
 bisection, which needs no dimension for their number. Its answer is exact: a stage's knapsack enters with its lower
@@ -18,18 +24,63 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.byte_sizes import human_bytes
+from penstock.checks import check_whole
 from penstock.errors import ConfigError
-from penstock.plan.planners.piper_tables import EndTable, Floats, StageTables
+from penstock.plan.planners.piper_tables import EndTable, StageTables
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.layer_ideals import PrefixFamily, frontier_prefixes, ordered_prefixes
-from penstock.plan.stages.piper_cost import PiperCost
-from penstock.plan.stages.planned import Plan, PlannedStage, Search
-from penstock.plan.stages.prefix_pruning import useful_prefixes
+from penstock.plan.stages.graph_cost import GraphCost, held, homes_of
+from penstock.plan.stages.layer_row import Floats
+from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, StageRating
+from penstock.plan.stages.prefixes import PrefixFamily, fewer_prefixes, useful_prefixes
 
 MOST_PREFIXES = 5_000
 _MOST_SECONDS = 60.0  # to bring bounds together
 _CLOSE = 1e-7  # relative: the bisection ends, and what is left is proven
+
+
+@dataclass(frozen=True)
+class PiperCost(GraphCost):
+    """Rates plans of a graph. Of links the slowest level counts, as Piper knows one bandwidth."""
+
+    name = "piper"
+
+    def __post_init__(self) -> None:
+        check_whole("microbatches", self.microbatches, 1, 1 << 20)
+
+    def rate(self, stages: tuple[PlannedStage, ...]) -> Rating:
+        """Return what a plan costs; replicas whose number does not divide N do not fit."""
+        homes = homes_of(stages)
+        ratings, faults = [], list[str]()
+        ahead = sum(stage.replicas for stage in stages)
+        if ahead > self.microbatches:
+            faults.append(f"its data degrees add up to {ahead}, more than {self.microbatches} microbatches")
+        for at, stage in enumerate(stages):
+            if self.microbatches % stage.replicas:
+                faults.append(f"stage {at}: {stage.replicas} replicas do not divide {self.microbatches} microbatches")
+            in_flight = -(-ahead // stage.replicas)
+            ahead -= stage.replicas
+            ratings.append(self._stage(stage, at, homes, in_flight))
+        used = sum(stage.devices for stage in stages)
+        return self.rating(ratings, used, lambda: max(rating.seconds for rating in ratings), faults)
+
+    def _stage(self, stage: PlannedStage, at: int, homes: dict[int, int], in_flight: int) -> StageRating:
+        edges, ways = 0.0, self.ways(stage)
+        for number, way in zip(stage.layers, ways, strict=True):
+            for edge in self.graph.inputs[number]:
+                if homes[edge.source] != at:
+                    edges += 2 * (edge.bytes + way.sync_in.get(edge.source, 0.0))
+            for edge in self.graph.readers[number]:
+                if homes[edge.target] != at:
+                    edges += 2 * (edge.bytes + way.sync_out.get(edge.target, 0.0))
+        compute, parameters = sum(way.seconds for way in ways), sum(way.parameters for way in ways)
+        d, bandwidth = stage.replicas, self.devices.bandwidth
+        parts = {
+            "compute": compute / d,
+            "links": edges / d / bandwidth,
+            "gradient sums": 4 * (d - 1) * parameters / d / self.microbatches / bandwidth,
+        }
+        return StageRating(sum(parts.values()), parts, held(ways, in_flight))
 
 
 def plan_as_piper(graph: LayerGraph, devices: Devices, microbatches: int) -> Search:
@@ -49,7 +100,7 @@ def plan_as_piper(graph: LayerGraph, devices: Devices, microbatches: int) -> Sea
             f"planner piper: the graph has more than {MOST_PREFIXES:,} prefixes, too many for its dynamic program; "
             "merge layers of parallel branches, or use the default planner, which then cuts along fewer of them"
         )
-    return _search("piper", graph, sets, devices, microbatches, ())
+    return _search("piper", PiperCost(graph, devices, microbatches), sets)
 
 
 def _prefixes(graph: LayerGraph) -> tuple[int, ...] | None:
@@ -66,27 +117,13 @@ def _prefixes(graph: LayerGraph) -> tuple[int, ...] | None:
 
 def plan_for_piper_cost(graph: LayerGraph, devices: Devices, microbatches: int) -> Search:
     """Return the same plan as `plan_as_piper`, or, of a graph with too many prefixes, one along some of them."""
-    sets, notes = _prefixes(graph), list[str]()
-    if sets is None:
-        sets = frontier_prefixes(graph, MOST_PREFIXES // 4)
-        notes.append("not every cut was looked at: the graph has too many branches")
-    if sets is None:
-        sets = ordered_prefixes(graph)
-        notes.append("cuts are along one topological order")
-    return _search("default", graph, sets, devices, microbatches, tuple(notes))
+    every = _prefixes(graph)
+    sets, notes = fewer_prefixes(graph, MOST_PREFIXES // 4) if every is None else (every, ())
+    return _search("default", PiperCost(graph, devices, microbatches), sets, notes)
 
 
-def _search(
-    planner: str,
-    graph: LayerGraph,
-    sets: tuple[int, ...],
-    devices: Devices,
-    microbatches: int,
-    notes: tuple[str, ...],
-) -> Search:
-    """Run the program on some prefixes."""
-    cost = PiperCost(graph, devices, microbatches)
-    program = _SuffixProgram(graph, PrefixFamily(sets, len(graph.layers)), devices, microbatches)
+def _search(planner: str, cost: PiperCost, sets: tuple[int, ...], notes: tuple[str, ...] = ()) -> Search:
+    program = _SuffixProgram(cost, PrefixFamily(sets, len(cost.graph.layers)))
     stages = program.solve()
     if stages is None:
         return Search(None, why=program.why())
@@ -103,7 +140,6 @@ class _Degree:
 
     @property
     def devices(self) -> int:
-        """All of a stage's."""
         return self.tensor * self.data
 
 
@@ -127,7 +163,8 @@ class _Found(NamedTuple):
 class _SuffixProgram:
     """The dynamic program, for one graph and one set of devices."""
 
-    def __init__(self, graph: LayerGraph, family: PrefixFamily, devices: Devices, microbatches: int) -> None:
+    def __init__(self, cost: PiperCost, family: PrefixFamily) -> None:
+        graph, devices, microbatches = cost.graph, cost.devices, cost.microbatches
         self._graph, self._family, self._devices = graph, family, devices
         self._most = min(microbatches, devices.count)
         data = [d for d in range(1, self._most + 1) if microbatches % d == 0]
@@ -140,7 +177,6 @@ class _SuffixProgram:
         self.notes: tuple[str, ...] = ()
 
     def solve(self) -> tuple[PlannedStage, ...] | None:
-        """Return the best plan; None if none fits."""
         best = self._bisected()
         if best is None:
             return None
@@ -202,7 +238,6 @@ class _SuffixProgram:
         return found
 
     def _degrees_of(self, table: EndTable) -> list[_Degree]:
-        """Return the degrees that a table is for."""
         return [d for d in self._degrees[table.tensor] if table.parameters is not None or d.price == table.price]
 
     def _least(self, limit: float, lower: bool) -> Floats:
@@ -222,9 +257,8 @@ class _SuffixProgram:
                 data = np.array([degree.data for degree in degrees])
                 usable = highest >= data[None, :]
                 always = highest >= self._most
-                usable &= (
-                    np.cumsum(always, axis=1) - always == 0
-                )  # more replicas than those that always suffice are of no use
+                # more replicas than those that always suffice are of no use
+                usable &= np.cumsum(always, axis=1) - always == 0
                 rows, which = np.nonzero(usable)
                 if not len(rows):
                     continue
@@ -276,7 +310,6 @@ class _SuffixProgram:
         return tuple(found)
 
     def why(self) -> str:
-        """Return why there is no plan."""
         memory = self._devices.memory
         layers = self._graph.layers
         if memory is not None:

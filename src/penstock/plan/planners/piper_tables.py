@@ -15,10 +15,10 @@ import numpy.typing as npt
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import LayerGraph, Way
 from penstock.plan.stages.graph_cost import TOLERANCE
-from penstock.plan.stages.knapsack import ChosenWays, bounds_of_two, greedy_time, least_time
-from penstock.plan.stages.layer_ideals import PrefixFamily
+from penstock.plan.stages.knapsack import ChosenWays, best_ways, bounds_of_two
+from penstock.plan.stages.layer_row import Floats
+from penstock.plan.stages.prefixes import PrefixFamily
 
-Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]
 
 _MOST_ENTRIES = 30_000_000
@@ -108,11 +108,6 @@ class StageTables:
         self.ends: list[list[EndTable]] = [self._end(at) for at in range(len(family))]
 
     def _refuse_too_many(self) -> None:
-        """Refuse tables that do not fit in memory.
-
-        Raises:
-            ConfigError: they would not.
-        """
         entries = sum(map(len, self._below)) * self._most * len(self._degrees)
         if entries > _MOST_ENTRIES:
             raise ConfigError(
@@ -185,7 +180,7 @@ class StageTables:
             return bounds_of_two(seconds, sizes, inside, self._limit)
         low, high = np.empty(len(seconds)), np.empty(len(seconds))
         for at in range(len(seconds)):
-            found, exact = _choose([*seconds[at][inside[at]]], [*sizes[at][inside[at]]], self._limit)
+            found, exact = best_ways([*seconds[at][inside[at]]], [*sizes[at][inside[at]]], self._limit)
             high[at] = np.inf if found is None else found.seconds
             low[at] = high[at] if exact else np.where(inside[at], seconds[at].min(axis=1), 0.0).sum()
         return low, high
@@ -198,10 +193,9 @@ class StageTables:
         layers = np.array(self._family.stage(before, after))
         seconds = self._seconds(after, np.array([before]), arrays)[0] + price * arrays.parameters
         sizes = arrays.memory + in_flight * arrays.each
-        return _choose([*seconds[layers]], [*sizes[layers]], self._limit)
+        return best_ways([*seconds[layers]], [*sizes[layers]], self._limit)
 
     def names(self, layers: tuple[int, ...], tensor: int, chosen: ChosenWays) -> tuple[str, ...]:
-        """Return the names of chosen ways."""
         ways = self._degrees[tensor].ways
         return tuple(ways[layer][way].name for layer, way in zip(layers, chosen.ways, strict=True))
 
@@ -222,11 +216,3 @@ def _chosen(values: Floats, which: Places) -> Floats:
     return np.take_along_axis(np.broadcast_to(values, (*which.shape, values.shape[1])), which[:, :, None], axis=2)[
         :, :, 0
     ]
-
-
-def _choose(seconds: list[Floats], memory: list[Floats], limit: float) -> tuple[ChosenWays | None, bool]:
-    """Return the best choice, and whether it is known to be."""
-    try:
-        return least_time(seconds, memory, limit), True
-    except OverflowError:
-        return greedy_time(seconds, memory, limit), False

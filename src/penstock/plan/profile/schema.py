@@ -83,7 +83,7 @@ class ProfiledLayer(_Strict):
         data: bytes of the model's own input that it reads, as passes compute with them.
         gradient: bytes of the gradient that comes back for its output; those of the output if not given.
         trained: whether an optimizer steps its parameters; if not, all numbers are those of the trained layer, and what
-            the frozen one takes follows from them (`penstock.plan.profile.frozen_layers`).
+            the frozen one takes follows from them (`penstock.plan.profile.layer_graph`).
         parameters: bytes.
         buffer: bytes of one copy of the parameters in memory, padding included; `parameters` if not given.
         whole: bytes of one full-size copy of them, as of gradients and master weights, where passes compute in 16 bits;
@@ -119,6 +119,19 @@ class ProfiledLayer(_Strict):
     largest: Number | None = None
     step: Number = 0.0
     options: Annotated[list[LayerOption], Field(max_length=64)] = Field(default_factory=list)
+
+    def with_times(self, forward: float, backward: float, halves: tuple[float, float], step: float) -> ProfiledLayer:
+        """Return the layer with its times multiplied by factors, but for those of its options."""
+        factors = {"forward": forward, "backward": backward, "backward_input": halves[0], "backward_weight": halves[1]}
+        times = {key: scaled(getattr(self, key), factor) for key, factor in factors.items()}
+        return self.model_copy(update={**times, "step": self.step * step})
+
+
+def scaled(numbers: Numbers | None, factor: float) -> Numbers | None:
+    """Return numbers times a factor, at every microbatch size."""
+    if isinstance(numbers, list):
+        return [each * factor for each in numbers]
+    return None if numbers is None else numbers * factor
 
 
 BY_SIZE = frozenset(

@@ -2,7 +2,7 @@
 
 Parallel pipelines are as many as the critical batch has room for: n_b = floor(b_c / (n_mu b_mu)). Depths divide the
 layers, and tensor degrees are powers of two within a node. A batch below the critical one takes steps by
-`penstock.plan.scale.batch_theory`.
+`penstock.plan.scale.model_shape`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import numpy.typing as npt
 
 from penstock.errors import ConfigError
 from penstock.plan.cluster.schema import Cluster
-from penstock.plan.scale.batch_theory import steps_at
 from penstock.plan.scale.layout_costs import Array, Layouts, efficiency_of, exposed_of, memory_of, overheads
-from penstock.plan.scale.model_shape import ModelShape
+from penstock.plan.scale.model_shape import ModelShape, steps_at
 from penstock.plan.scale.rules_file import ScalingRules
 
 AXES = ("data", "pipeline", "tensor")
@@ -48,11 +47,6 @@ class ScaledTraining:
     most_devices: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-            ConfigError: a number is out of its range.
-        """
         if not 1 <= self.critical <= MOST_BATCH:
             raise ConfigError(f"the critical batch must be 1 to {MOST_BATCH:,.0f} sequences, got {self.critical:g}")
         if not 0 < self.steps < 1e30:
@@ -93,7 +87,6 @@ class Rated:
         return self.seconds / _DAY
 
     def at(self, place: int) -> Rated:
-        """Return one of them."""
         parts = {name: part[place : place + 1] for name, part in self.parts.items()}
         memory = {name: part[place : place + 1] for name, part in self.memory.items()}
         one = slice(place, place + 1)
@@ -161,7 +154,6 @@ def fastest(training: ScaledTraining, axes: tuple[str, ...], *, layered: bool) -
 
 
 def _best(rated: Rated, places: npt.NDArray[np.intp]) -> Rated | None:
-    """Return the best of some layouts."""
     if not len(places):
         return None
     of, seconds = rated.layouts, rated.seconds[places]

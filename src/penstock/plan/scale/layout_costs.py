@@ -43,16 +43,13 @@ class Layouts:
 
     @property
     def devices(self) -> Array:
-        """How many there are."""
         return self.data * self.depth * self.tensor
 
     @property
     def batch(self) -> Array:
-        """Sequences of a batch."""
         return self.data * self.microbatches * self.microbatch
 
     def at(self, place: int) -> Layouts:
-        """Return one of them."""
         one = slice(place, place + 1)
         return replace(
             self,
@@ -67,7 +64,6 @@ class Layouts:
 def one_layout(
     data: int, depth: int, tensor: int, microbatches: int, microbatch: int, *, layered: bool, sharded: bool
 ) -> Layouts:
-    """Return a single layout."""
     n_b, n_l, n_a, n_mu, b_mu = (np.array([float(each)]) for each in (data, depth, tensor, microbatches, microbatch))
     return Layouts(n_b, n_l, n_a, n_mu, b_mu, layered, sharded)
 

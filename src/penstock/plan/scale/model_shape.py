@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.checks import check_whole
 from penstock.errors import ConfigError
@@ -33,11 +37,6 @@ class ModelShape:
     vocabulary: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what is no shape.
-
-        Raises:
-            ConfigError: a number is out of its range.
-        """
         for what in ("layers", "hidden", "sequence", "heads"):
             check_whole(what, getattr(self, what), 1, _MOST)
         check_whole("vocabulary", self.vocabulary, 0, _MOST)
@@ -88,3 +87,30 @@ def critical_batch(shape: ModelShape, rules: ScalingRules, x: float | None = Non
     if x is not None:
         return rules.family.critical_batch.at(x)
     return rules.critical_tokens.at(shape.parameters) / shape.sequence
+
+
+Samples = TypeVar("Samples", float, npt.NDArray[np.float64])
+
+
+def steps_at(batch: Samples, critical: float, least: float) -> Samples:
+    """Return the steps with a batch (McCandlish et al., arXiv 1812.06162).
+
+    (S / S_min - 1) (E / E_min - 1) = 1 for S steps and E samples, with the critical batch B_crit = E_min / S_min.
+
+    Args:
+        batch: in samples.
+        critical: the critical batch; with it steps are twice the least.
+        least: steps with an infinite batch.
+    """
+    return least * (1 + critical / batch)
+
+
+def samples_at(batch: Samples, critical: float, least: float) -> Samples:
+    """Return the samples with a batch.
+
+    Args:
+        batch: in samples.
+        critical: the critical batch; with it samples are twice the least.
+        least: samples with an infinitely small batch.
+    """
+    return least * (1 + batch / critical)

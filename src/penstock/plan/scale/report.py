@@ -39,7 +39,6 @@ def scaling_json(scaling: ScalingAnalysis) -> dict[str, Any]:
 
 
 def _row_json(scaling: ScalingAnalysis, row: ScalingRow) -> dict[str, Any]:
-    """Return one training."""
     of, rated = row.rated.layouts, row.rated
     return {
         "way": row.way,
@@ -102,7 +101,6 @@ def time_of(seconds: float) -> str:
 
 
 def _table(title: str, *headings: str) -> Table:
-    """Return an empty table; the first column is of words."""
     table = Table(title=title, title_justify="left", box=None)
     for place, heading in enumerate(headings):
         table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=True)
@@ -147,7 +145,6 @@ def _intensities(scaling: ScalingAnalysis, row: ScalingRow) -> Table:
 
 
 def _memory(scaling: ScalingAnalysis) -> Table:
-    """Return what a device holds."""
     kinds = list(scaling.rows[0].rated.memory) if scaling.rows else []
     table = _table("bytes of a device, GiB", "", *kinds, "together")
     for row in scaling.rows:

@@ -25,7 +25,6 @@ class PowerLaw(ClusterPart):
     source: Annotated[str, Field(min_length=1, max_length=500)]
 
     def at(self, x: float) -> float:
-        """Return its value."""
         return float(self.factor * x**self.power)
 
 

@@ -42,7 +42,6 @@ class ScalingRow:
 
     @property
     def name(self) -> str:
-        """In words."""
         return "+".join(self.axes) or "one device"
 
 

@@ -14,14 +14,14 @@ from penstock.plan.candidates.block_chain import BlockChain
 from penstock.plan.candidates.candidate import Candidate, NoPlanError
 from penstock.plan.candidates.candidate_bounds import CandidateBounds
 from penstock.plan.candidates.candidate_memory import CandidateMemory
-from penstock.plan.candidates.candidate_times import CandidateTimes
+from penstock.plan.candidates.candidate_times import CandidateTimes, waiting_times
 from penstock.plan.candidates.memory_kinds import ACTIVATIONS
 from penstock.plan.candidates.planned_methods import ActivationMemory, least_microbatches
 from penstock.plan.candidates.rank_memory import Cuts, RankWays
 from penstock.plan.candidates.schedule_cache import KnownSchedules
-from penstock.plan.candidates.waiting_times import waiting_times
 from penstock.plan.simulated.fitting_cuts import FittingCuts, LeastMemory, TimedCuts, place_of
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.layer_row import near_cuts
 from penstock.plan.stages.planned import BUBBLE, COMPUTE, UPDATES, StageRating
 from penstock.simulate.memory.held import HeldKind
 
@@ -229,9 +229,9 @@ class CandidateTrial:
         else:
             first = self._no_slower(fit.first, best)
             found = self._faster([first], None, best, passed)
-            better = found or self._faster(fit.near(first), None, best, passed)
+            better = found or self._faster(near_cuts(first), None, best, passed)
             while better is not None:
-                found, better = better, self._faster(fit.near(better.cuts), better, best, passed)
+                found, better = better, self._faster(near_cuts(better.cuts), better, best, passed)
         if found is None:
             raise NoPlanError(self.of, passed.in_words(best, self.of.samples))
         return found
@@ -241,9 +241,9 @@ class CandidateTrial:
 
         Where there are none, the last ones from which no step makes the batch shorter, at least.
         """
-        fit, least = self._fitting, self._least_batch(cuts)
+        least = self._least_batch(cuts)
         while least > best * _ROUNDING:
-            nearest, step = min((self._least_batch(each), each) for each in (cuts, *fit.near(cuts)))
+            nearest, step = min((self._least_batch(each), each) for each in (cuts, *near_cuts(cuts)))
             if nearest >= least:
                 break
             cuts, least = step, nearest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import combinations, product
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +16,9 @@ from penstock.plan.candidates.candidate_bounds import CandidateBounds
 from penstock.plan.candidates.planned_methods import ActivationMemory
 from penstock.plan.candidates.rank_memory import Cuts, RankWays
 from penstock.plan.simulated.divided_blocks import least_divided
-from penstock.plan.simulated.one_stage_ranks import OneStageRanks
-from penstock.plan.simulated.stage_bands import bands_of, ends_later, evenest_cuts
+from penstock.plan.simulated.one_stage_ranks import OneStageRanks, bands_of, ends_later, evenest_cuts
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.layer_row import near_cuts
 
 MOST_CUTS = 256
 """That are all tried."""
@@ -139,7 +139,7 @@ class FittingCuts:
             fit = (each for each in (cuts, *self.all()) if self.activations(each) is not None)
             cuts = next(fit, None)
         while cuts is not None and self.activations(cuts) is None:
-            most, better = min((self._most(each), each) for each in (cuts, *self.near(cuts)))
+            most, better = min((self._most(each), each) for each in (cuts, *near_cuts(cuts)))
             cuts = better if most < self._most(cuts) else None
         return cuts
 
@@ -148,16 +148,8 @@ class FittingCuts:
         return math.comb(self._chain.blocks - 1, self._of.stages - 1) <= MOST_CUTS
 
     def all(self) -> Iterator[Cuts]:
-        """Return all cuts."""
         inner = combinations(range(1, self._chain.blocks), self._of.stages - 1)
         return ((0, *each, self._chain.blocks) for each in inner)
-
-    def near(self, cuts: Cuts) -> Iterator[Cuts]:
-        """Return cuts with one end moved by a block."""
-        for at, step in product(range(1, self._of.stages), (-1, 1)):
-            moved = (*cuts[:at], cuts[at] + step, *cuts[at + 1 :])
-            if moved[at - 1] < moved[at] < moved[at + 1]:
-                yield moved
 
     def least(self) -> float:
         """Return the bytes of a device on average, at least."""
@@ -190,7 +182,7 @@ class FittingCuts:
             bands_of(of.passes_of(self._chain).busy, of.stages) + np.where(ends_later(blocks, of.stages), 0.0, np.inf)
         )
         assert found is not None, "there are as many blocks as stages, or more"
-        while (better := min((self._most(each), each) for each in (found, *self.near(found)))[1]) != found:
+        while (better := min((self._most(each), each) for each in (found, *near_cuts(found)))[1]) != found:
             found = better
         return found
 

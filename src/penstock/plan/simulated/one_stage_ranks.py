@@ -1,6 +1,10 @@
 """Which cuts fit where ranks have one stage each, and the least that a batch takes: all cuts at once, as matrices.
 
 `penstock.plan.simulated.divided_blocks` says the same of ranks with several stages, of which less is known.
+
+Each stage has a block, so the first begin of a stage, and its first end, come a block after those of the stage before.
+Its band is the part of a matrix from cut to cut that it can have: begins and ends count from 0 there, and the ends of a
+stage are begins of the next one.
 """
 
 from __future__ import annotations
@@ -12,13 +16,49 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.candidates.block_chain import BlockChain, Floats, between
+from penstock.plan.candidates.block_chain import BlockChain, Floats
 from penstock.plan.candidates.candidate import Candidate
 from penstock.plan.candidates.candidate_bounds import CandidateBounds, RankWork, least_of_ranks, only_busy_counts
 from penstock.plan.candidates.planned_methods import ActivationMemory
 from penstock.plan.candidates.rank_memory import Cuts, RankWays
-from penstock.plan.simulated.stage_bands import band_of, bands_of, ends_later, evenest_cuts, slowest_of
+from penstock.plan.stages.cut_program import CutProgram
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.layer_row import between
+
+
+def band_of(matrix: Floats, stage: int, stages: int) -> Floats:
+    """Return the band of one of some stages."""
+    size = len(matrix) - stages
+    return matrix[stage : stage + size, stage + 1 : stage + 1 + size]
+
+
+def bands_of(sums: Floats, stages: int) -> Floats:
+    """Return sums between cuts, of each stage, where devices are as fast as the profile."""
+    whole = between(sums)
+    return np.array([band_of(whole, stage, stages) for stage in range(stages)])
+
+
+def ends_later(blocks: int, stages: int) -> npt.NDArray[np.bool_]:
+    """Return whether an end comes behind a begin, in a band."""
+    return np.triu(np.ones((blocks - stages + 1,) * 2, dtype=bool))
+
+
+def slowest_of(times: Floats) -> float:
+    """Return the time of the slowest stage, with the cuts with which it is least, from times of stages in bands."""
+    reached = np.where(np.arange(times.shape[1]) > 0, np.inf, 0.0)
+    for stage in times:
+        reached = np.maximum(reached[:, None], stage).min(axis=0)
+    return float(reached[-1])
+
+
+def evenest_cuts(times: Floats) -> Cuts | None:
+    """Return the cuts of which the slowest stage is fastest, from times of stages in bands; None if no cuts fit."""
+    program = CutProgram(times.shape[1])
+    for stage in times:
+        program.add_stage_anyhow(stage)
+    if not math.isfinite(program.least[()][-1]):
+        return None
+    return tuple(stage + place for stage, place in enumerate(program.trace(())[0]))
 
 
 class OneStageRanks:

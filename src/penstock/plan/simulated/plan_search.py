@@ -12,7 +12,7 @@ otherwise, or move activations to the host. The schedule of the best plan is pro
 
 The usual methods have a best plan each. The others, whose ranks have several stages or whose backwards come in halves,
 are tried only where they may be faster than all plans so far whose weights are as late. At last an order is searched
-for the ranks of the best plan that flushes (`penstock.plan.candidates.searched_order`).
+for the ranks of the best plan that flushes (`penstock.plan.candidates.candidate_times`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ from penstock.errors import ConfigError, ScheduleError
 from penstock.gc_pause import no_collection
 from penstock.plan.candidates.block_chain import BlockChain
 from penstock.plan.candidates.candidate import Candidate, NoPlanError
+from penstock.plan.candidates.candidate_times import searched_for
 from penstock.plan.candidates.device_choice import Placement, placements
 from penstock.plan.candidates.planned_methods import METHODS, PLANNED, SEARCHED, USUAL, PlannedMethod
 from penstock.plan.candidates.schedule_cache import KnownSchedules
-from penstock.plan.candidates.searched_order import searched_for
 from penstock.plan.planners.two_bw import Sized, widths
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.simulated.chosen_plan import chosen_plan, rank_orders
 from penstock.plan.simulated.fitting_cuts import TimedCuts, place_of
-from penstock.plan.simulated.memory_excluded import memory_excluded
-from penstock.plan.simulated.nearest_fit import NEAREST, nearest_fit
-from penstock.plan.simulated.never_tried import never_tried, why_not_tried
+from penstock.plan.simulated.search_report import NEAREST, memory_excluded, nearest_fit, never_tried, why_not_tried
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.layer_row import is_in_order
 from penstock.plan.stages.planned import Plan, Skipped
 from penstock.schedule.ir.rank_numbers import RankOrder
 
@@ -272,17 +271,12 @@ class _Search:
 
 
 def _check_chain(graph: LayerGraph) -> None:
-    """Refuse what cannot be cut into consecutive blocks.
-
-    Raises:
-        ConfigError: it cannot.
-    """
     unknown = next((layer.name for layer in graph.layers if layer.forward is None), None)
     if unknown is not None:
         raise ConfigError(
             f"cost 'simulated' needs forward and backward of each layer apart; layer {unknown!r} has options only"
         )
-    if graph.order != tuple(range(len(graph.layers))):
+    if not is_in_order(graph):
         raise ConfigError("cost 'simulated' cuts consecutive layers: order the profile so that each reads earlier ones")
 
 

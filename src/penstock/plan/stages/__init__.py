@@ -1,1 +1,1 @@
-"""What a stage of a plan costs, and which sets of layers may be one."""
+"""What planners have in common: devices, plans, cost functions of a graph, cuts, prefixes and knapsacks."""

@@ -52,16 +52,10 @@ class DeviceKind:
     memory: float | None = None
 
     def __str__(self) -> str:
-        """Return it in words."""
         memory = "" if self.memory is None else f" and {human_bytes(self.memory, 2)}"
         return f"{self.name}: {self.count} with {self.speed:.4g} times the speed of the profile{memory}"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-            ConfigError: a number is out of its range.
-        """
         check_whole(f"devices of kind {self.name}", self.count, 1, MOST_DEVICES)
         _check_positive(f"speed of devices {self.name}", self.speed)
         if self.memory is not None:
@@ -83,7 +77,6 @@ class StageDevices:
     memory: float | None
 
     def __str__(self) -> str:
-        """Return the kind, or how many replicas lie on which."""
         names = Counter(self.kinds)
         return self.kinds[0] if len(names) == 1 else " + ".join(f"{n} {name}" for name, n in names.items())
 
@@ -127,11 +120,6 @@ class Devices:
     kinds: tuple[DeviceKind, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-            ConfigError: there is no level, or a number out of its range.
-        """
         if not self.levels:
             raise ConfigError("devices: there must be at least one level")
         for level in self.levels:
@@ -157,7 +145,6 @@ class Devices:
 
     @property
     def count(self) -> int:
-        """The number of devices."""
         return math.prod(level.units for level in self.levels)
 
     @property
@@ -185,7 +172,6 @@ class Devices:
         return self.link_work[0] + nbytes * self.link_work[1]
 
     def __str__(self) -> str:
-        """Return how many there are, level by level or of each kind."""
         if self.kinds:
             return " + ".join(f"{kind.count} {kind.name}" for kind in self.kinds)
         return " x ".join(str(level.units) for level in self.levels)
@@ -210,11 +196,6 @@ def places_in_words(placement: Sequence[str], depth: int) -> str:
 
 
 def _check_kinds(devices: Devices) -> None:
-    """Refuse kinds of devices that are not those of all devices.
-
-    Raises:
-        ConfigError: they are not.
-    """
     kinds, names = devices.kinds, [kind.name for kind in devices.kinds]
     if len(kinds) > MOST_KINDS or len(set(names)) < len(names):
         raise ConfigError(f"devices differ in at most {MOST_KINDS} kinds with a name each, got {in_short(names)}")
@@ -230,10 +211,5 @@ def _check_kinds(devices: Devices) -> None:
 
 
 def _check_positive(what: str, value: object) -> None:
-    """Refuse what is not a positive, finite number.
-
-    Raises:
-        ConfigError: it is not.
-    """
     if not is_number(value) or not 0 < value < 1e30:
         raise ConfigError(f"{what} must be a number above 0 and below 1e30, got {in_short(value)}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from penstock.plan.stages.layer_row import Floats
 
 MOST_POINTS = 100_000
 """Points of a front; where there are more, `least_time` gives up."""
@@ -24,6 +24,19 @@ class ChosenWays:
 
     seconds: float
     ways: tuple[int, ...]
+
+
+def best_ways(
+    seconds: list[Floats], memory: list[Floats], limit: float, most: int = MOST_POINTS
+) -> tuple[ChosenWays | None, bool]:
+    """Return the fastest choice that fits, None if none does, and whether it is exact: `greedy_time` if not.
+
+    Arguments are as of `least_time`.
+    """
+    try:
+        return least_time(seconds, memory, limit, most), True
+    except OverflowError:
+        return greedy_time(seconds, memory, limit), False
 
 
 def least_time(seconds: list[Floats], memory: list[Floats], limit: float, most: int = MOST_POINTS) -> ChosenWays | None:
@@ -155,8 +168,5 @@ def bounds_of_two(
     needless = np.where(chosen & (saved_by <= slack[:, None]), cost_by, 0.0).max(axis=1)
     single = np.where(~chosen & (saved_by >= (excess - before_saved)[:, None]) & (saved_by > 0), cost_by, np.inf)
     upper = base + np.minimum(sum_cost[rows, last] - needless, before_cost + single.min(axis=1))
-    infinite = np.inf
-    return (
-        np.where(free, base, np.where(fits, lower, infinite)),
-        np.where(free, base, np.where(fits, upper, infinite)),
-    )
+    lower, upper = (np.where(free, base, np.where(fits, bound, np.inf)) for bound in (lower, upper))
+    return lower, upper

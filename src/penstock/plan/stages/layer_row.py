@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import groupby, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise, product
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,15 +12,27 @@ import numpy.typing as npt
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import LayerGraph, Way
 from penstock.plan.stages.device_hierarchy import Devices
+from penstock.plan.stages.graph_cost import bandwidths
 from penstock.plan.stages.planned import PlannedStage
-from penstock.plan.stages.two_bw_cost import bandwidths
 
 Floats = npt.NDArray[np.float64]
+Number = TypeVar("Number", float, Floats)
+"""A number of one stage, or of many at once."""
 
 
 def running_sums(values: Iterable[float]) -> Floats:
     """Return the sums up to each place, from 0 on."""
     return np.concatenate(([0.0], np.cumsum(list(values))))
+
+
+def between(sums: Floats) -> Floats:
+    """Return the sums of all runs: (first, the one after the last)."""
+    return np.asarray(sums[None, :] - sums[:, None])
+
+
+def later(sums: Floats) -> npt.NDArray[np.bool_]:
+    """Return which runs have any layers: (first, the one after the last)."""
+    return np.triu(np.ones((len(sums), len(sums)), dtype=bool), 1)
 
 
 def border_bytes(graph: LayerGraph) -> Floats:
@@ -35,16 +48,31 @@ def border_bytes(graph: LayerGraph) -> Floats:
     return found
 
 
-def border_bytes_of(graph: LayerGraph, stages: tuple[PlannedStage, ...]) -> list[float]:
-    """Return the bytes that cross the border before each stage, and after the last one."""
-    homes = {number: at for at, stage in enumerate(stages) for number in stage.layers}
-    ends = [(homes[edge.source], homes[edge.target], edge.bytes) for edge in graph.edges]
-    return [sum(size for a, b, size in ends if a < at <= b) for at in range(len(stages) + 1)]
+def row_stages(
+    graph: LayerGraph, cuts: Sequence[int], replicas: Iterable[int] | None = None
+) -> tuple[PlannedStage, ...]:
+    """Return stages by where each begins in the row, and where the last one ends; of one replica if none are given."""
+    counts = [1] * (len(cuts) - 1) if replicas is None else replicas
+    ends = zip(pairwise(cuts), counts, strict=True)
+    return tuple(PlannedStage(tuple(sorted(graph.order[a:b])), count) for (a, b), count in ends)
 
 
-def row_stages(graph: LayerGraph, cuts: tuple[int, ...]) -> tuple[PlannedStage, ...]:
-    """Return stages by where each begins in the row, and where the last one ends."""
-    return tuple(PlannedStage(tuple(sorted(graph.order[a:b]))) for a, b in pairwise(cuts))
+def near_cuts(cuts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the cuts of which one end of a stage lies a layer elsewhere."""
+    for at, step in product(range(1, len(cuts) - 1), (-1, 1)):
+        moved = (*cuts[:at], cuts[at] + step, *cuts[at + 1 :])
+        if moved[at - 1] < moved[at] < moved[at + 1]:
+            yield moved
+
+
+def row_notes(graph: LayerGraph) -> tuple[str, ...]:
+    """Return what is to be said of cuts along the row: nothing if the layers stand in it anyway."""
+    return () if is_in_order(graph) else ("cuts are along one order of layers",)
+
+
+def is_in_order(graph: LayerGraph) -> bool:
+    """Return whether each layer reads only those before it."""
+    return graph.order == tuple(range(len(graph.layers)))
 
 
 def single_device_options(graph: LayerGraph, who: str) -> list[tuple[Way, ...]]:

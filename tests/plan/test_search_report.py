@@ -1,14 +1,95 @@
-"""What limits a plan: parts of each stage's time by cause, and what a limit of memory excludes."""
+"""What is said of a search beside its plans: what memory excludes, what nearly fits, and what limits plans."""
 
+import re
 from dataclasses import replace
+from random import Random
 
 import pytest
 
+from penstock.byte_sizes import size_of
 from penstock.plan.plan_export import plan_file, planning_json
 from penstock.plan.planned_timeline import what_would_help
+from penstock.plan.planners.two_bw import Sized
 from penstock.plan.planning import PlanRequest, make_plan
+from penstock.plan.profile.files import parse_profile
+from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.profile.schema import Profile, ProfiledLayer
+from penstock.plan.simulated.plan_search import simulated_plans
+from penstock.plan.simulated.search_report import NEAREST
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
+
+TWO = Devices((DeviceLevel(2, 1e4),))
+
+
+def blocks(seed):
+    """Four blocks whose sizes differ."""
+    random = Random(seed)
+    rows = [
+        f"- {{name: b{n}, forward: 1, backward: 2, output: 10, stored: {random.randint(30, 90)}, "
+        f"parameters: {random.randint(10, 60)}, optimizer: {random.randint(0, 90)}}}"
+        for n in range(4)
+    ]
+    return layer_graph(parse_profile("\n".join(["format: penstock profile 1", "layers:", *rows]), "p"))
+
+
+def planned(graph, memory, methods, **more):
+    return simulated_plans({1: Sized(graph, 1, 8)}, replace(TWO, memory=memory, **more), methods=methods)
+
+
+def said_of(skipped):
+    (found,) = [each.bound for each in skipped if each.what == NEAREST]
+    return found
+
+
+def memory_of(said):
+    return size_of("--memory", re.search(r"fits with (.+?) for each device", said)[1])
+
+
+@pytest.mark.parametrize("methods", [("1f1b", "gpipe", "eager", "2bw"), ("gpipe",), ("2bw",)])
+@pytest.mark.parametrize("seed", range(4))
+def test_with_the_memory_that_is_named_a_plan_fits_and_with_less_none(seed, methods):
+    graph = blocks(seed)
+    plans, skipped = planned(graph, 20.0, methods)
+    assert plans == []
+    enough = memory_of(said_of(skipped))
+    assert enough > 20.0
+    assert planned(graph, enough, methods)[0]
+    fewer, still = planned(graph, enough - 2.0, methods)
+    assert fewer == []
+    assert memory_of(said_of(still)) == enough
+
+
+def test_nothing_is_said_where_a_plan_fits():
+    plans, skipped = planned(blocks(0), 1e9, ("gpipe", "1f1b"))
+    assert plans
+    assert NEAREST not in {each.what for each in skipped}
+
+
+def test_states_of_the_optimizer_would_go_to_the_host():
+    graph = blocks(0)
+    layers = tuple(replace(layer, optimizer=1e6) for layer in graph.layers)
+    graph = replace(graph, layers=layers)
+    said = said_of(planned(graph, 20.0, ("1f1b",))[1])
+    assert "are optimizer, so moving them to the host (--host-bandwidth) may help" in said
+    with_host = said_of(planned(graph, 20.0, ("1f1b",), host=1e9)[1])
+    assert "so more devices (--devices) may help" in with_host
+
+
+def test_a_host_without_room_is_no_help():
+    """States that have no room there either stay on the devices, or no cuts are known at all."""
+    graph = blocks(0)
+    without = said_of(planned(graph, 20.0, ("1f1b",))[1])
+    assert said_of(planned(graph, 20.0, ("1f1b",), host=1e9, host_memory=1.0)[1]).split(";")[0] == without.split(";")[0]
+
+
+def test_smaller_microbatches_may_help_where_activations_take_the_most():
+    graph = blocks(0)
+    layers = tuple(replace(layer, stored=1e6) for layer in graph.layers)
+    sizes = {2: Sized(replace(graph, layers=layers), 2, 8)}
+    devices = replace(TWO, memory=20.0)
+    said = said_of(simulated_plans(sizes, devices, methods=["gpipe"])[1])
+    assert "so a profile of smaller microbatches (--microbatch-sizes) may help" in said
+
 
 ROOM = 660.0  # bytes, in which a device may hold one block of 2bw, and not both, even if its state is divided
 
@@ -23,7 +104,7 @@ def tower(count=2, output=12.0, parameters=100.0):
     return Profile(format="penstock profile 1", name="tower", layers=layers)
 
 
-def planned(devices, method="2bw", profile=None, m=4):
+def planning_of(devices, method="2bw", profile=None, m=4):
     return make_plan(PlanRequest(profile or tower(), devices, cost="simulated", microbatches=m, methods=(method,)))
 
 
@@ -36,7 +117,7 @@ def assert_parts_add_up(plan):
 @pytest.mark.parametrize(("bandwidth", "part"), [(1e6, "compute"), (2.0, "links")])
 def test_a_slow_link_limits_and_a_fast_one_does_not(bandwidth, part):
     """Two blocks of 3 s on a device each; a message of 12 bytes takes 6 s by the slow link."""
-    (plan,) = planned(Devices((DeviceLevel(2, bandwidth),), ROOM)).plans
+    (plan,) = planning_of(Devices((DeviceLevel(2, bandwidth),), ROOM)).plans
     assert plan.settings["stages"] == 2
     assert {rating.limit for rating in plan.rating.stages} == {part}
     waits = plan.rating.stages[0].parts["links"]
@@ -46,7 +127,7 @@ def test_a_slow_link_limits_and_a_fast_one_does_not(bandwidth, part):
 
 def test_fill_and_drain_are_no_links():
     """A synchronous batch of two microbatches on two ranks: (2 + 1) x 3 s, of which a rank works 6."""
-    (plan,) = planned(Devices((DeviceLevel(2, 1e9),), ROOM - 100), "gpipe", m=2).plans
+    (plan,) = planning_of(Devices((DeviceLevel(2, 1e9),), ROOM - 100), "gpipe", m=2).plans
     assert plan.rating.stages[0].parts == pytest.approx(
         {"compute": 3.0, "links": 0.0, "updates": 0.0, "bubble": 1.5}, abs=1e-6
     )
@@ -55,7 +136,7 @@ def test_fill_and_drain_are_no_links():
 
 def test_sums_limit_where_replicas_wait_for_them():
     """Each of four replicas runs one of four microbatches, 6 s with both blocks; then the sum of 60 bytes."""
-    (plan,) = planned(Devices((DeviceLevel(4, 12.0),)), "1f1b", tower(output=1e9, parameters=30.0)).plans
+    (plan,) = planning_of(Devices((DeviceLevel(4, 12.0),)), "1f1b", tower(output=1e9, parameters=30.0)).plans
     assert plan.settings["width"] == 4
     assert plan.rating.stages[0].parts["gradient sums"] == pytest.approx(2 * 3 / 4 * 60 / 12 / 4)
     assert plan.rating.stages[0].limit == "gradient sums"
@@ -64,14 +145,14 @@ def test_sums_limit_where_replicas_wait_for_them():
 
 def test_ranks_that_share_a_core_limit_each_other():
     devices = Devices((DeviceLevel(2, 1e9),), ROOM, cores=1.0)
-    (plan,) = planned(devices).plans
+    (plan,) = planning_of(devices).plans
     assert plan.settings["stages"] == 2
     assert plan.rating.stages[0].parts["shared cores"] == pytest.approx(3.0, rel=0.01)
     assert_parts_add_up(plan)
 
 
 def test_stages_of_a_rank_have_their_share_of_its_waits():
-    (plan,) = planned(Devices((DeviceLevel(2, 20.0),)), "interleaved:chunks=2", tower(4)).plans
+    (plan,) = planning_of(Devices((DeviceLevel(2, 20.0),)), "interleaved:chunks=2", tower(4)).plans
     assert plan.chunks == 2
     of_rank = [plan.rating.stages[0], plan.rating.stages[2]]
     assert sum(sum(rating.parts.values()) for rating in of_rank) == pytest.approx(plan.rating.seconds)
@@ -81,7 +162,7 @@ def test_stages_of_a_rank_have_their_share_of_its_waits():
 @pytest.mark.parametrize(("room", "excludes"), [(ROOM, True), (1e6, False)])
 def test_memory_limits_where_it_excludes_a_faster_plan(room, excludes):
     """On a slow link one device alone is faster than two, if it has room for both blocks."""
-    planning = planned(Devices((DeviceLevel(2, 0.5),), room))
+    planning = planning_of(Devices((DeviceLevel(2, 0.5),), room))
     (plan,) = planning.plans
     said = planning_json(planning)["plans"][0]["limit"]
     if not excludes:
@@ -98,10 +179,10 @@ def test_memory_limits_where_it_excludes_a_faster_plan(room, excludes):
 def test_memory_limits_a_plan_that_recomputes():
     """The only candidate itself is faster with room for its activations."""
     profile = tower(1)
-    loose = planned(Devices((DeviceLevel(1, 1.0),), 1e6), "1f1b", profile).plans[0]
+    loose = planning_of(Devices((DeviceLevel(1, 1.0),), 1e6), "1f1b", profile).plans[0]
     heavy = profile.model_copy(update={"layers": [profile.layers[0].model_copy(update={"stored": 40.0, "data": 1.0})]})
-    limit = planned(Devices((DeviceLevel(1, 1.0),)), "gpipe", heavy).plans[0].rating.stages[0].memory - 1
-    plan = planned(Devices((DeviceLevel(1, 1.0),), limit), "gpipe", heavy).plans[0]
+    limit = planning_of(Devices((DeviceLevel(1, 1.0),)), "gpipe", heavy).plans[0].rating.stages[0].memory - 1
+    plan = planning_of(Devices((DeviceLevel(1, 1.0),), limit), "gpipe", heavy).plans[0]
     assert plan.settings["recompute"] == "block"
     assert plan.excluded is not None
     assert plan.excluded.seconds == pytest.approx(3.0)
@@ -109,7 +190,7 @@ def test_memory_limits_a_plan_that_recomputes():
 
 
 def test_kinds_of_memory_add_up_in_json_and_in_the_plan():
-    planning = planned(Devices((DeviceLevel(2, 1e6),), ROOM))
+    planning = planning_of(Devices((DeviceLevel(2, 1e6),), ROOM))
     for stage in planning_json(planning)["plans"][0]["stages"]:
         assert sum(stage["memory_by_kind"].values()) == stage["memory"]
         assert {"weights and gradients", "optimizer", "activations"} <= set(stage["memory_by_kind"])
@@ -119,7 +200,7 @@ def test_kinds_of_memory_add_up_in_json_and_in_the_plan():
 
 def test_what_helps_most_comes_first():
     """On a slow link that is more bandwidth, or more memory, with which there are no messages."""
-    request = planned(Devices((DeviceLevel(2, 0.5),), ROOM)).request
+    request = planning_of(Devices((DeviceLevel(2, 0.5),), ROOM)).request
     changes = what_would_help(make_plan(request))
     gains = [each.gain for each in changes]
     assert gains == sorted(gains, reverse=True)
@@ -130,7 +211,7 @@ def test_what_helps_most_comes_first():
 @pytest.mark.parametrize(("memory", "asked"), [(ROOM, True), (None, False)])
 def test_the_bandwidth_to_the_host_may_help_plans_that_may_offload(memory, asked):
     devices = Devices((DeviceLevel(2, 100.0),), memory, host=1.0)
-    request = planned(devices).request
+    request = planning_of(devices).request
     changes = {each.change for each in what_would_help(make_plan(request))}
     assert ("twice the bandwidth to the host" in changes) == asked
     without = what_would_help(make_plan(replace(request, devices=replace(devices, host=None))))

@@ -1,6 +1,24 @@
 """BaPipe's planner (Zhao et al., arXiv 2012.12544): the schedule and a balanced cut, chosen together.
 
-As published: all devices are used. For each schedule the cut is balanced: of those that fit, the slowest period is as
+The cost is a closed form for each schedule. Of the paper's schedules those are here that devices follow which run one
+pass at a time, as GPUs do. Stage i of N takes t_i for the forward and the backward of a microbatch, and a message over
+the border after it takes c_i, either way. A batch of M microbatches takes
+
+    sum of t_i  +  2 sum of c_i  +  (M - 1) max over i of p_i,
+
+where p_i is the period of a stage:
+
+- "1f1b-sno": messages are not overlapped. After each pass a stage exchanges messages with a neighbour, an activation
+  for a gradient, so p_i = t_i + c_(i-1) + c_i. It holds N - i microbatches, counted from i = 0.
+- "1f1b-so": messages are overlapped, for which twice as many microbatches are in flight: p_i = max(t_i, c_(i-1), c_i),
+  and a stage holds 2 (N - i).
+
+For equal stages these are (M + N - 1) (F + B), plus 2 (M + N - 2) c or 2 (N - 1) c. No stage holds more than M. One
+stage may have r replicas, data parallelism: M / r microbatches each, and a ring of 2 (r - 1) / r of the parameters. The
+forms for unequal stages are our reading, and so is that a border counts whatever passes it. Of the paper's means of
+balance, the division of one layer between two devices is left out.
+
+As published, all devices are used. For each schedule the cut is balanced: of those that fit, the slowest period is as
 short as can be, and then messages are as few as can be; closed forms decide between the schedules and data parallelism.
 A balanced cut is not the fastest one, since messages also take time while the pipeline fills and drains.
 `plan_for_bapipe_cost` finds the fastest of all cuts, on any number of devices: for each bound on the period it makes
@@ -11,6 +29,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,24 +38,88 @@ import numpy.typing as npt
 from penstock.errors import ConfigError
 from penstock.plan.planners.two_bw import widths
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.schedule_choice.bapipe_cost import SCHEDULES, BaPipeCost, MessageSchedule
 from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.graph_cost import TOLERANCE
+from penstock.plan.stages.graph_cost import GraphCost, bandwidths, held
 from penstock.plan.stages.layer_row import (
     Floats,
+    between,
     border_bytes,
     depths_by_link,
+    later,
+    row_notes,
     row_stages,
     running_sums,
     single_device_options,
 )
-from penstock.plan.stages.planned import Plan, PlannedStage, Search
+from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, StageRating
 
 Flags = npt.NDArray[np.bool_]
 
 _MOST_WORK = 2e9  # cells of the dynamic programs of one schedule
 _FEWEST_BOUNDS = 16  # that are tried at least, where periods are many
 _THINNED = "only some bounds on the period were tried: the best that was found, not proven to be the best there is"
+
+
+class MessageSchedule(NamedTuple):
+    """A schedule by what it does about messages.
+
+    Attributes:
+        name: as in the paper.
+        overlapped: whether messages are sent during passes.
+    """
+
+    name: str
+    overlapped: bool
+
+    def in_flight(self, left: int, microbatches: int) -> int:
+        """Return how many microbatches a stage holds with which so many are left in the pipeline, itself included."""
+        return min((2 if self.overlapped else 1) * left, microbatches)
+
+
+SCHEDULES = (MessageSchedule("1f1b-sno", overlapped=False), MessageSchedule("1f1b-so", overlapped=True))
+
+
+class BaPipeCost(GraphCost):
+    """Rates pipelines of single devices, and data parallelism. Of links up to two speeds count."""
+
+    name = "bapipe"
+
+    def rate(self, stages: tuple[PlannedStage, ...]) -> Rating:
+        """Return what a plan costs with the fastest schedule that fits."""
+        if any(stage.tensor != 1 or stage.inner for stage in stages):
+            return self.refused("its stages are not on single devices")
+        if len(stages) > 1 and any(stage.replicas > 1 for stage in stages):
+            return self.refused("its stages have replicas")
+        return min((self.rate_with(stages, each) for each in SCHEDULES), key=lambda rating: rating.seconds)
+
+    def rate_with(self, stages: tuple[PlannedStage, ...], schedule: MessageSchedule) -> Rating:
+        m, width = self.microbatches, stages[0].replicas
+        across, along = bandwidths(self.devices, width, len(stages))
+        hops = [size / along for size in self.border_bytes(stages)]
+        faults = [f"{m} microbatches cannot be divided over {width} replicas"] if m % width else []
+        ratings = [
+            self._stage(stage, (hops[at], hops[at + 1]), schedule, len(stages) - at) for at, stage in enumerate(stages)
+        ]
+        if width > 1:
+            sums = 2 * (width - 1) / width * sum(layer.parameters for layer in self.graph.layers) / across / m
+            (one,) = ratings
+            both = one.parts | {"gradient sums": sums}
+            ratings = [StageRating(one.seconds + sums, both, one.memory)]
+            return self.rating(ratings, width, lambda: ratings[0].seconds, faults)
+        compute = sum(rating.parts["compute"] for rating in ratings)
+        batch = compute + 2 * sum(hops) + (m - 1) * max(rating.seconds for rating in ratings)
+        return self.rating(ratings, len(stages), lambda: batch / m, faults)
+
+    def _stage(
+        self, stage: PlannedStage, hops: tuple[float, float], schedule: MessageSchedule, left: int
+    ) -> StageRating:
+        """Return the period of a stage with messages of so many seconds on either side, and what it holds."""
+        ways = self.ways(replace(stage, ways=()))
+        compute = sum(way.seconds for way in ways) / stage.replicas
+        links = max(hops) if schedule.overlapped else sum(hops)
+        flight = schedule.in_flight(left, self.microbatches // stage.replicas or 1)
+        period = max(compute, links) if schedule.overlapped else compute + links
+        return StageRating(period, {"compute": compute, "links": links}, held(ways, flight))
 
 
 def plan_as_bapipe(graph: LayerGraph, devices: Devices, microbatches: int) -> Search:
@@ -71,12 +155,11 @@ class _BaPipeSearch:
         self._graph, self._devices, self._m = graph, devices, microbatches
         self._cost, self._border = BaPipeCost(graph, devices, microbatches), border_bytes(graph)
         self._compute, self._always, self._each = (
-            running_sums(getattr(way, key) for way in first) for key in ("seconds", "memory", "memory_per_microbatch")
+            between(running_sums(getattr(way, key) for way in first))
+            for key in ("seconds", "memory", "memory_per_microbatch")
         )
-        self._notes = () if graph.order == tuple(range(len(first))) else ("cuts are along one order of layers",)
 
     def answer(self, plans: list[Plan]) -> Search:
-        """Return the best of some plans."""
         best = min(plans, key=lambda plan: plan.rating.seconds)
         if math.isinf(best.rating.seconds):
             said = f"no pipeline does with either schedule, and of data parallelism {best.rating.fault}"
@@ -106,37 +189,28 @@ class _BaPipeSearch:
                 if found is None:
                     continue
                 stages = row_stages(self._graph, found)
-                notes = (f"schedule {schedule.name}", *self._notes) if len(stages) > 1 else ()
+                notes = (f"schedule {schedule.name}", *row_notes(self._graph)) if len(stages) > 1 else ()
                 notes += (_THINNED,) if cuts.thinned else ()
                 yield Plan(BaPipeCost.name, stages, self._cost.rate_with(stages, schedule), notes)
 
     def _period(self, schedule: MessageSchedule, bandwidth: float) -> Floats:
         """Return the periods of all stages: (first layer, layer after the last)."""
         hop = self._border / bandwidth
-        compute = self._compute[None, :] - self._compute[:, None]
         if schedule.overlapped:
-            period = np.maximum(compute, np.maximum(hop[:, None], hop[None, :]))
+            period = np.maximum(self._compute, np.maximum(hop[:, None], hop[None, :]))
         else:
-            period = compute + hop[:, None] + hop[None, :]
-        return np.where(np.triu(np.ones_like(period, dtype=bool), 1), period, np.inf)
+            period = self._compute + hop[:, None] + hop[None, :]
+        return np.where(later(period), period, np.inf)
 
     def _fits(self, schedule: MessageSchedule, deepest: int) -> list[Flags]:
-        """Return which stages fit, by the stages left in the pipeline.
-
-        Raises:
-            ConfigError: the search would be too large.
-        """
-        always, each = (sums[None, :] - sums[:, None] for sums in (self._always, self._each))
-        if always.size * deepest > _MOST_WORK / _FEWEST_BOUNDS:
+        """Return which stages fit, by the stages left in the pipeline."""
+        if self._always.size * deepest > _MOST_WORK / _FEWEST_BOUNDS:
             raise ConfigError(
-                f"planner 'bapipe' would look at too many cuts of {len(always) - 1} layers into {deepest} stages; "
-                "merge layers, or plan for fewer devices"
+                f"planner 'bapipe' would look at too many cuts of {len(self._always) - 1} layers into {deepest} "
+                "stages; merge layers, or plan for fewer devices"
             )
-        if self._devices.memory is None:
-            return [np.ones_like(always, dtype=bool)] * deepest
-        limit = self._devices.memory * TOLERANCE
         flights = (schedule.in_flight(left, self._m) for left in range(1, deepest + 1))
-        return [always + flight * each <= limit for flight in flights]
+        return [self._always + flight * self._each <= self._cost.limit for flight in flights]
 
     def _fastest(self, cuts: _Cuts, depths: list[int]) -> tuple[int, ...] | None:
         """Return where the stages of the fastest pipeline begin; None if none fits."""

@@ -5,17 +5,20 @@ A set is an int with a bit for each layer. Families of sets ascend by size, from
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.profile.layer_graph import LayerGraph
+from penstock.plan.profile.layer_graph import LayerEdge, LayerGraph
 
 Words = npt.NDArray[np.uint64]
 
 
 def all_prefixes(graph: LayerGraph, most: int) -> tuple[int, ...] | None:
     """Return every prefix of a graph, or None if there are more than `most`; branches multiply their number."""
-    needs = _needs(graph)
+    needs = [sum(1 << edge.source for edge in edges) for edges in graph.inputs]
     after = [sum(1 << edge.target for edge in edges) for edges in graph.readers]
     ready = sum(1 << number for number, need in enumerate(needs) if not need)
     found, level = [0], {0: ready}
@@ -80,9 +83,73 @@ def frontier_prefixes(graph: LayerGraph, most: int) -> tuple[int, ...] | None:
     return tuple(sorted(found | {0}, key=lambda prefix: (prefix.bit_count(), prefix)))
 
 
-def _needs(graph: LayerGraph) -> list[int]:
-    """Return what each layer reads, as sets."""
-    return [sum(1 << edge.source for edge in edges) for edges in graph.inputs]
+def fewer_prefixes(graph: LayerGraph, most: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return some prefixes of a graph that has too many, and what is to be said of that.
+
+    Those that PipeDream's planner knows if they are no more than `most`, otherwise those along one order.
+    """
+    sets, note = frontier_prefixes(graph, most), "not every cut was looked at: the graph has too many branches"
+    if sets is not None:
+        return sets, (note,)
+    return ordered_prefixes(graph), (note, "cuts are along one topological order")
+
+
+def useful_prefixes(graph: LayerGraph, free: Callable[[int], bool], most: int) -> tuple[int, ...] | None:
+    """Return the prefixes among whose plans the best one is, or None if there are more than `most`.
+
+    A layer that takes neither time nor memory, and whose one reader receives no fewer bytes from it than it reads, may
+    stand in the stage of that reader: no stage of any plan becomes dearer. A source that takes nothing and sends
+    nothing may stand in the first stage. With them out of the way, a graph with side inputs has few prefixes.
+
+    Args:
+        graph: the layers.
+        free: whether a layer takes nothing, wherever it stands, but for the bytes of its edges.
+        most: prefixes.
+    """
+    sends = [any(max(_bytes_at(graph, edge)) for edge in edges) for edges in graph.readers]
+    alone = {n for n, edges in enumerate(graph.inputs) if not (edges or sends[n]) and free(n)}
+    alone = alone if len(alone) < len(graph.layers) else set()
+    homes = list(range(len(graph.layers)))
+    for number in reversed(graph.order):
+        if number not in alone and free(number) and _joins_reader(graph, number):
+            homes[number] = homes[graph.readers[number][0].target]
+    heads = [number for number in range(len(homes)) if homes[number] == number and number not in alone]
+    places = {head: place for place, head in enumerate(heads)}
+    groups = [sum(1 << n for n, home in enumerate(homes) if home == head and n not in alone) for head in heads]
+    ends = {
+        (places[homes[edge.source]], places[homes[edge.target]])
+        for edge in graph.edges
+        if not {edge.source, edge.target} & alone and homes[edge.source] != homes[edge.target]
+    }
+    layers = tuple(graph.layers[head] for head in heads)
+    small = replace(graph, layers=layers, edges=tuple(LayerEdge(*pair, 0.0) for pair in sorted(ends)))
+    found = all_prefixes(small, most)
+    if found is None:
+        return None
+    first = sum(1 << number for number in alone)
+    sets = [
+        sum(group for place, group in enumerate(groups) if prefix >> place & 1) | (first if prefix else 0)
+        for prefix in found
+    ]
+    return tuple(sorted(sets, key=lambda prefix: (prefix.bit_count(), prefix)))
+
+
+def _joins_reader(graph: LayerGraph, number: int) -> bool:
+    """Return whether a layer has one reader, and both of its sides carry no more bytes if they are in one stage."""
+    if len(graph.readers[number]) != 1:
+        return False
+    (leaving,) = graph.readers[number]
+    if not graph.layers[leaving.target].tensor_degrees <= graph.layers[number].tensor_degrees:
+        return False
+    read = sum(max(_bytes_at(graph, edge)) for edge in graph.inputs[number])
+    return read <= leaving.bytes
+
+
+def _bytes_at(graph: LayerGraph, edge: LayerEdge) -> tuple[float, ...]:
+    """Return the bytes that an edge between two stages may cost at either end, with every way to execute its layers."""
+    sent = (way.sync_out.get(edge.target, 0.0) for way in graph.layers[edge.source].ways)
+    gathered = (way.sync_in.get(edge.source, 0.0) for way in graph.layers[edge.target].ways)
+    return tuple(edge.bytes + size for size in (*sent, *gathered))
 
 
 def bits(number: int) -> list[int]:
@@ -112,7 +179,6 @@ class PrefixFamily:
         self.members: npt.NDArray[np.bool_] = np.unpackbits(bytes_, axis=1, bitorder="little")[:, :layers].astype(bool)
 
     def __len__(self) -> int:
-        """Return how many sets there are."""
         return len(self.sets)
 
     def below(self, at: int) -> npt.NDArray[np.intp]:

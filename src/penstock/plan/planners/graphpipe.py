@@ -1,37 +1,217 @@
 """GraphPipe's planner: a model with branches is divided into a graph of stages.
 
-After Jeon et al., "GraphPipe" (arXiv 2406.17145): the slowest stage is to be as fast as can be; for each bound on it, a
-dynamic program over the model as a series of parts finds whether there are enough devices, and the division with the
-fewest stages on the longest way. A stage is a run of parts that follow each other, of the whole model or within a
-branch. The paper's choice among microbatch sizes of stages is not there: all have one.
+After Jeon et al., "GraphPipe" (arXiv 2406.17145). Of stages that may run side by side none waits for another one. So a
+stage keeps as many microbatches as there are stages on the longest way from it to an end, not as there are stages after
+it in a row, and a batch is filled and drained over the longest way.
+
+The slowest stage is to be as fast as can be; for each bound on it, a dynamic program over the model as a series of
+parts finds whether there are enough devices, and the division with the fewest stages on the longest way. A stage is a
+run of parts that follow each other, of the whole model or within a branch. The paper's choice among microbatch sizes of
+stages is not there: all have one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from typing import Generic, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.stage_graphs.graphpipe_cost import GraphPipeCost, StageWork
-from penstock.plan.stage_graphs.nested_series import Branches, Series, layers_of, nested_series
 from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.graph_cost import TOLERANCE
-from penstock.plan.stages.planned import Plan, PlannedStage, Search
+from penstock.plan.stages.graph_cost import GraphCost, held, homes_of
+from penstock.plan.stages.layer_row import Floats, Number
+from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, StageRating
 
 Depths = npt.NDArray[np.int64]
 """The stages on the longest way to an end, by the number of devices that there are at most."""
-Floats = npt.NDArray[np.float64]
 
 _NONE = 1 << 40  # more stages than there can be: no division
 _MOST_LAYERS = 1000
 _NEAR = 1e-9  # how near the time of the slowest stage is to the least one
 _BOUNDS = 12  # on the slowest stage, above the least one, that are tried for the least time of a batch
 _NOTE = "stages that form a graph are computed here; penstock train runs chains"
+
+
+# --- the model as a series of parts -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Branches:
+    """Branches between which no edge runs."""
+
+    series: tuple[Series, ...]
+
+    @property
+    def layers(self) -> Iterator[int]:
+        return (layer for series in self.series for layer in series.layers)
+
+
+Part = int | Branches
+"""A layer, by its number, or branches."""
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """Parts in an order in which each reads only from those before it, and from layers before the series."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def layers(self) -> Iterator[int]:
+        return (layer for part in self.parts for layer in layers_of(part))
+
+
+def layers_of(part: Part) -> Iterable[int]:
+    """Return the numbers of the layers of a part."""
+    return (part,) if isinstance(part, int) else part.layers
+
+
+def nested_series(graph: LayerGraph) -> Series:
+    """Return the layers of a graph as a series.
+
+    A layer that is before or after every other one divides the graph; what lies between two of them falls into branches
+    where no edge joins them. Where nothing divides layers that edges join, they follow each other in topological order.
+    """
+    return _SeriesFinder(graph).find(graph.order)
+
+
+class _SeriesFinder:
+    """Divides sets of layers; sets are the bits of whole numbers."""
+
+    def __init__(self, graph: LayerGraph) -> None:
+        self._graph = graph
+        before, after = [0] * len(graph.layers), [0] * len(graph.layers)
+        for number in graph.order:
+            for edge in graph.readers[number]:
+                before[edge.target] |= before[number] | 1 << number
+        for number in reversed(graph.order):
+            for edge in graph.inputs[number]:
+                after[edge.source] |= after[number] | 1 << number
+        self._related = [b | a | 1 << number for number, (b, a) in enumerate(zip(before, after, strict=True))]
+
+    def find(self, layers: Iterable[int]) -> Series:
+        """Return some layers, which are given in topological order, as a series."""
+        layers = tuple(layers)
+        everything = sum(1 << number for number in layers)
+        parts, between = list[Part](), list[int]()
+        for number in layers:
+            if everything & ~self._related[number]:
+                between.append(number)
+            else:
+                parts += (*self._between(between), number)
+                between = []
+        return Series((*parts, *self._between(between)))
+
+    def _between(self, layers: list[int]) -> Iterator[Part]:
+        """Yield the parts that layers between two dividing ones are."""
+        branches = self._joined(layers)
+        if len(branches) > 1:
+            yield Branches(tuple(self.find(branch) for branch in branches))
+        else:
+            yield from layers
+
+    def _joined(self, layers: list[int]) -> list[list[int]]:
+        """Return the sets of layers that edges among them join, each in topological order."""
+        left, found = set(layers), list[list[int]]()
+        for number in layers:
+            if number not in left:
+                continue
+            reached, rest = {number}, [number]
+            while rest:
+                at = rest.pop()
+                ends = {e.target for e in self._graph.readers[at]} | {e.source for e in self._graph.inputs[at]}
+                rest += (ends & left) - reached
+                reached |= ends & left
+            left -= reached
+            found.append([each for each in layers if each in reached])
+        return found
+
+
+# --- the cost ---------------------------------------------------------------------------------------------------------
+
+
+class StageWork(NamedTuple, Generic[Number]):
+    """What a stage does for each microbatch; or what several do, as arrays.
+
+    Attributes:
+        seconds: of compute.
+        read: bytes that it reads of other stages.
+        parameters: bytes of which it adds up gradients, once per batch.
+    """
+
+    seconds: Number
+    read: Number
+    parameters: Number
+
+
+class GraphPipeCost(GraphCost):
+    """Rates plans whose stages form a graph, with replicas on single devices.
+
+    A stage with r replicas takes, per microbatch, its compute over r, what it reads of other stages and the gradients
+    of that over r and the bandwidth, and the sum of its gradients, 2 (r - 1) / r of the parameters, over the bandwidth
+    and M. A batch takes M - 1 times the slowest stage and the stages on the slowest way through the graph. Of links
+    the slowest level counts.
+    """
+
+    name = "graphpipe"
+
+    def rate(self, stages: tuple[PlannedStage, ...]) -> Rating:
+        if any(stage.tensor != 1 or stage.inner for stage in stages):
+            return self.refused("its stages are not replicated on single devices")
+        following = self._following(stages)
+        try:
+            last_first = tuple(TopologicalSorter(following).static_order())
+        except CycleError:
+            return self.refused("its stages read each other in a cycle")
+        depth = [1] * len(stages)
+        for at in last_first:
+            depth[at] = 1 + max((depth[after] for after in following[at]), default=0)
+        ratings = tuple(self._stage(stage, depth[at]) for at, stage in enumerate(stages))
+        way = [0.0] * len(stages)
+        for at in last_first:
+            way[at] = ratings[at].seconds + max((way[after] for after in following[at]), default=0.0)
+        batch = (self.microbatches - 1) * max(rating.seconds for rating in ratings) + max(way)
+        used = sum(stage.replicas for stage in stages)
+        return self.rating(ratings, used, lambda: batch / self.microbatches)
+
+    def parts(self, work: StageWork[Number], replicas: int) -> dict[str, Number]:
+        """Return the seconds of a stage by cause."""
+        bandwidth = self.devices.bandwidth
+        return {
+            "compute": work.seconds / replicas,
+            "links": 2 * work.read / bandwidth / replicas,
+            "gradient sums": 2 * (1 - 1 / replicas) * work.parameters / bandwidth / self.microbatches,
+        }
+
+    def seconds(self, work: StageWork[Number], replicas: int) -> Number:
+        compute, links, sums = self.parts(work, replicas).values()
+        return compute + links + sums
+
+    def _stage(self, stage: PlannedStage, depth: int) -> StageRating:
+        inside = set(stage.layers)
+        layers = [self.graph.layers[number] for number in stage.layers]
+        read = sum(edge.bytes for edge in self.graph.edges if edge.target in inside and edge.source not in inside)
+        work = StageWork(sum(layer.seconds for layer in layers), read, sum(layer.parameters for layer in layers))
+        memory = held((layer.ways[0] for layer in layers), min(depth, self.microbatches))
+        return StageRating(self.seconds(work, stage.replicas), self.parts(work, stage.replicas), memory)
+
+    def _following(self, stages: tuple[PlannedStage, ...]) -> dict[int, set[int]]:
+        """Return for each stage those that read of it."""
+        homes = homes_of(stages)
+        found = {at: set[int]() for at in range(len(stages))}
+        for edge in self.graph.edges:
+            if homes[edge.source] != homes[edge.target]:
+                found[homes[edge.source]].add(homes[edge.target])
+        return found
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
 
 
 def plan_as_graphpipe(graph: LayerGraph, devices: Devices, microbatches: int) -> Search:
@@ -161,10 +341,9 @@ class GraphPipeSearch:
         left = np.arange(self._devices.count + 1) - replicas[:, None]
         ends = np.arange(first + 1, len(series.parts) + 1)
         depths = np.where(left >= 0, table.depths[ends[:, None], np.maximum(left, 0)] + 1, _NONE)
-        if self._devices.memory is not None:
-            flight = np.minimum(depths, self._m)
-            held = runs.held[first, first + 1 :, None] + flight * runs.each[first, first + 1 :, None]
-            depths = np.where(held <= self._devices.memory * TOLERANCE, depths, _NONE)
+        flight = np.minimum(depths, self._m)
+        nbytes = runs.held[first, first + 1 :, None] + flight * runs.each[first, first + 1 :, None]
+        depths = np.where(nbytes <= self._cost.limit, depths, _NONE)
         best = depths.argmin(axis=0)
         table.depths[first] = np.minimum(depths[best, np.arange(len(best))], _NONE)
         table.ends[first], table.counts[first] = ends[best], replicas[best]

@@ -1,1 +1,0 @@
-"""Memory optimizations chosen together with the division into stages, stage by stage, as in Mist."""

@@ -1,1 +1,0 @@
-"""Plans whose schedule is chosen together with the cut into stages."""

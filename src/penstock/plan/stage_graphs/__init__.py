@@ -1,1 +1,0 @@
-"""Plans whose stages form a graph: branches of a model run side by side."""
