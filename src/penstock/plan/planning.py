@@ -17,7 +17,7 @@ from penstock.plan.planners.mist import MistCost, plan_as_mist
 from penstock.plan.planners.pase import PaseCost, plan_as_pase
 from penstock.plan.planners.pipedream import Choices, PipeDreamCost, plan_as_pipedream, plan_for_pipedream_cost
 from penstock.plan.planners.piper import PiperCost, plan_as_piper, plan_for_piper_cost
-from penstock.plan.planners.spp import SppCost, plan_as_spp
+from penstock.plan.planners.spp import SppCost, links_between, plan_as_spp
 from penstock.plan.planners.two_bw import Sized, TwoBwCost, plan_as_two_bw, plan_for_two_bw_cost
 from penstock.plan.profile.layer_graph import LayerGraph, layer_graph, sizes_of
 from penstock.plan.profile.schema import Profile
@@ -224,7 +224,7 @@ def with_cost(request: PlanRequest) -> PlanRequest:
             raise ConfigError(f"planner '2bw-paper' takes cost '2bw-paper' or 'piper', not {cost!r}")
         cost = "2bw-paper"
     if request.links is not None:
-        _links(request)
+        links_between(request.devices, request.links)  # before a machine is measured
     return replace(request, cost=cost)
 
 

@@ -63,6 +63,19 @@ def link_matrix(devices: Devices) -> Floats:
     return found
 
 
+def links_between(devices: Devices, links: Floats | None) -> Floats:
+    """Return the bandwidths of all pairs of devices: those given, or as the levels of devices say.
+
+    Raises:
+        ConfigError: they are those of another number of devices.
+    """
+    if links is None:
+        return link_matrix(devices)
+    if len(links) != devices.count:
+        raise ConfigError(f"the matrix of links is that of {len(links)} devices, not {devices.count}")
+    return links
+
+
 def checked_links(rows: object) -> Floats:
     """Return a matrix of bandwidths.
 
@@ -214,11 +227,7 @@ class SppCost(ReplicatedCost):
 
     @cached_property
     def _links(self) -> Floats:
-        if self.links is None:
-            return link_matrix(self.devices)
-        if len(self.links) != self.devices.count:
-            raise ConfigError(f"the matrix of links is that of {len(self.links)} devices, not {self.devices.count}")
-        return self.links
+        return links_between(self.devices, self.links)
 
     def among(self, group: range) -> float:
         links = self._ordered_links[group.start : group.stop, group.start : group.stop]
