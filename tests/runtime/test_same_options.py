@@ -71,6 +71,22 @@ def lazy(tied: dict[str, str]) -> dict[str, Any]:
     return {"blocks": blocks, **partition(tied=tied)}
 
 
+class Pairs(nn.Module):
+    """A whole model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.b(self.a(x))
+        return found
+
+
+def whole(**given: Any) -> dict[str, Any]:
+    return {"blocks": Pairs(), "example": torch.ones(1, 3), "stages": 2, "partition": Partition(**given)}
+
+
 def on_a_mesh() -> dict[str, Any]:
     """Needs the ranks of a job, so it is made there; nobody uses its groups, so it has none."""
     return parallel(mesh=DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("width", "depth"), _init_backend=False))
@@ -101,6 +117,9 @@ DIFFERENT: dict[str, tuple[Given, Given, str, str]] = {
         "dims={'mask': None}",
         "dims=1",
     ),
+    "cut": ({"partition": Partition(cut=["2"])}, {"partition": Partition(cut=["3"])}, "cut=['2']", "cut=['3']"),
+    "units": (whole(units=["a"]), whole(units=["b"]), "units=['a']", "units=['b']"),
+    "by": (whole(by="time"), whole(), "by='time'", "by='work'"),
     "divisor": (precision(divisor=4), precision(divisor=40), "divisor=4", "divisor=40"),
     "precision": ({}, {"precision": "bf16"}, "precision='fp32'", "precision='bf16'"),
     "boundary_gradients": (

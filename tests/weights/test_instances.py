@@ -200,7 +200,7 @@ class Whole(nn.Module):
 
 
 def test_a_first_script_hears_of_all_at_once() -> None:
-    """A model that cannot be divided, an optimizer and a scheduler that exist; each attempt costs a reader."""
+    """A model without an example, an optimizer and a scheduler that exist; each attempt costs a reader."""
     model = Whole()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, 60)
@@ -209,7 +209,7 @@ def test_a_first_script_hears_of_all_at_once() -> None:
             model, "2bw", stages=2, microbatches=4, loss=F.mse_loss, optimizer=optimizer, lr_scheduler=scheduler
         )  # type: ignore[call-overload]
     said = str(refused.value)
-    assert "Whole is one module, and its forward cannot be followed to divide it into blocks" in said
+    assert "Whole is a whole model, and is divided by running its forward on an example" in said
     assert "make_optimizer = lambda named: torch.optim.AdamW(named, lr=0.01)" in said
     assert (
         "make_scheduler = lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=60)"
