@@ -23,8 +23,9 @@ Beside = TypeVar("Beside", bound=_Beside)
 
 
 def with_numbers(found: Beside, numbers: Mapping[str, float]) -> Beside:
-    """Set the numbers beside a tuple, and return it."""
-    found.numbers = numbers
+    """Set the numbers beside a tuple, if there are any, and return it."""
+    if numbers:  # else it needs no dict of its own, of which there would be one for each evaluation
+        found.numbers = numbers
     return found
 
 
