@@ -508,6 +508,11 @@ def lose(run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
 
 
+def unfinished(run: Path) -> None:
+    """Leave what a run has that was stopped after three of nine batches."""
+    shutil.rmtree(run / "weights")
+
+
 RUNS: list[tuple[str, Callable[[Path], Any], list[str], str, Callable[[Path], Any], list[str]]] = [
     ("another model", id, ["--set", "model.width=64"], "leave the change out, or", id, []),
     ("another model, anew", id, ["--set", "model.width=64"], r"a run of its own \(without --resume\)", id, ["anew"]),
@@ -517,7 +522,21 @@ RUNS: list[tuple[str, Callable[[Path], Any], list[str], str, Callable[[Path], An
      lambda run: shutil.copytree(run.parent / "kept", run / "checkpoints"), []),
     ("checkpoints lost, restart", lose, [], "begin again with --restart", id, ["--restart"]),
     ("the folder of runs", id, ["around"], "the newest run in it is '{run}'", id, []),
+    ("a whole vocabulary", id, ["--set", "method=1f1b"], "method=vocabulary-1f1b and stages=2", id,
+     ["--set", "method=vocabulary-1f1b", "--set", "stages=2"]),
+    ("parts of a vocabulary", id, ["--set", "method=vocabulary-1f1b"], "go on with a method with a whole output layer",
+     id, ["--set", "method=gpipe"]),
+    ("no weights to compare", unfinished, ["predicted"], "finish it with penstock train --resume {run}", id,
+     ["--set", "batches=9"]),
 ]  # fmt: skip
+
+BASES = {
+    "a whole vocabulary": ["method=vocabulary-1f1b", "stages=2"],
+    "parts of a vocabulary": ["method=1f1b"],
+    "no weights to compare": ["microbatch_size=1"],
+}
+"""How runs are made that are not made as usual."""
+PROFILE = ["--layers", 2, "--hidden", 32, "--heads", 2, "--sequence", 16, "--vocabulary", 256, "--cluster", "h100"]
 
 
 @pytest.mark.processes
@@ -528,14 +547,18 @@ def test_a_run_goes_on_as_the_command_line_says(
 ) -> None:  # fmt: skip
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     train = ["train", "--data", str(tmp_path / "text.txt")]
-    ran = command(*train, *settings(f"out={tmp_path / 'runs'}", "sample_length=0"))
+    ran = command(*train, *settings(f"out={tmp_path / 'runs'}", "sample_length=0", *BASES.get(name, [])))
     assert ran.returncode == 0, ran.stderr
     run = only_folder(tmp_path / "runs")
     change(run)
-    refused = command(*(at(run.parent) if given == ["around"] else at(run, *given)))
+    profile, predicted = tmp_path / "profile.yaml", given == ["predicted"]
+    compare = ["predicted", str(run), "--profile", str(profile)]
+    assert not predicted or command("profile", *map(str, PROFILE), "--out", str(profile)).returncode == 0
+    refused = command(*(at(run.parent) if given == ["around"] else compare if predicted else at(run, *given)))
     assert refused.returncode == 2
     assert re.search(message.replace("{run}", re.escape(str(run))), " ".join(refused.stderr.split()))
     mend(run)
     anew = [*train, *settings(f"out={tmp_path / 'own'}", "sample_length=0", "model.width=64")]
-    ended = command(*(anew if advised == ["anew"] else at(run, *advised)))
-    assert ended.returncode == 0, ended.stderr
+    for given in [anew if advised == ["anew"] else at(run, *advised), *([compare] if predicted else [])]:
+        ended = command(*given)
+        assert ended.returncode == 0, ended.stderr

@@ -17,7 +17,10 @@ from penstock.checkpoint import format as disk
 from penstock.checkpoint.folder_claim import Owner, reading
 from penstock.checkpoint.index import write_index
 from penstock.errors import CheckpointError
+from penstock.train.config.load import validate_config
+from penstock.train.loop import train
 from support.command_line import run
+from support.worker_functions import Silent
 
 PROFILE = "profile --cluster h100 --layers 2 --hidden 8 --sequence 8 --vocabulary 8 --out profile.yaml"
 
@@ -46,6 +49,22 @@ def test_nothing_is_taken_from_a_run_under_way(monkeypatch, capsys, folder: Path
     del owner
     monkeypatch.setattr("penstock.launch.launch.launch_local", lambda *_, **__: None)
     assert "under way" not in run(monkeypatch, capsys, *arguments.split())[2]
+
+
+def test_a_worker_that_begins_a_run_again_takes_nothing_from_one_under_way(folder: Path) -> None:
+    """Under torchrun nobody has looked before it."""
+    (folder.parent / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    config = validate_config({
+        "method": "sequential", "stages": 1, "microbatches": 1, "batches": 1, "sample_length": 0,
+        "validation_samples": 2, "data": str(folder.parent / "text.txt"), "threads": torch.get_num_threads(),
+        "model": {"layers": 1, "width": 8, "heads": 2, "context": 8}, "microbatch_size": 1,
+    })  # fmt: skip
+    owner = Owner(folder)
+    owner.claim()
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(CheckpointError, match="another Checkpoints of this process writes to .*run'"):
+        train(config, folder, Silent(), restart=True)
+    assert sorted(folder.rglob("*")) == before
 
 
 def test_whoever_takes_nothing_reads_from_a_run_under_way(monkeypatch, capsys, folder: Path) -> None:

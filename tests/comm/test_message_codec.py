@@ -54,7 +54,7 @@ headers = st.builds(
     checksum=st.integers(0, 2**32 - 1),
     weight=st.floats(),
     piece=st.integers(0, 2**20),
-    stop=st.booleans(),
+    stop=st.integers(0, 255),
 )
 
 

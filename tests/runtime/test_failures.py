@@ -140,13 +140,14 @@ def test_data_that_differ_between_first_and_last_stage(pool: Pool, part: str) ->
     assert [kind for kind, _ in said[:2]] == ["TransportError"] * 2
 
 
-def test_data_that_end_too_early_on_the_last_stage(pool: Pool) -> None:
-    case = Case("2bw", 2, 2)
-    said = pool.submit(with_own_data, case, {1: make_batches(case)[:3]}, 1.0, True, ranks=2, fresh=True)
+def test_data_that_end_too_early_where_updates_may_be_taken_back(pool: Pool) -> None:
+    """Nobody can tell in time there that a batch is missing; all are told the cause."""
+    case = Case("zb-h2-post", 2, 4, width=2)
+    said = pool.submit(with_own_data, case, {3: make_batches(case)[:3]}, 4.0, True, ranks=4, fresh=True)
     reason = "the data ends after 3 batches, but the first stage has sent batch 3"
-    assert said[1][0] == "DataError"
-    assert said[1][1].startswith(f"{reason} raised by F6 of stage 1 on rank 1, the forward of microbatch 0 of batch 3")
-    assert f"rank 1 could not go on (DataError: {reason}; raised by F6" in said[0][1]
+    assert said[3][0] == "DataError"
+    assert said[3][1].startswith(f"{reason} raised by F12 of stage 1 on rank 1, the forward of microbatch 0 of batch 3")
+    assert all(f"rank 3 could not go on (DataError: {reason}; raised by F12" in text for _, text in said[:3])
 
 
 def test_data_that_fail_at_once_on_the_first_stage(pool: Pool) -> None:

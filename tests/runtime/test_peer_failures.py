@@ -182,6 +182,7 @@ APART = {
     ("shorter", "run()"): "the numbers of batches differ: 3 on rank 0 and 6 on rank 1",
     ("shorter evaluation", "evaluate()"): "the numbers of batches differ: 3 on rank 0 and 6 on rank 1",
     ("shorter stream", "longer stream"): "the data have ended on rank 0, but not on rank 1, so the run ends after",
+    ("longer stream", "shorter stream"): "the data have ended on rank 1, but not on rank 0, so the run ends after",
     ("evaluated stream", "longer evaluation"): "ends after 3 batches on the first stage, not on the last",
     ("longer evaluation", "evaluated stream"): "ends after 3 batches, but the first stage has sent batch 3",
 }

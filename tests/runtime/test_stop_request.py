@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock import Evaluating, Group, Pipeline, make_schedule
+from penstock import DataError, Evaluating, Group, Pipeline, make_schedule
 from support.pool import Pool
 
 M, AT = 3, 2
@@ -119,6 +120,56 @@ def test_a_rank_ends_a_run_with_evaluations(pool: Pool, method: str, how: str, e
     """Under stash the pipeline is drained for them, so a request may be made in the last batch before they begin."""
     found = pool.submit(stopped_by, method, 1, how, every, ranks=2)
     check_stopped(found, 1, how, make_pipeline(method, 2, None), every, drained=method == "stash")
+
+
+def ends_apart(
+    group: dist.ProcessGroup, method: str, width: int, who: int, count: int, longer: int, saves: int
+) -> tuple[list[int], str, dict[str, Tensor]]:
+    """What is reported and raised where the data of one rank end first; and the weights after two more batches."""
+    depth = dist.get_world_size(group) // width
+    pipeline, reports = make_pipeline(method, depth, group, data_parallel=width), []
+    evaluate = Evaluating(saves, lambda: list(endless(MANY - 2))) if saves else None
+    here = itertools.islice(endless(), count + longer * (dist.get_rank(group) != who))
+    with pytest.raises(DataError) as caught:  # noqa: PT012
+        for report in pipeline.run(here, evaluate=evaluate):
+            reports.append(report.batch)
+    list(pipeline.run(itertools.islice(endless(count), 2)))
+    return reports, str(caught.value), {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks", "width", "who", "count", "longer", "saves"),
+    [
+        ("1f1b", 2, 1, 1, 4, 1, 0),
+        ("2bw", 3, 1, 2, 1, 9, 0),  # before a rank would look further ahead
+        ("2bw", 3, 1, 0, 5, 1, 0),
+        ("stash", 2, 1, 1, 5, 3, 2),  # in spans, whose data end where those of the run go on
+        ("stash", 2, 1, 1, 4, 3, 2),  # with a span
+        ("stash", 2, 1, 0, 4, 3, 2),
+        ("zb-h1", 3, 1, 2, 6, 1, 0),
+        ("interleaved", 2, 1, 1, 3, 2, 0),
+        ("chimera", 2, 1, 0, 4, 2, 0),
+        ("chimera", 2, 1, 1, 4, 1, 0),
+        ("2bw", 4, 2, 3, 5, 1, 0),
+        ("1f1b", 4, 2, 0, 3, 4, 0),
+    ],
+)
+def test_data_that_end_first_on_any_rank_end_the_run_on_all(
+    pool: Pool, method: str, ranks: int, width: int, who: int, count: int, longer: int, saves: int
+) -> None:
+    """Every batch that all have is trained on, and the pipeline goes on."""
+    found = pool.submit(ends_apart, method, width, who, count, longer, saves, ranks=ranks)
+    weights: dict[str, Tensor] = {}
+    for reports, said, state in found:
+        assert reports == list(range(count))
+        assert re.search(rf"the data have ended on rank {who}, but not on rank|rank {who} has no batch, but", said)
+        weights |= state
+    wanted = make_pipeline(method, ranks // width, None, data_parallel=width)
+    evaluate = Evaluating(saves, lambda: list(endless(MANY - 2))) if saves else None
+    list(wanted.run(itertools.islice(endless(), count), evaluate=evaluate))
+    list(wanted.run(itertools.islice(endless(count), 2)))
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(weights[name], tensor), name
 
 
 def notices(group: dist.ProcessGroup, method: str, who: int, how: str) -> tuple[list[str], list[str], int]:

@@ -179,7 +179,10 @@ def test_a_spike_may_send_the_run_back_as_well(pool: Pool, values: dict[str, Any
 
 
 def test_without_a_checkpoint_from_before_it_is_an_error(pool: Pool, values: dict[str, Any], tmp_path: Path) -> None:
-    values["checkpoint"] = {"every": 2, "keep": 1}  # that of batch 12 is the first one that is ruined
-    with pytest.raises(CheckpointError, match=r"diverged at batch 13 .*there is no checkpoint of batch 13 or before"):
+    values["checkpoint"] = {"every": 2, "keep": 9}
+    assert len(run(pool, values, tmp_path / "more", "ruin")[1]) == 1  # as the message advises
+    values["checkpoint"]["keep"] = 1  # that of batch 12 is the first one that is ruined
+    said = r"diverged at batch 13 .*no checkpoint of batch 13 or before.* keep more of them \(checkpoint\.keep\)"
+    with pytest.raises(CheckpointError, match=said):
         run(pool, values, tmp_path / "run", "ruin")
     pool.close()  # a rank may still have been in a call that all make together

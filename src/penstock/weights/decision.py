@@ -45,7 +45,7 @@ class Share(NamedTuple):
         loss: sum over the batch, from the last stage.
         weight: N, from the last stage.
         scale: S, from the last stage.
-        stop: 1 where a stop of the run was requested.
+        stop: 1 more than the batches after this one before an end that was requested; 0 without a request.
         evaluated, evaluated_weight: loss sum and weight of an evaluation, from the last stages.
         missing: of how many numbers `squares` is, taken from those that a stage trains, which its first holder adds; so
             zero over all stages, and a gradient that is left out of the norm is noticed.
@@ -168,7 +168,7 @@ def add_shares(shares: Sequence[Share]) -> Share:
         sum(share.loss for share in shares),
         math.fsum(share.weight for share in shares),
         max(share.scale for share in shares),
-        max(share.stop for share in shares),
+        min((share.stop for share in shares if share.stop), default=0.0),
         math.fsum(share.evaluated for share in shares),
         math.fsum(share.evaluated_weight for share in shares),
         math.fsum(share.missing for share in shares),
@@ -203,13 +203,13 @@ def decide(batch: int, total: Share, divisor: float, clip: float | None) -> Deci
         )
     finite = math.isfinite(squares)
     if not weight:
-        return Decision(batch, math.nan, weight, math.nan, scale, finite, 0.0, bool(stop))
+        return Decision(batch, math.nan, weight, math.nan, scale, finite, 0.0, stop == 1)
     mean = divisor / (weight * scale)
     norm = math.sqrt(squares) * mean
     factor = mean if finite else 0.0
     if clip is not None and finite:
         factor *= min(1.0, clip / (norm + _EPSILON))
-    return Decision(batch, loss / weight, weight, norm, scale, finite, factor, bool(stop))
+    return Decision(batch, loss / weight, weight, norm, scale, finite, factor, stop == 1)
 
 
 class Scaler:

@@ -256,7 +256,7 @@ def _of_surroundings() -> list[Kind]:
         return End((2,), rf"^error: .*{says}.*\n$", then="gone")
 
     no_memory = End(
-        (1,), r"(?m)^error: (a module cannot be imported|Python has failed|worker \d+ failed).*", then="gone"
+        (1,), r"(?m)^error: (a module cannot|Python has failed|worker \d+ failed|there is no memory left)", then="gone"
     )
     found = {
         "few files": ("ulimit -n 24", refused("may open 24 files here")),

@@ -22,8 +22,8 @@ class Header(NamedTuple):
         checksum: of the samples that the data was computed from.
         weight: the loss weight of the whole batch; NaN until the last stage knows it.
         piece: the slice of the sequence.
-        stop: of a gradient: the sender, or a rank before it, asks for the end of the run. Of an activation: an
-            evaluation has no data, and the tree is the reason.
+        stop: of a gradient, where the sender, or a rank before it, asks for an end: 1 more than the batches from this
+            one on before it. Of an activation, 1: an evaluation has no data, and the tree is the reason.
         auxiliary: of an activation: the auxiliary losses of the stages so far; of a gradient: that of one such loss,
             before its coefficient. NaN where there are none.
     """
@@ -34,7 +34,7 @@ class Header(NamedTuple):
     checksum: int = 0
     weight: float = math.nan
     piece: int = 0
-    stop: bool = False
+    stop: int = 0
     auxiliary: float = math.nan
 
 

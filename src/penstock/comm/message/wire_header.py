@@ -1,7 +1,7 @@
 """The 64 bytes at the beginning of a message on its way.
 
 They name batch and microbatch, so that a receiver notices a wrong message, and carry what accompanies the data: whether
-another batch follows, whether the run is to end, a checksum of the samples, the loss weight of the batch, auxiliary
+another batch follows, when the run is to end, a checksum of the samples, the loss weight of the batch, auxiliary
 losses, and how many RECVs the sender has posted on each of its lanes from the receiver (credits, modulo
 `CREDIT_RANGE`).
 """
@@ -36,7 +36,7 @@ def write_header(raw: memoryview, header: Header, described: int, credits: Credi
         described: bytes of the description of its structure; 0 if that is the one of the message before.
         credits: for every payload, how many RECVs the sender has posted.
     """
-    h, flags = header, header.more | header.stop << 1 | header.piece << 2
+    h, flags = header, header.more | header.stop << 1 | header.piece << 9
     facts = h.batch, h.first, h.weight, h.auxiliary, h.checksum
     _HEADER.pack_into(raw, 0, len(raw), *facts, described, flags, False, True, *credits)
 
@@ -44,8 +44,8 @@ def write_header(raw: memoryview, header: Header, described: int, credits: Credi
 def read_header(raw: memoryview) -> tuple[int, int, Header]:
     """Read the size of a message, that of the description of its structure, and what its header says."""
     size, batch, first, weight, auxiliary, checksum, described, flags, *_ = _HEADER.unpack_from(raw)
-    more, stop = bool(flags & 1), bool(flags & 2)
-    return size, described, Header(batch, first, more, checksum, weight, flags >> 2, stop, auxiliary)
+    more, stop = bool(flags & 1), flags >> 1 & 0xFF
+    return size, described, Header(batch, first, more, checksum, weight, flags >> 9, stop, auxiliary)
 
 
 def split(block: Tensor) -> list[Tensor]:

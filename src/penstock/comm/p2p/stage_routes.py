@@ -236,14 +236,14 @@ class StageRoutes:
         if self._again_to is not None:
             self._again_to.put(TensorMessage(header, *detached(output)))
 
-    def gradients(self, key: Piece) -> tuple[float, bool, float, Gradients | None]:
+    def gradients(self, key: Piece) -> tuple[float, int, float, Gradients | None]:
         """Take the loss weight of the batch, as far as it came along, and the gradients of a forward's output.
 
-        Between them, whether a rank behind this one asks for the end of the run, and the gradient of an auxiliary loss.
-        There are none where the loss is.
+        Between them, when the run is to end for the ranks behind this one (`Header.stop`), and the gradient of an
+        auxiliary loss. There are none where the loss is.
         """
         if not self._gradients:
-            return math.nan, False, math.nan, None
+            return math.nan, 0, math.nan, None
         if len(self._gradients) == 1:
             message = self._gradients[0].take(key)
             header = message.header
@@ -255,7 +255,7 @@ class StageRoutes:
         headers = [message.header for message in messages]
         weight = next((header.weight for header in headers if not math.isnan(header.weight)), math.nan)
         auxiliary = next((header.auxiliary for header in headers if not math.isnan(header.auxiliary)), math.nan)
-        return weight, any(header.stop for header in headers), auxiliary, total
+        return weight, min((h.stop for h in headers if h.stop), default=0), auxiliary, total
 
     def put_input_gradients(self, header: Header, gradients: Gradients) -> None:
         """Lay the gradients of a forward's input ready for the stages that it came from."""

@@ -3,9 +3,9 @@
 Batches are any iterable; a batch is a pair (inputs, targets), or a sequence of microbatches, each a pair that is made
 when it is asked for: m for each of the parallel pipelines. The first stage looks one batch ahead, because every message
 of a batch says whether another one follows; between processes the last stage reads further ahead, so that a batch that
-it cannot read is never begun (`schedule.proof.data_read_ahead`). In one process both stages share a `BatchSource`;
-between processes each has its own over equal data, and a checksum that travels with the activations catches it if they
-differ.
+it cannot read, or does not have, is never begun (`schedule.proof.data_read_ahead`). In one process both stages share a
+`BatchSource`; between processes each has its own over equal data, and a checksum that travels with the activations
+catches it if they differ.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class BatchSource:
         length: how many batches there are, where that is known and counts.
         first: number of the first batch, for messages.
         ahead: how many batches a rank behind the first reads ahead when it has taken the last sample of a batch; if one
-            cannot be read, it asks for the end of the run in time.
+            cannot be read, or is missing, it asks in time for an end before it.
         overlap: how many batches before a new one passes may still read when it is made
             (`penstock.schedule.proof.data_read_ahead`).
         dims: along which dimensions whole batches are split.
@@ -118,12 +118,11 @@ class BatchSource:
         self._asked, self._end = 0, math.inf
 
     def begins(self) -> bool:
-        """Return True if there is a first batch and no stop was requested before it; else `failure` may say why."""
-        return not self._stop.agreed and self._comes(0)
+        """Return False if a stop was requested, or if this process reads data, but finds no first batch.
 
-    def lacks_first(self) -> bool:
-        """Return True if this process reads data, but there is no first batch; `failure` may say why."""
-        return self._reads > 0 and not self._comes(0)
+        `failure` may say why.
+        """
+        return self._stop.agreed > self._first and (not self._reads or self._comes(0))
 
     def has(self, batch: int) -> bool:
         """Return True if batch number `batch` of the span exists, fetching batches up to it.
@@ -149,21 +148,19 @@ class BatchSource:
         return batch < self._fetched
 
     def read_ahead(self) -> int | None:
-        """Read the first batches of the span; return the number of the first one that cannot be read, if any.
+        """Read the first batches of the span; return the number of the first one that is not there, if any.
 
         Later ones are read as the span goes on.
         """
-        if self._ahead and not self._comes(self._ahead - 1) and self.failure is not None:
-            return self._fetched
-        return None
+        return self._fetched if self._ahead and not self._comes(self._ahead - 1) else None
 
     def end_before(self, batch: int) -> None:
-        """Let the span end before a batch that another rank cannot read."""
-        self._end = min(self._end, batch)
+        """Let the span end before a batch that another rank does not have."""
+        self._stop.agree(self._first + batch)
 
     def end_soon(self) -> None:
         """Let an evaluation end before the next batch, as nobody asks for its results any more."""
-        self.end_before(self._asked + 1)
+        self._stop.agree()
 
     def fail(self, error: BaseException, reason: str = "") -> None:
         """Take down why an evaluation has failed, and the reason for other ranks, if it is not that of the data.
@@ -245,7 +242,8 @@ class BatchSource:
         """
         if batch > self._asked:
             self._asked = batch
-            if batch >= self._end or self._stop.agreed or not self._comes(batch):
+            number = self._first + batch  # one that others lack is looked for here, too: `goes_on` tells
+            if self._stop.agreed < number or not self._comes(batch) or self._stop.agreed == number:
                 self._end = min(self._end, batch)
         return batch < self._end
 
@@ -282,8 +280,8 @@ class BatchSource:
         self._left[batch] -= 1
         if not self._left[batch]:
             del self._held[batch], self._left[batch], self._count[batch]
-            if self._ahead and not self._comes(batch + self._ahead) and self.failure is not None:
-                self._stop.ask()
+            if self._ahead and not self._comes(batch + self._ahead):
+                self._stop.ask(self._first + self._fetched)
         return sample
 
     def _sample(self, batch: int, place: int) -> Sample:

@@ -99,6 +99,7 @@ class SpanSetup:
     def training_data(self, batches: Batches, first: int, length: int | None) -> BatchSource:
         """The data of a span of training that begins with batch `first`, and of so many batches, if that is known."""
         schedule, stop = self.schedule, self.ranks[0].stop
+        stop.reset(run=False)
         reads, shared = self._reads(schedule), self.grid.group is None
         return BatchSource(
             batches, schedule.microbatches, self.grid.width, reads, len(self.grid.pipelines), stop,

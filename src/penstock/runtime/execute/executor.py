@@ -133,7 +133,7 @@ class Executor:
         trained = [stage.runtime for stage in span.stages.values() if stage.trained]
         ends = yield from span.meetings.drain(trained, span.start + t, span.hold_bytes)
         if ends:
-            span.stop.agreed = True
+            span.stop.agree()
         yield from span.mailbox.flush()
 
     def gather_rest(self, version: int) -> Generator[Wait, None, Callable[[], None]]:

@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.comm.collective.all_gather_json import gather_json
-from penstock.comm.core.rank_grid import RankGrid, RankKey
-from penstock.errors import ConfigError, DataError, PenstockError
+from penstock.comm.core.rank_grid import RankGrid
+from penstock.errors import ConfigError, DataError, PenstockError, TransportError
 from penstock.runtime.data.batch_source import BatchSource, failed_elsewhere
 from penstock.runtime.execute.peer_failures import PeerFailures
 from penstock.runtime.setup.param_group_consistency import check_settings, settings_by_hand
@@ -74,24 +74,23 @@ class SpanBorders:
         for stage in (stage for state in self._ranks for stage in state.stages.values()):
             stage.weights.begin_span(batches)
         asked = self._grid.group is None or self._grid.local[0].rank == first
-        begins = failure is None and (not asked or source.begins())
-        lacks = failure is None and not asked and source.lacks_first()
-        failure = failure or source.failure
-        ends = None if failure is not None or lacks else source.read_ahead()
+        begins = failure is None and (source.begins() or not asked)
+        failure, more = failure or source.failure, source.goes_on(0)
+        ends = None if failure is not None else source.read_ahead()
         rewritten, by_hand = any(weights.rewritten for weights in self._trained), settings_by_hand(self._ranks)
-        mine: list[Any] = [self._copies(), begins, _text(failure), lacks, ends, rewritten, self._parameters(), by_hand]
+        mine: list[Any] = [self._copies(), begins, _text(failure), more, ends, rewritten, self._parameters(), by_hand]
         # Others must hear of a failure before it is raised here.
         met = self._gather([self._peers.proposal, source.length, mine], f"agreeing to start {call}")
         self._peers.name, lengths, told = met[0][0], [length for _, length, _ in met], [rest[1:] for *_, rest in met]
         if any(written for *_, written, _, _ in told):  # on one stage: then no batch reads old weights of others
             for weights in self._trained:
                 weights.forget_older()
-        texts, reader = [text for _, text, *_ in told], self._grid.global_rank(RankKey(0, first))
+        texts = [text for _, text, *_ in told]
         for reason in (
             failure,
             _no_rate(texts) or _failed_elsewhere(texts, "begin"),
             _nothing_to_train([counts for *_, counts, _ in told]) if trains else None,
-            _missing(reader, [begin for begin, *_ in told], [lack for _, _, lack, *_ in told]),
+            _missing([more for _, _, more, *_ in told]),
             _of_other_lengths(lengths),
             _of_other_writes([copies for _, _, (copies, *_) in met]),
         ):
@@ -174,7 +173,13 @@ class SpanBorders:
         """
         noted = [[*found, dict(found.numbers)] for state in self._ranks for found in state.decisions.take_noted()]
         more = self._grid.group is not None and source.goes_on(batches - start)
-        told = self._gather([left, failure, more, _text(source.failure), noted], "ending a run", self._grid.patience)
+        mine = [left, failure, more, _text(source.failure), noted]
+        try:
+            told = self._gather(mine, "ending a run", self._grid.patience)
+        except TransportError as error:
+            if more is False:
+                error.add_note(f"the data ended here after batch {batches - 1}; every rank needs the same batches")
+            raise
         parts = [with_numbers(Evaluated(*found), numbers) for *_, part in told for *found, numbers in part]
         if parts:  # of one version, as meetings have shared all before
             total, weight = math.fsum(p.total for p in parts), math.fsum(p.weight for p in parts)
@@ -225,12 +230,12 @@ def _nothing_to_train(counts: Sequence[tuple[int, int]]) -> ConfigError | None:
     )
 
 
-def _missing(first: int, begins: Sequence[bool], lacks: Sequence[bool]) -> DataError | None:
-    """What all ranks raise where the data of one of them, of all by rank, have no batch although the first has one."""
-    if not all(begins) or not any(lacks):
+def _missing(more: Sequence[bool | None]) -> DataError | None:
+    """What all ranks raise where the data of one of them, of all by rank, have no batch although others have one."""
+    if not {True, False} <= set(more):
         return None
     return DataError(
-        f"rank {list(lacks).index(True)} has no batch, but rank {first} has: every rank needs the same batches (a "
+        f"rank {more.index(False)} has no batch, but rank {more.index(True)} has: every rank needs the same batches (a "
         "generator that was used up? a DistributedSampler?)"
     )
 

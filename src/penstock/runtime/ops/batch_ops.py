@@ -57,7 +57,6 @@ class StepAction(BoundAction):
             start = self._recorder.wait_on_device(settle, f"copy {turn.label}", *self._place, batch)
         weight = span.losses.weight_for_update(batch)
         decision = span.updates.step(self._runtime, batch, weight, self.stage.books.last.rotated)
-        span.stop.agreed |= decision.stop
         span.reports.decided(decision)
         gathers = span.updates.gathers
         final = (gathers is None or gathers.full) and not span.meetings.meets(batch)
@@ -110,7 +109,8 @@ class AverageAction(BoundAction):
 
     def work(self, turn: Turn) -> None:
         """Change the newest version, and take a snapshot if it is time."""
-        self._span.stop.agreed |= self._span.meetings.end(self._runtime, turn.batch)
+        if self._span.meetings.end(self._runtime, turn.batch):
+            self._span.stop.agree()
         self._span.capture.after_step(self._runtime, turn.batch + 1)
 
 

@@ -13,6 +13,7 @@ from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.ops.messages import Consumer
 from penstock.runtime.ops.post_validation import Draft
 from penstock.runtime.rank.span import RankSpan
+from penstock.runtime.update.stop_request import end_of
 from penstock.schedule.ir.schedule import Kind, Op
 from penstock.schedule.machine.instructions import Instruction
 from penstock.stage.blocks.loss import UnreadLoss
@@ -179,7 +180,7 @@ class EvaluationForward(Forward):
             value = source.reason(self._recorder.rank)
         span.more = header.more
         if self._runtime.module.hands_on:
-            self._routes.put_output(header._replace(stop=True), value)
+            self._routes.put_output(header._replace(stop=1), value)
         span.reports.forward_done(turn.batch, evaluation=True)
 
     def compute(self, turn: Turn, value: Any, wants: tuple[bool, ...], target: Any) -> Passed:  # noqa: ARG002
@@ -221,13 +222,13 @@ class Backward(Consumer):
             weight, stop, auxiliary, gradients = routes.gradients((k, piece))
             span.losses.learn(batch, weight)
             if stop:
-                span.stop.ask()
+                span.stop.ask(end_of(batch, stop))
             flight = flights[k, piece]
             if gradients is not None:
                 flight.auxiliary = auxiliary
             found = self._run((k, piece), batch, version, gradients, copy)
             # The weight of a batch is known to the last stage before its last backward, so it rides on gradients.
-            known, asked = span.losses.weight(batch), span.stop.asked
+            known, asked = span.losses.weight(batch), span.stop.left(batch)
             header = Header(batch, k, span.more, 0, known, piece, asked, flight.auxiliary)
             routes.put_input_gradients(header, found)
         return start

@@ -55,7 +55,6 @@ class Validate(BoundAction):
     def work(self, turn: Turn) -> None:
         """Settle the update."""
         decision = self._span.updates.validate(self._runtime, turn.batch)
-        self._span.stop.agreed |= decision.stop
         self._span.reports.decided(decision)
         if not self._span.rejected:
             for stage in self._span.stages.values():

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.options.divergence import Divergence
 from penstock.runtime.update.divergence import DivergenceDetector
 from penstock.runtime.update.run_events import Evaluated, RunEvents, with_numbers
-from penstock.runtime.update.stop_request import StopRequest
+from penstock.runtime.update.stop_request import StopRequest, end_of
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 from penstock.stage.blocks.loss import Loss, summed
 from penstock.weights.decision import Decision, Policy, Scaler, Share, decide, packed_numbers
@@ -92,7 +92,7 @@ class Decisions:
         self._names = sorted(numbers) or self._names
         if not self._counts:
             found, count, numbers = 0.0, 0.0, {}
-        stop, beside = float(self.stop.asked), packed_numbers(numbers)
+        stop, beside = float(self.stop.left(batch)), packed_numbers(numbers)
         return Share(stop=stop, evaluated=found, evaluated_weight=count, evaluated_numbers=beside)
 
     def agree(self, batch: int, total: Share) -> bool:
@@ -120,6 +120,7 @@ class Decisions:
             else:
                 numbers = dict(zip(self._names, total.numbers, strict=False))
                 self._last = decide(batch, total, self._divisor, self._clip)._replace(numbers=numbers)
+                self.stop.agree(end_of(batch, total.stop))
             self._decided = batch
             self.weight = float(self._last.weight) if self._last.weight else self.weight
             if total is not None and total.evaluated_weight:
