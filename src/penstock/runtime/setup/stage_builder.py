@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -70,7 +69,7 @@ class StageBuilder:
     ) -> None:
         self._tensor = tensor
         self._key, self._plan, self._loss = key, plan, loss
-        self._optimizer = partial(_optimizer_by_names_in_model, optimizer) if callable(optimizer) else optimizer
+        self._optimizer = _by_names_in_model(optimizer) if callable(optimizer) else optimizer
         self._options, self._low, self._recorder = plan.options, plan.options.precision.low, recorder
         wanted = plan.options.run.device
         self._device = None if wanted is None else find_device(wanted)
@@ -198,9 +197,15 @@ class StageBuilder:
         return WaveWeights(*common, stage.name) if waves else Agreement(*common, updater)
 
 
-def _optimizer_by_names_in_model(make: OptimizerFactory, named: list[tuple[str, nn.Parameter]]) -> Optimizer:
-    """Make an optimizer of parameters by the names that a whole model has for them."""
-    return make([(name_in_model(name), parameter) for name, parameter in named])
+def _by_names_in_model(make: OptimizerFactory) -> OptimizerFactory:
+    """Return a factory that gives parameters the names that a whole model has for them."""
+
+    def made(named: list[tuple[str, nn.Parameter]]) -> Optimizer:
+        return make([(name_in_model(name), parameter) for name, parameter in named])
+
+    if (undone := getattr(make, "undone", None)) is not None:
+        made.undone = undone  # type: ignore[attr-defined]  # as `Updater` asks for it
+    return made
 
 
 def _older_versions(
