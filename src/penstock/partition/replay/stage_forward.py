@@ -587,7 +587,8 @@ def _twin(unit: nn.Module, device: torch.device, precision: torch.dtype | None) 
         low = precision is not None and tensor.dtype == torch.float32 and id(tensor) not in full
         zeros = torch.zeros(tensor.shape, dtype=precision if low else tensor.dtype, device=device)
         memo[id(tensor)] = nn.Parameter(zeros, tensor.requires_grad)
-    memo |= {id(buffer): buffer.detach().to(device, copy=True) for buffer in unit.buffers()}
+    for buffer in unit.buffers():
+        memo[id(buffer)] = buffer.detach().to(device, copy=True) if not buffer.is_meta else torch.zeros_like(buffer, device=device)
     held = vars(unit).pop("_compiled_call_impl", None)
     try:
         twin = copy.deepcopy(unit, memo)
