@@ -120,7 +120,7 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 def _close(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
-        return all(tensor is None or not tensor.is_meta and not tensor.count_nonzero() for tensor in (one, other))
+        return all(tensor is None or (not tensor.is_meta and not tensor.count_nonzero()) for tensor in (one, other))
     if one.is_meta or other.is_meta:
         return one.shape == other.shape
     scale = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max()) if one.numel() else 0.0

@@ -214,6 +214,7 @@ class UnitBlocks(dict[str, UnitPart]):
         timed: bool = False,
     ) -> None:
         self.model, self._example = model, arguments_of(example)
+        initialise(model, {id(buffer) for buffer in model.buffers() if buffer.is_meta}, 0, all_of_them=False)
         opened = opened_for(model, units, cut)
         share = _OF_A_STAGE / 4 if timed else _OF_A_STAGE  # as work says less of it
         found = record_forward(model, *self._example, math.inf if opened else share / stages, opened)
@@ -295,8 +296,8 @@ class UnitBlocks(dict[str, UnitPart]):
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Give the model other values, and so all stages."""
-        held = self.model.state_dict()  # of other ranks, nothing has memory here
-        own = {name: value for name, value in state.items() if not getattr(held.get(name), "is_meta", False)}
+        elsewhere = {name for name, tensor in tensors_of(self.model) if tensor.is_meta}
+        own = {name: value for name, value in state.items() if name not in elsewhere}
         self.model.load_state_dict(own, strict=len(own) == len(state))
         for stage in self._stages:
             for name in stage.group.bare:
@@ -322,7 +323,7 @@ class _NumberedDraws(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def initialise(model: nn.Module, wanted: Collection[int], seed: int) -> None:
+def initialise(model: nn.Module, wanted: Collection[int], seed: int, *, all_of_them: bool = True) -> None:
     """Give memory and values to some tensors of a model on meta, which are the same whichever these are.
 
     `reset_parameters` of each module that has some comes first, then `_init_weights` of the nearest module around it,
@@ -333,6 +334,7 @@ def initialise(model: nn.Module, wanted: Collection[int], seed: int) -> None:
         model: whose tensors keep their identities.
         wanted: identities of the tensors.
         seed: of the random numbers.
+        all_of_them: refuse tensors that no initialiser fills, rather than leave them on meta.
 
     Raises:
         ConfigError: no initialiser fills one of them, or one fails; the message names it.
@@ -351,8 +353,8 @@ def initialise(model: nn.Module, wanted: Collection[int], seed: int) -> None:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for step, find in enumerate((_resets, _init_weights_around)):
             for path, module in reversed(modules.items()):
-                made = any(id(tensor) in own for _, tensor in tensors_of(module))
-                initialiser = find(modules, path) if made else None
+                has_some = any(id(tensor) in own for _, tensor in tensors_of(module))
+                initialiser = find(modules, path) if has_some else None
                 if initialiser is not None:
                     with _NumberedDraws(f"{seed} {step} {path}"):
                         _run_initialiser(initialiser, path)
@@ -361,6 +363,8 @@ def initialise(model: nn.Module, wanted: Collection[int], seed: int) -> None:
         if id(tensor) in wanted and id(tensor) not in swapped:
             value = filled[name]
             if value.isnan().any() if value.is_floating_point() else not value._version and value.numel():
+                if not all_of_them:
+                    continue
                 owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
                 raise ConfigError(
                     f"{name} is on the device 'meta', and neither reset_parameters of its {owner} nor _init_weights of "
@@ -368,12 +372,12 @@ def initialise(model: nn.Module, wanted: Collection[int], seed: int) -> None:
                     "memory and values first: model.to_empty(device='cpu'), then its initialization or load_state_dict"
                 )
             swapped.add(id(tensor))
-            torch.utils.swap_tensors(tensor, value)
+            torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
 
 
 def _resets(modules: Mapping[str, nn.Module], path: str) -> Any:
     module = modules[path]
-    return _taking((getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters")))
+    return _taking(getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
 
 
 def _init_weights_around(modules: Mapping[str, nn.Module], path: str) -> Any:

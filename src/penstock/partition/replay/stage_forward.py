@@ -588,7 +588,9 @@ def _twin(unit: nn.Module, device: torch.device, precision: torch.dtype | None) 
         zeros = torch.zeros(tensor.shape, dtype=precision if low else tensor.dtype, device=device)
         memo[id(tensor)] = nn.Parameter(zeros, tensor.requires_grad)
     for buffer in unit.buffers():
-        memo[id(buffer)] = buffer.detach().to(device, copy=True) if not buffer.is_meta else torch.zeros_like(buffer, device=device)
+        memo[id(buffer)] = (
+            buffer.detach().to(device, copy=True) if not buffer.is_meta else torch.zeros_like(buffer, device=device)
+        )
     held = vars(unit).pop("_compiled_call_impl", None)
     try:
         twin = copy.deepcopy(unit, memo)
