@@ -309,7 +309,11 @@ class _RealBesideMeta(TorchFunctionMode):
         """Run an operation: on meta if one of its tensors is there, else where tensors have values."""
         meta, kwargs = torch.device("meta"), kwargs or {}
         if any(leaf.is_meta for leaf in leaves_in((args, kwargs))):
-            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(meta), (args, kwargs))
+            args, kwargs = pytree.tree_map_only(
+                (torch.Tensor, torch.device),
+                lambda leaf: leaf.to(meta) if torch.is_tensor(leaf) else meta,
+                (args, kwargs),
+            )
         else:
             args, kwargs = pytree.tree_map_only(
                 torch.device, lambda device: torch.device("cpu") if device == meta else device, (args, kwargs)
