@@ -15,6 +15,7 @@ from penstock.errors import CapabilityError
 from penstock.partition.replay.placeholder import TensorSpec
 from penstock.partition.replay.stage_forward import Cut, Specs, StageForward, leaves_in
 from penstock.partition.replay.units import copies_of
+from penstock.partition.replay.watch import changed, state_of
 
 
 def check_stages(model: nn.Module, specs: Specs, cut: Cut, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -107,7 +108,18 @@ def _through_stages(
     for stage in range(cut.last + 1):
         given: Any = (list(args), dict(kwargs)) if stage == 0 else pytree.tree_map(_as_sent, (list(args), dict(kwargs)))
         frames.append(StageForward(model, specs, cut, stage, received[-1], _seed))
+        foreign = {path: unit for path, unit in specs.units.items() if cut.stages[path] != stage}
+        others = [
+            (f"{path}.{inner}".rstrip("."), m) for path, unit in foreign.items() for inner, m in unit.named_modules()
+        ]
+        before = state_of(others, random_numbers=False)
         output = frames[-1].run(*given)
+        name = changed(before, state_of(others, random_numbers=False))
+        if name is not None:
+            raise CapabilityError(
+                f"a layer of stage {stage} changes {name} of a layer of another stage, which may be in another "
+                "process; let it return that"
+            )
         received.append({
             key: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
             for key, t in frames[-1].sent.items()
