@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from penstock import Checkpoints, Pipeline
 from penstock.errors import PenstockError
+from penstock.partition.replay import comparison
 from support.model_kinds import EXACT, REFUSED, SAMPLES, WIDTH, Kind, Layers
 from support.pool import Pool
 
@@ -270,6 +271,35 @@ def test_a_process_has_no_weights_of_other_stages_of_a_model_on_meta(pool: Pool)
     assert again == [report.loss for report in alone.run(batches(Initialised))]
     assert first & second == {"a.weight", "c.weight", "scale"}
     assert first | second == {name for name, _ in Initialised().named_parameters(remove_duplicate=False)}
+
+
+def shift_second_output(loss: Tensor, calls: int, _: Any) -> None:
+    loss += calls == 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (shift_second_output, "with other values than the example's its output differs"),
+        (
+            lambda _, calls, model: model.norm.running_mean.add_(1),
+            "on the example the buffer norm.running_mean differs",
+        ),
+        (lambda _, calls, model: setattr(model.norm, "momentum", calls), "on the example norm.momentum differs"),
+    ],
+)
+def test_stages_are_compared_on_other_values_and_in_state(monkeypatch: Any, damage: Any, said: str) -> None:
+    run, calls = comparison._through_stages, []
+
+    def damaged(model: nn.Module, *given: Any) -> Any:
+        (found, *gradients), output = run(model, *given)
+        calls.append(0)
+        damage(found, len(calls), model)
+        return [found, *gradients], output
+
+    monkeypatch.setattr(comparison, "_through_stages", damaged)
+    with pytest.raises(PenstockError, match=said):
+        pipeline_of(Initialised, 2)
 
 
 class WithoutInitialiser(Layers):

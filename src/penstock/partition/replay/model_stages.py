@@ -27,10 +27,10 @@ from penstock.partition.replay.units import (
     copies_of,
     has_hooks,
     name_in_model,
+    named_tensors,
     no_seed,
     opened_for,
     record_forward,
-    tensors_of,
 )
 from penstock.partition.replay.watch import state_of
 
@@ -296,7 +296,7 @@ class UnitBlocks(dict[str, UnitPart]):
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Give the model other values, and so all stages."""
-        elsewhere = {name for name, tensor in tensors_of(self.model) if tensor.is_meta}
+        elsewhere = {name for name, tensor in named_tensors(self.model) if tensor.is_meta}
         own = {name: value for name, value in state.items() if name not in elsewhere}
         self.model.load_state_dict(own, strict=len(own) == len(state))
         for stage in self._stages:
@@ -341,7 +341,7 @@ def initialise(model: nn.Module, wanted: Collection[int], seed: int, *, all_of_t
     """
     if not wanted:
         return
-    memo, held = without_graphs(model), dict(tensors_of(model))
+    memo, held = without_graphs(model), dict(named_tensors(model))
     for tensor in held.values():
         if id(tensor) not in memo:
             made = torch.empty_like(tensor, device="cpu" if id(tensor) in wanted else "meta", requires_grad=False)
@@ -353,12 +353,12 @@ def initialise(model: nn.Module, wanted: Collection[int], seed: int, *, all_of_t
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for step, find in enumerate((_resets, _init_weights_around)):
             for path, module in reversed(modules.items()):
-                has_some = any(id(tensor) in own for _, tensor in tensors_of(module))
+                has_some = any(id(tensor) in own for _, tensor in named_tensors(module))
                 initialiser = find(modules, path) if has_some else None
                 if initialiser is not None:
                     with _NumberedDraws(f"{seed} {step} {path}"):
                         _run_initialiser(initialiser, path)
-    filled, swapped = dict(tensors_of(twin)), set[int]()
+    filled, swapped = dict(named_tensors(twin)), set[int]()
     for name, tensor in held.items():
         if id(tensor) in wanted and id(tensor) not in swapped:
             value = filled[name]

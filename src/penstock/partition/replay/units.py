@@ -366,9 +366,9 @@ def _grouped(
     for path, neighbour in _nearest_called(units, home).items():
         unused[home[neighbour]].append(path)
         home[path] = home[neighbour]
-    owners = {f"{path}.{name}": home[path] for path, unit in units.items() for name, _ in tensors_of(unit)}
-    taken = {id(tensor) for unit in units.values() for _, tensor in tensors_of(unit)}
-    for name, tensor in tensors_of(model):
+    owners = {f"{path}.{name}": home[path] for path, unit in units.items() for name, _ in named_tensors(unit)}
+    taken = {id(tensor) for unit in units.values() for _, tensor in named_tensors(unit)}
+    for name, tensor in named_tensors(model):
         uses = {0 if unit is None else home[unit]: by for unit, by in frame.used.get(id(tensor), {}).items()}
         if name not in owners and (uses or id(tensor) not in taken):
             owners[name] = min(uses, default=0)
@@ -390,7 +390,7 @@ def _grouped(
     return RecordedForward(list(made), specs.written, specs.untold)
 
 
-def tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return parameters and buffers under each of their names."""
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
