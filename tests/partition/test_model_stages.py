@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import Checkpoints, Pipeline
 from penstock.errors import PenstockError
+from penstock.partition.replay import comparison
 from support.model_kinds import EXACT, REFUSED, SAMPLES, WIDTH, Kind, Layers
 from support.pool import Pool
 
@@ -41,9 +43,10 @@ def loss(output: Any, target: Tensor) -> Any:
     return F.mse_loss(output, target)
 
 
-def train_plainly(kind: Kind) -> tuple[list[float], dict[str, Tensor]]:
+def train_plainly(kind: Kind, weights: dict[str, Tensor] | None = None) -> tuple[list[float], dict[str, Tensor]]:
     """Train over the same microbatches."""
     model, losses = make(kind), []
+    model.load_state_dict(weights or model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for inputs, targets in batches(kind):
         optimizer.zero_grad()
@@ -188,6 +191,153 @@ def test_weights_of_two_stages_are_loaded_into_three(tmp_path: Path) -> None:
     assert [report.loss for report in resumed.run(batches(Chance))] == wanted
 
 
+class Initialised(Layers):
+    """Layers with initialisers, two of which have one weight, and a module whose own one fills what no layer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.BatchNorm1d(WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("table", torch.ones(WIDTH))
+        self.c.weight = self.a.weight
+
+    def reset_parameters(self) -> None:
+        nn.init.orthogonal_(self.b.weight)
+        nn.init.normal_(self.scale)
+        self.table.copy_(torch.rand(WIDTH))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.c(self.norm(torch.tanh(self.b(torch.tanh(self.a(x) * self.scale))) + self.table))
+        return self.head(self.d(torch.tanh(h)) * self.scale)
+
+
+def on_meta(stages: int, kind: Any = Initialised, **options: Any) -> Pipeline:
+    with torch.device("meta"):
+        model = kind().double()
+    return Pipeline(
+        model, "1f1b", stages=stages, microbatches=MICROBATCHES, loss=loss, example=next(batches(kind))[0],
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9), **options,
+    )  # fmt: skip
+
+
+def values_of(pipeline: Pipeline) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in pipeline.full_state_dict().items()}
+
+
+def test_a_model_on_meta_is_initialised_alike_at_any_cut(tmp_path: Path) -> None:
+    """It trains, and takes checkpoints of other cuts, as one that had these weights all along."""
+    for stages in (1, 2, 3):
+        pipeline = on_meta(stages)
+        weights = values_of(pipeline)
+        wanted = weights if stages == 1 else wanted  # noqa: F821
+        assert weights.keys() == wanted.keys()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in wanted.items())
+        losses, trained = train_plainly(Initialised, weights)
+        assert [report.loss for report in pipeline.run(batches(Initialised))] == pytest.approx(losses, rel=1e-12)
+        for name, tensor in values_of(pipeline).items():
+            torch.testing.assert_close(tensor, trained[name], rtol=1e-12, atol=1e-12, msg=name)
+    assert wanted["b.weight"].std() > 0.5  # of _init_weights
+    Checkpoints(pipeline, tmp_path).save()
+    resumed = on_meta(2)
+    Checkpoints(resumed, tmp_path).load()
+    found, held = values_of(resumed), values_of(pipeline)
+    assert all(torch.equal(found[name], tensor) for name, tensor in held.items())
+    other = on_meta(2, seed=1)
+    assert not torch.equal(values_of(other)["a.weight"], wanted["a.weight"])
+
+
+def train_on_meta(group: Any) -> Any:
+    """Train in two processes, load what there was before, and train again; also the names of what is on meta."""
+    pipeline = on_meta(2, group=group)
+    sent = [values_of(pipeline)]
+    dist.broadcast_object_list(sent, src=0, group=group)
+    losses = [report.loss for report in pipeline.run(batches(Initialised))]
+    pipeline.load_state_dict(sent[0])
+    model = pipeline._given[0]
+    there = {name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.is_meta}
+    return losses, [report.loss for report in pipeline.run(batches(Initialised))], sent[0], there
+
+
+def test_a_process_has_no_weights_of_other_stages_of_a_model_on_meta(pool: Pool) -> None:
+    (_, _, weights, first), (losses, again, _, second) = pool.submit(train_on_meta, ranks=2)
+    alone = on_meta(2)
+    wanted = values_of(alone)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in wanted.items())
+    assert losses == [report.loss for report in alone.run(batches(Initialised))]
+    alone.load_state_dict(wanted)
+    assert again == [report.loss for report in alone.run(batches(Initialised))]
+    assert first & second == {"a.weight", "c.weight", "scale"}
+    assert first | second == {name for name, _ in Initialised().named_parameters(remove_duplicate=False)}
+
+
+def shift_second_output(loss: Tensor, calls: int, _: Any) -> None:
+    loss += calls == 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (shift_second_output, "with other values than the example's its output differs"),
+        (
+            lambda _, calls, model: model.norm.running_mean.add_(1),
+            "on the example the buffer norm.running_mean differs",
+        ),
+        (lambda _, calls, model: setattr(model.norm, "momentum", calls), "on the example norm.momentum differs"),
+    ],
+)
+def test_stages_are_compared_on_other_values_and_in_state(monkeypatch: Any, damage: Any, said: str) -> None:
+    run, calls = comparison._through_stages, []
+
+    def damaged(model: nn.Module, *given: Any) -> Any:
+        (found, *gradients), output = run(model, *given)
+        calls.append(0)
+        damage(found, len(calls), model)
+        return [found, *gradients], output
+
+    monkeypatch.setattr(comparison, "_through_stages", damaged)
+    with pytest.raises(PenstockError, match=said):
+        pipeline_of(Initialised, 2)
+
+
+class WithoutInitialiser(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x * self.scale)
+
+
+class BufferOfNumbers(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.arange(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x[:, self.places])
+
+
+class ReadsAnother(Layers):
+    def reset_parameters(self) -> None:
+        self.a.weight.copy_(self.d.weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (WithoutInitialiser, "scale is on the device 'meta', and neither reset_parameters of its WithoutInitialiser"),
+        (BufferOfNumbers, "places is on the device 'meta', and neither"),
+        (ReadsAnother, "the model: reset_parameters fails where parameters of other stages have no values"),
+    ],
+)
+def test_what_cannot_be_initialised_by_stage_is_refused(kind: Any, said: str) -> None:
+    with pytest.raises(PenstockError, match=said):
+        on_meta(2, kind)
+
+
 def test_an_example_is_for_whole_models() -> None:
     with pytest.raises(PenstockError, match="example is for a whole model"):
         Pipeline([nn.Linear(2, 2)], "1f1b", stages=1, example=torch.zeros(1, 2), loss=loss, optimizer=torch.optim.SGD)
@@ -227,11 +377,11 @@ OF_TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def model_of_transformers(kind: str) -> nn.Module:
+def model_of_transformers(kind: str, **more: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers", reason="needs transformers: pip install penstock[hf]")
     name, config, sizes = OF_TRANSFORMERS[kind]
     torch.manual_seed(0)
-    model: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**{**SIZES, **sizes}))
+    model: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**{**SIZES, **sizes, **more}))
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -256,6 +406,27 @@ def loss_of_tokens(output: Any, targets: Tensor) -> Any:
     if output.logits.dim() == 2:
         return F.cross_entropy(output.logits, targets[:, 0] % 3, reduction="sum"), len(targets)
     return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != -100).sum()
+
+
+def test_a_model_of_transformers_is_initialised_on_meta() -> None:
+    """Its tables of rotations, too, which code between layers reads."""
+    found = []
+    for stages in (1, 3):
+        with torch.device("meta"):
+            model = model_of_transformers("llama3", tie_word_embeddings=True)
+        pipeline = Pipeline(
+            model, "1f1b", stages=stages, microbatches=2, loss=loss_of_tokens, example=padded("llama3")[0][0],
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        )  # fmt: skip
+        found.append(values_of(pipeline))
+        assert all(torch.equal(found[-1][name], tensor) for name, tensor in found[0].items())
+        plain = model_of_transformers("llama3", tie_word_embeddings=True)
+        plain.load_state_dict(found[0])
+        given, targets = padded("llama3")[0]
+        total, count = loss_of_tokens(plain(**given), targets)
+        (report,) = pipeline.run([(given, targets)])
+        assert report.loss == pytest.approx(float(total.detach() / count), rel=1e-10)
+    assert found[0]["model.embed_tokens.weight"].std() < 0.03  # as transformers has it, not torch
 
 
 @pytest.mark.parametrize("kind", OF_TRANSFORMERS)

@@ -1019,3 +1019,103 @@ class LayerUnderDevice(Layers):
         with torch.device("cpu"):
             h = self.c(h)
         return self.head(self.d(h))
+
+
+class LeavesNumbers(nn.Linear):
+    """A layer that leaves a number on another one."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.others = [other]  # in a list, so that it is no child
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.others[0].scale = float(x.detach().abs().max())
+        return super().forward(x)
+
+
+class Scaled(nn.Linear):
+    """A layer that reads it."""
+
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+@refused("a layer of stage 0 changes head.scale of a layer of another stage")
+class NumberOnAnotherLayer(Layers):
+    """A number that a layer leaves on another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Scaled(WIDTH, 2)
+        self.a = LeavesNumbers(self.head)
+
+
+class CountedByClass(nn.Linear):
+    """A layer whose class counts the calls of all."""
+
+    calls: list[int] = []  # noqa: RUF012
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(x))
+        return super().forward(x) * len(self.calls)
+
+
+@refused("a layer of stage 0 changes CountedByClass.calls of a layer of another stage")
+class ListOfAClass(Layers):
+    """A list of a class that layers append to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.d = CountedByClass(WIDTH, WIDTH), CountedByClass(WIDTH, WIDTH)
+        CountedByClass.calls.clear()
+
+
+class Own(nn.Linear):
+    """A layer that counts its calls, in a buffer, a number, a list and a dict."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.calls, self.seen, self.sizes = 0, [0.0], dict[str, int]()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.count += 1
+        self.mean = self.mean * 0.9 + x.detach().mean(0)
+        self.seen.append(float(x.detach().sum()))
+        self.sizes["last"] = len(x)
+        h = super().forward(x) + self.mean / self.count
+        return h * (1 + self.calls / 10) + self.seen[-2] / 100 + self.sizes["last"]
+
+
+class Growing(nn.Linear):
+    """A layer with a buffer that grows with every call."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("past", torch.zeros(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.past = torch.cat([self.past, x.detach().mean(0, keepdim=True)])
+        return super().forward(x) + self.past.mean(0)
+
+
+@exact
+class GrowingBuffer(Layers):
+    """A buffer that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Growing()
+
+
+@exact
+class StateOfLayers(Layers):
+    """Buffers written and assigned, a counter, a list and a dict, which layers keep for themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b, self.d = Own(), Own()

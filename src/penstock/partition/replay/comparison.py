@@ -1,9 +1,10 @@
-"""Compares the stages of a model with the model: its output and all gradients, on an example."""
+"""Compares the stages of a model with the model: output, gradients, buffers and numbers on modules."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,48 +15,85 @@ from penstock.errors import CapabilityError
 from penstock.partition.replay.placeholder import TensorSpec
 from penstock.partition.replay.stage_forward import Cut, Specs, StageForward, leaves_in
 from penstock.partition.replay.units import copies_of
+from penstock.partition.replay.watch import changed, state_of
 
 
 def check_stages(model: nn.Module, specs: Specs, cut: Cut, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Make sure that the stages of a cut compute together what the model does.
+    """Make sure that the stages of a cut compute together what the model does, in the mode that it is in.
+
+    Two batches run, one after the other: the example, and one of the same shapes with other values. The second shows
+    nothing where the model, or a stage, refuses it, as a run would. On meta, where nothing has values, the example
+    alone shows shapes, and which parameters get gradients. Batches of other shapes are not tried; state that stages
+    leave on modules around units is refused elsewhere (`check_unchanged`).
 
     Raises:
         CapabilityError: they do not.
     """
-    with copies_of(model, args, kwargs) as (twin, given, named):
-        trained = {name: p for name, p in twin.named_parameters() if p.requires_grad}
-        output = StageForward(twin, _on(twin, specs), Cut(cut.stages, 0), None, {}, _seed).run(given, named)
-        loss = _loss(output)
-        wanted = [loss.detach(), *_grad([loss], list(trained.values()), [torch.ones_like(loss)])]
-        plain = _plain(output)
-    with copies_of(model, args, kwargs) as (twin, given, named):
-        weights = [p for p in twin.parameters() if p.requires_grad]
-        found, output = _through_stages(twin, _on(twin, specs), cut, given, named, weights)
-        same = _plain(output)
-    differing = next((name for name, a, b in zip(("", *trained), wanted, found, strict=True) if not _close(a, b)), None)
-    if differing is None and (len(plain) != len(same) or not all(map(_alike, plain, same))):
-        differing = ""
-    if differing is not None:
-        what = f"the gradient of {differing}" if differing else "its output"
-        raise CapabilityError(
-            f"{type(model).__name__} computes something else when it is divided: on the example {what} differs, so its "
-            "code does something between layers that stages do not see. Pass its layers as blocks"
-        )
+    batches = [(list(args), dict(kwargs))]
+    if not any(p.is_meta for p in model.parameters()):
+        batches.append(pytree.tree_map_only(Tensor, _with_other_values, batches[0]))
+    with copies_of(model, batches) as (twin, given):
+        wanted = _results(twin, given, partial(_whole, twin, _on(twin, specs), Cut(cut.stages, 0)))
+    with copies_of(model, batches) as (twin, given):
+        found = _results(twin, given, partial(_through_stages, twin, _on(twin, specs), cut))
+    for number, (one, other) in enumerate(zip(wanted, found, strict=False)):
+        name = next((name for name in (*one, *other) if not _alike(one.get(name), other.get(name))), None)
+        if name is not None:
+            on = "with other values than the example's" if number else "on the example"
+            raise CapabilityError(
+                f"{type(model).__name__} computes something else when it is divided: {on} {name} differs, so its code "
+                "does something between layers that stages do not see. Pass its layers as blocks"
+            )
+
+
+def _with_other_values(leaf: Tensor) -> Tensor:
+    """Return a tensor with the numbers of another in other places, which are smaller in floating point."""
+    rolled = leaf.detach().flatten().roll(1).view(leaf.shape)
+    return (rolled * 0.75 if leaf.is_floating_point() else rolled).requires_grad_(leaf.requires_grad)
+
+
+def _results(model: nn.Module, batches: Sequence[Any], run: Callable[..., Any]) -> list[dict[str, Any]]:
+    """Return for each batch, by name, loss, gradients, output, and what the model then has as buffers and numbers."""
+    trained, found = {name: p for name, p in model.named_parameters() if p.requires_grad}, list[dict[str, Any]]()
+    for args, kwargs in batches:
+        try:
+            (loss, *gradients), output = run(args, kwargs, list(trained.values()))
+        except Exception:  # whatever code says to other values
+            if found:
+                break
+            raise
+        leaves = pytree.tree_leaves(output)
+        results = {"its output": loss, "the number of its outputs": len(leaves)}
+        results |= {f"the gradient of {name}": g for name, g in zip(trained, gradients, strict=True)}
+        results |= {f"output {at}": _kept(leaf) for at, leaf in enumerate(leaves)}
+        results |= {f"the buffer {name}": _kept(buffer) for name, buffer in model.named_buffers()}
+        for path, module in model.named_modules():
+            numbers = (key for key, value in vars(module).items() if isinstance(value, int | float))
+            results |= {f"{path}.{key}".removeprefix("."): vars(module)[key] for key in numbers}
+        found.append(results)
+    return found
+
+
+def _kept(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _whole(
+    model: nn.Module, specs: Specs, cut: Cut, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Sequence[Tensor]
+) -> tuple[list[Tensor | None], Any]:
+    output = StageForward(model, specs, cut, None, {}, _seed).run(args, kwargs)
+    loss = _loss(output)
+    return [loss.detach(), *_grad([loss], weights, [torch.ones_like(loss)])], output
 
 
 def _on(twin: nn.Module, specs: Specs) -> Specs:
     return Specs({path: twin.get_submodule(path) for path in specs.units}, written=specs.written, untold=specs.untold)
 
 
-def _plain(output: Any) -> list[Any]:
-    """Return the leaves of an output, without graphs."""
-    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(output)]
-
-
 def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and _close(one, other)
-    return type(one) is type(other) and (not isinstance(one, int | float | str) or one == other)
+    if isinstance(one, Tensor | None) and isinstance(other, Tensor | None):
+        return _close(one, other)
+    return type(one) is type(other) and (not isinstance(one, int | float | str) or one == other or one != one)
 
 
 def _through_stages(
@@ -70,7 +108,18 @@ def _through_stages(
     for stage in range(cut.last + 1):
         given: Any = (list(args), dict(kwargs)) if stage == 0 else pytree.tree_map(_as_sent, (list(args), dict(kwargs)))
         frames.append(StageForward(model, specs, cut, stage, received[-1], _seed))
+        foreign = {path: unit for path, unit in specs.units.items() if cut.stages[path] != stage}
+        others = [
+            (f"{path}.{inner}".rstrip("."), m) for path, unit in foreign.items() for inner, m in unit.named_modules()
+        ]
+        before = state_of(others, random_numbers=False)
         output = frames[-1].run(*given)
+        name = changed(before, state_of(others, random_numbers=False))
+        if name is not None:
+            raise CapabilityError(
+                f"a layer of stage {stage} changes {name} of a layer of another stage, which may be in another "
+                "process; let it return that"
+            )
         received.append({
             key: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
             for key, t in frames[-1].sent.items()
@@ -99,12 +148,13 @@ def _seed(name: str) -> None:
 
 def _loss(output: Any) -> Tensor:
     """Return a number that depends on all numbers of an output that have a gradient."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = None
     for leaf in leaves_in(output):
         if leaf.requires_grad:
             factors = torch.arange(1, leaf.numel() + 1, device=leaf.device).cos().view(leaf.shape)
-            total = total + (leaf.double() * factors).sum().to(total.device)
-    return total
+            found = (leaf.double() * factors).sum()
+            total = found if total is None else total + found.to(total.device)
+    return torch.zeros(()) if total is None else total
 
 
 def _grad(ends: Sequence[Tensor], leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -119,7 +169,9 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 def _close(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
-        return all(tensor is None or not tensor.count_nonzero() for tensor in (one, other))
+        return all(tensor is None or (not tensor.is_meta and not tensor.count_nonzero()) for tensor in (one, other))
+    if one.is_meta or other.is_meta or one.shape != other.shape or one.dtype != other.dtype:
+        return one.shape == other.shape and one.dtype == other.dtype
     scale = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max()) if one.numel() else 0.0
     few = torch.finfo(one.dtype).eps ** 0.5 if one.is_floating_point() else 0.0
     return torch.allclose(one, other, rtol=few, atol=few * scale, equal_nan=True)

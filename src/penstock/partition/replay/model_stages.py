@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -11,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ConfigError
 from penstock.partition.replay.comparison import check_stages
 from penstock.partition.replay.placeholder import TensorSpec, result_as_text, result_of_text
-from penstock.partition.replay.stage_forward import Count, Cut, Seed, Specs, StageForward
+from penstock.partition.replay.stage_forward import Count, Cut, Seed, Specs, StageForward, without_graphs
 from penstock.partition.replay.units import (
     PassClock,
     UnitGroup,
@@ -23,6 +27,7 @@ from penstock.partition.replay.units import (
     copies_of,
     has_hooks,
     name_in_model,
+    named_tensors,
     no_seed,
     opened_for,
     record_forward,
@@ -105,6 +110,12 @@ class ModelStage(UnitPart):
         """Compile each unit."""
         for path in self.group.units:
             self.get_submodule(path).compile(*args, **kwargs)
+
+    def give_values(self, seed: int) -> None:
+        """Initialise what of the stage is on meta, and the buffers of modules around units (`initialise`)."""
+        around = [buffer for module in self._blocks.around.values() for buffer in module.buffers(recurse=False)]
+        held = [*self.parameters(), *self.buffers(), *around]
+        initialise(self._blocks.model, {id(tensor) for tensor in held if tensor.is_meta}, seed)
 
     def forward(self, x: Any) -> Any:
         """Run the stage, with random numbers as they come."""
@@ -203,6 +214,7 @@ class UnitBlocks(dict[str, UnitPart]):
         timed: bool = False,
     ) -> None:
         self.model, self._example = model, arguments_of(example)
+        initialise(model, {id(buffer) for buffer in model.buffers() if buffer.is_meta}, 0, all_of_them=False)
         opened = opened_for(model, units, cut)
         share = _OF_A_STAGE / 4 if timed else _OF_A_STAGE  # as work says less of it
         found = record_forward(model, *self._example, math.inf if opened else share / stages, opened)
@@ -284,12 +296,115 @@ class UnitBlocks(dict[str, UnitPart]):
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Give the model other values, and so all stages."""
-        self.model.load_state_dict(state)
+        elsewhere = {name for name, tensor in named_tensors(self.model) if tensor.is_meta}
+        own = {name: value for name, value in state.items() if name not in elsewhere}
+        self.model.load_state_dict(own, strict=len(own) == len(state))
         for stage in self._stages:
             for name in stage.group.bare:
                 held, now = _value_at(stage, name), _value_at(self.model, name_in_model(name))
                 if held is not now:  # a buffer, on another device
                     held.copy_(now)
+
+
+class _NumberedDraws(TorchDispatchMode):
+    """Seeds each operation that draws random numbers, by its number, as on meta none advances a generator."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._name, self._count = name, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation."""
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._count += 1
+            generator = kwargs.get("generator") or torch.default_generator
+            generator.manual_seed(zlib.crc32(f"{self._name} {self._count}".encode()))
+        return func(*args, **kwargs)
+
+
+def initialise(model: nn.Module, wanted: Collection[int], seed: int, *, all_of_them: bool = True) -> None:
+    """Give memory and values to some tensors of a model on meta, which are the same whichever these are.
+
+    `reset_parameters` of each module that has some comes first, then `_init_weights` of the nearest module around it,
+    as libraries do; modules within others are first, and of two with one parameter the later one. They run in a copy of
+    the model without any other values.
+
+    Args:
+        model: whose tensors keep their identities.
+        wanted: identities of the tensors.
+        seed: of the random numbers.
+        all_of_them: refuse tensors that no initialiser fills, rather than leave them on meta.
+
+    Raises:
+        ConfigError: no initialiser fills one of them, or one fails; the message names it.
+    """
+    if not wanted:
+        return
+    memo, held = without_graphs(model), dict(named_tensors(model))
+    for tensor in held.values():
+        if id(tensor) not in memo:
+            made = torch.empty_like(tensor, device="cpu" if id(tensor) in wanted else "meta", requires_grad=False)
+            made = made.fill_(torch.nan) if made.is_floating_point() else made
+            memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            vars(memo[id(tensor)]).update(vars(tensor))
+    twin = copy.deepcopy(model, memo)
+    own, modules = {id(memo[key]) for key in wanted}, dict(twin.named_modules())
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for step, find in enumerate((_resets, _init_weights_around)):
+            for path, module in reversed(modules.items()):
+                has_some = any(id(tensor) in own for _, tensor in named_tensors(module))
+                initialiser = find(modules, path) if has_some else None
+                if initialiser is not None:
+                    with _NumberedDraws(f"{seed} {step} {path}"):
+                        _run_initialiser(initialiser, path)
+    filled, swapped = dict(named_tensors(twin)), set[int]()
+    for name, tensor in held.items():
+        if id(tensor) in wanted and id(tensor) not in swapped:
+            value = filled[name]
+            if value.isnan().any() if value.is_floating_point() else not value._version and value.numel():
+                if not all_of_them:
+                    continue
+                owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+                raise ConfigError(
+                    f"{name} is on the device 'meta', and neither reset_parameters of its {owner} nor _init_weights of "
+                    "a module around it gives it values; let one do so, make it with device='cpu', or give the model "
+                    "memory and values first: model.to_empty(device='cpu'), then its initialization or load_state_dict"
+                )
+            swapped.add(id(tensor))
+            torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
+
+
+def _resets(modules: Mapping[str, nn.Module], path: str) -> Any:
+    module = modules[path]
+    return _taking(getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+
+
+def _init_weights_around(modules: Mapping[str, nn.Module], path: str) -> Any:
+    keys = path.split(".") if path else []
+    around = (modules.get(".".join(keys[:depth])) for depth in range(len(keys), -1, -1))
+    return _taking((getattr(module, "_init_weights", None) for module in around), modules[path])
+
+
+def _taking(functions: Iterable[Any], *args: Any) -> Any:
+    """Return the first of some functions that takes arguments, with these; None if there is none."""
+    for function in filter(callable, functions):
+        try:
+            inspect.signature(function).bind(*args)
+        except TypeError:
+            continue
+        return partial(function, *args)
+    return None
+
+
+def _run_initialiser(initialiser: Any, path: str) -> None:
+    try:
+        initialiser()
+    except Exception as error:  # whatever code says that asks for values of other stages
+        raise ConfigError(
+            f"{path or 'the model'}: {initialiser.func.__name__} fails where parameters of other stages have no values "
+            f"({type(error).__name__}: {error}); give the model memory and values first"
+        ) from error
 
 
 def _value_at(model: nn.Module, path: str) -> Any:

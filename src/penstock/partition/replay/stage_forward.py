@@ -102,8 +102,9 @@ class Specs:
         """Call a copy of a unit without values, or with zeros if it asks for values."""
         device = next((leaf.device for leaf in leaves), torch.device("cpu"))
         for where in (device,) if _autocast() else (torch.device("meta"), device):  # which is none on meta
-            made = {id(leaf): TensorSpec.of(leaf).zeros(where) for leaf in leaves}
-            twin = _twin(self.units[path], where, self._precision)
+            with torch._C.DisableTorchFunction():  # modes that would give values to what is made on meta
+                made = {id(leaf): TensorSpec.of(leaf).zeros(where) for leaf in leaves}
+                twin = _twin(self.units[path], where, self._precision)
             a, k = _map_tensors((args, kwargs), partial(_replaced, made))
             try:
                 with torch.random.fork_rng(devices=[]), _without_saved_tensor_hooks():
@@ -132,7 +133,8 @@ class Specs:
             made |= {
                 id(leaf): torch.tensor(numbers[id(leaf)], dtype=leaf.dtype) for leaf in leaves if id(leaf) in numbers
             }
-            device = next((value for value in values if isinstance(value, torch.device)), leaves[0].device)
+            asked = (value for value in values if isinstance(value, torch.device))
+            device = next((leaf.device for leaf in leaves if leaf.is_meta), next(asked, leaves[0].device))
             a, k = _map_tensors((args, kwargs), lambda leaf: made[id(leaf)] if isinstance(leaf, Tensor) else meta)
             try:
                 with _without_saved_tensor_hooks():
@@ -587,7 +589,10 @@ def _twin(unit: nn.Module, device: torch.device, precision: torch.dtype | None) 
         low = precision is not None and tensor.dtype == torch.float32 and id(tensor) not in full
         zeros = torch.zeros(tensor.shape, dtype=precision if low else tensor.dtype, device=device)
         memo[id(tensor)] = nn.Parameter(zeros, tensor.requires_grad)
-    memo |= {id(buffer): buffer.detach().to(device, copy=True) for buffer in unit.buffers()}
+    for buffer in unit.buffers():
+        memo[id(buffer)] = (
+            buffer.detach().to(device, copy=True) if not buffer.is_meta else torch.zeros_like(buffer, device=device)
+        )
     held = vars(unit).pop("_compiled_call_impl", None)
     try:
         twin = copy.deepcopy(unit, memo)

@@ -309,7 +309,11 @@ class _RealBesideMeta(TorchFunctionMode):
         """Run an operation: on meta if one of its tensors is there, else where tensors have values."""
         meta, kwargs = torch.device("meta"), kwargs or {}
         if any(leaf.is_meta for leaf in leaves_in((args, kwargs))):
-            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(meta), (args, kwargs))
+            args, kwargs = pytree.tree_map_only(
+                (torch.Tensor, torch.device),
+                lambda leaf: leaf.to(meta) if torch.is_tensor(leaf) else meta,
+                (args, kwargs),
+            )
         else:
             args, kwargs = pytree.tree_map_only(
                 torch.device, lambda device: torch.device("cpu") if device == meta else device, (args, kwargs)
@@ -362,9 +366,9 @@ def _grouped(
     for path, neighbour in _nearest_called(units, home).items():
         unused[home[neighbour]].append(path)
         home[path] = home[neighbour]
-    owners = {f"{path}.{name}": home[path] for path, unit in units.items() for name, _ in _tensors_of(unit)}
-    taken = {id(tensor) for unit in units.values() for _, tensor in _tensors_of(unit)}
-    for name, tensor in _tensors_of(model):
+    owners = {f"{path}.{name}": home[path] for path, unit in units.items() for name, _ in named_tensors(unit)}
+    taken = {id(tensor) for unit in units.values() for _, tensor in named_tensors(unit)}
+    for name, tensor in named_tensors(model):
         uses = {0 if unit is None else home[unit]: by for unit, by in frame.used.get(id(tensor), {}).items()}
         if name not in owners and (uses or id(tensor) not in taken):
             owners[name] = min(uses, default=0)
@@ -386,7 +390,7 @@ def _grouped(
     return RecordedForward(list(made), specs.written, specs.untold)
 
 
-def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return parameters and buffers under each of their names."""
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 

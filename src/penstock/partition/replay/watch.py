@@ -21,13 +21,15 @@ _DEEP = 4  # levels of containers and objects that are looked into
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
-def state_of(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
+def state_of(modules: Iterable[tuple[str, nn.Module]], *, random_numbers: bool = True) -> dict[str, Any]:
     """Return what a forward might change on some modules, by name: attributes, with what containers and objects hold,
     parameters and buffers by identity and number of writes, generators, and attributes of their classes; and the random
     numbers of Python and NumPy.
     """
     seen: set[int] = set()
-    found: dict[str, Any] = {"Python's random numbers": random.getstate(), "NumPy's random numbers": _numpy_state()}
+    found: dict[str, Any] = {}
+    if random_numbers:
+        found = {"Python's random numbers": random.getstate(), "NumPy's random numbers": _numpy_state()}
     for path, module in modules:
         for key, value in vars(module).items():
             name = f"{path}.{key}".removeprefix(".")

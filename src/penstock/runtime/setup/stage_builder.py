@@ -18,6 +18,7 @@ from penstock.errors import ConfigError
 from penstock.partition.aliased_parameters import check_shared_memory
 from penstock.partition.blocks import LazyBlock, check_shapes, check_values
 from penstock.partition.emulated_delays import BlockDelays
+from penstock.partition.replay.model_stages import ModelStage
 from penstock.partition.replay.units import name_in_model
 from penstock.partition.sequence_slices import check_sliceable
 from penstock.partition.tied import Tie, share_inside
@@ -106,6 +107,8 @@ class StageBuilder:
         if not isinstance(made, nn.Module):
             return made
         if self._device is None or self._device.type != "meta":
+            if isinstance(made, ModelStage):
+                made.give_values(self._options.run.seed)
             check_values(name, made)
         if self._options.run.compile:
             made.compile(dynamic=False)
