@@ -396,7 +396,7 @@ UNKNOWN: dict[str, tuple[Loss, str]] = {
     "one over such a constant": (lambda o, t: each_of(o, t).flatten(1).sum() * 0.5, "it is a sum"),
     "a number that goes with one size": (
         lambda o, t: (each_of(o, t) * torch.ones(2, 1)).sum() / len(o),
-        "with twice the samples it fails",
+        "two parts",
     ),
     "one sample of each token": (lambda o, t: each_of(o, t).T[:, 0].mean(), "some samples"),
     "norms over samples": (lambda o, t: each_of(o, t).T.norm(dim=1).mean(), "norm takes samples together"),
