@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock import Checkpoints, Pipeline
-from penstock.errors import PenstockError
-from support.model_kinds import EXACT, REFUSED, SAMPLES, WIDTH, Kind, Layers
+from penstock.errors import ConfigError, PenstockError
+from support.model_kinds import EXACT, REFUSED, SAMPLES, WIDTH, BorrowedWeight, Kind, Layers, MultipliesByNumber
 from support.pool import Pool
 
 MICROBATCHES = 2
@@ -129,6 +129,27 @@ def test_an_evaluation_is_without_dropout_between_layers() -> None:
 @pytest.mark.parametrize("options", [{"recompute": "stage"}, {"ema_decay": 0.9}, {"method": "interleaved"}], ids=str)
 def test_stages_of_a_model_go_with_options(options: dict[str, Any]) -> None:
     check_bits(bits_of(pipeline_of(Chance, 2, **options)), bits_of(pipeline_of(Chance, 1)))
+
+
+@pytest.mark.parametrize("recompute", ["block", "stage"])
+def test_a_forward_that_is_run_again_sends_what_it_sent(recompute: str) -> None:
+    """A stage ahead of a number that it cannot know, which sends all that it has."""
+    kind = MultipliesByNumber
+    check_same(kind, pipeline_of(kind, 2, recompute=recompute))
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        model = Layers()
+    with pytest.raises(ConfigError, match=r"a\.weight is on meta.*to_empty"):
+        Pipeline(
+            model, "1f1b", stages=2, microbatches=2, loss=loss, optimizer=torch.optim.SGD, example=torch.ones(2, 6)
+        )
+
+
+def test_a_state_has_the_names_of_the_model() -> None:
+    """Also where a later stage has a copy of a weight that belongs to an earlier one."""
+    assert pipeline_of(BorrowedWeight, 3).state_dict().keys() == make(BorrowedWeight).state_dict().keys()
 
 
 def test_parallel_pipelines_have_a_model_each() -> None:

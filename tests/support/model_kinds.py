@@ -395,6 +395,18 @@ class AsksForNumber(Layers):
 
 
 @exact
+class MultipliesByNumber(Layers):
+    """A number of an early layer, which later ones take, and a way that the data decide behind."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.tanh(self.a(x))
+        factor = h.mean().item()
+        h = self.c(torch.tanh(self.b(h)) * factor)
+        h = h * 2 + factor if h.sum().item() > 0 else h - factor
+        return self.head(torch.tanh(self.d(h)))
+
+
+@exact
 class OwnFunction(Layers):
     """An autograd.Function between layers."""
 

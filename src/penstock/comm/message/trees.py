@@ -76,16 +76,21 @@ def part(tree: Any, samples: int, second: int, dim: int = 0) -> Any:
     def taken(leaf: Any) -> Any:
         if is_marked(leaf):
             return leaf if leaf.dim is None else Whole(halved(leaf.value, leaf.dim), leaf.dim)
-        return halved(leaf, dim)
+        return halved(leaf, 0 if type(leaf) is list else dim)
 
     def halved(leaf: Any, along: int) -> Any:
-        shape = getattr(leaf, "shape", ())
+        shape = (len(leaf),) if type(leaf) is list else getattr(leaf, "shape", ())
         if len(shape) <= along or shape[along] % samples:
             return leaf
         middle = (samples + 1) // 2 * (shape[along] // samples)
-        return leaf[(slice(None),) * along + (slice(middle, None) if second else slice(middle),)]
+        kept = slice(middle, None) if second else slice(middle)
+        return leaf[kept] if type(leaf) is list else leaf[(slice(None),) * along + (kept,)]
 
-    return pytree.tree_map(taken, tree, is_leaf=is_marked)
+    def texts(value: Any) -> bool:
+        plain = type(value) is list and len(value) == samples
+        return plain and not any(hasattr(leaf, "shape") for leaf in pytree.tree_leaves(value))
+
+    return pytree.tree_map(taken, tree, is_leaf=lambda value: is_marked(value) or texts(value))
 
 
 def leaves_of(tree: Any) -> Sequence[Any]:

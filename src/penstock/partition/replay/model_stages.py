@@ -272,10 +272,16 @@ class UnitBlocks(dict[str, UnitPart]):
 
         Raises:
             CapabilityError: the stages do not compute what the model does.
+            ConfigError: the model has no weights.
         """
         groups = [(stage, self.groups[name]) for stage, names in enumerate(parts) for name in names]
         stages = {path: stage for stage, group in groups for path in (*group.units, *group.unused)}
         cut = Cut(stages, len(parts) - 1)
+        if (empty := next((name for name, p in self.model.named_parameters() if p.is_meta), None)) is not None:
+            raise ConfigError(
+                f"{empty} is on meta, so it has no values to train; give the model values first: model.to_empty(device="
+                "'cpu'), then its initialisation, or load_state_dict"
+            )
         if cut != self._compared:
             check_stages(self.model, self.specs(None), cut, *self._example)
             self._compared = cut

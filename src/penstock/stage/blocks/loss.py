@@ -219,7 +219,8 @@ class WeighedLoss:
             weight = samples * mean.shares[0]
             if watch.has_samples and not (self._tried or self._whole) and weight:
                 self._tried = True
-                self._try_parts(output, marked, own, watch.divides_by_number)
+                found = float(total.detach()) * float(weight), float(weight)
+                self._try_parts(output, marked, own, found, watch.divides_by_number)
             self._check_sizes(batch, [size / samples if samples else 0 for size in mean.sizes])
         except NoMeanError as error:
             if not self._whole:
@@ -228,7 +229,7 @@ class WeighedLoss:
             return times_weight(total, weight, output), weight
         return (total * weight if weight else _zero(output, total)), weight
 
-    def _try_parts(self, output: Any, target: Any, own: Share | str, divides: bool) -> None:
+    def _try_parts(self, output: Any, target: Any, own: Share | str, found: tuple[float, float], divides: bool) -> None:
         """Make sure that the loss of all samples is the mean of those of two parts, each by its weight.
 
         It is not if a loss compares samples, or takes a number that depends on all of them or on how many there are, or
@@ -238,33 +239,34 @@ class WeighedLoss:
             output: of the model.
             target: with the marks of the parts that belong to no sample.
             own: as `LossWatch` takes it.
+            found: the sum, and its weight.
             divides: a sum was divided by a number, so the loss has to work with other samples.
         """
         samples = round(_samples(output, list(sample_dims(target))))
         dim = next((dim for _, dim in sample_dims(target) if dim is not None), 0)
-        loss = _copy_of(self._loss)
-        of = functools.partial(_summed, loss, own)
+        of = functools.partial(_summed, _copy_of(self._loss), own)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
                 if samples == 1:
-                    whole, pairs = (doubled(output, dim), doubled(target)), [(output, target)] * 2
+                    found, pairs = of(doubled(output, dim), doubled(target)), [(output, target)] * 2
                 else:
-                    whole = output, target
                     pairs = [(part(output, samples, k, dim), part(target, samples, k)) for k in (0, 1)]
-                (total, weight), *parts = (of(*pair) for pair in (whole, *pairs))
-                again = of(*whole)[0]
+                parts = [of(*pair) for pair in pairs]
+                few = (
+                    max(torch.finfo(t.dtype).eps for t in (torch.zeros(()), *filter(_is_float, leaves_of(output))))
+                    ** 0.5
+                )
+                together = sum(total for total, _ in parts), sum(weight for _, weight in parts)
+                scales = max(abs(total) for total, _ in (found, *parts)), found[1]
+                same = all(abs(a - b) <= few * c for a, b, c in zip(together, found, scales, strict=True))
+                same = same or (samples > 1 and of(output, target)[0] != of(output, target)[0])
         except NoMeanError:
             raise
         except Exception as error:
             if not divides:
                 return
             raise NoMeanError(f"a sum is divided by a number, and with other samples it fails ({error})") from None
-        few = max((torch.finfo(leaf.dtype).eps for leaf in leaves_of(output) if _is_float(leaf)), default=1e-7) ** 0.5
-        together, counted = (sum(each) for each in zip(*parts, strict=True))
-        scale = max(abs(found) for found, _ in ((total, weight), *parts))
-        if again == total and not (
-            abs(together - total) <= few * scale and math.isclose(counted, weight, rel_tol=few, abs_tol=few)
-        ):
+        if not same:
             raise NoMeanError(
                 "that of all samples is not the mean of those of two parts of them, so it compares samples, or takes a "
                 "number that depends on how many there are"

@@ -184,6 +184,8 @@ class LossWatch(TorchFunctionMode):
             return _after_loss(func, given, state)
         if name in ("mean", "sum", "nanmean", "nansum", "count_nonzero"):
             return _after_reduction_of(name, args, kwargs, state)
+        if name == "batch_norm":
+            return _Unknown(f"{name} takes samples together")
         if name in _PICKING or (name == "where" and len(args) == 1):
             return _Unknown(f"{name} returns as many numbers as the values ask for")
         if name == "masked_select" or (name == "getitem" and _is_mask(args[1])):
