@@ -138,6 +138,22 @@ def test_a_forward_that_is_run_again_sends_what_it_sent(recompute: str) -> None:
     check_same(kind, pipeline_of(kind, 2, recompute=recompute))
 
 
+class TakesArray(Layers):
+    def forward(self, x: Tensor, array: Any = None) -> Any:
+        return super().forward(x + torch.from_numpy(array))
+
+
+def test_arguments_that_are_arrays_are_refused() -> None:
+    x = torch.ones(2, WIDTH)
+    inputs = x, x.numpy()
+    pipeline = Pipeline(
+        TakesArray(), "1f1b", stages=2, microbatches=2, loss=loss, example=inputs,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )  # fmt: skip
+    with pytest.raises(PenstockError, match="an argument of the model is a ndarray"):
+        list(pipeline.run([(inputs, torch.ones(2, 2))]))
+
+
 def test_a_model_without_values_is_refused() -> None:
     with torch.device("meta"):
         model = Layers()

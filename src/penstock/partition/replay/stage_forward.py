@@ -418,7 +418,8 @@ class StageForward(TorchFunctionMode):
             result = call(*args, **kwargs)
         else:
             self.borders.begin(path, leaves)
-            result = call(*args, **kwargs)
+            with torch.random.fork_rng(devices=[]):
+                result = call(*args, **kwargs)
             self.borders.end((*leaves_in(result), *leaves))
         if [leaf._version for leaf in leaves if not leaf.is_inference()] != versions:
             raise WrittenArgumentError(path)
