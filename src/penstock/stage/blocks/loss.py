@@ -188,6 +188,7 @@ class WeighedLoss:
         target = without_marks(target)
         own = _own_share(counted, output, dims)
         watch = None if self._tells else LossWatch(output, dims, own)
+        before = _writes(output, target)
         with watch or nullcontext():
             result = call_loss(self._loss, output, target)
         pair = isinstance(result, tuple) and (len(result) == 2 or (len(result) == 3 and isinstance(result[2], Mapping)))
@@ -217,7 +218,8 @@ class WeighedLoss:
         try:
             mean = watch.mean_of(total)
             weight = samples * mean.shares[0]
-            if watch.has_samples and not (self._tried or self._whole) and weight:
+            left = before == _writes(output, target)  # else the loss cannot be called with them once more
+            if left and watch.has_samples and not (self._tried or self._whole) and weight:
                 self._tried = True
                 found = float(total.detach()) * float(weight), float(weight)
                 self._try_parts(output, marked, own, found, watch.divides_by_number)
@@ -340,6 +342,16 @@ def _copy_of(loss: LossFunction) -> LossFunction:
     with suppress(Exception):  # it has what cannot be copied
         return copy.deepcopy(loss, {id(parameter): parameter for parameter in held})
     return loss
+
+
+def _writes(*trees: Any) -> list[int]:
+    """Return how often tensors were written into."""
+    return [
+        leaf._version
+        for tree in trees
+        for leaf in leaves_of(tree)
+        if isinstance(leaf, Tensor) and not leaf.is_inference()
+    ]
 
 
 def _is_float(leaf: Any) -> bool:
