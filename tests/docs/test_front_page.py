@@ -205,7 +205,7 @@ def test_the_code_that_reads_metrics_takes_the_last_of_what_is_there(
 def run_divided_block(group: dist.ProcessGroup | None, tensor_parallel: int) -> dict[str, torch.Tensor]:
     """Train blocks of the start page that divide themselves; returns the whole weights, on the first rank."""
     names: dict[str, Any] = {"torch": torch}
-    exec(compile(code_on("start.md")[8], "start.md", "exec"), names)
+    exec(compile(code_on("start.md")[-3], "start.md", "exec"), names)
     torch.manual_seed(0)
     pipeline = penstock.Pipeline(
         [names["Mlp"](8) for _ in range(4)],
