@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from penstock import Checkpoints, Pipeline
 from penstock.errors import PenstockError
 from penstock.partition.replay import comparison
-from support.model_kinds import EXACT, REFUSED, SAMPLES, WIDTH, Kind, Layers
+from support.model_kinds import EXACT, REFUSED, SAMPLES, WIDTH, BorrowedWeight, Kind, Layers, MultipliesByNumber
 from support.pool import Pool
 
 MICROBATCHES = 2
@@ -132,6 +132,34 @@ def test_an_evaluation_is_without_dropout_between_layers() -> None:
 @pytest.mark.parametrize("options", [{"recompute": "stage"}, {"ema_decay": 0.9}, {"method": "interleaved"}], ids=str)
 def test_stages_of_a_model_go_with_options(options: dict[str, Any]) -> None:
     check_bits(bits_of(pipeline_of(Chance, 2, **options)), bits_of(pipeline_of(Chance, 1)))
+
+
+@pytest.mark.parametrize("recompute", ["block", "stage"])
+def test_a_forward_that_is_run_again_sends_what_it_sent(recompute: str) -> None:
+    """A stage ahead of a number that it cannot know, which sends all that it has."""
+    kind = MultipliesByNumber
+    check_same(kind, pipeline_of(kind, 2, recompute=recompute))
+
+
+class TakesArray(Layers):
+    def forward(self, x: Tensor, array: Any = None) -> Any:
+        return super().forward(x + torch.from_numpy(array))
+
+
+def test_arguments_that_are_arrays_are_refused() -> None:
+    x = torch.ones(2, WIDTH)
+    inputs = x, x.numpy()
+    pipeline = Pipeline(
+        TakesArray(), "1f1b", stages=2, microbatches=2, loss=loss, example=inputs,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )  # fmt: skip
+    with pytest.raises(PenstockError, match="an argument of the model is a ndarray"):
+        list(pipeline.run([(inputs, torch.ones(2, 2))]))
+
+
+def test_a_state_has_the_names_of_the_model() -> None:
+    """Also where a later stage has a copy of a weight that belongs to an earlier one."""
+    assert pipeline_of(BorrowedWeight, 3).state_dict().keys() == make(BorrowedWeight).state_dict().keys()
 
 
 def test_parallel_pipelines_have_a_model_each() -> None:

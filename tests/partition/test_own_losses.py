@@ -102,6 +102,12 @@ class Measuring(nn.Module):
             mean = (mean + F.nll_loss(output.log_softmax(-1), y)) / 2
         elif self.kind == "a number beside":
             mean = mean + 0.1 * output.mean(0).square().sum()
+        elif self.kind == "a root":
+            mean = mean.sqrt()
+        elif self.kind == "a product":
+            mean = mean * output.mean()
+        if self.kind == "alone":
+            return {"loss": mean}
         return {"loss": mean, "output": output}
 
 
@@ -117,7 +123,7 @@ def measured(kind: str) -> tuple[penstock.Pipeline, tuple[Any, None], nn.Module]
     return pipeline, (inputs, None), model
 
 
-@pytest.mark.parametrize("kind", ["one", "the same number twice", "a number beside"])
+@pytest.mark.parametrize("kind", ["one", "the same number twice", "a number beside", "alone"])
 def test_a_models_own_mean_is_weighted_by_what_its_losses_count(kind: str) -> None:
     """What it adds itself is weighted alike, as by plain torch over the same microbatches."""
     pipeline, ((x, y), _), model = measured(kind)
@@ -134,7 +140,14 @@ def test_a_models_own_mean_is_weighted_by_what_its_losses_count(kind: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("a sum", "otherwise"), ("by hand", "otherwise"), ("two numbers", "different")]
+    ("kind", "said"),
+    [
+        ("a sum", "otherwise"),
+        ("by hand", "otherwise"),
+        ("two numbers", "different"),
+        ("a root", "function of a mean"),
+        ("a product", "function of a mean"),
+    ],
 )
 def test_a_models_own_number_that_has_no_weight_is_refused(kind: str, said: str) -> None:
     pipeline, batch, _ = measured(kind)

@@ -36,8 +36,8 @@ def data(sizes: tuple[int, ...] = (8, 5, 9)) -> list[tuple[Tensor, Tensor]]:
 
 def make(method: str = "1f1b", group: dist.ProcessGroup | None = None, **options: Any) -> penstock.Pipeline:
     return penstock.Pipeline(
-        options.pop("blocks", None) or blocks(), method, stages=2, microbatches=2, group=penstock.Group(group, 20.0),
-        **{"loss": counting, "optimizer": lambda named: torch.optim.SGD(named, lr=0.1)} | options,
+        options.pop("blocks", None) or blocks(), method, stages=2, group=penstock.Group(group, 20.0),
+        **{"loss": counting, "microbatches": 2, "optimizer": lambda named: torch.optim.SGD(named, lr=0.1)} | options,
     )  # fmt: skip
 
 
@@ -134,6 +134,13 @@ def test_outputs_that_are_trees_are_joined() -> None:
     pipeline = make(blocks=[*blocks(), both], partition=[1, 2])
     (found,) = pipeline.predict([torch.ones(5, 3).double()])
     assert (found["x"].shape, found["mean"].shape, found["kind"]) == ((5, 2), (2,), "both")
+
+
+@pytest.mark.parametrize("dims", [1, {"inputs": 1, "targets": 1}], ids=str)
+def test_outputs_are_joined_along_the_dimension_of_samples(dims: Any) -> None:
+    made, x = blocks(), torch.rand(4, 5, 3).double()
+    (found,) = make(blocks=made, microbatches=penstock.Microbatches(2, dims=dims)).predict([x])
+    torch.testing.assert_close(found, nn.Sequential(*made)(x).detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_a_loop_over_outputs_can_be_left_and_a_failure_is_raised_in_order() -> None:

@@ -252,6 +252,31 @@ def test_what_a_mean_counts() -> None:
     assert weight_of(lambda o, t: F.mse_loss(o[:, 0], t.float()), logits, classes) == 2  # which ignores no -100
 
 
+class Averaged(nn.Module):
+    """Keeps an average of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: dict[str, Any]) -> Tensor:
+        weights = torch.tensor([float(len(text)) for text in target["texts"]])
+        found: Tensor = ((output - target["numbers"]).square().mean(1) * weights).mean()
+        self.average += found.detach()
+        return found
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_a_loss_is_tried_on_a_copy(samples: int) -> None:
+    """On halves of the numbers and of the texts of a microbatch."""
+    loss, texts = Averaged(), ["a", "bcd", "ef", "ghij"][:samples]
+    total, weight = WeighedLoss(loss, "stage 1")(
+        torch.rand(samples, 3), {"numbers": torch.rand(samples, 3), "texts": texts}
+    )
+    assert weight == samples
+    assert float(loss.average) == pytest.approx(float(total) / samples)
+
+
 @pytest.mark.parametrize("weight", [3, 3.0, np.int64(3), torch.tensor(3), torch.tensor([3.0], requires_grad=True)])
 def test_a_sum_comes_with_its_weight(weight: Any) -> None:
     total = torch.tensor(6.0)
@@ -396,7 +421,7 @@ UNKNOWN: dict[str, tuple[Loss, str]] = {
     "one over such a constant": (lambda o, t: each_of(o, t).flatten(1).sum() * 0.5, "it is a sum"),
     "a number that goes with one size": (
         lambda o, t: (each_of(o, t) * torch.ones(2, 1)).sum() / len(o),
-        "with twice the samples it fails",
+        "two parts",
     ),
     "one sample of each token": (lambda o, t: each_of(o, t).T[:, 0].mean(), "some samples"),
     "norms over samples": (lambda o, t: each_of(o, t).T.norm(dim=1).mean(), "norm takes samples together"),
@@ -405,6 +430,21 @@ UNKNOWN: dict[str, tuple[Loss, str]] = {
     "a mean of one": (lambda o, t: each_of(o, t).unsqueeze(0).mean(0).sum(), "it is a sum"),
     "largest of all samples": (lambda o, t: o.amax(0).mean(), "amax takes samples together"),
     "largest few": (lambda o, t: each_of(o, t).flatten().topk(3).values.mean(), "topk takes samples together"),
+    "a mean times its samples": (lambda o, t: o.square().mean() * len(o), "two parts"),
+    "a sum over a mask's sum and its samples": (
+        lambda o, t: (each_of(o, t) * (t != -100)).sum() / ((t != -100).sum() * len(o)),
+        "div is applied",
+    ),
+    "probabilities over samples": (lambda o, t: o.softmax(0).square().mean(), "two parts"),
+    "samples in turn": (lambda o, t: (o.roll(1, 0) * t[..., None]).mean(), "two parts"),
+    "sums up to each sample": (lambda o, t: o.cumsum(0).square().mean(), "two parts"),
+    "distances of samples": (lambda o, t: torch.cdist(o[:, 0], o[:, 1]).mean(), "two parts"),
+    "pairs of samples": (lambda o, t: (o[:, None] - o[None]).square().mean(), "two parts"),
+    "a mean times what it is itself": (lambda o, t: o.square().mean() * o.square().mean().item(), "two parts"),
+    "samples of a normal spread": (
+        lambda o, t: F.batch_norm(o, None, None, training=True).exp().mean(),
+        "batch_norm takes samples together",
+    ),
     "a mean without what is not a number": (lambda o, t: each_of(o, t).nanmean(), "nanmean"),
 }  # fmt: skip
 
@@ -412,6 +452,7 @@ UNKNOWN: dict[str, tuple[Loss, str]] = {
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_a_number_that_is_no_known_mean_over_samples_is_refused(case: str) -> None:
     loss, said = UNKNOWN[case]
+    torch.manual_seed(1)
     targets = torch.tensor([[1, -100, 3], [2, 4, 0]])
     with pytest.raises(ConfigError, match=rf"(?s)stage 1: .*{said}.*return \(each \* mask\).sum\(\), mask.sum\(\)"):
         WeighedLoss(loss, "stage 1")(torch.randn(2, 3, 5, requires_grad=True), targets)

@@ -394,6 +394,27 @@ class AsksForNumber(Layers):
         return self.head(self.d(self.c(h)))
 
 
+@refused("code of Seeding between layers seeds torch's random numbers")
+class Seeding(Layers):
+    """Random numbers that the model seeds itself."""
+
+    def forward(self, x: Tensor) -> Any:
+        torch.manual_seed(3)
+        return super().forward(F.dropout(self.a(x), 0.5))
+
+
+@exact
+class MultipliesByNumber(Layers):
+    """A number of an early layer, which later ones take, and a way that the data decide behind."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.tanh(self.a(x))
+        factor = h.mean().item()
+        h = self.c(torch.tanh(self.b(h)) * factor)
+        h = h * 2 + factor if h.sum().item() > 0 else h - factor
+        return self.head(torch.tanh(self.d(h)))
+
+
 @exact
 class OwnFunction(Layers):
     """An autograd.Function between layers."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from penstock.comm.collective.all_gather_json import gather_json
 from penstock.errors import ConfigError
 from penstock.partition.replay.model_stages import UnitBlocks
+from penstock.partition.replay.units import name_in_model
 from penstock.runtime.built_pipeline import BuiltPipeline
 from penstock.runtime.engine.lifecycle import between_runs
 from penstock.runtime.full_state import (
@@ -108,7 +109,8 @@ class ModelWeights(BuiltPipeline):
         """
         if self._spans.life.at_rest:
             self._held.check()
-        return self._state_of(self._by_place(), averaged)
+        state = self._state_of(self._by_place(), averaged)
+        return {name: tensor for name, tensor in state.items() if name_in_model(name) == name}
 
     def _state_of(self, stages: Iterable[StageRuntime], averaged: bool) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}

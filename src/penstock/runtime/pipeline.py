@@ -313,7 +313,7 @@ class Pipeline(SavedStates, UserAdvice):
 
         Raises:
             DataError: as `evaluate`; or the outputs for the microbatches of a batch, which are joined along their first
-                dimension, differ in others.
+                dimension, or that which `Microbatches(dims=)` says of targets, differ in others.
             ConfigError: as `evaluate`.
         """
         check_same_blocks(*self._given)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import data
 
-from support.habits import SAMPLES, UPDATES, WIDTH, Differs, Refused, Script, around, habit, linear, regression, tokens
+from support.habits import SAMPLES, UPDATES, WIDTH, Refused, Script, around, habit, linear, regression, tokens
 
 DATA = "Data"
 LOSSES = "Losses"
@@ -320,10 +320,10 @@ def connectionist() -> Script:
     return Script(blocks, batches, loss)
 
 
-IN_A_BATCH = "the loss compares the samples of a microbatch, as with accumulated gradients"
+IN_A_BATCH = "the loss compares the samples of a microbatch; return (sum, weight), as with accumulated gradients"
 
 
-@habit(LOSSES, Differs(IN_A_BATCH))
+@habit(LOSSES, Refused("how much that counts", IN_A_BATCH))
 def contrastive() -> Script:
     """A contrastive loss over the samples of a batch."""
     return judged_by(contrast)
@@ -331,14 +331,6 @@ def contrastive() -> Script:
 
 def contrast(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output @ target.T, torch.arange(len(target)))
-
-
-@habit(LOSSES)
-def accumulated_contrast() -> Script:
-    """The same, where plain torch accumulates gradients over the microbatches, too."""
-    script = judged_by(contrast)
-    script.accumulates = True
-    return script
 
 
 @habit(LOSSES, Refused("scalar", "a loss is a number, or (sum, weight); return the sum of its parts"))

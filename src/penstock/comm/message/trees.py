@@ -63,6 +63,36 @@ def doubled(tree: Any, dim: int = 0, *, slices: bool = False) -> Any:
     return pytree.tree_map(doubled, tree, is_leaf=is_marked)
 
 
+def part(tree: Any, samples: int, second: int, dim: int = 0) -> Any:
+    """Return the first or the second half of the samples of a microbatch, along the dimension that marks say.
+
+    Args:
+        tree: of the microbatch.
+        samples: how many it has.
+        second: 1 for the second half.
+        dim: of samples, where no mark says another one. A dimension may have several places for each sample.
+    """
+
+    def taken(leaf: Any) -> Any:
+        if is_marked(leaf):
+            return leaf if leaf.dim is None else Whole(halved(leaf.value, leaf.dim), leaf.dim)
+        return halved(leaf, 0 if type(leaf) is list else dim)
+
+    def halved(leaf: Any, along: int) -> Any:
+        shape = (len(leaf),) if type(leaf) is list else getattr(leaf, "shape", ())
+        if len(shape) <= along or shape[along] % samples:
+            return leaf
+        middle = (samples + 1) // 2 * (shape[along] // samples)
+        kept = slice(middle, None) if second else slice(middle)
+        return leaf[kept] if type(leaf) is list else leaf[(slice(None),) * along + (kept,)]
+
+    def texts(value: Any) -> bool:
+        plain = type(value) is list and len(value) == samples
+        return plain and not any(hasattr(leaf, "shape") for leaf in pytree.tree_leaves(value))
+
+    return pytree.tree_map(taken, tree, is_leaf=lambda value: is_marked(value) or texts(value))
+
+
 def leaves_of(tree: Any) -> Sequence[Any]:
     """The leaves of a pytree; without a walk where it is a tensor, or a list or tuple of tensors and None."""
     if isinstance(tree, Tensor):

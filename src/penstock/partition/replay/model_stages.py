@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import numbers
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.errors import ConfigError
+from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.replay.comparison import check_stages
 from penstock.partition.replay.placeholder import TensorSpec, result_as_text, result_of_text
 from penstock.partition.replay.stage_forward import Count, Cut, Seed, Specs, StageForward, without_graphs
@@ -424,7 +425,15 @@ def arguments_of(value: Any) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _encoded(leaf: Any) -> Any:
-    """Return an argument as other stages get it: of a floating-point tensor, its shape."""
+    """Return an argument as other stages get it: of a floating-point tensor, its shape.
+
+    Raises:
+        CapabilityError: it is an array.
+    """
+    if hasattr(leaf, "__array__") and not isinstance(leaf, Tensor | numbers.Number):
+        raise CapabilityError(
+            f"an argument of the model is a {type(leaf).__name__}, which is not sent to other stages; pass a tensor"
+        )
     if isinstance(leaf, Tensor) and leaf.is_floating_point():
         leaf = TensorSpec.of(leaf)
     return _SPEC + result_as_text(leaf) if isinstance(leaf, TensorSpec) else leaf

@@ -195,6 +195,7 @@ class StageForward(TorchFunctionMode):
         self.borders: Any = None  # what watches them, in a recording
         self._written_behind: list[Tensor] = []  # by operations of later stages
         self._keys: Any = WeakTensorKeyDictionary()  # of values that one stage computes, and that are here
+        self._held: list[Tensor] = []  # all of them: graphs may keep others when the forward is run again
         self._everywhere: Any = WeakTensorKeyDictionary()  # the same of what every stage computes
         self._storages: dict[int, StorageWeakRef] = {}  # of the former
         self._stale: list[Tensor] = []  # made by all, and written by another stage
@@ -348,6 +349,8 @@ class StageForward(TorchFunctionMode):
                 f"a {value.layout} tensor of values of layers{line_of_user()} cannot be sent to others"
             )
         self._keys.setdefault(value, key)
+        if self._stage not in (None, self._cut.last) and torch.is_grad_enabled():
+            self._held.append(value)
         if self._stage is None:
             self.lives.setdefault(key, (len(self.calls), len(self.calls), value.nbytes))
         storage = value.untyped_storage()
@@ -417,7 +420,8 @@ class StageForward(TorchFunctionMode):
             result = call(*args, **kwargs)
         else:
             self.borders.begin(path, leaves)
-            result = call(*args, **kwargs)
+            with torch.random.fork_rng(devices=[]):
+                result = call(*args, **kwargs)
             self.borders.end((*leaves_in(result), *leaves))
         if [leaf._version for leaf in leaves if not leaf.is_inference()] != versions:
             raise WrittenArgumentError(path)

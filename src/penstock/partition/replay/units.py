@@ -40,6 +40,7 @@ class Guard:
     """Has methods which, as hooks before the forward of a module, refuse its use, and otherwise change nothing."""
 
 
+_UNLIKELY = 0x5EED_0F_A_F0_12A4D  # as a seed that a forward sets
 _RUNS = 6  # of a forward and a backward that is measured
 
 
@@ -455,9 +456,15 @@ def _watched(model: nn.Module, specs: Specs, args: Sequence[Any], kwargs: Mappin
         f"{path}.{name}": (b, b.clone()) for path, m in around.items() for name, b in m.named_buffers(recurse=False)
     }
     forward = StageForward(model, specs, Cut(dict.fromkeys(units, 0), 0), None, {}, no_seed)
+    torch.manual_seed(_UNLIKELY)
     with UnitBorders(units, forward.depends) as borders:
         forward.borders = borders
         forward.run(args, kwargs)
+    if torch.initial_seed() != _UNLIKELY:
+        raise CapabilityError(
+            f"code of {type(model).__name__} between layers seeds torch's random numbers, which are seeded for each of "
+            "its operations, so that all stages draw alike; leave torch.manual_seed out, or put it into a layer"
+        )
     check_unchanged(model, before, around)
     for name, (buffer, copied) in buffers.items():
         if not buffer.is_meta and not torch.equal(buffer, copied) and not copied.isnan().any():

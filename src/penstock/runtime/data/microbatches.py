@@ -93,14 +93,18 @@ def microbatches_of(batch: Any, count: int, number: int, dims: Dims = 0, *, fewe
     return batch
 
 
-def joined_outputs(parts: Sequence[Any]) -> Any:
+def joined_outputs(parts: Sequence[Any], dims: Dims = 0) -> Any:
     """Return the outputs for the microbatches of a batch as one: tensors of samples one behind the other.
 
-    Those of one number are stacked; of what is no tensor the first one counts.
+    Those of one number are stacked; of what is no tensor the first one counts. Samples are along the dimension that
+    `dims` says of targets.
     """
+    said = dims.get("targets", 0) if isinstance(dims, Mapping) else dims
 
     def one(*each: Any) -> Any:
-        return (torch.cat if each[0].dim() else torch.stack)(each) if isinstance(each[0], Tensor) else each[0]
+        if not isinstance(each[0], Tensor):
+            return each[0]
+        return torch.cat(each, said if said and said < each[0].dim() else 0) if each[0].dim() else torch.stack(each)
 
     return pytree.tree_map(one, *parts)
 

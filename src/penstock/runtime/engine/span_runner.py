@@ -130,7 +130,7 @@ class Spans:
                     continue  # other pipelines in this process have parts of it
                 parts = [part for passes in here for part in (passes.predicted or {}).pop(report.batch, ())]
                 if parts or not here:  # else it has failed, of which all hear in the end
-                    yield joined_outputs(parts) if parts else None
+                    yield joined_outputs(parts, self._setup.dims) if parts else None
 
     def _forwards(
         self,

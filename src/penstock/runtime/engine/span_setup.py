@@ -77,7 +77,7 @@ class SpanSetup:
         self.grid, self.ranks, self.combine = grid, ranks, combine
         self._transports, self._holder_groups = transports, holder_groups
         self._timeout, self._kernels, self._polling, self._gloo = timeout, kernels, polling, gloo
-        self._dims = dims
+        self.dims = dims
         self.peers = PeerFailures(None if grid.group is None else grid.everyone, ranks[0].recorder, timeout)
         self.last = self.schedule.stage_at[self.schedule.num_stages - 1, 0].rank
 
@@ -104,7 +104,7 @@ class SpanSetup:
         return BatchSource(
             batches, schedule.microbatches, self.grid.width, reads, len(self.grid.pipelines), stop,
             shared=shared, first=first, ahead=0 if shared or not any(reads) else self._ahead(stop.alone),
-            overlap=self.proof.reading.overlap, length=length, dims=self._dims,
+            overlap=self.proof.reading.overlap, length=length, dims=self.dims,
         )  # fmt: skip
 
     def evaluation_data(self, batches: Batches) -> BatchSource:
@@ -112,7 +112,7 @@ class SpanSetup:
         schedule, grid = self._forward_only.schedule, self.grid
         return BatchSource(
             batches, schedule.microbatches, grid.width, self._reads(schedule), len(grid.pipelines),
-            fills=True, shared=grid.group is None, length=batches_in(batches), dims=self._dims,
+            fills=True, shared=grid.group is None, length=batches_in(batches), dims=self.dims,
         )  # fmt: skip
 
     def _reads(self, schedule: Schedule) -> list[int]:

@@ -7,12 +7,14 @@ divided into microbatches, the result is the mean that plain torch takes over th
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
 import numbers
+import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,7 +26,7 @@ from torch.nn.modules.loss import _Loss
 from torch.utils import _pytree as pytree
 
 from penstock.checks import in_short
-from penstock.comm.message.trees import doubled, leaves_of, sample_dims, without_marks
+from penstock.comm.message.trees import doubled, leaves_of, part, sample_dims, without_marks
 from penstock.errors import ConfigError
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.stage.blocks.loss_watch import LossWatch, NoMeanError, Share
@@ -36,6 +38,15 @@ AUXILIARY = "auxiliary"  # the number of the losses that blocks add on their way
 Counted = Sequence[tuple[float | Tensor | None, Any]]
 """How many targets losses have counted, None if that is not known, and their nodes in graphs."""
 _NEAREST = 100  # nodes that are looked through for a loss in the graph of a model's own mean
+_LINEAR = frozenset(
+    f"{name}Backward"
+    for name in (
+        "Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Sum", "Mean", "Stack", "Cat", "Unbind", "Select", "Squeeze",
+        "Clone", "Unsqueeze", "View", "UnsafeView", "ReshapeAlias", "Expand", "Alias", "ToCopy", "Copy", "Where",
+        "Addcmul",
+    )
+)  # fmt: skip
+"""Nodes of graphs through which a mean stays one."""
 _UNUSED = "appears to not have been used in the graph"  # torch's words of what `autograd.grad` is asked for
 _MEANS = ("mean", "batchmean")  # the second one over samples: of KLDivLoss
 
@@ -146,7 +157,7 @@ class WeighedLoss:
 
     def __init__(self, loss: LossFunction, where: str, whole: bool = False, slicing: Slicing = EQUAL_SLICES) -> None:
         self._loss, self._where, self._whole, self._slicing = loss, where, whole, slicing
-        self._tried = False  # the divisor, with other numbers of samples
+        self._tried = False  # with parts of a microbatch
         self._adds_up: bool | None = None  # the weight, over slices of a sequence
         self._last: tuple[int, tuple[float, ...]] = -1, ()  # its batch, and how many elements of a sample it was of
         self._tells = False  # its weight; then nobody watches it, as compiled functions are slower meanwhile
@@ -175,7 +186,9 @@ class WeighedLoss:
         """
         dims, marked = list(sample_dims(target)), target
         target = without_marks(target)
-        watch = None if self._tells else LossWatch(output, dims, _own_share(counted, output, dims))
+        own = _own_share(counted, output, dims)
+        watch = None if self._tells else LossWatch(output, dims, own)
+        before = _writes(output, target)
         with watch or nullcontext():
             result = call_loss(self._loss, output, target)
         pair = isinstance(result, tuple) and (len(result) == 2 or (len(result) == 3 and isinstance(result[2], Mapping)))
@@ -205,8 +218,11 @@ class WeighedLoss:
         try:
             mean = watch.mean_of(total)
             weight = samples * mean.shares[0]
-            if watch.divides_by_number and not (self._tried or self._whole):
-                self._try_twice(output, marked)
+            left = before == _writes(output, target)  # else the loss cannot be called with them once more
+            if left and watch.has_samples and not (self._tried or self._whole) and weight:
+                self._tried = True
+                found = float(total.detach()) * float(weight), float(weight)
+                self._try_parts(output, marked, own, found, watch.divides_by_number)
             self._check_sizes(batch, [size / samples if samples else 0 for size in mean.sizes])
         except NoMeanError as error:
             if not self._whole:
@@ -215,17 +231,48 @@ class WeighedLoss:
             return times_weight(total, weight, output), weight
         return (total * weight if weight else _zero(output, total)), weight
 
-    def _try_twice(self, output: Any, target: Any) -> None:
-        """Make sure that the divisor of a sum is the number of samples, and no constant that happens to be the same."""
+    def _try_parts(self, output: Any, target: Any, own: Share | str, found: tuple[float, float], divides: bool) -> None:
+        """Make sure that the loss of all samples is the mean of those of two parts, each by its weight.
+
+        It is not if a loss compares samples, or takes a number that depends on all of them or on how many there are, or
+        divides by a constant that happens to be their number. One that draws random numbers is not compared.
+
+        Args:
+            output: of the model.
+            target: with the marks of the parts that belong to no sample.
+            own: as `LossWatch` takes it.
+            found: the sum, and its weight.
+            divides: a sum was divided by a number, so the loss has to work with other samples.
+        """
+        samples = round(_samples(output, list(sample_dims(target))))
         dim = next((dim for _, dim in sample_dims(target) if dim is not None), 0)
-        output, target = doubled(output, dim), doubled(target)
+        of = functools.partial(_summed, _copy_of(self._loss), own)
         try:
-            with torch.no_grad(), LossWatch(output, list(sample_dims(target))) as watch:
-                total = call_loss(self._loss, output, without_marks(target))
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
+                if samples == 1:
+                    found, pairs = of(doubled(output, dim), doubled(target)), [(output, target)] * 2
+                else:
+                    pairs = [(part(output, samples, k, dim), part(target, samples, k)) for k in (0, 1)]
+                parts = [of(*pair) for pair in pairs]
+                few = (
+                    max(torch.finfo(t.dtype).eps for t in (torch.zeros(()), *filter(_is_float, leaves_of(output))))
+                    ** 0.5
+                )
+                together = sum(total for total, _ in parts), sum(weight for _, weight in parts)
+                scales = max(abs(total) for total, _ in (found, *parts)), found[1]
+                same = all(abs(a - b) <= few * c for a, b, c in zip(together, found, scales, strict=True))
+                same = same or (samples > 1 and of(output, target)[0] != of(output, target)[0])
+        except NoMeanError:
+            raise
         except Exception as error:
-            raise NoMeanError(f"a sum is divided by a number, and with twice the samples it fails ({error})") from None
-        watch.mean_of(total)
-        self._tried = True
+            if not divides:
+                return
+            raise NoMeanError(f"a sum is divided by a number, and with other samples it fails ({error})") from None
+        if not same:
+            raise NoMeanError(
+                "that of all samples is not the mean of those of two parts of them, so it compares samples, or takes a "
+                "number that depends on how many there are"
+            )
 
     def _of_slice(self, weight: float | Tensor, number: int, output: Any, target: Any) -> float | Tensor:
         """Return the weight of a slice: its own if it counts tokens; else that of the sequence, counted once."""
@@ -280,6 +327,37 @@ class WeighedLoss:
         return ConfigError(f"{self._where}: {text}")
 
 
+def _summed(loss: LossFunction, own: Share | str, output: Any, target: Any) -> tuple[float, float]:
+    """Return the sum of a mean over some samples, and its weight."""
+    dims = list(sample_dims(target))
+    with LossWatch(output, dims, own) as watch:
+        total = call_loss(loss, output, without_marks(target))
+    weight = _samples(output, dims) * float(watch.mean_of(total).shares[0])
+    return (float(total) * weight if weight else 0.0), weight
+
+
+def _copy_of(loss: LossFunction) -> LossFunction:
+    """Return a copy of a loss that is an object, such as a module, with the same parameters: to be called, and left."""
+    held = loss.parameters() if isinstance(loss, nn.Module) else ()
+    with suppress(Exception):  # it has what cannot be copied
+        return copy.deepcopy(loss, {id(parameter): parameter for parameter in held})
+    return loss
+
+
+def _writes(*trees: Any) -> list[int]:
+    """Return how often tensors were written into."""
+    return [
+        leaf._version
+        for tree in trees
+        for leaf in leaves_of(tree)
+        if isinstance(leaf, Tensor) and not leaf.is_inference()
+    ]
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)
 
@@ -289,7 +367,11 @@ def _own_share(counted: Counted | None, output: Any, target: Sequence[tuple[Tens
     if counted is None:
         return 1.0
     means = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and not leaf.dim()]
-    nodes = {node for _, node in counted} if not means or means[0].grad_fn is None else _behind(means)
+    nodes = linear = {node for _, node in counted}
+    if means and means[0].grad_fn is not None:
+        nodes, linear = _behind(means, nodes), _behind(means, nodes, _LINEAR)
+    if any(node in nodes and node not in linear for _, node in counted):
+        return "the model has computed it as a function of a mean of one of torch's losses"
     numbers = [number for number, node in counted if node in nodes]
     known = [number for number in numbers if number is not None]
     if not known or len(known) < len(numbers):
@@ -299,14 +381,23 @@ def _own_share(counted: Counted | None, output: Any, target: Sequence[tuple[Tens
     return known[0] / _samples(output, target)
 
 
-def _behind(means: Sequence[Tensor]) -> set[Any]:
-    """Return the nearest nodes of the graph behind the numbers of a model, among which is that of a loss."""
+def _behind(means: Sequence[Tensor], losses: Collection[Any], through: Collection[str] = ()) -> set[Any]:
+    """Return the nearest nodes of the graph behind the numbers of a model, among which is that of a loss.
+
+    Args:
+        means: the numbers.
+        losses: nodes, behind which nobody looks.
+        through: names of nodes behind which one looks; all others, too, if there are none.
+    """
     rest, found = deque(mean.grad_fn for mean in means), set[Any]()
     while rest and len(found) < _NEAREST:
         node = rest.popleft()
         if node is not None and node not in found:
             found.add(node)
-            rest += [following for following, _ in node.next_functions]
+            name, behind = node.name().rstrip("s").rstrip("0123456789"), [edge[0] for edge in node.next_functions]
+            product = name in ("MulBackward", "DivBackward", "AddcmulBackward") and all(behind)
+            if node not in losses and (not through or (name in through and not product)):
+                rest += behind
     return found
 
 

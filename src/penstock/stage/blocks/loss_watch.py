@@ -99,7 +99,7 @@ class LossWatch(TorchFunctionMode):
     def __init__(self, output: Any, target: Sequence[tuple[Tensor, int | None]], own: Share | str = 1.0) -> None:
         super().__init__()
         self._states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # None: depends on neither
-        self.divides_by_number = False
+        self._own, self.divides_by_number = own, False
         self._given = [(tuple(leaf.shape), dim) for leaf, dim in target if dim is not None]
         common, counts = (self._given or [((), 0)])[0][1], self._counts
         for leaf in leaves_of(output):
@@ -131,7 +131,7 @@ class LossWatch(TorchFunctionMode):
         Raises:
             NoMeanError: it is not known to be a mean over samples.
         """
-        state = self._state_of(total) if self._given else None  # else nothing has samples
+        state = self._state_of(total) if self.has_samples or self._own != 1 else None  # else nothing has samples
         if state is None and self._given and total.requires_grad:
             state = _Unknown("it was computed by what is not an operation of torch, such as an autograd.Function")
         if state is None:
@@ -146,6 +146,11 @@ class LossWatch(TorchFunctionMode):
         if not all(other is first or float(other) == float(first) for other in others):  # waits for a GPU
             raise NoMeanError("it adds means that are divided by different numbers (some ignore targets, or pick them)")
         return state
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether something of output or target belongs to samples."""
+        return bool(self._given)
 
     def _state_of(self, tensor: Tensor) -> _State | None:
         """Return what is known of a tensor; of one that no operation of torch has made, if it has a graph: data."""
@@ -179,6 +184,8 @@ class LossWatch(TorchFunctionMode):
             return _after_loss(func, given, state)
         if name in ("mean", "sum", "nanmean", "nansum", "count_nonzero"):
             return _after_reduction_of(name, args, kwargs, state)
+        if name == "batch_norm":
+            return _Unknown(f"{name} takes samples together")
         if name in _PICKING or (name == "where" and len(args) == 1):
             return _Unknown(f"{name} returns as many numbers as the values ask for")
         if name == "masked_select" or (name == "getitem" and _is_mask(args[1])):
