@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.ordinary_models import ORDINARY, squares
 from torch import fx, nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.utils._pytree import tree_map
 
 from penstock.partition.blocks import cut_blocks
 from penstock.partition.replay.model_stages import UnitBlocks
+from support.ordinary_models import ORDINARY, squares
 
 STAGES = 4
 
