@@ -85,7 +85,7 @@ def small(configuration: Any, kind: Any) -> tuple[torch.nn.Module, dict[str, Any
     reasons = []
     for without in ((), HEADS):
         sizes = {name: size for name, size in SIZES.items() if name not in without}
-        for configured in (_set_after, _set_at_first):
+        for configured in (_set_after, small_config):
             try:
                 return _made(configured(configuration, sizes), kind)
             except TooLongError:
@@ -110,13 +110,11 @@ def _set_after(configuration: Any, sizes: dict[str, Any]) -> Any:
     return config
 
 
-def _set_at_first(configuration: Any, sizes: dict[str, Any]) -> Any:
+def small_config(configuration: Any, sizes: dict[str, Any]) -> Any:
     """Return a configuration that is made with sizes, from which it may compute others."""
     known = configuration()
     own = OF_ONE.get(known.model_type, {})
-    parts = {
-        name: _set_at_first(type(part), sizes) for name, part in vars(known).items() if hasattr(part, "model_type")
-    }
+    parts = {name: small_config(type(part), sizes) for name, part in vars(known).items() if hasattr(part, "model_type")}
     return configuration(**{name: size for name, size in sizes.items() if hasattr(known, name)}, **own, **parts)
 
 
@@ -124,18 +122,7 @@ def _made(config: Any, kind: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
     """Make a model, and a batch that it takes."""
     if not isinstance(config, kind.config_class):  # of text in one of more
         config = config.get_text_config()
-    config.decoder_start_token_id = 1
-    config._experts_implementation = "eager"  # the others compute in float32 alone
-    with torch.device("meta"):
-        count = sum(p.numel() for p in kind(config).parameters())
-    if count > MOST:
-        raise ValueError(f"{count} parameters")
-    torch.manual_seed(0)
-    model = kind(config).double().train()
-    for module in model.modules():  # plain and divided models draw alike only without: tests try dropout
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in name or name == "p"):
-                setattr(module, name, 0.0)
+    model = small_model(config, kind)
     tokens = torch.randint(3, 60, (2, 8))
     mask = torch.ones_like(tokens)
     mask[0, :2] = mask[1, 6:] = 0
@@ -147,6 +134,23 @@ def _made(config: Any, kind: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
     model(**batch).loss.backward()
     model.zero_grad()
     return model, batch
+
+
+def small_model(config: Any, kind: Any) -> torch.nn.Module:
+    """Return a model in float64, without dropout, and with experts that compute in it, too."""
+    config.decoder_start_token_id = 1
+    config._experts_implementation = "eager"  # the others compute in float32 alone
+    with torch.device("meta"):
+        count = sum(p.numel() for p in kind(config).parameters())
+    if count > MOST:
+        raise ValueError(f"{count} parameters")
+    torch.manual_seed(0)
+    model: torch.nn.Module = kind(config).double().train()
+    for module in model.modules():  # plain and divided models draw alike only without: tests try dropout
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or name == "p"):
+                setattr(module, name, 0.0)
+    return model
 
 
 def divided(model: torch.nn.Module, batch: dict[str, Any]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,8 +53,6 @@ def pipeline_of_model(
 class PlainTraining:
     """Training in plain torch, microbatch by microbatch, on weights that are `delay` updates old.
 
-    The loss of each microbatch is divided by their number, as where gradients accumulate.
-
     Attributes:
         model: with the newest weights.
         optimizer: of its parameters.
@@ -62,27 +60,62 @@ class PlainTraining:
             update that made it.
     """
 
-    def __init__(
-        self, model: nn.Sequential, optimizer: MakeOptimizer = sgd, delay: int = 0, ahead: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: MakeOptimizer = sgd, delay: int = 0, ahead: bool = False) -> None:
         self.model, self.optimizer, self.delay = model, optimizer(model.parameters()), delay
         self.older: list[dict[str, Tensor]] = []
         self._ahead = ahead
         self._before: dict[str, Tensor] = {}
 
     def run(self, batches: Sequence[Batch]) -> None:
-        """Make an update with each batch."""
+        """Make an update with each batch: the loss of each microbatch is divided by their number."""
         for inputs, targets in batches:
-            newest = copy.deepcopy(self.model.state_dict())
-            before = self._before if self.older and self._ahead else newest
-            self.older.append({name: w + self.delay * (w - before[name]) for name, w in newest.items()})
-            self._before = newest
-            self.model.load_state_dict(self.older[max(len(self.older) - 1 - self.delay, 0)])
-            self.optimizer.zero_grad()
-            for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
-                (F.mse_loss(self.model(x), y) / MICROBATCHES).backward()  # type: ignore[no-untyped-call]
-            self.model.load_state_dict(newest)
+            with self._passes():
+                for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
+                    (F.mse_loss(self.model(x), y) / MICROBATCHES).backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
+
+    def update(self, microbatches: Iterable[tuple[Any, Any]], loss: Callable[[Any, Any], tuple[Tensor, Any]]) -> float:
+        """Make an update with pairs of inputs and targets, and return the loss.
+
+        Args:
+            microbatches: of a batch. A dict or a tuple are the arguments of the model.
+            loss: returns a sum and its weight, by which all are divided in the end.
+        """
+        total, weight = 0.0, 0.0
+        with self._passes():
+            for inputs, targets in microbatches:
+                part, count = loss(called_with(self.model, inputs), targets)
+                part.backward()  # type: ignore[no-untyped-call]
+                total, weight = total + float(part.detach()), weight + float(count)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 1 / weight
+        self.optimizer.step()
+        return total / weight
+
+    @contextmanager
+    def _passes(self) -> Iterator[None]:
+        """Give the model the weights that passes read."""
+        newest = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        before = self._before if self.older and self._ahead else newest
+        self.older.append({name: w + self.delay * (w - before[name]) for name, w in newest.items()})
+        self._before = newest
+        self._set(self.older[max(len(self.older) - 1 - self.delay, 0)])
+        self.optimizer.zero_grad()
+        yield
+        self._set(newest)
+
+    @torch.no_grad()
+    def _set(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(weights[name])
+
+
+def called_with(model: nn.Module, inputs: Any) -> Any:
+    """Call a model: a dict by name, a tuple by position."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def assert_close_weights(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

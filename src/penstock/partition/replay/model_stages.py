@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.replay.comparison import check_stages
-from penstock.partition.replay.placeholder import TensorSpec, result_as_text, result_of_text
+from penstock.partition.replay.placeholder import ResultSpec, TensorSpec, result_as_text, result_of_text
 from penstock.partition.replay.stage_forward import Count, Cut, Seed, Specs, StageForward, without_graphs
 from penstock.partition.replay.units import (
     PassClock,
@@ -436,13 +436,13 @@ def _encoded(leaf: Any) -> Any:
         )
     if isinstance(leaf, Tensor) and leaf.is_floating_point():
         leaf = TensorSpec.of(leaf)
-    return _SPEC + result_as_text(leaf) if isinstance(leaf, TensorSpec) else leaf
+    return _SPEC + result_as_text(ResultSpec(*pytree.tree_flatten(leaf))) if isinstance(leaf, TensorSpec) else leaf
 
 
 def _decoded(leaf: Any, device: torch.device) -> Any:
     if not isinstance(leaf, str) or not leaf.startswith(_SPEC):
         return leaf
-    return result_of_text(leaf.removeprefix(_SPEC), device)
+    return result_of_text(leaf.removeprefix(_SPEC), device).leaves[0]
 
 
 @contextmanager

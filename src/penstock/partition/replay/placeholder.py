@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections import namedtuple
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,15 +52,31 @@ class SameTensor:
     place: int
 
 
-def result_as_text(spec: Any) -> str:
+@dataclass(frozen=True, slots=True)
+class ResultSpec:
+    """A result without the values of its tensors. Containers that look at what is put into them are not made of specs.
+
+    Attributes:
+        leaves: of the result, with a `TensorSpec` or a `SameTensor` in the place of each tensor.
+        tree: how they are contained in each other.
+    """
+
+    leaves: list[Any]
+    tree: pytree.TreeSpec
+
+    def changed(self, **changes: Any) -> ResultSpec:
+        """Return one whose tensors are changed."""
+        return ResultSpec([replace(f, **changes) if isinstance(f, TensorSpec) else f for f in self.leaves], self.tree)
+
+
+def result_as_text(spec: ResultSpec) -> str:
     """Return a result without the values of its tensors as text, to be sent.
 
     Raises:
         CapabilityError: it has something else than tensors and plain values.
     """
-    leaves, tree = pytree.tree_flatten(spec)
     plain: list[Any] = []
-    for leaf in leaves:
+    for leaf in spec.leaves:
         if isinstance(leaf, TensorSpec):
             shape = [list(leaf.shape), list(leaf.strides)]
             plain.append([*shape, str(leaf.dtype).removeprefix("torch."), leaf.requires_grad])
@@ -69,10 +86,20 @@ def result_as_text(spec: Any) -> str:
             plain.append(leaf)
         else:
             raise CapabilityError(f"a {type(leaf).__name__} cannot be sent to other stages; let it be a tensor")
-    return json.dumps([pytree.treespec_dumps(tree), plain])
+    _name_types(spec.tree)
+    return json.dumps([pytree.treespec_dumps(spec.tree), plain])
 
 
-def result_of_text(text: str, device: torch.device) -> Any:
+def _name_types(tree: pytree.TreeSpec) -> None:
+    """Let torch write named tuples, such as PackedSequence, by their names: all ranks record the same forward."""
+    kind = tree.context
+    if tree.type is namedtuple and kind not in pytree.SUPPORTED_SERIALIZED_TYPES:
+        pytree._register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
+    for child in tree.children():
+        _name_types(child)
+
+
+def result_of_text(text: str, device: torch.device) -> ResultSpec:
     """Return the result that was made text."""
     tree, plain = json.loads(text)
     leaves: list[Any] = []
@@ -83,7 +110,7 @@ def result_of_text(text: str, device: torch.device) -> Any:
             shape, strides, dtype, requires_grad = leaf
             leaf = TensorSpec(tuple(shape), tuple(strides), getattr(torch, dtype), device, requires_grad)
         leaves.append(leaf)
-    return pytree.tree_unflatten(leaves, pytree.treespec_loads(tree))
+    return ResultSpec(leaves, pytree.treespec_loads(tree))
 
 
 class Placeholder(Tensor):

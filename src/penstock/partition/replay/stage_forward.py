@@ -16,7 +16,6 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -30,7 +29,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from penstock.errors import CapabilityError
 from penstock.partition.replay.auxiliary import auxiliary
-from penstock.partition.replay.placeholder import Placeholder, SameTensor, TensorSpec, result_as_text, result_of_text
+from penstock.partition.replay.placeholder import (
+    Placeholder,
+    ResultSpec,
+    SameTensor,
+    TensorSpec,
+    result_as_text,
+    result_of_text,
+)
 
 Seed = Callable[[str], None]
 """Seeds torch's generators for a unit or an operation of the frame, by its name."""
@@ -85,10 +91,10 @@ class Specs:
         untold: Iterable[Any] = (),
     ) -> None:
         self.units, self.written, self.untold, self._precision = units, set(written), set(untold), precision
-        self._found: dict[Any, Any] = {}
+        self._found: dict[Any, ResultSpec] = {}
 
-    def of_unit(self, path: str, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
-        """Return what a unit of another stage returns, with `TensorSpec`s in the places of tensors."""
+    def of_unit(self, path: str, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> ResultSpec:
+        """Return what a unit of another stage returns."""
         key = self.key_of_unit(path, args, kwargs)
         if key not in self._found:
             self._found[key] = self._try(path, args, kwargs, leaves)
@@ -98,15 +104,15 @@ class Specs:
         """Return what the shapes of its results depend on."""
         return path, self.units[path].training, torch.is_grad_enabled(), _autocast(), shapes_in((args, kwargs))
 
-    def _try(self, path: str, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
+    def _try(self, path: str, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> ResultSpec:
         """Call a copy of a unit without values, or with zeros if it asks for values."""
         device = next((leaf.device for leaf in leaves), torch.device("cpu"))
         for where in (device,) if _autocast() else (torch.device("meta"), device):  # which is none on meta
             with torch._C.DisableTorchFunction():  # modes that would give values to what is made on meta
                 made = {id(leaf): TensorSpec.of(leaf).zeros(where) for leaf in leaves}
                 twin = _twin(self.units[path], where, self._precision)
-            a, k = _map_tensors((args, kwargs), partial(_replaced, made))
             try:
+                a, k = _map_tensors((args, kwargs), partial(_replaced, made))
                 with torch.random.fork_rng(devices=[]), _without_saved_tensor_hooks():
                     result = twin._call_impl(*a, **k)  # type: ignore[no-untyped-call]
             except Exception as error:  # whatever a layer says that asks for values
@@ -115,12 +121,12 @@ class Specs:
                         f"{path} fails on zeros, by which other stages learn the shapes of what it returns: {error}"
                     ) from error
                 continue
-            return _moved(spec_of(result, [made[id(leaf)] for leaf in leaves]), device)
+            return spec_of(result, [made[id(leaf)] for leaf in leaves]).changed(device=device)
         raise AssertionError
 
     def of_operation(
         self, func: Callable[..., Any], args: Any, kwargs: Any, leaves: Sequence[Tensor], depends: Callable[..., bool]
-    ) -> Any:
+    ) -> ResultSpec:
         """Return what an operation of another stage returns, likewise, given which tensors one stage alone has."""
         single = (leaf for leaf in leaves if not leaf.dim() and not leaf.is_floating_point())
         numbers = {id(leaf): leaf.item() for leaf in single if not depends(leaf)}  # such as sizes
@@ -144,7 +150,7 @@ class Specs:
                     f"{_name(func)} of what another stage has gives shapes that depend on values{line_of_user()}: "
                     f"{error}"
                 ) from error
-            self._found[key] = _moved(spec_of(result, [made[id(leaf)] for leaf in leaves]), device)
+            self._found[key] = spec_of(result, [made[id(leaf)] for leaf in leaves]).changed(device=device)
         return self._found[key]
 
 
@@ -292,9 +298,11 @@ class StageForward(TorchFunctionMode):
             known.append(leaf)
             return leaf
 
+        if isinstance(result, ResultSpec):
+            return pytree.tree_unflatten([one(leaf) for leaf in result.leaves], result.tree)
         return pytree.tree_map(one, result)
 
-    def _elsewhere(self, what: Any, expected: Callable[[], Any], leaves: Sequence[Tensor], origin: str) -> Any:
+    def _elsewhere(self, what: Any, expected: Callable[[], ResultSpec], leaves: Sequence[Tensor], origin: str) -> Any:
         """Return what stands for a result of another stage."""
         key = f"{self._number + 1} {origin}"
         if (text := self._received.get(key)) is not None:
@@ -314,7 +322,7 @@ class StageForward(TorchFunctionMode):
             raise
         return self._noted(found, leaves, origin)
 
-    def _tell(self, what: Any, expected: Callable[[], Any], leaves: Sequence[Tensor], result: Any) -> None:
+    def _tell(self, what: Any, expected: Callable[[], ResultSpec], leaves: Sequence[Tensor], result: Any) -> None:
         """Send what other stages cannot know of a result; in a recording, note whether there is such a thing.
 
         Raises:
@@ -645,31 +653,30 @@ def _replaced(made: Mapping[int, Any], leaf: Any) -> Any:
     return made.get(id(leaf), leaf)
 
 
-def spec_of(result: Any, leaves: Sequence[Tensor]) -> Any:
-    """Return a result with `TensorSpec`s in the places of its tensors, and numbers for those that were there before."""
+def spec_of(result: Any, leaves: Sequence[Tensor]) -> ResultSpec:
+    """Return the spec of a result, with numbers for the tensors that were there before."""
     known = list(leaves)
 
-    def one(leaf: Tensor) -> Any:
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
         place = next((place for place, given in enumerate(known) if given is leaf), None)
         if place is not None:
             return SameTensor(place)
         known.append(leaf)
         return TensorSpec.of(leaf)
 
-    return pytree.tree_map_only(Tensor, one, result)
+    found, tree = pytree.tree_flatten(result)
+    return ResultSpec([one(leaf) for leaf in found], tree)
 
 
-def _has_numbers(spec: Any) -> bool:
-    return any(isinstance(leaf, bool | int | float | complex | str) for leaf in pytree.tree_leaves(spec))
+def _has_numbers(spec: ResultSpec) -> bool:
+    return any(isinstance(leaf, bool | int | float | complex | str) for leaf in spec.leaves)
 
 
-def _moved(spec: Any, device: torch.device) -> Any:
-    return pytree.tree_map_only(TensorSpec, lambda found: replace(found, device=device), spec)
-
-
-def _in_words(spec: Any) -> str:
+def _in_words(spec: ResultSpec) -> str:
     """Return shapes for a message."""
-    return str(pytree.tree_map_only(TensorSpec, lambda found: found.shape, spec))
+    return str([leaf.shape if isinstance(leaf, TensorSpec) else leaf for leaf in spec.leaves])
 
 
 def leaves_in(tree: Any) -> Iterator[Tensor]:
@@ -738,9 +745,9 @@ def line_of_user() -> str:
     return ""
 
 
-def _essence(spec: Any) -> Any:
+def _essence(spec: ResultSpec) -> ResultSpec:
     """Return a spec without the strides of its tensors, which may differ on the meta device."""
-    return pytree.tree_map_only(TensorSpec, lambda found: replace(found, strides=()), spec)
+    return spec.changed(strides=())
 
 
 def _autocast() -> Any:
