@@ -221,8 +221,7 @@ class WeighedLoss:
             left = before == _writes(output, target)  # else the loss cannot be called with them once more
             if left and watch.has_samples and not (self._tried or self._whole) and weight:
                 self._tried = True
-                found = float(total.detach()) * float(weight), float(weight)
-                self._try_parts(output, marked, own, found, watch.divides_by_number)
+                self._try_parts(output, marked, own, (total.detach(), float(weight)), watch.divides_by_number)
             self._check_sizes(batch, [size / samples if samples else 0 for size in mean.sizes])
         except NoMeanError as error:
             if not self._whole:
@@ -231,7 +230,7 @@ class WeighedLoss:
             return times_weight(total, weight, output), weight
         return (total * weight if weight else _zero(output, total)), weight
 
-    def _try_parts(self, output: Any, target: Any, own: Share | str, found: tuple[float, float], divides: bool) -> None:
+    def _try_parts(self, output: Any, target: Any, own: Share | str, mean: tuple[Tensor, float], divides: bool) -> None:
         """Make sure that the loss of all samples is the mean of those of two parts, each by its weight.
 
         It is not if a loss compares samples, or takes a number that depends on all of them or on how many there are, or
@@ -241,10 +240,10 @@ class WeighedLoss:
             output: of the model.
             target: with the marks of the parts that belong to no sample.
             own: as `LossWatch` takes it.
-            found: the sum, and its weight.
+            mean: what the loss has returned, and its weight.
             divides: a sum was divided by a number, so the loss has to work with other samples.
         """
-        samples = round(_samples(output, list(sample_dims(target))))
+        samples, found = round(_samples(output, list(sample_dims(target)))), (float(mean[0]) * mean[1], mean[1])
         dim = next((dim for _, dim in sample_dims(target) if dim is not None), 0)
         of = functools.partial(_summed, _copy_of(self._loss), own)
         try:
@@ -254,10 +253,8 @@ class WeighedLoss:
                 else:
                     pairs = [(part(output, samples, k, dim), part(target, samples, k)) for k in (0, 1)]
                 parts = [of(*pair) for pair in pairs]
-                few = (
-                    max(torch.finfo(t.dtype).eps for t in (torch.zeros(()), *filter(_is_float, leaves_of(output))))
-                    ** 0.5
-                )
+                floats = [mean[0], torch.zeros(()), *filter(_is_float, leaves_of(output))]
+                few = max(torch.finfo(tensor.dtype).eps for tensor in floats) ** 0.5
                 together = sum(total for total, _ in parts), sum(weight for _, weight in parts)
                 scales = max(abs(total) for total, _ in (found, *parts)), found[1]
                 same = all(abs(a - b) <= few * c for a, b, c in zip(together, found, scales, strict=True))
