@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import penstock
@@ -62,8 +63,11 @@ def test_a_worker_that_begins_a_run_again_takes_nothing_from_one_under_way(folde
     owner = Owner(folder)
     owner.claim()
     before = sorted(folder.rglob("*"))
-    with pytest.raises(CheckpointError, match="another Checkpoints of this process writes to .*run'"):
-        train(config, folder, Silent(), restart=True)
+    try:
+        with pytest.raises(CheckpointError, match="another Checkpoints of this process writes to .*run'"):
+            train(config, folder, Silent(), restart=True)
+    finally:
+        dist.destroy_process_group()  # which stays after an error, for peers
     assert sorted(folder.rglob("*")) == before
 
 
