@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.checkpoint.end_at_exit import end_at_exit
 from penstock.checkpoint.format import checkpoints
+from penstock.checkpoint.writer import end_at_exit
 
 pytestmark = pytest.mark.processes
 

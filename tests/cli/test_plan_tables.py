@@ -8,9 +8,8 @@ import pytest
 from rich.console import Console
 
 from penstock.byte_sizes import human_bytes
-from penstock.cli.plans.memory_table import memory_table
 from penstock.cli.plans.plan_devices import devices_of, with_host
-from penstock.cli.plans.plan_tables import planning_tables
+from penstock.cli.plans.plan_tables import memory_table, planning_tables
 from penstock.errors import ConfigError
 from penstock.plan.planners.pipedream import Choices
 from penstock.plan.planning import PlanRequest, make_plan

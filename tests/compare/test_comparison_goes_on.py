@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.compare import process_pool, run
+from penstock.compare import run
 from penstock.compare.config import comparison_config
 from penstock.compare.grid import Key, grid_of, other_settings
 from penstock.compare.results import EvaluationRow, Findings, as_csv
@@ -210,14 +210,14 @@ def failed(_: Any, __: Any, key: Key) -> None:
 
 @pytest.mark.long
 def test_a_run_beside_others_that_dies_ends_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_pool, "_train", killed)
+    monkeypatch.setattr(run, "_train", killed)
     with pytest.raises(WorkerError, match=r"one of 2 runs was killed; if memory was short, use fewer --jobs"):
         ComparisonRun(configured("methods=1f1b,2bw"), tmp_path, Quiet()).run(jobs=2)
 
 
 @pytest.mark.long
 def test_a_run_beside_others_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_pool, "_train", failed)
+    monkeypatch.setattr(run, "_train", failed)
     with pytest.raises(CapabilityError, match="seed 0, lr 0.01 cannot be trained"):
         ComparisonRun(configured("methods=1f1b,2bw"), tmp_path, Quiet()).run(jobs=2)
 
@@ -230,9 +230,9 @@ def ends_or_not(_: Any, __: Any, key: Key) -> Key:
 @pytest.mark.long
 def test_runs_under_way_are_ended_where_nobody_waits_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an interrupt of this process alone."""
-    monkeypatch.setattr(process_pool, "_train", ends_or_not)
+    monkeypatch.setattr(run, "_train", ends_or_not)
     before = multiprocessing.active_children()
-    runs = process_pool.train_side_by_side(configured(), tmp_path, [Key("1f1b", seed, 0.1) for seed in (0, 1)], 2)
+    runs = run.train_side_by_side(configured(), tmp_path, [Key("1f1b", seed, 0.1) for seed in (0, 1)], 2)
     assert next(runs) == Key("1f1b", 0, 0.1)
     runs.close()
     assert multiprocessing.active_children() == before

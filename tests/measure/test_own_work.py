@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.measure.own_work import own_work
+from penstock.measure.single_rank_rehearsal import own_work
 from penstock.timeline import Interval, Waiting
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.schedule.named_delay_profiles import delays_of_profile
+from penstock.partition.emulated_delays import delays_of_profile
 
 
 @pytest.mark.parametrize("stages", [1, 2, 5, 8])

@@ -2,7 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from penstock.schedule.stage_state.version_liveness import Forwards
+from penstock.schedule.stage_state.stage_constants import Forwards
 
 M = 3
 rows = st.lists(st.tuples(st.integers(-3 * M, M - 1), st.integers(-4, 0)), min_size=1, max_size=4).map(tuple)

@@ -15,8 +15,7 @@ from penstock.schedule.ir.schedule import Op
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.schedule.machine.sharing.shared_links import SharedLinks
-from penstock.schedule.machine.sharing.shared_machine import SharedMachine, Sharing
-from penstock.schedule.machine.sharing.shared_time import Ended, Shared, SharedTime
+from penstock.schedule.machine.sharing.shared_machine import Ended, Shared, SharedMachine, SharedTime, Sharing
 from penstock.schedule.proof.check import check
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.transforms.batch_ops import with_reductions

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from penstock.train.start_barrier import Meeting
+from penstock.train.process_group import Meeting
 
 
 class CountingStore:

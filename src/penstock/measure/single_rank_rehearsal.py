@@ -8,7 +8,8 @@ by tensor parallelism, as many do so together, and add up what they add up withi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import statistics
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,7 +26,6 @@ from penstock.comm.message.trees import leaves_of
 from penstock.errors import ConfigError
 from penstock.job.cpus import Cpus
 from penstock.measure.machine.local_processes import in_processes
-from penstock.measure.own_work import OwnWork, own_work
 from penstock.measure.recompute_for_config import chosen_recompute
 from penstock.measure.stages.stage_inputs import StageInputs
 from penstock.measure.stages.stage_trial import BlockPlace, StageTrial, Training
@@ -36,6 +36,7 @@ from penstock.runtime.malloc import keep_freed_memory
 from penstock.runtime.pipeline_stats import TOTAL_ON_DEVICE
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.schedule.ir.schedule import Schedule
+from penstock.timeline import Interval
 from penstock.train.config.schema import TrainConfig
 from penstock.train.prepare.prepare_run import Prepared, prepare
 from penstock.train.setup.optimizers import optimizer_factory
@@ -291,3 +292,44 @@ def _leading_to(schedule: Schedule, stages: Collection[int]) -> set[int]:
 def _no_loss(output: Any, target: Any) -> Tensor:  # noqa: ARG001
     """Return what the last stand-in hands on as a loss."""
     return output.float().mean()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class OwnWork:
+    """The passes and updates of a rank, as they were measured.
+
+    Attributes:
+        passes: for each kind of work in a batch, how many there are and the seconds of one: the median on its stage, of
+            several stages their mean.
+        fastest: seconds of a batch in which every pass and update is as fast as the fastest of its kind on its stage.
+    """
+
+    passes: Mapping[str, tuple[int, float]]
+    fastest: float
+
+    @property
+    def busy(self) -> float:
+        """Seconds of a batch whose passes and updates all take their median."""
+        return sum(count * seconds for count, seconds in self.passes.values())
+
+
+def own_work(intervals: Iterable[Interval], rank: int, batches: range) -> OwnWork:
+    """Return what the work of a rank takes; neither that of other ranks counts nor any wait.
+
+    On a machine with other processes almost every batch has a pass that was interrupted, so that even the median of
+    whole batches is far too long. The fastest of many alike passes was not interrupted.
+
+    Args:
+        intervals: of a timeline.
+        rank: of which.
+        batches: that count.
+    """
+    times: dict[tuple[str, int, int], list[float]] = {}
+    for each in intervals:
+        if each.is_work and each.rank == rank and each.batch in batches:
+            times.setdefault((each.what, each.stage, each.direction), []).append(each.end - each.start)
+    kinds: dict[str, list[float]] = {}
+    for (what, _, _), found in sorted(times.items()):
+        kinds.setdefault(what, []).extend([statistics.median(found)] * len(found))
+    passes = {what: (round(len(found) / len(batches)), statistics.mean(found)) for what, found in kinds.items()}
+    return OwnWork(passes, sum(len(found) / len(batches) * min(found) for found in times.values()))

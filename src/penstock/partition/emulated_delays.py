@@ -13,16 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
-from penstock.checks import check_whole, did_you_mean
+from penstock.checks import check_whole, did_you_mean, nearest
 from penstock.errors import ConfigError
 from penstock.partition.parameter_names import block_of
 from penstock.partition.replay.model_stages import blocks_within
+from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op, Schedule
-from penstock.schedule.named_delay_profiles import delays_of_profile
 
 Delays = int | str | Sequence[int] | Mapping[str, int] | Callable[[str], int]
 """One delay for all blocks, a profile such as "1f1b:8", a list, delays by name (others are 0), or a function of the
@@ -204,3 +205,43 @@ def _sharing(blocks: Mapping[str, Any], tied: Mapping[str, str]) -> list[tuple[s
             if parameter.requires_grad:
                 pairs.append((first.setdefault(id(parameter), name), name))
     return pairs
+
+
+_KINDS: Mapping[str, tuple[str, Callable[[int], int]]] = MappingProxyType(
+    {
+        "1f1b": ("stash", lambda _: 1),  # method, and microbatches per update
+        "vertical-sync": ("vertical-sync", lambda _: 1),
+        "2bw": ("2bw", lambda stages: stages),
+    }
+)
+
+
+def delays_of_profile(name: str) -> tuple[int, ...]:
+    """Return the delay of every stage, the first one's first, in updates between the version read and the one updated.
+
+    The delays are those of the schedule in its steady state.
+
+    Args:
+        name: "KIND:STAGES", where the kind is "1f1b" (endless 1F1B with an update for each microbatch, whose backwards
+            read what their forwards read: stage i of P, from 1 on, is P - i behind), "vertical-sync" (the same with the
+            first stage's version everywhere) or "2bw" (double-buffered weights).
+
+    Raises:
+        ConfigError: there is no such profile.
+    """
+    kind, _, number = name.partition(":")
+    if kind not in _KINDS or not number.isascii() or not number.isdigit() or int(number) < 1:
+        example = f"{nearest(kind, _KINDS) or '1f1b'}:{number if number.isdigit() and int(number) else 8}"
+        raise ConfigError(
+            f"delays: there is no profile {name!r}; give one of {', '.join(_KINDS)} and a number of stages, as in "
+            f"{example!r}"
+        )
+    method, microbatches = _KINDS[kind]
+    stages = int(number)
+    proof = prove(method, stages, microbatches(stages))
+    found = {stage.index: facts.delay.forward for stage, facts in proof.stages.items()}
+    delays = tuple(int(found[index]) for index in sorted(found))
+    assert all(delays[index] == found[index] for index in found), (
+        "one update per microbatch, or one version for a batch"
+    )
+    return delays

@@ -24,7 +24,7 @@ from penstock.options.parallelism import DataParallel, Microbatches, Partition, 
 from penstock.options.passes import Precision, Recompute, Staleness
 from penstock.options.run import Device, Group, RunOptions
 from penstock.options.updates import UpdateOptions
-from penstock.partition.blocks import Blocks, check_same_blocks
+from penstock.partition.blocks import Blocks, check_same_blocks, named_blocks
 from penstock.runtime.attribute_hints import UserAdvice, names_checked
 from penstock.runtime.data.batch_source import Batches, inputs_alone
 from penstock.runtime.data.microbatches import warn_of_short_end
@@ -37,7 +37,6 @@ from penstock.runtime.plan.sharding_limits import check_shown
 from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.snapshot import Saving, check_saving
 from penstock.runtime.saved_states import SavedStates
-from penstock.runtime.setup.model_and_optimizer_check import blocks_of
 from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.runtime.training_run import TrainingRun
 from penstock.runtime.update.run_events import Evaluation, with_numbers
@@ -46,6 +45,7 @@ from penstock.schedule.proof.proof import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.blocks.loss import LossFunction, check_loss
 from penstock.weights.corrections.base import Correction
+from penstock.weights.optim.instance_instead_of_factory import refuse_instances
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 from penstock.weights.update_hooks import UpdateHook
 from penstock.weights.updates.lr_scheduler_table import SchedulerFactory
@@ -395,3 +395,27 @@ def _stages_at_least(stages: int | None, group: dist.ProcessGroup | None) -> int
     if isinstance(stages, int):
         return max(stages, 1)
     return dist.get_world_size(group) if isinstance(group, dist.ProcessGroup) else 2
+
+
+def blocks_of(
+    blocks: Any, optimizer: Any, lr_scheduler: Any, example: Any, stages: int, partition: Partition
+) -> dict[str, Any]:
+    """Return the blocks of a model by name.
+
+    Raises:
+        ConfigError: the model is a whole one without an example, or the optimizer or the scheduler exist already, as
+            first scripts have them; the message shows all the lines to write, so that one attempt after it is enough.
+    """
+    faults, named = [], {}
+    try:
+        units, cut = partition.units or (), partition.cut or ()
+        named = named_blocks(blocks, example, stages, units, cut, timed=partition.by == "time")
+    except ConfigError as error:
+        faults.append(str(error))
+    try:
+        refuse_instances(optimizer, lr_scheduler)
+    except ConfigError as error:
+        faults.append(str(error))
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return named

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from penstock.comm.core.host_copy_stream import side_stream
@@ -22,7 +23,7 @@ from penstock.partition.sequence_slices import storages
 from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.autograd.activation_offload import ActivationOffload
 from penstock.stage.autograd.forward_graph import Graph, open_inputs
-from penstock.stage.autograd.graph_walk import edges_of, graph_nodes
+from penstock.stage.autograd.graph_walk import edges_of, graph_nodes, trained_leaves
 from penstock.stage.autograd.recompute import copied_buffers, put_back
 from penstock.stage.autograd.saved_bytes import SavedBytes, SavedWeights, saved_of, signature
 from penstock.stage.autograd.split_backward import BackwardSplitter
@@ -30,8 +31,6 @@ from penstock.stage.autograd.weight_proxy import ProxyWeights
 from penstock.stage.blocks.loss import UnreadLoss, unread
 from penstock.stage.blocks.module import StageModule
 from penstock.stage.checks.forward_writes import ForwardWrites
-from penstock.stage.checks.saved_tensor_hooks import ForeignHooksCheck
-from penstock.stage.checks.unowned_leaves import LeafCheck
 from penstock.stage.in_flight_microbatch import Microbatch
 from penstock.stage.weight_reads import WeightReads
 from penstock.weights.memory.buffers import Handle, Readable
@@ -296,3 +295,90 @@ def value_of(added: Sequence[Auxiliary]) -> float | None:
         return None
     total = sum(coefficient * float(loss.detach()) for loss, coefficient in added)
     return total if math.isfinite(total) else math.inf  # NaN in a message says that there are none
+
+
+class ForeignHooksCheck(TorchFunctionMode):
+    """A context of one forward, in which graphs keep the positions of weights by hooks of the pipeline's own.
+
+    Hooks inside of it (`torch.autograd.graph.save_on_cpu`, `saved_tensors_hooks`) are given the weights themselves. If
+    they copy them, the backward reads those of the forward. Those of torch's checkpoint run the forward again, which
+    finds the right ones.
+
+    Args:
+        pack: of the pipeline's hooks.
+        weights: the leaves that graphs are made on.
+        where: the stage in messages.
+    """
+
+    def __init__(self, pack: Callable[..., Any], weights: Iterable[Tensor], where: str) -> None:
+        super().__init__()
+        self._pack, self._where = pack, where
+        self._weights = {id(leaf) for leaf in weights}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is not None and self._is_foreign(hooks[0]) and self._reads_weights(args, named):
+            raise CapabilityError(
+                f"{self._where}: a block reads weights under saved-tensor hooks of its own (save_on_cpu, "
+                "saved_tensors_hooks), which may copy them, so its backward would read those of its forward, not those "
+                "that the method says; leave the weights out of the hooks, or take a method that keeps the weights of "
+                "the forward, such as stash or 2bw"
+            )
+        return func(*args, **named)
+
+    def _is_foreign(self, pack: Callable[..., Any]) -> bool:
+        return pack != self._pack and pack.__module__ != "torch.utils.checkpoint"
+
+    def _reads_weights(self, args: Any, named: Mapping[str, Any]) -> bool:
+        leaves = pytree.tree_leaves((args, named))
+        return torch.is_grad_enabled() and not self._weights.isdisjoint(map(id, leaves))
+
+
+class LeafCheck:
+    """Finds tensors that accumulate gradients but belong to no module of the stage.
+
+    A parameter is found at once. Another tensor may have been made in the forward, such as x.detach().requires_grad_()
+    in a model of forces; it is found if a later forward trains the same one again.
+
+    Args:
+        where: the stage in messages.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._suspects: dict[tuple[str, ...], list[ref[Tensor]]] = {}
+
+    def pending(self, names: Sequence[str]) -> bool:
+        """Whether tensors that a forward of some blocks has trained still live: then the next one is to be checked."""
+        if not self._suspects:
+            return False
+        return any(suspect() is not None for suspect in self._suspects.get(tuple(names), ()))
+
+    def check(self, names: Sequence[str], result: Any, known: Iterable[object]) -> None:
+        """Check the graph of a forward.
+
+        Args:
+            names: the blocks that ran.
+            result: its ends.
+            known: the leaves that it may train: those of the weights, and received inputs.
+
+        Raises:
+            ConfigError: it trains another tensor.
+        """
+        ours = {id(tensor) for tensor in known}
+        before = {id(suspect()) for suspect in self._suspects.pop(tuple(names), ())}
+        found = [leaf for leaf in trained_leaves(result) if id(leaf) not in ours]
+        foreign = next((leaf for leaf in found if isinstance(leaf, nn.Parameter) or id(leaf) in before), None)
+        if foreign is not None:
+            raise ConfigError(
+                f"{self._where}: a block or the loss trains a tensor of shape {tuple(foreign.shape)} that belongs to "
+                "no module of this stage, so its optimizer would never step it. If it is a weight of another stage, of "
+                "which something was kept on a module or by a hook, let the blocks between hand that on, as in (x, "
+                "kept): what is kept belongs to another microbatch by now. Otherwise pass the module that owns it as a "
+                "block (not one of its methods), or detach it"
+            )
+        if found and not before:
+            self._suspects[tuple(names)] = [ref(leaf) for leaf in found]

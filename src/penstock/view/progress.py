@@ -6,10 +6,15 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from math import ceil
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleRenderable, Group
+from rich.control import Control
+from rich.live import Live
 from rich.progress import BarColumn, Progress as Bar, TextColumn
+from rich.segment import ControlType, Segment
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
@@ -24,7 +29,6 @@ from penstock.train.observer import Progress, RunSummary, Switched
 from penstock.train.prepare.prepare_run import Prepared
 from penstock.view.perfetto import write_trace
 from penstock.view.plurals import counted
-from penstock.view.resizable_live import ResizableLive
 from penstock.view.tables import bytes_table, time_table, width_to_fit
 from penstock.view.train_summary import peak_bytes_table
 
@@ -236,3 +240,27 @@ def _figures(progress: Progress) -> Table:
         f"lr {progress.rate:.2e}",
     )
     return table
+
+
+class ResizableLive(Live):
+    """A live display that knows how many rows a terminal which has become narrower wraps it to.
+
+    `rich.live.Live` goes back as many rows as it has written lines. Where lines have been wrapped since, that is too
+    few, and the first of them would stay on the screen with every change of the width.
+    """
+
+    def __init__(self, *places: Any, **options: Any) -> None:
+        self._widths: list[int] = []  # of the lines that it has written last
+        super().__init__(*places, **options)
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """Clear the rows that wrapped lines take besides, before `Live` clears one row per line and draws again."""
+        drawn = super().process_renderables(renderables)
+        if not self.console.is_interactive:
+            return drawn
+        width, height = self.console.size
+        more = sum(ceil(line / width) - 1 for line in self._widths if line)
+        lines = self.console.render_lines(self.get_renderable(), pad=False)
+        self._widths = [Segment.get_line_length(line) for line in lines[:height]]
+        up = (ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)
+        return [Control(ControlType.CARRIAGE_RETURN, *up * more), *drawn] if more else drawn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,11 +19,11 @@ from penstock.comm.core.trace_recorder import Recorder
 from penstock.comm.message.memory_order import copied
 from penstock.comm.message.trees import detached, leaves_of
 from penstock.errors import ConfigError
-from penstock.measure.stages.trial_schedule import schedule_to_try
 from penstock.measure.stages.weight_bytes import WeightBytes
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.stage_builder import StageBuilder
+from penstock.schedule.build import ScheduleRequest
 from penstock.stage.blocks.loss import LossFunction
 from penstock.stage.blocks.rng import RngKey
 from penstock.stage.in_flight_microbatch import Microbatch
@@ -337,3 +338,32 @@ def _bytes_of(leaves: Any) -> int:
 def _bytes_of_each(gradients: Sequence[Tensor | None]) -> tuple[int, ...]:
     """Return the bytes of the gradient of each leaf, 0 where there is none."""
     return tuple(0 if gradient is None else gradient.nbytes for gradient in gradients)
+
+
+_MICROBATCHES = 2
+_MICROBATCHES_TO_MOVE = 3  # with fewer a backward comes too early
+
+
+def schedule_to_try(depth: int, halved: bool, moved: bool, slices: int) -> ScheduleRequest:
+    """Return a schedule with what is tried; arguments as of `StageTrial`."""
+    microbatches = _MICROBATCHES_TO_MOVE if moved else _MICROBATCHES
+    if slices > 1:
+        if halved:
+            return ScheduleRequest(partial(_halves_of_slices, slices), depth, microbatches)
+        return ScheduleRequest("terapipe", depth, microbatches, options={"slices": slices})
+    whole = "gpipe" if moved else "1f1b"
+    return ScheduleRequest(_halves if halved else whole, depth, microbatches)
+
+
+def _halves(stages: int, microbatches: int) -> list[str]:
+    """Return an order in which no second half of a backward follows its first one, so that all are halved."""
+    parts = (" ".join(f"{op}{k}" for k in range(microbatches)) for op in "FIW")
+    return [" ".join(parts)] * stages
+
+
+def _halves_of_slices(slices: int, stages: int, microbatches: int) -> list[str]:
+    """Return the same for slices of sequences."""
+    forwards = [f"{k}:{j}/{slices}" for k in range(microbatches) for j in range(slices)]
+    backwards = [f"{k}:{j}/{slices}" for k in range(microbatches) for j in reversed(range(slices))]
+    parts = [*(f"F{unit}" for unit in forwards), *(f"{op}{unit}" for op in "IW" for unit in backwards)]
+    return [" ".join(parts)] * stages

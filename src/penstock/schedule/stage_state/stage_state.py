@@ -6,6 +6,7 @@ tracks versions itself, and rejects an action that reads another version, or one
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -13,13 +14,10 @@ from penstock.errors import ScheduleError
 from penstock.schedule.ir.op_table import SWAPS
 from penstock.schedule.ir.schedule import Action, Copy, Op, Stage, Unit, format_action
 from penstock.schedule.ir.version_rules import Source, Update
-from penstock.schedule.stage_state.derived_weight_copies import Copies
-from penstock.schedule.stage_state.gradient_state import Gradients
 from penstock.schedule.stage_state.live_versions import LiveVersions, version_numbers
 from penstock.schedule.stage_state.microbatch_state import BooksError, Flights, MicrobatchNumber, Piece, VersionNumber
 from penstock.schedule.stage_state.shard_state import ShardState
 from penstock.schedule.stage_state.stage_constants import StageSpec
-from penstock.schedule.stage_state.version_rule_check import check_rule
 from penstock.schedule.transforms.batch_ops import COLLECTIVES
 
 
@@ -290,3 +288,224 @@ class StageState:
         self.peak_versions = max(self.peak_versions, len(self.versions))
         self.peak_gradients = max(self.peak_gradients, len(self.gradients))
         self.peak_buffers = max(self.peak_buffers, len(self.versions) + len(self.gradients))
+
+
+@dataclass
+class Copies:
+    """The derived weight copies of a stage.
+
+    Attributes:
+        uses: reads of each copy per period, by label and microbatch modulo m.
+        alive: remaining reads of each copy, and the versions it was made of.
+        peak: the most copies alive at once.
+    """
+
+    uses: Mapping[Copy, int]
+    microbatches: int
+    alive: dict[Copy, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    peak: int = 0
+
+    def __iter__(self) -> Iterator[Copy]:
+        return iter(self.alive)
+
+    def create(self, copy: Copy, versions: tuple[int, ...]) -> None:
+        """Record that a PREDICT makes a copy of these versions."""
+        uses = self.uses.get(Copy(copy.label, copy.first % self.microbatches), 0)
+        if not uses or copy in self.alive:
+            raise BooksError("makes a copy that no pass reads or that already exists")
+        self.alive[copy] = uses, versions
+        self.peak = max(self.peak, len(self.alive))
+
+    def read(self, copy: Copy, versions: tuple[int, ...]) -> None:
+        """Record that a pass reads a copy, and check that it was made of these versions."""
+        if copy not in self.alive:
+            raise BooksError(
+                "reads copy {}{}, which no PREDICT has made or which was already dropped",
+                copy.label,
+                MicrobatchNumber(copy.first),
+            )
+        left, made = self.alive[copy]
+        if made != versions:
+            raise BooksError("copy {}{} was made of other versions", copy.label, MicrobatchNumber(copy.first))
+        if left > 1:
+            self.alive[copy] = left - 1, made
+        else:
+            del self.alive[copy]
+
+    def state(self, t: int) -> object:
+        """Return a comparable state, with numbers relative to batch t."""
+        k = t * self.microbatches
+        return sorted((c.label, c.first - k, n, [v - t for v in made]) for c, (n, made) in self.alive.items())
+
+    def shifted(self, batches: int, microbatches: int) -> Copies:
+        """Return a copy in which everything is that many batches, and microbatches, later."""
+        alive = {
+            copy._replace(first=copy.first + microbatches): (left, tuple(v + batches for v in made))
+            for copy, (left, made) in self.alive.items()
+        }
+        return Copies(self.uses, self.microbatches, alive, self.peak)
+
+    def copy(self) -> Copies:
+        """Return an independent copy."""
+        return Copies(self.uses, self.microbatches, dict(self.alive), self.peak)
+
+
+def check_rule(
+    source: Source,
+    key: Piece,
+    versions: tuple[int, ...],
+    derive: Copy | None,
+    first: int,
+    live: LiveVersions,
+    flights: Flights,
+    admitted: dict[int, int],
+) -> None:
+    """Check what one pass reads.
+
+    Args:
+        source: what the rule names.
+        key: the microbatch, and the slice of it.
+        versions: that are read.
+        derive: the copy that is read, if it is one.
+        first: the first microbatch of the pass.
+        live: the versions of the stage.
+        flights: its microbatches in flight.
+        admitted: the version that the first stage read for each microbatch.
+
+    Raises:
+        BooksError: it is another version or copy.
+    """
+    spec = live.spec
+    if source is Source.FORWARD:
+        flight = flights[key]
+        if (versions, derive) != flight[:2]:
+            raise BooksError("must read version {}, as its forward did", version_numbers(flight.versions))
+        return
+    if source is Source.COPY:
+        _check_copy(key, versions, derive, first, live, flights)
+        return
+    batch = key[0] // spec.microbatches
+    if source is Source.BATCH:
+        wanted = max(batch - spec.rule.delay, spec.older)
+    elif source is Source.NEWEST or spec.admits:
+        wanted = live.newest
+    else:
+        if key[0] not in admitted:
+            raise BooksError("runs before its microbatch was admitted by the first trained stage")
+        wanted = admitted[key[0]]
+    if versions != (wanted,) or derive is not None:
+        raise BooksError("must read version {}, not {}", VersionNumber(wanted), version_numbers(versions))
+
+
+def _check_copy(
+    key: Piece, versions: tuple[int, ...], derive: Copy | None, first: int, live: LiveVersions, flights: Flights
+) -> None:
+    """Check that a pass reads a copy that was made for its batch, or for its microbatch."""
+    spec = live.spec
+    if derive is None:
+        raise BooksError("must read a copy that a PREDICT made")
+    own = derive.first // spec.microbatches == key[0] // spec.microbatches
+    if spec.rule.keeps_forward:
+        own = derive.first == first
+        if versions[:-1] != flights[key].versions:
+            raise BooksError(
+                "blends version {}, but the forward of microbatch {} read another one",
+                VersionNumber(versions[0]),
+                MicrobatchNumber(key[0]),
+            )
+    if not own:
+        whose = "microbatch" if spec.rule.keeps_forward else "batch"
+        raise BooksError(
+            "reads copy {}{}, which was made for another {}", derive.label, MicrobatchNumber(derive.first), whose
+        )
+
+
+@dataclass
+class Gradient:
+    """The gradient of a batch while it accumulates or waits for its STEP."""
+
+    remaining: int
+    forward: int = 0  # sum of the versions read, one per pass
+    backward: int = 0
+    recompute: int = 0
+    joined: tuple[Op, ...] = ()  # collectives already done
+
+
+@dataclass
+class Gradients:
+    """The gradients of a stage, by batch.
+
+    Attributes:
+        share: the backwards that a complete gradient has.
+        collectives: what a complete one takes part in before its STEP, in order.
+        held: those that are there.
+    """
+
+    share: int
+    collectives: tuple[Op, ...]
+    held: dict[int, Gradient] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.held)
+
+    def begin(self, batch: int) -> None:
+        """Record that the gradient of a batch begins to accumulate."""
+        self.held[batch] = Gradient(self.share)
+
+    def add(self, batch: int, forward: int, backward: int, recomputed: int) -> None:
+        """Record a backward, with the versions that it and its forward, and a recompute, have read."""
+        gradient = self.held[batch]
+        gradient.remaining -= 1
+        gradient.forward += forward
+        gradient.backward += backward
+        gradient.recompute += recomputed
+
+    def accumulates(self, batch: int) -> bool:
+        """Return whether backwards of a batch have run, and others are still to come."""
+        return batch in self.held and self.held[batch].remaining > 0
+
+    def join(self, op: Op, batch: int) -> None:
+        """Record that the gradient of a batch takes part in a collective."""
+        gradient = self.ready_for(op, batch)
+        if op in gradient.joined:
+            raise BooksError("comes a second time for batch {}; once is enough", VersionNumber(batch))
+        gradient.joined += (op,)
+
+    def ready_for(self, op: Op, batch: int) -> Gradient:
+        """Return the complete gradient of a batch, after all collectives that come before an operation."""
+        gradient = self.held.get(batch)
+        left = self.share if gradient is None else gradient.remaining
+        if gradient is None or left:
+            raise BooksError("comes before {} of batch {}'s backwards on this stage", left, VersionNumber(batch))
+        for earlier in self.collectives:
+            if earlier is op:
+                break
+            if earlier not in gradient.joined:
+                raise BooksError("needs the {} of its batch first", earlier)
+        return gradient
+
+    def remove(self, batch: int) -> None:
+        """Record that the gradient of a batch is used up."""
+        del self.held[batch]
+
+    def state(self, t: int) -> object:
+        """Return a comparable state, with numbers relative to batch t."""
+        return sorted(
+            (b - t, g.remaining, g.forward - t * (self.share - g.remaining), g.joined) for b, g in self.held.items()
+        )
+
+    def shifted(self, batches: int) -> Gradients:
+        """Return a copy in which everything is that many batches later."""
+        found = {}
+        for batch, gradient in self.held.items():
+            later = batches * (self.share - gradient.remaining)
+            sums = gradient.forward + later, gradient.backward + later, gradient.recompute + later
+            found[batch + batches] = Gradient(gradient.remaining, *sums, gradient.joined)
+        return Gradients(self.share, self.collectives, found)
+
+    def copy(self) -> Gradients:
+        """Return an independent copy."""
+        return Gradients(self.share, self.collectives, {b: replace(g) for b, g in self.held.items()})
