@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from penstock.errors import CapabilityError, ConfigError
@@ -179,6 +179,6 @@ def test_cuda_graphs_take_a_gpu() -> None:
 
 def test_samples_on_a_gpu_are_compared_at_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     """To read them back the host would have to wait for the GPU."""
-    monkeypatch.setattr(batch_source, "batch_tensors", lambda _: [SimpleNamespace(is_cpu=False)])
+    monkeypatch.setattr(batch_source, "batch_tensors", lambda _: [torch.empty(1, device="meta")])
     source = BatchSource([[(x, y)] for x, y in pairs(4)], 1)
     assert [source.sample(0, k).checksum != 0 for k in range(4)] == [True, True, False, False]
