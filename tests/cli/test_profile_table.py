@@ -7,7 +7,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from penstock.cli.plans.profile import profile_tables
+from penstock.cli.plans.profile_table import profile_tables
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.schema import UNRESOLVED, Profile
 

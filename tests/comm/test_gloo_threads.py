@@ -21,7 +21,7 @@ from penstock.comm.core.coroutine_wait import Wait
 from penstock.comm.core.gloo_threads import GlooThreads
 from penstock.comm.core.ticket import LATENCY, Ticket
 from penstock.job.cpus import Cpus, parts
-from penstock.runtime.engine.span_setup import drive_one
+from penstock.runtime.execute.drive_ranks import drive_one
 from penstock.runtime.rank.batch_reports import Report
 from support.pool import Pool
 

@@ -12,9 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.weights.memory import gradient_scratch
+from penstock.weights.optim import kept_weights
 from penstock.weights.optim.basis_rotation import BasisRotation
 from penstock.weights.optim.muon import Muon
-from penstock.weights.updates import optimizer_step
 from support.plain_training import (
     PlainTraining,
     assert_close_weights,
@@ -216,9 +216,9 @@ def test_optimizers_of_torch_and_of_penstock_are_not_searched_for_views(kind: An
     """They keep none, and the search would take time in every update."""
     weights = nn.Parameter(torch.eye(2))
     searched = list[Any]()
-    monkeypatch.setattr(optimizer_step, "_tensors", lambda optimizer, *_: searched.append(optimizer) or ())
+    monkeypatch.setattr(kept_weights, "_tensors", lambda optimizer, *_: searched.append(optimizer) or ())
     for optimizer in (kind([weights]), foreign := Pulling([weights], "copies")):
-        kept = optimizer_step.KeptWeights(optimizer, [weights])
+        kept = kept_weights.KeptWeights(optimizer, [weights])
         kept.check([torch.eye(2)])
     assert searched == [foreign]
 

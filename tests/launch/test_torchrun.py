@@ -18,7 +18,7 @@ import torch
 from torch.distributed import TCPStore
 
 from penstock.checkpoint.format import Checkpoint, checkpoints
-from penstock.cli.app import is_first_to_say
+from penstock.cli.failures import is_first_to_say
 from penstock.train.export.weights_folder import load_weights
 from support.command_line import Command, only_folder, settings, start
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import penstock
 from penstock.cli.plans.plan_devices import devices_of
-from penstock.cli.plans.profile import profile_tables
+from penstock.cli.plans.profile_table import profile_tables
 from penstock.errors import ConfigError
 from penstock.plan.calibration import MeasuredPasses, calibrated, measured_passes, recalibrated
 from penstock.plan.measured_run import RunComparison, compare_with_run, predicted_batch

@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.schedule.ir.schedule import Op
+from penstock.schedule.stage_state.gradient_state import Gradients
 from penstock.schedule.stage_state.microbatch_state import BooksError
-from penstock.schedule.stage_state.stage_state import Gradients
 
 
 def test_a_gradient_accumulates_until_its_last_backward():

@@ -25,7 +25,7 @@ from penstock.schedule.methods.find_method import find_method
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.train.config.sections import OptimizerName, OptimizerSection
 from penstock.train.setup.optimizers import optimizer_factory
-from penstock.verify.baseline_runs import order_of
+from penstock.verify.derived_delays import order_of
 from penstock.verify.reference import Reference, Scaling, train_reference
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import Decision, LossScale

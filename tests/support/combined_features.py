@@ -24,7 +24,8 @@ from penstock.schedule.build import prove
 from penstock.schedule.machine.evaluation_without_draining_check import border_fault
 from penstock.schedule.methods.table import METHODS
 from penstock.stage.autograd.recompute import RecomputeMode
-from penstock.verify.baseline_runs import order_of, reference_options
+from penstock.verify.config_to_reference import reference_options
+from penstock.verify.derived_delays import order_of
 from penstock.verify.reference import Reference, train_reference
 from penstock.verify.reference.delays import version_read
 from penstock.verify.reference.ftpipe_prediction import Partials

@@ -22,7 +22,7 @@ from penstock.guarded_files import fingerprint
 from penstock.job.place import JobPlace
 from penstock.train.config.load import load_config
 from penstock.train.config.written_config import note_changes, write_config
-from penstock.train.loop import RunSamples
+from penstock.train.data.run_samples import RunSamples
 from penstock.train.metrics_file import Metrics
 from penstock.train.setup.config_rollback import ConfigBefore
 from penstock.train.setup.run_folder import check_resume, how_to_go_on, set_aside_run

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.errors import CapabilityError, ConfigError
 from penstock.verify.reference import ReferenceOrder, Scaling, train_reference
 from penstock.verify.reference.ftpipe_prediction import Known, Partials, _ahead
-from penstock.verify.reference.predictions import muon_direction
+from penstock.verify.reference.muon import muon_direction
 from support import scalar_pipelines as by_hand
 from support.reference_cases import adamw, assert_equal, half_square, of, sgd
 from support.reference_players import assert_same, bent, played, referred, samples, trained

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from penstock.cli.app import is_first_to_say
+from penstock.cli.failures import is_first_to_say
 from penstock.cli.options import (
     FLAG,
     Changes,

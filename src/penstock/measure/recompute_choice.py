@@ -48,6 +48,10 @@ Plans = Callable[[RecomputeMode | tuple[RecomputeMode, ...]], Sequence[PipelineP
 
 _Way = dict[int, RecomputeMode]
 """What some stages recompute, by index."""
+SETTLED = 3
+"""Batches after the first one that repeats, in which the last new peak comes."""
+_KEPT = (HeldKind.GRAPH, HeldKind.SAVED, HeldKind.INPUT)  # of a microbatch in flight, by what is recomputed
+_AGAIN = (HeldKind.GRAPH, HeldKind.BACKWARD)  # during its backward
 
 
 @dataclass(frozen=True)
@@ -283,12 +287,6 @@ def _too_little(rank: int, least: int, limit: float, refused: Sequence[str], sav
         f"{human_bytes(limit, 2)}; raise it, or take more stages, smaller microbatches or another method{more}. "
         f"{saves.rest(rank)}"
     )
-
-
-SETTLED = 3
-"""Batches after the first one that repeats, in which the last new peak comes."""
-_KEPT = (HeldKind.GRAPH, HeldKind.SAVED, HeldKind.INPUT)  # of a microbatch in flight, by what is recomputed
-_AGAIN = (HeldKind.GRAPH, HeldKind.BACKWARD)  # during its backward
 
 
 class Savings:

@@ -28,6 +28,13 @@ from penstock.schedule.ir.schedule import Op, Schedule
 Delays = int | str | Sequence[int] | Mapping[str, int] | Callable[[str], int]
 """One delay for all blocks, a profile such as "1f1b:8", a list, delays by name (others are 0), or a function of the
 name."""
+_KINDS: Mapping[str, tuple[str, Callable[[int], int]]] = MappingProxyType(
+    {
+        "1f1b": ("stash", lambda _: 1),  # method, and microbatches per update
+        "vertical-sync": ("vertical-sync", lambda _: 1),
+        "2bw": ("2bw", lambda stages: stages),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -205,15 +212,6 @@ def _sharing(blocks: Mapping[str, Any], tied: Mapping[str, str]) -> list[tuple[s
             if parameter.requires_grad:
                 pairs.append((first.setdefault(id(parameter), name), name))
     return pairs
-
-
-_KINDS: Mapping[str, tuple[str, Callable[[int], int]]] = MappingProxyType(
-    {
-        "1f1b": ("stash", lambda _: 1),  # method, and microbatches per update
-        "vertical-sync": ("vertical-sync", lambda _: 1),
-        "2bw": ("2bw", lambda stages: stages),
-    }
-)
 
 
 def delays_of_profile(name: str) -> tuple[int, ...]:

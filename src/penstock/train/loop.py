@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,35 +14,32 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.checkpoint.folder_claim import Owner
 from penstock.checkpoint.manager import Checkpoints
-from penstock.checks import is_whole
 from penstock.comm.collective.all_gather_json import gather_json
 from penstock.comm.collective.broadcast_json import from_first
-from penstock.errors import CheckpointError, DataError
+from penstock.errors import CheckpointError
 from penstock.job.cpus import Cpus, shares
 from penstock.job.torchrun_agent import Agent
 from penstock.runtime.data.batch_source import Batches
 from penstock.runtime.execute.evaluation_without_draining import Evaluating
-from penstock.runtime.from_checked_plan import continue_under
 from penstock.runtime.malloc import LARGEST, SMALL, keep_freed_memory
-from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.update.divergence import Trouble
 from penstock.runtime.update.run_events import Evaluated
 from penstock.schedule.methods.wave_lags import RECORD
 from penstock.train.checkpoint_troubles import Troubles
 from penstock.train.config.schema import TrainConfig
 from penstock.train.config.wave_lags_record import write_lags
 from penstock.train.config.written_config import note_changes
-from penstock.train.data.window_sampler import WindowMicrobatches, Windows, batches
+from penstock.train.data.run_samples import RunSamples
+from penstock.train.data.window_sampler import WindowMicrobatches
 from penstock.train.export.save_weights import save_weights
 from penstock.train.graceful_stop import DrainRequest
 from penstock.train.metrics_file import Metrics
-from penstock.train.observer import Observer, Switched
+from penstock.train.observer import Observer
+from penstock.train.phase_switcher import Phases
 from penstock.train.prepare.build_pipeline import make_pipeline
 from penstock.train.prepare.prepare_run import ChooseRecompute, Prepared, prepare
 from penstock.train.process_group import first_of_the_job, process_group, shared_folder
 from penstock.train.reporter import Reporter
 from penstock.train.setup.early_stopping import Patience, known_in_run
-from penstock.train.setup.phase_plan import MAIN, Course
 from penstock.train.setup.recorded_progress import recorded
 from penstock.train.setup.run_folder import check_is_saved, set_aside_run
 
@@ -285,154 +281,3 @@ class _Loop:
 
     def _gather(self, value: Any) -> list[Any]:
         return gather_json(value, "ending the run", None)
-
-
-class Phases:
-    """The phases of one run; all ranks make the same calls together.
-
-    Args:
-        prepared: the run.
-        pipeline: with the method of the first batch.
-        checkpoints: to go back to.
-        gather: returns the values of all ranks.
-    """
-
-    def __init__(
-        self, prepared: Prepared, pipeline: Pipeline, checkpoints: Checkpoints, gather: Callable[[Any], list[Any]]
-    ) -> None:
-        self._prepared, self._pipeline, self._checkpoints, self._gather = prepared, pipeline, checkpoints, gather
-        self._course = Course(prepared.config)
-        self._present = self._course.phase(0)
-        self._begun = -1  # the first batch of the present phase
-        self._came: int | None = None  # the batches trained before the run went back
-
-    def state(self, batch: int) -> dict[str, Any]:
-        """Return the data to store with a checkpoint of `batch`."""
-        falls = self._course.state(batch)
-        return {"falls": falls} if falls else {}
-
-    def ready(self, batch: int, kept: Mapping[str, Any]) -> None:
-        """Switch to the method of a checkpoint of `batch`, before it is loaded; `kept` was stored with it."""
-        self._course.load(kept.get("falls", []))
-        self._take(self._course.phase(batch - 1))
-
-    def enter(self) -> Switched | None:
-        """Start the phase of the next batch; return an event for the observer if its method is another one."""
-        batch, first = self._pipeline.batches, self._begun < 0
-        before, phase = self._present, self._course.phase(batch)
-        self._take(phase)
-        self._begun, came, self._came = batch, self._came, None
-        since = self._course.begin(batch)
-        self._pipeline.look_out(since if phase == MAIN else math.inf)
-        if phase == before and came is None and not (first and phase != MAIN):
-            return None
-        method = self._pipeline.schedule.name
-        return Switched(batch, method, self._course.why(batch), came)
-
-    @property
-    def end(self) -> float:
-        """The batch before which the phase ends, as far as it is known."""
-        return self._course.end(self._begun, self._pipeline.trouble)
-
-    def leave(self) -> Mapping[str, Any] | None:
-        """End the phase; return the extra data of the checkpoint that the run has gone back to, if it has.
-
-        Raises:
-            CheckpointError: the run diverged, weights are not finite, and there is no earlier checkpoint.
-        """
-        trouble, batch = self._pipeline.trouble, self._pipeline.batches
-        if trouble is None or self._present != MAIN:
-            return None
-        kept = None
-        finite = self._is_finite()
-        if not finite or self._prepared.config.fallback.restore == "always":
-            kept = self._go_back(trouble, finite)
-        first = self._pipeline.batches
-        self._came = None if kept is None else batch
-        self._course.fall(first, batch, f"diverged at batch {trouble.batch}: {trouble.why}")
-        return kept
-
-    def _go_back(self, trouble: Trouble, finite: bool) -> Mapping[str, Any] | None:
-        """Load the newest checkpoint from before a divergence whose weights are finite."""
-        limit, here = trouble.batch, self._pipeline.batches
-        while True:
-            loaded = self._checkpoints.load(limit=limit, ready=self.ready)
-            if loaded is not None and self._is_finite():
-                return loaded.extra
-            if loaded is not None:  # its weights are not finite, but no pass had read them yet
-                limit, here = self._pipeline.batches - 1, -1
-            elif finite and here >= 0:
-                return None  # the synchronous method continues with the present weights
-            else:
-                raise CheckpointError(
-                    f"training diverged at batch {trouble.batch} ({trouble.why}): weights are not finite any more, and "
-                    f"there is no checkpoint of batch {trouble.batch} or before. Lower the learning rate, or write "
-                    "checkpoints more often (checkpoint.every) and keep more of them (checkpoint.keep)"
-                )
-
-    def _take(self, phase: str) -> None:
-        if phase != self._present:
-            continue_under(self._pipeline, self._prepared.plan_of(phase))
-            self._present = phase
-
-    def _is_finite(self) -> bool:
-        return all(self._gather(self._pipeline.is_finite()))
-
-
-class RunSamples:
-    """The samples of a run, in batches of m microbatches.
-
-    Args:
-        windows: of the text.
-        microbatches: m, through all parallel pipelines.
-        size: samples of a microbatch.
-        fingerprint: of the text, the same on every rank.
-    """
-
-    def __init__(self, windows: Windows, microbatches: int, size: int, fingerprint: str) -> None:
-        self._windows, self._microbatches, self._size, self._fingerprint = windows, microbatches, size, fingerprint
-        self._first, self._sample = 0, 0  # a batch, and the number of its first sample
-
-    def start(self, batch: int, found: Mapping[str, Any] | None, folder: str) -> None:
-        """Go on with a batch.
-
-        Args:
-            batch: the next one.
-            found: what `state` returned for it, as a checkpoint holds it; None to begin with the first sample.
-            folder: of the run, for messages.
-
-        Raises:
-            CheckpointError: the checkpoint has no such data.
-            DataError: it is of another text.
-        """
-        sample: Any = 0
-        if found is not None:
-            sample = found.get("sample")
-            if not is_whole(sample):
-                raise CheckpointError(
-                    f"the checkpoint after {batch} batches in {folder!r} was not written by penstock train: of the "
-                    f"samples that have been trained on it says {sample!r:.80}; remove it to go on from the one before"
-                )
-            if found.get("corpus", self._fingerprint) != self._fingerprint:
-                raise DataError(
-                    f"the run in {folder!r} was trained on other text: {found['corpus']} then, "
-                    f"{self._fingerprint} now in {self._windows.corpus.name}. Use the same text, or start a new run"
-                )
-        self._first, self._sample = batch, sample
-
-    def state(self, batch: int) -> dict[str, Any]:
-        """Return what a checkpoint of `batch` needs to go on with it."""
-        return {"sample": self._sample_of(batch), "corpus": self._fingerprint}
-
-    def batches(self, first: int, count: int) -> Iterator[WindowMicrobatches]:
-        """Yield `count` batches, from batch `first` on."""
-        return batches(self._windows, self._sample_of(first), count, self._microbatches, self._size)
-
-    def held_out(self, samples: int) -> Iterator[WindowMicrobatches]:
-        """Yield whole batches of held-out samples: at most `samples` of them, but at least one batch."""
-        count = max(min(samples, len(self._windows.validation)) // (self._microbatches * self._size), 1)
-        return batches(self._windows, 0, count, self._microbatches, self._size, validation=True)
-
-    def _sample_of(self, batch: int) -> int:
-        """Return the number of the first sample of a batch."""
-        return self._sample + (batch - self._first) * self._microbatches * self._size

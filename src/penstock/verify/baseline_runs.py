@@ -3,43 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
-from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.comm.core.devices import find_device, on_device
-from penstock.errors import CapabilityError, ConfigError
 from penstock.options.number_formats import boundary_format, low_precision
-from penstock.schedule.add_options import extend
 from penstock.schedule.ir.schedule import Op, Schedule, passes
-from penstock.schedule.ir.version_rules import RULES, Source
-from penstock.schedule.transforms.recompute import Segments
-from penstock.train.config.schema import TrainConfig
 from penstock.train.data.window_sampler import batches
 from penstock.train.prepare.prepare_run import Prepared
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.optimizers import optimizer_factory
-from penstock.verify.differences import KINDS, Record, Value
+from penstock.verify.config_to_reference import reference_method, reference_options
+from penstock.verify.derived_delays import order_of
+from penstock.verify.differences import Record, Value
 from penstock.verify.optimizer_recorder import WatchedFactory
+from penstock.verify.plain_torch import train_plain
 from penstock.verify.reference import Reference, Scaling, train_reference
-from penstock.verify.reference.order_delays import USUAL, ReferenceOrder
-from penstock.weights.corrections.base import Correction
-from penstock.weights.corrections.blending import Blending
-from penstock.weights.corrections.ftpipe import FTPipe
-from penstock.weights.corrections.gap_aware import GapAware
-from penstock.weights.corrections.nag_pp import NagPP
-from penstock.weights.corrections.pipelined_backprop import PipelinedBackprop
-from penstock.weights.corrections.pipemare import PipeMare
-from penstock.weights.corrections.prediction import Prediction
-from penstock.weights.corrections.two_bw_ahead import ReadingAhead
 from penstock.weights.decision import LossScale
-from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 
 def run_reference(prepared: Prepared, count: int) -> tuple[Reference, WatchedFactory]:
@@ -138,192 +121,3 @@ def data_of(prepared: Prepared, count: int) -> Iterator[Sequence[Any]]:
     device, size = find_device(prepared.config.device), prepared.config.microbatch_size
     found = batches(prepared.windows, 0, count, prepared.microbatches, size)
     return ([on_device(pair, device) for pair in batch] for batch in found)
-
-
-KNOWN = ("endless-1f1b", "wpipe")
-"""Orders whose delays the reference knows; it also knows those of version rules that do not depend on the order."""
-
-
-def order_of(
-    order: str, schedule: Schedule, recompute: str | Sequence[str] = "none", segments: Segments = 1
-) -> ReferenceOrder:
-    """Describe a schedule's order for the reference, as numbers of updates between passes.
-
-    Args:
-        order: its name in `penstock.schedule.orders.ORDERS`; empty where it has other numbers than usual in flight.
-        schedule: without RECOMPUTE actions.
-        recompute, segments: as in `penstock.runtime.pipeline.Pipeline`.
-
-    Raises:
-        CapabilityError: stages recompute differently under a rule where that changes what passes read.
-    """
-    rule = RULES[schedule.rule]
-    depends = rule.forward is not Source.BATCH and order not in KNOWN
-    delays = _updates_before_own(schedule, Op.F) if depends else None
-    if recompute == "none" or rule.recompute is not Source.NEWEST:
-        return USUAL._replace(delays=delays)  # a recomputed forward reads the same weights, so it changes nothing
-    if not isinstance(recompute, str):
-        raise CapabilityError(
-            f"{schedule.name}: under rule {schedule.rule} numbers depend on what is recomputed, and the reference "
-            "recomputes all stages alike; set recompute to one word"
-        )
-    if recompute == "block":
-        return ReferenceOrder(delays, "block")
-    again = extend(schedule, recomputes=True, segments=segments).schedule
-    members = {index for segment in again.segments for index in segment[1:]}
-    firsts = [index for index in range(again.num_stages) if index not in members]
-    sizes = [end - first for first, end in zip(firsts, [*firsts[1:], again.num_stages], strict=True)]
-    return ReferenceOrder(delays, "stage", sizes, _updates_before_own(again, Op.R))
-
-
-def _updates_before_own(schedule: Schedule, op: Op) -> list[list[int]]:
-    """Count, per stage and microbatch, the updates between the version that a pass reads and the batch's own update."""
-    m = schedule.microbatches
-    found: dict[tuple[int, int], int] = {}
-    for program in schedule.programs:
-        for action in program.period:
-            for p in passes(action):
-                if p.op is op and p.reads is not None:
-                    for number in p.unit.microbatches:
-                        batch, k = divmod(number, m)
-                        found[p.stage.index, k] = batch - p.reads.versions[-1]
-    return [[found.get((index, k), 0) for k in range(m)] for index in range(schedule.num_stages)]
-
-
-def train_plain(
-    blocks: Mapping[str, nn.Module],
-    loss: Callable[[Any, Any], tuple[Tensor, float]],
-    batches: Iterable[Sequence[tuple[Tensor, Tensor]]],
-    optimizer: OptimizerFactory,
-    rate: Callable[[int], float],
-    clip: float | None,
-    begin: Sequence[Mapping[str, Tensor]],
-) -> Record:
-    """Train blocks in place.
-
-    Args:
-        blocks: the model by name; a shared parameter is one object.
-        loss: microbatch -> sum over its targets, and their number.
-        batches: the microbatches of each batch, whose loss is the mean over all targets.
-        optimizer: makes the one optimizer from all parameters.
-        rate: number of the update -> factor on the learning rates.
-        clip: the largest norm of a gradient.
-        begin: the weights that each batch starts from, by name; not used for the first one.
-    """
-    model = nn.Sequential(*blocks.values())
-    everything = {f"{b}.{own}": p for b, m in blocks.items() for own, p in m.named_parameters(remove_duplicate=False)}
-    parameters = {name: everything[name] for name in begin[0]}
-    stepper = optimizer([(name, p) for name, p in _once(everything).items()])
-    scheduler = LambdaLR(stepper, rate)
-    record: dict[str, dict[tuple[int, str], Value]] = {kind: {} for kind in KINDS}
-    end = 0
-    for t, batch in enumerate(batches):
-        end = t + 1
-        with torch.no_grad():
-            for name, w in begin[t].items() if t else ():
-                parameters[name].copy_(w)
-        targets = sum(target.numel() for _, target in batch)
-        total = 0.0
-        for tokens, target in batch:
-            sum_, _ = loss(model(tokens), target)
-            (sum_ / targets).backward()  # type: ignore[no-untyped-call]
-            total += sum_.item()
-        norm = clip_grad_norm_(model.parameters(), math.inf if clip is None else clip).item()
-        skipped = clip is not None and not math.isfinite(norm)  # as in every method that computes the norm
-        if not skipped:
-            record["gradients"] |= {(t, name): _copy(p.grad) for name, p in parameters.items()}
-            stepper.step()
-            scheduler.step()
-            record["weights"] |= {(t, name): _copy(p) for name, p in parameters.items()}
-        stepper.zero_grad()
-        record["losses"] |= {(t, "loss"): total / targets, (t, "loss weight"): float(targets)}
-        record["decisions"] |= {(t, "norm"): norm, (t, "loss scale"): 1.0, (t, "skipped"): float(skipped)}
-    for name, p in parameters.items():
-        record["optimizer state"] |= {(end, f"{key} of {name}"): value for key, value in stepper.state[p].items()}
-    state = {f"{b}.{own}": value for b, m in blocks.items() for own, value in m.state_dict().items()}
-    record["final state"] |= {(end, n): value for n, value in state.items() if n in parameters or n not in everything}
-    return record
-
-
-def _once(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return each parameter under its first name only."""
-    first = {p: name for name, p in reversed(list(parameters.items()))}
-    return {name: p for name, p in parameters.items() if first[p] == name}
-
-
-def _copy(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.detach().clone()
-
-
-_BY_RULE = MappingProxyType(
-    {
-        "flush": "1f1b",
-        "provisional": "zb-h2-post",
-        "double-buffer": "2bw",
-        "triple-buffer": "3bw",
-        "stash": "stash",
-        "vertical-sync": "vertical-sync",
-        "newest": "newest",
-        "admitted-newest": "timeprest",
-    }
-)
-"""For every rule that needs no correction, a method with its equations; the delays of an order are derived from it."""
-
-_OF_ITS_ORDER = ("ftpipe-aggregated",)
-"""Corrections whose reference knows one order only."""
-
-_STASHED = "predicted-stash"
-"""The rule under which corrections predict for backwards what forwards read, where a choice is theirs."""
-
-
-def reference_method(config: TrainConfig) -> str:
-    """Return the method whose equations the reference trains.
-
-    Raises:
-        ConfigError: no method of the reference has the rule of a schedule of one's own.
-    """
-    if config.schedule is None:
-        return config.row.name
-    rule, correction = config.row.rule, config.row.correction
-    if correction in _OF_ITS_ORDER:
-        raise ConfigError(
-            f"{config.row.name}: there is no reference for orders of your own with correction {correction!r}, which "
-            f"predicts from the gradients of the order of 1F1B; verify method {correction}"
-        )
-    if correction != "none":
-        return "3bw-ahead" if rule == "triple-buffer" else correction  # the method that is called like it
-    if rule not in _BY_RULE:
-        raise ConfigError(
-            f"{config.row.name}: there is no reference for orders of your own under rule {rule!r}; there is one for "
-            f"{', '.join(_BY_RULE)}"
-        )
-    return _BY_RULE[rule]
-
-
-def reference_options(correction: Correction | None, rule: str) -> dict[str, Any]:
-    """Return the options of a correction, under a version rule, in the reference's names."""
-    match correction:
-        case PipelinedBackprop() if rule in (_STASHED, "stash"):
-            return {"backward": "stash"}
-        case FTPipe() if rule == _STASHED and not correction.decays and correction.ahead:
-            return {"backward": "stash"}
-        case PipeMare():
-            return {"reschedule": correction.reschedule, "decay": correction.decay}
-        case FTPipe() if correction.decays or not correction.ahead:
-            raise ConfigError(
-                f"correction {correction.name!r}: the reference predicts without weight decay, and each update at its "
-                "own rate; verify it with ahead=1 and weight_decay=0"
-            )
-        case NagPP(adapts=True):
-            return {"reschedule": correction.reschedule}
-        case Prediction(name="xpipe"):
-            return {"bias": "paper" if correction.uncorrected else "adam"}
-        case Blending():
-            return {"beta": correction.beta}
-        case ReadingAhead():
-            found = {key: getattr(correction, key) for key in ("motion", "horizon", "a", "b")}
-            return {key: value for key, value in found.items() if value is not None}
-        case GapAware():
-            return {"average": correction.average, "eps": correction.eps}
-    return {}

@@ -23,7 +23,7 @@ class WatchedFactory:
     Args:
         factory: makes the optimizers.
         see: receives the tensors; None to read the optimizer state at the end only.
-        waits: report copies, and only once an update can no longer be undone (`penstock.stage.trained_stage_weights`).
+        waits: report copies, and only once an update can no longer be undone (`penstock.weights.provisional_update`).
     """
 
     def __init__(self, factory: OptimizerFactory, see: See | None = None, waits: bool = False) -> None:

@@ -3,7 +3,7 @@
     pipeline    all ranks, as configured
     reference   the equations of the method, one microbatch after the other (`penstock.verify.reference`): every number
                 must be equal
-    plain       one model and one optimizer in plain torch (`penstock.verify.baseline_runs`): equal up to rounding; only
+    plain       one model and one optimizer in plain torch (`penstock.verify.plain_torch`): equal up to rounding; only
                 for methods that read up-to-date weights, in fp32
 
 Everything runs in this process, so what does not fit on one device cannot be verified; but for pipelines with tensor

@@ -18,6 +18,17 @@ from penstock.schedule.ir.schedule import Op, Payload
 from penstock.timeline import Interval, Timeline
 from penstock.view.drawing.timeline_labels import parts_of, pieces_of, unit_of
 
+_ENDS: dict[str, tuple[tuple[Op, ...], tuple[Op, ...]]] = {  # what makes a message, and what takes it
+    Payload.ACTIVATION: ((Op.F,), (Op.F,)),
+    Payload.GRADIENT: ((Op.B, Op.I), (Op.B, Op.I)),
+    Payload.RECOMPUTE: ((Op.R,), (Op.R,)),
+    Payload.REPAIR: ((Op.REDO,), (Op.REDO,)),
+    Payload.PARKED: ((Op.OFFLOAD, Op.RETURN), (Op.HOLD, Op.FETCH)),
+}
+_SHORTEST = 0.01  # microseconds: what lasts less has no room for an event, as traces count in nanoseconds
+_INSET = 1.0  # microseconds from the border of a slice to an event in it
+_APART = 0.002  # microseconds between two events of an arrow, at least
+
 
 def write_trace(timeline: Timeline, path: str | Path) -> None:
     """Write a timeline as a trace for ui.perfetto.dev or chrome://tracing.
@@ -88,16 +99,13 @@ def _rows(intervals: Iterable[Interval]) -> Iterator[tuple[Interval, int]]:
         yield interval, row
 
 
-_ENDS: dict[str, tuple[tuple[Op, ...], tuple[Op, ...]]] = {  # what makes a message, and what takes it
-    Payload.ACTIVATION: ((Op.F,), (Op.F,)),
-    Payload.GRADIENT: ((Op.B, Op.I), (Op.B, Op.I)),
-    Payload.RECOMPUTE: ((Op.R,), (Op.R,)),
-    Payload.REPAIR: ((Op.REDO,), (Op.REDO,)),
-    Payload.PARKED: ((Op.OFFLOAD, Op.RETURN), (Op.HOLD, Op.FETCH)),
-}
-_SHORTEST = 0.01  # microseconds: what lasts less has no room for an event, as traces count in nanoseconds
-_INSET = 1.0  # microseconds from the border of a slice to an event in it
-_APART = 0.002  # microseconds between two events of an arrow, at least
+# Arrows of a trace, from the pass that makes a message, over its transfer, to the pass that takes it.
+#
+# In the Chrome trace event format an arrow is a chain of flow events with one category, name and id: `s` at its
+# start, `t` at a step, `f` at its end (with `bp: "e"`, so that it, too, belongs to the slice around it and not to the
+# next one). Each is bound to the slice of its process and thread that is open at its time. A slice without duration
+# is never open, so arrows pass over it; and times must not decrease along an arrow, although the clocks of two ranks
+# agree only so well.
 
 
 class Slice(NamedTuple):

@@ -58,6 +58,8 @@ _NARROWEST = 560  # width of a drawing, for its title and legend
 _SNAP = 0.04  # part of a band by which its ends may move so as to cut few boxes
 _ROWS = 48  # the most rows of a drawing, over all bands; at least two bands are drawn
 _FITTING = 0.95  # share of the passes whose numbers must fit
+_SAMPLE, _HEIGHT, _LINE = 18, 14, 22
+_SIZE, _LETTER = 11.5, 0.54  # font size, and the width of a letter in font sizes
 
 
 class Band(NamedTuple):
@@ -324,10 +326,6 @@ def _describe(interval: Interval) -> str:
         for part in parts_of(interval)
     ]
     return f"{' with '.join(parts)}, {interval.start:g} to {interval.end:g}"
-
-
-_SAMPLE, _HEIGHT, _LINE = 18, 14, 22
-_SIZE, _LETTER = 11.5, 0.54  # font size, and the width of a letter in font sizes
 
 
 class Entry(NamedTuple):

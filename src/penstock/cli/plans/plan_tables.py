@@ -29,6 +29,7 @@ _LEAST_SHARE = 0.005  # of a stage's time, below which a part is not said to lim
 _LEAST_NEEDED = (
     "s per batch", "replicas", "devices", "stages", "limited by", "swap", "recompute", "offload", *reversed(PARTS),
 )  # fmt: skip
+_MOST = 4  # ranks that a terminal of 80 columns has room for
 
 
 def planning_tables(planning: Planning, width: int = UNBOUNDED) -> Group:
@@ -204,9 +205,6 @@ def _layer_names(layers: tuple[int, ...], graph: LayerGraph) -> str:
     """Return the names of layers, of many the first and the last one."""
     names = [graph.layers[number].name for number in layers]
     return " ".join(names) if len(names) < 4 else f"{names[0]} .. {names[-1]} ({len(names)})"
-
-
-_MOST = 4  # ranks that a terminal of 80 columns has room for
 
 
 def memory_table(plan: Plan) -> FittedTable | None:

@@ -28,20 +28,29 @@ from penstock.cli.schedules.schedule_from_options import (
     prove_asked,
     with_copy_times,
 )
+from penstock.cli.schedules.study_options import (
+    Bandwidth,
+    DrawingWidth,
+    GatherTime,
+    HostCores,
+    HostLinks,
+    LinkLatencies,
+    OffloadTime,
+    OrderName,
+    OrderOptions,
+    ParameterNumber,
+    PerStage,
+    PipelineNumber,
+    Segments,
+    ShardingLevel,
+    SwapTime,
+    WindowSize,
+    at_least_0,
+    read_latency,
+)
 
 if TYPE_CHECKING:
     from penstock.schedule.in_flight_choice import InFlightChoice
-import math
-
-from penstock.errors import ConfigError
-from penstock.guarded_files import write_whole
-from penstock.schedule.ir.absolute_actions import actions_of
-from penstock.schedule.ir.limits import MOST_COST
-from penstock.schedule.ir.schedule import format_action
-from penstock.simulate.simulate import Simulation
-from penstock.view.plurals import counted
-from penstock.view.svg import timeline_svg
-from penstock.view.text import draw_timeline
 
 _MOST_SHOWN = 1_000  # batches
 
@@ -101,10 +110,10 @@ def show(
     ] = False,
 ) -> None:
     """Draw a schedule: what every rank does when, and the version of the weights that each pass reads."""
-    from penstock.cli.schedules.commands import print_drawing, schedule_json, write_svg
     from penstock.simulate.costs import Costs, StageCost
     from penstock.simulate.sharding_traffic import Network
     from penstock.simulate.simulate import simulate_schedule
+    from penstock.view.show_schedule import print_drawing, schedule_json, write_svg
     from penstock.view.text import wrap_schedule
 
     times = forward, backward / 2, backward / 2
@@ -201,177 +210,3 @@ def simulate(
         tables = simulation_table(simulation, batches, in_a_long_run), sharding_table(simulation)
         Console().print(*filter(None, tables), time_table(simulation.time_split, ""))
         _say(Console(), choice)
-
-
-def at_least_0(unit: str, help: str) -> Any:
-    """Return an option that takes a number which is not negative, and of which sums are numbers, too."""
-    return typer.Option(metavar=unit, help=help, min=0, max=MOST_COST)
-
-
-LinkLatencies = Annotated[
-    str,
-    typer.Option(
-        "--latency",
-        metavar="TIME|TIME,TIME..",
-        help="Time of a hop, on all links or on that of each two neighbouring ranks; it occupies no rank.",
-    ),
-]
-
-
-def read_latency(text: str) -> float | tuple[float, ...]:
-    """Read one latency for all links, or one for each.
-
-    Raises:
-        ConfigError: these are no numbers from 0 on.
-    """
-    try:
-        found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        found = (math.nan,)
-    if not all(0 <= each <= MOST_COST for each in found):
-        raise ConfigError(f"--latency takes times from 0 to {MOST_COST:g}, as in 0.1 or 0.1,0.5,0.1, got {text!r:.80}")
-    return found if len(found) > 1 else found[0]
-
-
-OrderOptions = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=N", help="An option of the order, as in [bold]--set options.chunks=4[/bold]."),
-]
-OrderName = Annotated[
-    str | None,
-    typer.Option(
-        "--order", metavar="NAME", help="Another order of passes than the method's, such as zb-exact or forward-only."
-    ),
-]
-Segments = Annotated[
-    str | None,
-    typer.Option(
-        "--segments",
-        metavar="N|auto",
-        help="Recompute forwards before their backwards, N stages from one input; auto: square root of the stages.",
-    ),
-]
-
-
-ShardingLevel = Annotated[
-    str | None,
-    typer.Option(
-        "--sharding",
-        metavar="LEVEL",
-        help="What parallel pipelines split of a stage: optimizer, gradients or full (ZeRO-1, 2 and 3).",
-    ),
-]
-GatherTime = Annotated[
-    float, at_least_0("TIME", "Time to gather, or to sum, a rank's whole share, if state is sharded.")
-]
-OffloadTime = Annotated[
-    float | None,
-    at_least_0(
-        "TIME", "Move activations to the host's memory and back; TIME is that of a copy of a rank's whole share."
-    ),
-]
-SwapTime = Annotated[
-    float | None,
-    at_least_0(
-        "TIME", "Keep optimizer states in the host's memory; TIME is that of a copy of a rank's whole share, one way."
-    ),
-]
-DrawingWidth = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Columns of the drawing.", min=40, max=10**6, show_default="those of the terminal"),
-]
-PerStage = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="JSON list with forward, backward_input, backward_weight[, step[, copy]] of each stage, in place of times "
-        "given as options.",
-    ),
-]
-WindowSize = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N|unlimited",
-        help="Messages that may be outstanding between two ranks; the least that costs no time if not given.",
-    ),
-]
-
-
-HostCores = Annotated[
-    str | None,
-    typer.Option(
-        "--cores",
-        metavar="N[/R]",
-        help="Cores that all ranks share, or R ranks of each host: while more of them work, each is slowed down.",
-    ),
-]
-
-
-HostLinks = Annotated[
-    int | None,
-    typer.Option(
-        "--shared-links",
-        metavar="R",
-        help="R consecutive ranks share the link of their host: what leaves or comes at one time divides its rate. "
-        "With 1, each rank has one link for all its messages, sums and gathers.",
-        min=1,
-    ),
-]
-PipelineNumber = Annotated[
-    int | None, typer.Option(metavar="W", help="Parallel pipelines, with --sharding; 2 if not given.", min=1)
-]
-Bandwidth = Annotated[float | None, at_least_0("BYTES", "Bytes that a rank sends in a unit of time; no limit.")]
-ParameterNumber = Annotated[float, at_least_0("N", "Parameters of the model; with 1, bytes are per parameter.")]
-
-
-_LINES = 40  # of a drawing, if the terminal has fewer
-_BESIDE = 8  # lines of the terminal that title, legend and prompt take
-
-
-def print_drawing(console: Console, simulation: Simulation, batches: int, *, whole: bool) -> None:
-    """Print the timeline of a span, with its title, a legend and the bubble.
-
-    Args:
-        console: to print to; the drawing is as wide, and unless `whole` about as high.
-        simulation: of the span.
-        batches: its length.
-        whole: leave nothing out of the middle of a long drawing.
-    """
-    lines = None if whole else max(console.height - _BESIDE, _LINES)
-    drawing = draw_timeline(simulation.timeline, console.width, lines, legend=True)
-    shortened = "left out" in drawing.plain
-    drawing.rstrip()
-    console.print(_title(simulation, batches), style="bold", highlight=False, soft_wrap=True)
-    console.print(drawing, soft_wrap=True)
-    bubble = (
-        f"bubble {simulation.bubble.bubble:.4f} = idle / total over {counted(batches, 'batch')}, drained at the end"
-    )
-    console.print(bubble, style="dim", highlight=False)
-    if shortened:
-        console.print("--whole draws what is left out", style="dim", highlight=False)
-
-
-def write_svg(path: Path, simulation: Simulation, batches: int) -> None:
-    """Write the timeline of a span to an SVG file.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        write_whole(path, timeline_svg(simulation.timeline, _title(simulation, batches)))
-    except OSError as error:
-        raise ConfigError(f"cannot write the drawing to {str(path)!r}: {error.strerror or error}") from None
-
-
-def schedule_json(simulation: Simulation, batches: int) -> dict[str, Any]:
-    """Return a schedule, the order of every rank, the timeline and the figures of a span as plain values."""
-    schedule = simulation.lowered.schedule
-    orders = [[format_action(a, stage=False) for a in actions_of(schedule, r, batches)] for r in range(schedule.ranks)]
-    intervals = [i._asdict() | {"parts": [p._asdict() for p in i.parts]} for i in simulation.timeline.intervals]
-    return {"schedule": str(schedule), "orders": orders, "timeline": intervals, **simulation.figures()}
-
-
-def _title(simulation: Simulation, batches: int) -> str:
-    schedule = simulation.lowered.schedule
-    shape = (schedule.ranks, "stage"), (schedule.microbatches, "microbatch"), (batches, "batch")
-    return f"{schedule.name}: {', '.join(counted(*size) for size in shape)}"

@@ -33,6 +33,8 @@ from penstock.weights.corrections.base import Correction
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 _ACTIVATIONS = "activations"
+_MICROBATCHES = 2
+_MICROBATCHES_TO_MOVE = 3  # with fewer a backward comes too early
 
 
 class BlockPlace(NamedTuple):
@@ -338,10 +340,6 @@ def _bytes_of(leaves: Any) -> int:
 def _bytes_of_each(gradients: Sequence[Tensor | None]) -> tuple[int, ...]:
     """Return the bytes of the gradient of each leaf, 0 where there is none."""
     return tuple(0 if gradient is None else gradient.nbytes for gradient in gradients)
-
-
-_MICROBATCHES = 2
-_MICROBATCHES_TO_MOVE = 3  # with fewer a backward comes too early
 
 
 def schedule_to_try(depth: int, halved: bool, moved: bool, slices: int) -> ScheduleRequest:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from penstock.comm.collective.all_gather_json import gather_json
-from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.data.batch_source import Batches, BatchSource
+from penstock.runtime.data.lr_schedule_end import Schedules
 from penstock.runtime.data.microbatches import joined_outputs
 from penstock.runtime.engine.lifecycle import Lifecycle, left_behind
 from penstock.runtime.engine.span_setup import SpanSetup
@@ -33,7 +32,6 @@ from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.memory.buffers import NOT_WHOLE
 from penstock.weights.update_hooks import SHOWN
-from penstock.weights.updates.lr_scheduler_table import ScheduledSettings, SchedulerFactory
 
 
 class Spans:
@@ -278,62 +276,3 @@ def _stepped(stages: Sequence[StageRuntime]) -> list[Tensor]:
     """Return what the optimizers of some stages step."""
     weights = [stage.weights for stage in stages]
     return [p for each in weights if isinstance(each, TrainedWeights) for p in each.updater.parameters.values()]
-
-
-Scheduled = tuple[ScheduledSettings, int]
-"""What a scheduler sets by update, and how many updates have been made."""
-
-
-class Schedules:
-    """The schedulers of the stages in this process, or of others where these have none.
-
-    Args:
-        factory: makes schedulers; None for none.
-        stages: of this process.
-        grid: all ranks.
-    """
-
-    def __init__(self, factory: SchedulerFactory | None, stages: Iterable[StageRuntime], grid: RankGrid) -> None:
-        weights = [stage.weights for stage in stages]
-        self._updaters = [one.updater for one in weights if isinstance(one, TrainedWeights)]
-        self._factory, self._grid = factory, grid
-        self._asks: bool | None = False if factory is None or grid.group is None else None  # None: not known yet
-        self._table: ScheduledSettings | None = None
-
-    def limit(self, batches: Batches, made: int | None) -> Batches:
-        """Return the batches of a span, up to the first one whose update would have no rate; all ranks call it.
-
-        Args:
-            batches: the data; what is no iterable is returned as it is.
-            made: the number of updates before the span; what each optimizer has made if None. Every batch is taken to
-                make one, because processes must agree on the end before they know which updates are skipped.
-        """
-        tables = self._elsewhere() or self._own()
-        if not tables or not hasattr(batches, "__iter__"):
-            return batches
-        return _checked(batches, [(table, before if made is None else made) for table, before in tables])
-
-    def _own(self) -> list[Scheduled]:
-        return [(each.rates.scheduled, each.updates) for each in self._updaters if each.rates.scheduled is not None]
-
-    def _elsewhere(self) -> list[Scheduled]:
-        """The scheduler of the first rank that has one, where this one has none; nothing where none has to ask."""
-        if self._asks is False:
-            return []
-        own = self._own()
-        mine: Any = [own[0][0].plain() if self._asks is None else None, own[0][1]] if own else None
-        told = gather_json(mine, "telling how the learning rates of run() go", self._grid.control)
-        known = next((one for one in told if one is not None), None)
-        if self._asks is None:
-            self._asks = known is not None and None in told
-        if own or known is None or self._factory is None:
-            return []
-        self._table = self._table or ScheduledSettings.like(self._factory, known[0])
-        return [(self._table, known[1])]
-
-
-def _checked(batches: Batches, tables: Sequence[Scheduled]) -> Iterator[object]:
-    for number, batch in enumerate(batches):
-        for table, before in tables:
-            table.check(before + number)
-        yield batch

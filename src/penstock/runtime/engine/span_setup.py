@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from penstock.comm.communicators import connect, holders_of
-from penstock.comm.core.coroutine_wait import Wait
 from penstock.comm.core.gloo_threads import GlooThreads
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.ticket import LATENCY, Polling
@@ -13,10 +12,10 @@ from penstock.comm.device_mesh import Groups
 from penstock.comm.p2p.stage_routes import reads_of
 from penstock.comm.p2p.transport import Channel
 from penstock.comm.transports import Transports
-from penstock.errors import TransportError
 from penstock.options.parallelism import Dims
 from penstock.options.sdpa_and_tf32 import Kernels
 from penstock.runtime.data.batch_source import Batches, BatchSource, batches_in
+from penstock.runtime.execute.drive_ranks import Run, drive_all, drive_one
 from penstock.runtime.execute.executor import Executor
 from penstock.runtime.execute.peer_failures import PeerFailures
 from penstock.runtime.rank.batch_reports import Report
@@ -161,66 +160,3 @@ class SpanSetup:
             return self._kernels.during(drive_one(runs[0], *patience, self._gloo, lambda: peers.reason))
         last = [pipeline * self.grid.depth + self.last for pipeline in range(pipelines)]
         return self._kernels.during(drive_all(runs, last))
-
-
-Run = Iterator[Wait | Report]
-
-
-def drive_one(
-    run: Run, timeout: float, polling: Polling, gloo: GlooThreads, failed: Callable[[], str]
-) -> Iterator[Report]:
-    """Run the only rank of this process.
-
-    Args:
-        run: its executor at work.
-        timeout: seconds after which a missing message is an error.
-        polling: for how long it looks before it sleeps.
-        gloo: gloo's threads of this process.
-        failed: asked now and then why a peer has failed.
-
-    Raises:
-        TransportError: a message did not come.
-    """
-    try:
-        gloo.give_way()
-        for event in run:
-            if isinstance(event, Wait):
-                gloo.follow()
-                event.ticket.wait(timeout, event.what, polling, failed)
-            else:
-                gloo.restore()  # while the caller works
-                yield event
-                gloo.give_way()
-    finally:
-        gloo.restore()
-
-
-def drive_all(runs: Sequence[Run], reporting: Collection[int]) -> Iterator[Report]:
-    """Run all ranks in turns, each until it has to wait.
-
-    Args:
-        runs: the executors at work.
-        reporting: the places of those whose reports are passed on.
-
-    Raises:
-        TransportError: every rank waits for another one.
-    """
-    blocked: dict[int, Wait | None] = dict.fromkeys(range(len(runs)))
-    while blocked:
-        moved = False
-        for rank in list(blocked):
-            wait = blocked[rank]
-            if wait is not None and not wait.ticket.done:
-                continue
-            moved = True
-            for event in runs[rank]:
-                if isinstance(event, Wait):
-                    blocked[rank] = event
-                    break
-                if rank in reporting:
-                    yield event
-            else:
-                del blocked[rank]
-        if not moved:
-            stuck = "; ".join(f"{wait.what} on {wait.ticket.where}" for wait in blocked.values() if wait)
-            raise TransportError(f"no rank can go on: {stuck}")

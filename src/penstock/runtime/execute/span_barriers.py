@@ -15,6 +15,7 @@ from penstock.comm.core.rank_grid import RankGrid
 from penstock.errors import ConfigError, DataError, PenstockError, TransportError
 from penstock.runtime.data.batch_source import BatchSource, failed_elsewhere
 from penstock.runtime.execute.peer_failures import PeerFailures
+from penstock.runtime.setup.param_group_consistency import check_settings, settings_by_hand
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.setup.same_weights import check_written, follow_first, follow_hooks, follow_settings
 from penstock.runtime.update.run_events import Evaluated, with_numbers
@@ -300,47 +301,3 @@ def _failed_elsewhere(texts: Sequence[str | None], what: str, so: str = "") -> D
         if text is not None:
             return DataError(f"rank {rank} could not {what} ({text:.200}){so}")
     return None
-
-
-Settings = list[tuple[int, list[dict[str, str]]]]
-"""By index of a stage that has an optimizer: per parameter group, what was set by hand, as text."""
-
-
-def settings_by_hand(ranks: Sequence[RankState]) -> Settings:
-    """Return what was set by hand on the ranks of this process."""
-    trained = [(n.index, s.weights) for rank in ranks for n, s in rank.stages.items()]
-    return [
-        (index, [{key: repr(value) for key, value in group.items()} for group in weights.updater.rates.groups_by_hand])
-        for index, weights in trained
-        if isinstance(weights, TrainedWeights) and weights.updater.optimizer is not None
-    ]
-
-
-def check_settings(everywhere: Sequence[Settings]) -> None:
-    """Compare what was set by hand, by process; say in the log where only some ranks have a rate that was.
-
-    Raises:
-        ConfigError: copies of a stage have different settings, so they would no longer hold the same weights.
-    """
-    first: dict[int, tuple[int, list[dict[str, str]]]] = {}
-    rates: dict[bool, list[int]] = {True: [], False: []}
-    for rank, part in enumerate(everywhere):
-        for index, groups in part:
-            other, known = first.setdefault(index, (rank, groups))
-            if groups != known:
-                raise ConfigError(
-                    f"stage {index} is stepped with other settings on ranks {other} and {rank}, which hold the same "
-                    f"weights: {_shown(known)} and {_shown(groups)} were set by hand; set the same on all ranks (also "
-                    "where a scheduler that needs a metric is stepped: send its value to all of them)"
-                )
-            rates[any("lr" in group for group in groups)].append(rank)
-    if rates[True] and rates[False]:
-        _LOG.warning(
-            "learning rates were set by hand on ranks %s, not on ranks %s; if that is not meant, set them on all ranks",
-            *(", ".join(map(str, sorted(set(rates[which])))) for which in (True, False)),
-        )
-
-
-def _shown(groups: Sequence[dict[str, str]]) -> str:
-    found = [", ".join(f"{key}={value}" for key, value in group.items()) or "nothing" for group in groups]
-    return " and ".join(dict.fromkeys(found)) or "nothing"

@@ -16,7 +16,8 @@ from penstock.schedule.ir.version_rules import RULES, Update
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof.unsharded_peaks import sums_wait
 from penstock.stage.blocks.module import StageModule
-from penstock.weights.fully_sharded.full_precision_versions import ExactShardsOfVersions, MixedShardsOfVersions
+from penstock.weights.fully_sharded.full_precision_versions import ExactShardsOfVersions
+from penstock.weights.fully_sharded.mixed_versions import MixedShardsOfVersions
 from penstock.weights.fully_sharded.one_version import FullyShardedExactStore, FullyShardedMixedStore
 from penstock.weights.memory.buffers import Buffer
 from penstock.weights.optim.optimizer_adapters import takes_rows

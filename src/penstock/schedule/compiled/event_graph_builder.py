@@ -47,6 +47,7 @@ from penstock.schedule.ir.schedule import Action, Kind, Op, Payload
 from penstock.schedule.machine.lane_state import TAKEN
 
 _UNITS = 1 << 40  # more than there are microbatches: a message is numbered route * _UNITS + microbatch
+_GRAPHS = {Op.F: 1, Op.B: -1, Op.I: -1, Op.OFFLOAD: -1, Op.FETCH: 1}
 
 
 def unrolled(
@@ -311,7 +312,10 @@ def _with_transfers(graph: EventGraph, bases: Numbers) -> EventGraph:
     )
 
 
-_GRAPHS = {Op.F: 1, Op.B: -1, Op.I: -1, Op.OFFLOAD: -1, Op.FETCH: 1}
+# Copies to the host's memory and back in the graph of a span: the lane of each rank is a chain of its own.
+#
+# A copy begins when all actions of its rank before it have ended, and the copy before it, too. The first action on what
+# is brought back waits for that (`penstock.schedule.machine.lane_state`).
 
 
 class CopyLanes:

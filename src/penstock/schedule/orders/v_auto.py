@@ -55,6 +55,7 @@ _BLOCKS, _FURTHER, _REORDERED = 64, 12, 24
 """Blocks that are tried on all microbatches; of them, with all squeezes; orders that are reordered."""
 _MOVED = 400_000
 """Passes that are placed anew while orders are reordered, at most: what bounds the time that it takes."""
+Programs = list[list[VPass]]
 
 
 def v_auto(
@@ -168,7 +169,11 @@ def _window(task: SearchTask, order: OrderOnV) -> int:
     return most
 
 
-Programs = list[list[VPass]]
+# Makes an order on a V shorter by moving passes into gaps: the last step of Qi et al., arXiv 2405.15362.
+#
+# Where a rank waits for a pass, one that comes later on this rank may be run before it, if that takes no more memory
+# than there is, and makes the longest span of a rank shorter; then the makespan; then all passes together earlier.
+# The paper moves passes in units of slots, here they have their times.
 
 
 @dataclass(frozen=True)

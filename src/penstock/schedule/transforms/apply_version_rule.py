@@ -28,6 +28,11 @@ from penstock.schedule.transforms.batch_ops import after_backwards, batch_unit, 
 from penstock.schedule.transforms.post_validation import with_validations
 from penstock.schedule.transforms.predictions import with_predictions
 
+BLEND = "i"
+"""The label of the blended copies."""
+Reads = Mapping[tuple[Stage, int], int]
+"""The version, relative to its batch, that the forward of each (stage, microbatch of its batch) reads."""
+
 
 @no_collection
 def apply_rule(order: Order, rule: VersionRule, microbatches: int, name: str) -> Schedule:
@@ -166,11 +171,9 @@ def _reading(action: Action, version: int) -> Action:
     return Action(action.op, action.stage, action.unit, WeightRef((version,)))
 
 
-BLEND = "i"
-"""The label of the blended copies."""
-
-Reads = Mapping[tuple[Stage, int], int]
-"""The version, relative to its batch, that the forward of each (stage, microbatch of its batch) reads."""
+# Insert PREDICTs that blend the version that a forward read with the newest one, for its backward.
+#
+# A backward of several microbatches has one blend, so it is split where their forwards read different versions.
 
 
 def divided(program: Program, reads: Reads, microbatches: int) -> Program:

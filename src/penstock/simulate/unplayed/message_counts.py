@@ -15,6 +15,7 @@ from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.machine.instructions import Lowered
 
 _COUNTED = (Payload.ACTIVATION, Payload.GRADIENT, Payload.RECOMPUTE)
+_Placed = list[PlacedReceives]
 
 
 def count_messages(lowered: Lowered, batches: int, payloads: Collection[Payload] = _COUNTED) -> tuple[int, float]:
@@ -69,9 +70,6 @@ def receive_buffers(lowered: Lowered, batches: int) -> tuple[float, ...]:
             held -= sum(sizes[need.route] for need in needs if need.first + t * m >= 0)
         peaks.append(peak)
     return tuple(peaks)
-
-
-_Placed = list[PlacedReceives]
 
 
 def messages_sent(lowered: ArrayLowered, counted: Flags, batches: int) -> int:

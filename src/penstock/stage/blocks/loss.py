@@ -186,9 +186,9 @@ class WeighedLoss:
         """
         dims, marked = list(sample_dims(target)), target
         target = without_marks(target)
-        own = _own_share(counted, output, dims)
+        own = 1.0 if self._tells else _own_share(counted, output, dims)
         watch = None if self._tells else LossWatch(output, dims, own)
-        before = _writes(output, target)
+        before = () if self._tried or self._whole else _writes(output, target)
         with watch or nullcontext():
             result = call_loss(self._loss, output, target)
         pair = isinstance(result, tuple) and (len(result) == 2 or (len(result) == 3 and isinstance(result[2], Mapping)))
@@ -218,8 +218,8 @@ class WeighedLoss:
         try:
             mean = watch.mean_of(total)
             weight = samples * mean.shares[0]
-            left = before == _writes(output, target)  # else the loss cannot be called with them once more
-            if left and watch.has_samples and not (self._tried or self._whole) and weight:
+            untried = watch.has_samples and not (self._tried or self._whole)
+            if untried and weight and before == _writes(output, target):  # else it cannot be called with them again
                 self._tried = True
                 self._try_parts(output, marked, own, (total.detach(), float(weight)), watch.divides_by_number)
             self._check_sizes(batch, [size / samples if samples else 0 for size in mean.sizes])
@@ -341,14 +341,14 @@ def _copy_of(loss: LossFunction) -> LossFunction:
     return loss
 
 
-def _writes(*trees: Any) -> list[int]:
+def _writes(*trees: Any) -> tuple[int, ...]:
     """Return how often tensors were written into."""
-    return [
+    return tuple(
         leaf._version
         for tree in trees
         for leaf in leaves_of(tree)
         if isinstance(leaf, Tensor) and not leaf.is_inference()
-    ]
+    )
 
 
 def _is_float(leaf: Any) -> bool:

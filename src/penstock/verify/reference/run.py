@@ -7,39 +7,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import NAdam, Optimizer
 
-from penstock.errors import CapabilityError, ConfigError, DataError
-from penstock.verify.reference.corrections import (
-    Blend,
-    Discrepancy,
-    Feedback,
-    Newest,
-    ReferenceGapAware,
-    Rescheduling,
-    Spike,
-    adapt_momentum,
-)
+from penstock.errors import CapabilityError, DataError
 from penstock.verify.reference.decisions import Scale, Scaling, equal_copies, factor_and_norm, tie_gradients
-from penstock.verify.reference.delays import (
-    backwards_of_open_batch,
-    check_early,
-    largest_delay,
-    mean_delay,
-    prediction_horizons,
-    version_read,
-)
-from penstock.verify.reference.ftpipe_prediction import Decaying, Partials
+from penstock.verify.reference.delays import backwards_of_open_batch, check_early, version_read
+from penstock.verify.reference.ftpipe_prediction import Partials
+from penstock.verify.reference.method_to_stage import ReferencePlace, correct
 from penstock.verify.reference.order_delays import USUAL, ReferenceOrder
 from penstock.verify.reference.passes import Loss, draw_for, run_microbatch
-from penstock.verify.reference.predictions import Ahead, LastChange, ReferencePrediction, check_velocity
 from penstock.verify.reference.recompute import recompute_units, run_again
-from penstock.verify.reference.stage import Block, Factory, ReferenceReading, ReferenceStage, step
-from penstock.verify.reference.supported_methods import DECAYED, NEWEST, PREDICTION, UPDATES_LATE, method_options
+from penstock.verify.reference.stage import Block, Factory, ReferenceStage
+from penstock.verify.reference.supported_methods import UPDATES_LATE, method_options
 
 
 @dataclass
@@ -261,87 +243,3 @@ def with_end(result: Reference, stages: list[ReferenceStage]) -> Reference:
         saved = module.state_dict().keys()
         result.buffers |= {f"{name}.{own}": b for own, b in module.named_buffers() if own in saved}
     return result
-
-
-UNEQUAL = ("pipemare", "nag-pp-no-stash", "spike", "spike-lwp", "spike-lwp-weights", "gap-aware")
-"""Methods whose updates depend on the stage, so that copies of a parameter on two stages would diverge."""
-
-
-class ReferencePlace(NamedTuple):
-    """Position of a stage: s of d, counted from 0; m microbatches of a pipeline to an update; its delays, if given."""
-
-    stage: int
-    depth: int
-    microbatches: int
-    delays: Sequence[int] | None = None
-
-
-def correct(
-    stage: ReferenceStage, place: ReferencePlace, method: str, options: Mapping[str, Any], tied: bool
-) -> Callable[[int], float]:
-    """Set how a stage reads weights and makes updates under a method.
-
-    Args:
-        stage: a new one.
-        place: its position.
-        method: its name.
-        options: all options of the method.
-        tied: whether stages share parameters.
-
-    Returns:
-        A function: number of updates made before -> the stage's own factor on learning rates.
-
-    Raises:
-        ConfigError: stages share parameters, and the method would update them differently.
-        CapabilityError: the method does not support this optimizer, or several microbatches.
-    """
-    if tied and method in UNEQUAL:
-        raise ConfigError(f"{method} updates each stage differently, so stages cannot share parameters: untie them")
-    stage.reading = _reading(method, options, place, stage.optimizer)
-    if stage.optimizer is not None:
-        stage.step = _step(method, options, place, stage.optimizer)
-        if method == "nag-pp-no-stash":
-            adapt_momentum(stage.optimizer, place.stage, place.depth)
-    if method in ("pipemare", "nag-pp-no-stash"):
-        return Rescheduling(mean_delay(*place), options["reschedule"])
-    return lambda _: 1.0
-
-
-def _reading(
-    method: str, options: Mapping[str, Any], place: ReferencePlace, optimizer: Optimizer | None
-) -> ReferenceReading:
-    if method == "pipemare" and options["decay"] is not None:
-        return Discrepancy(mean_delay(*place), options["decay"])
-    if method in NEWEST or (method == "spike" and options["backward"] == "newest"):
-        return Newest()
-    if method in ("2bw-ahead", "3bw-ahead"):
-        return Ahead(**options)
-    if method == "i-timeprest":
-        return Blend(options["beta"])
-    if method in DECAYED:
-        return Decaying(largest_delay(*place), options["backward"] == "stash", optimizer)
-    if method not in PREDICTION:
-        return ReferenceReading()
-    forward, backward = prediction_horizons(method, *place)
-    stash = method == "spectrain-stash" or options.get("backward") == "stash"
-    if method in ("lwp-weights", "spike-lwp-weights"):
-        return LastChange(forward, stash)
-    if optimizer is not None:
-        check_velocity(optimizer)
-    return ReferencePrediction(forward, backward, stash, options.get("bias", "adam"))
-
-
-def _step(
-    method: str, options: Mapping[str, Any], place: ReferencePlace, optimizer: Optimizer
-) -> Callable[[ReferenceStage], None]:
-    if method in ("spike", "spike-lwp", "spike-lwp-weights"):
-        return Spike(mean_delay(*place), optimizer)
-    if method == "gap-aware":
-        return ReferenceGapAware(options["average"], options["eps"], place.microbatches, optimizer)
-    if method == "error-feedback":
-        return Feedback()
-    if method == "nag-pp" and not isinstance(optimizer, NAdam):
-        raise CapabilityError(
-            f"nag-pp is NAdam on stashed weights, but the optimizer is {type(optimizer).__name__}: use NAdam"
-        )
-    return step

@@ -18,6 +18,11 @@ from penstock.schedule.machine.shared_cores import SharedCores
 from penstock.schedule.machine.sharing.shared_links import SharedLinks
 
 _PASSES, _TRANSFERS = 0, 1  # kinds of work
+Key = tuple[int, int]
+"""Of work: its kind, and a number. Of what begins or ends at the same time, the least is first."""
+Shared = tuple[str, int]
+"""What is shared: its kind, and the host."""
+_NEVER = (math.inf, (0, 0))
 
 
 class Sharing(NamedTuple):
@@ -268,13 +273,6 @@ def _directions(host: int) -> tuple[Shared, Shared]:
     return ("out", host), ("in", host)
 
 
-Key = tuple[int, int]
-"""Of work: its kind, and a number. Of what begins or ends at the same time, the least is first."""
-
-Shared = tuple[str, int]
-"""What is shared: its kind, and the host."""
-
-
 class Ended(NamedTuple):
     """Work that has ended."""
 
@@ -358,6 +356,3 @@ class SharedTime:
             if speed != work.speed:  # so that nothing is rounded while there is room for all
                 work.left = max(work.left - (now - work.since) * work.speed, 0.0)
                 work.since, work.speed = now, speed
-
-
-_NEVER = (math.inf, (0, 0))
