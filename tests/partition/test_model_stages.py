@@ -268,6 +268,7 @@ def test_a_model_on_meta_is_initialised_alike_at_any_cut(tmp_path: Path) -> None
         for name, tensor in values_of(pipeline).items():
             torch.testing.assert_close(tensor, trained[name], rtol=1e-12, atol=1e-12, msg=name)
     assert wanted["b.weight"].std() > 0.5  # of _init_weights
+    assert not torch.equal(wanted["a.weight"], wanted["d.weight"])
     Checkpoints(pipeline, tmp_path).save()
     resumed = on_meta(2)
     Checkpoints(resumed, tmp_path).load()
