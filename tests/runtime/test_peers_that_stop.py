@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -84,7 +85,8 @@ def test_a_sender_that_is_stopped_in_the_midst_of_an_activation() -> None:
     assert kind == "TransportError"
     lane = "the activation lane from rank 0 to rank 1"
     waited = f"nothing moved on {lane} within 1 seconds; the peer is stalled or dead"  # if it began late
-    assert said.startswith(tuple(f"rank 1, stage 1, F0: {found}" for found in (f"{lane} broke: {STOPPED}", waited)))
+    # on a busy machine the thread of the lane may take the first messages, so a later one is seen first
+    assert re.match(rf"rank 1, stage 1, F\d+: ({lane} broke: {STOPPED}|{waited})", said), said
 
 
 def message(number: int, size: int) -> TensorMessage:
