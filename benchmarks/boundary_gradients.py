@@ -20,8 +20,7 @@ from torch.nn import functional as F
 
 from benchmarks.arms import Pair
 from penstock import GPTConfig, Pipeline, gpt_blocks, make_schedule
-from penstock.options.number_formats import BoundaryGradients
-from penstock.options.passes import Precision
+from penstock.options.passes import BoundaryGradients, Precision
 from penstock.train.data.corpus import load_corpus
 from penstock.train.data.window_sampler import Windows
 

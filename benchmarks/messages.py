@@ -47,12 +47,11 @@ import penstock
 from benchmarks.arms import STAGES, Data, PenstockArm, Task, TorchArm, make_optimizer
 from benchmarks.machine import free_port, leave
 from benchmarks.throughput import RESULTS, open_raw, read_raw
-from penstock.comm.message.codec import Codec
-from penstock.comm.message.tensor_message import TensorMessage
-from penstock.comm.p2p import gloo_send_receive
-from penstock.comm.p2p.gloo_send_receive import ReceiveLane, SendLane
-from penstock.comm.p2p.inbox import Inbox
-from penstock.comm.p2p.messages_by_microbatch import MessageBuffer
+from penstock.comm.p2p import gloo
+from penstock.comm.p2p.codec import Codec
+from penstock.comm.p2p.gloo import ReceiveLane, SendLane
+from penstock.comm.p2p.mailbox import Inbox, MessageBuffer
+from penstock.comm.p2p.tensor_message import TensorMessage
 
 NAMES, ADDRESSES = ("penstock-m0", "penstock-m1"), ("10.231.7.1", "10.231.7.2")
 PARTS = ("ready", "encode", "post", "way", "held", "needless", "wait", "decode", "use")
@@ -112,7 +111,7 @@ class Stamps:
         self._around(MessageBuffer, "put", self._put)
         self._around(SendLane, "send", self._send)
         self._around(Codec, "fill", self._encode)
-        self._around(gloo_send_receive.BlockGroup, "send", self._post)
+        self._around(gloo.BlockGroup, "send", self._post)
         self._around(ReceiveLane, "_finish", self._finish)
         self._around(ReceiveLane, "decode", self._decode)
         self._around(Inbox, "arrived", self._ask)

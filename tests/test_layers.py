@@ -130,7 +130,8 @@ def test_the_first_rooms_name_torch_nowhere():
         "penstock.schedule.compiled",
         "penstock.simulate.compiled_span",
         "penstock.simulate.memory.held",
-        "penstock.simulate.unplayed",
+        "penstock.simulate.array_time_split",
+        "penstock.simulate.message_counts",
         "penstock.plan",
     )
     named = [

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.network.arms import AUTO, METHODS, MODELS, STREAMS, case_named
 from benchmarks.network.hosts import LINKS, Link
 from penstock import ProvenSchedule, make_schedule
-from penstock.schedule.machine.shared_cores import SharedCores
+from penstock.schedule.machine.shared_machine import SharedCores
 from penstock.simulate.costs import Costs, StageCost
 
 Row = Mapping[str, Any]

@@ -13,8 +13,7 @@ from benchmarks.network.hosts import LINKS
 from benchmarks.network.sharded_arms import CHUNKS, WIDTH
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.ir.sharding import Level
-from penstock.schedule.machine.shared_cores import SharedCores
-from penstock.schedule.machine.sharing.shared_links import SharedLinks
+from penstock.schedule.machine.shared_machine import SharedCores, SharedLinks
 from penstock.schedule.proof.proof import Proof
 from penstock.simulate.costs import Costs
 from penstock.simulate.play import play

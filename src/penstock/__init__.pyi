@@ -1,7 +1,7 @@
 """The public API: every name, and the module that it comes from."""
 
 from .checkpoint.manager import Checkpoints as Checkpoints, Loaded as Loaded
-from .comm.message.trees import Whole as Whole
+from .comm.p2p.trees import Whole as Whole
 from .errors import (
     CapabilityError as CapabilityError,
     CheckpointError as CheckpointError,
@@ -16,10 +16,10 @@ from .idle_time import TimeSplit as TimeSplit, split_time as split_time
 from .measure.recompute_choice import RecomputeChoice as RecomputeChoice, choose_recompute as choose_recompute
 from .models.gpt import gpt_blocks as gpt_blocks, language_loss as language_loss
 from .models.gpt_shape import GPTConfig as GPTConfig
-from .options.divergence import Divergence as Divergence
 from .options.parallelism import DataParallel as DataParallel, Microbatches as Microbatches, Partition as Partition
 from .options.passes import Precision as Precision, Recompute as Recompute, Staleness as Staleness
 from .options.run import Device as Device, Group as Group
+from .options.updates import Divergence as Divergence
 from .partition.blocks import LazyBlock as LazyBlock
 from .partition.replay.auxiliary import auxiliary as auxiliary
 from .partition.sequence_slices import Slicing as Slicing, equal_time_lengths as equal_time_lengths
@@ -41,8 +41,7 @@ from .runtime.update.divergence import Trouble as Trouble
 from .runtime.update.run_events import Evaluated as Evaluated, Evaluation as Evaluation
 from .schedule.ir.order import Order as Order
 from .schedule.ir.schedule import Schedule as Schedule, Stage as Stage
-from .schedule.machine.shared_cores import SharedCores as SharedCores
-from .schedule.machine.sharing.shared_links import SharedLinks as SharedLinks
+from .schedule.machine.shared_machine import SharedCores as SharedCores, SharedLinks as SharedLinks
 from .schedule.methods.choice import MethodChoice as MethodChoice, method as method
 from .schedule.methods.data_parallel_sync import Combine as Combine
 from .schedule.proof.proof import Proof as Proof
@@ -52,9 +51,9 @@ from .simulate.costs import Costs as Costs, StageCost as StageCost
 from .simulate.simulate import Simulation as Simulation
 from .timeline import Bubble as Bubble, Timeline as Timeline
 from .view.perfetto import write_trace as write_trace
+from .view.progress import summary as summary
 from .view.svg import timeline_svg as timeline_svg
 from .view.text import draw_timeline as draw_timeline
-from .view.train_summary import summary as summary
 from .weights.corrections.base import Correction as Correction
 from .weights.corrections.registry import correction_of as correction_of
 from .weights.decision import Decision as Decision, LossScale as LossScale

@@ -23,7 +23,7 @@ from penstock.schedule.proof.proof import Proof
 from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.torch_csv import to_torch_csv
 from penstock.simulate.costs import Costs
-from penstock.simulate.methods.method_figures import delay_on
+from penstock.simulate.method_figures import delay_on
 from penstock.simulate.simulate import Simulation, Window, simulate_schedule
 from penstock.view.text import draw_timeline
 

@@ -26,9 +26,9 @@ from penstock.schedule.methods.table import METHODS
 from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.message_counts import count_messages, receive_buffers
 from penstock.simulate.play import play
 from penstock.simulate.sharding_traffic import Network
-from penstock.simulate.unplayed.message_counts import count_messages, receive_buffers
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
 SEARCHED = ("zb-auto", "zb-exact", "v-auto")

@@ -59,7 +59,7 @@ DEFECTS = (
     ),
     Defect(
         "all updates of a wave that has not ended are there",
-        "simulate/unplayed",
+        "simulate",
         "a.unit.every - 1 + updated",
         "updated",
         ("tests/simulate/test_missing_updates.py",),
@@ -321,7 +321,7 @@ DEFECTS = (
     ),
     Defect(
         "what shares a link has all of it",
-        "schedule/machine/sharing",
+        "schedule/machine",
         "self._room[each] / len(self._users[each])",
         "self._room[each]",
         ("tests/simulate/test_shared_links.py",),

@@ -18,8 +18,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.checkpoint.format import checkpoint_folder
-from penstock.checkpoint.index import write_index
-from penstock.checkpoint.tensor_file import layout_of
+from penstock.checkpoint.index import layout_of, write_index
 from penstock.errors import PenstockError
 from support.command_line import Command, only_folder, settings
 

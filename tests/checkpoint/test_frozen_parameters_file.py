@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.checkpoint import format as disk, index as indexes
 from penstock.checkpoint.format import Checkpoint, checkpoints
-from penstock.checkpoint.tensor_file import TensorFile
+from penstock.checkpoint.index import TensorFile
 from penstock.errors import CheckpointError
 from penstock.guarded_files import fingerprint
 from penstock.runtime.pipeline import Pipeline

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import _TYPES, save_file
 
-from penstock.checkpoint.tensor_file import TensorFile
+from penstock.checkpoint.index import TensorFile
 
 
 @pytest.fixture

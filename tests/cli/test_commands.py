@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import check
-from penstock.simulate.methods.method_facts import Links, facts_of_methods
+from penstock.simulate.method_figures import Links, facts_of_methods
 from penstock.view.tables import methods_table
 from support.command_line import run, start
 

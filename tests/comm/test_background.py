@@ -7,9 +7,8 @@ import weakref
 
 import pytest
 
-from penstock.comm.core import background as module
-from penstock.comm.core.background import Background
-from penstock.comm.core.ticket import Ticket
+from penstock.comm.core import ticket as module
+from penstock.comm.core.ticket import Background, Ticket
 from penstock.errors import TransportError
 
 

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 import torch.distributed as dist
 
-from penstock.comm.collective import clock_sync
-from penstock.comm.collective.clock_sync import common_origin
+from penstock.comm.collective import control_plane
+from penstock.comm.collective.control_plane import common_origin
 from support.pool import Pool
 
 
@@ -23,7 +23,7 @@ def ahead(group: dist.ProcessGroup) -> tuple[float, int]:
         send(tensor, group_dst=group_dst, group=group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clock_sync.time, "perf_counter", lambda: clock() + shift)
+        patch.setattr(control_plane.time, "perf_counter", lambda: clock() + shift)
         patch.setattr(dist, "send", counting)
         return common_origin(group) - shift, len(peers)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.comm.core.device_clock import DeviceClock, device_clock
+from penstock.comm.core.devices import DeviceClock, device_clock
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.idle_time import split_time
 from penstock.runtime.setup import rank_state

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.comm.core.devices import BOTH, choose_backend, choose_device, on_device
 from penstock.comm.core.tagged_group import TaggedGroup
-from penstock.comm.message.codec import Codec
-from penstock.comm.message.tensor_message import Header, TensorMessage
-from penstock.comm.p2p.gloo_send_receive import ReceiveLane
+from penstock.comm.p2p.codec import Codec
+from penstock.comm.p2p.gloo import ReceiveLane
+from penstock.comm.p2p.tensor_message import Header, TensorMessage
 from penstock.errors import ConfigError
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.ir.schedule import Payload

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from penstock.comm.core.ticket import Ticket
-from penstock.comm.message.tensor_message import Header, TensorMessage
-from penstock.comm.message.wire_header import CREDIT_RANGE
+from penstock.comm.p2p.codec import CREDIT_RANGE
 from penstock.comm.p2p.gloo import GlooTransport
+from penstock.comm.p2p.tensor_message import Header, TensorMessage
 from penstock.schedule.ir.schedule import Payload
 from penstock.schedule.machine.instructions import LaneKey
 from support.pool import Pool

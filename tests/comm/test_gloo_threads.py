@@ -17,9 +17,8 @@ from torch.nn import functional as F
 
 from penstock import Pipeline
 from penstock.comm.core import gloo_threads
-from penstock.comm.core.coroutine_wait import Wait
 from penstock.comm.core.gloo_threads import GlooThreads
-from penstock.comm.core.ticket import LATENCY, Ticket
+from penstock.comm.core.ticket import LATENCY, Ticket, Wait
 from penstock.job.cpus import Cpus, parts
 from penstock.runtime.execute.drive_ranks import drive_one
 from penstock.runtime.rank.batch_reports import Report

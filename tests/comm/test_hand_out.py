@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from penstock.comm.collective.broadcast_json import HandedOut, from_first, hand_out
+from penstock.comm.collective.control_plane import HandedOut, from_first, hand_out
 from penstock.errors import DataError, DeadlockError, PenstockError
 from support.pool import Pool
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from penstock.comm.core.host_copy_stream import AcceleratorStream, side_stream
+from penstock.comm.core.devices import AcceleratorStream, side_stream
 
 GPU = torch.device("cuda", 0)
 

@@ -12,11 +12,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.comm.message.codec import Codec
-from penstock.comm.message.tensor_message import Header, TensorMessage
-from penstock.comm.message.tree_classes import find_classes, open_dataclasses
-from penstock.comm.message.trees import detached
-from penstock.comm.message.wire_header import HEADER_BYTES, bytes_of, split, transport_fields
+from penstock.comm.p2p.codec import HEADER_BYTES, Codec, bytes_of, split, transport_fields
+from penstock.comm.p2p.tensor_message import Header, TensorMessage
+from penstock.comm.p2p.trees import detached, find_classes, open_dataclasses
 from penstock.errors import CapabilityError, TransportError
 from support.examples import examples
 

@@ -7,10 +7,9 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from penstock.comm.message.codec import Codec
-from penstock.comm.message.tensor_message import Header, TensorMessage
-from penstock.comm.message.wire_header import HEADER_BYTES, split
-from penstock.comm.p2p.gloo_send_receive import ReceiveLane
+from penstock.comm.p2p.codec import HEADER_BYTES, Codec, split
+from penstock.comm.p2p.gloo import ReceiveLane
+from penstock.comm.p2p.tensor_message import Header, TensorMessage
 from penstock.schedule.ir.schedule import Payload
 from penstock.schedule.machine.instructions import LaneKey
 

@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from penstock import ConfigError
-from penstock.comm.collective import polling_choice
-from penstock.comm.collective.polling_choice import Waits, choose_polling, cores_of_this_rank
+from penstock.comm.collective import control_plane
+from penstock.comm.collective.control_plane import Waits, choose_polling, cores_of_this_rank
 from penstock.comm.core.ticket import LATENCY, SHARED, Polling, Ticket
 from penstock.job.cpus import Cpus
 from penstock.options.run import RunOptions
@@ -33,8 +33,8 @@ def process(machine: str, cpus: int, quota: float | None = None) -> Cpus:
 def test_who_outnumbers_whom(
     waits: Waits, processes: list[Cpus], found: Polling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(polling_choice.dist, "get_rank", lambda _: 0)
-    monkeypatch.setattr(polling_choice, "gather_json", lambda *_: [cpus.as_json() for cpus in processes])
+    monkeypatch.setattr(control_plane.dist, "get_rank", lambda _: 0)
+    monkeypatch.setattr(control_plane, "gather_json", lambda *_: [cpus.as_json() for cpus in processes])
     assert choose_polling(waits, cores_of_this_rank(object())) is found  # type: ignore[arg-type]
     assert choose_polling(waits, cores_of_this_rank(None)) is LATENCY
 

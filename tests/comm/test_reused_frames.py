@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from penstock.comm.core.ticket import Ticket
-from penstock.comm.message.codec import Codec
-from penstock.comm.message.tensor_message import Header, TensorMessage
-from penstock.comm.message.wire_header import bytes_of, transport_fields
-from penstock.comm.p2p.gloo_send_receive import SendLane
+from penstock.comm.p2p.codec import Codec, bytes_of, transport_fields
+from penstock.comm.p2p.gloo import SendLane
+from penstock.comm.p2p.tensor_message import Header, TensorMessage
 from penstock.errors import TransportError
 from penstock.schedule.ir.schedule import Payload
 from penstock.schedule.machine.instructions import LaneKey

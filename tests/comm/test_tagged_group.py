@@ -12,7 +12,7 @@ from penstock.comm.collective.control_reduce import ControlReduce, GlooControlRe
 from penstock.comm.core.rank_grid import Holder
 from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.comm.core.ticket import Ticket
-from penstock.comm.p2p.gloo_send_receive import _TAGS
+from penstock.comm.p2p.gloo import _TAGS
 from penstock.schedule.ir.schedule import Stage
 from support.pool import Pool
 

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from penstock.comm.collective import all_reduce
 from penstock.comm.collective.all_reduce import GlooReducer
-from penstock.comm.collective.in_pieces import Piece, in_pieces
+from penstock.comm.collective.in_pieces import Piece, TransferPriority, in_pieces
 from penstock.comm.core.rank_grid import Holder
-from penstock.comm.core.transfer_priority import TransferPriority
-from penstock.comm.message.tensor_message import Header, TensorMessage
-from penstock.comm.p2p.gloo_send_receive import SendLane
+from penstock.comm.p2p.gloo import SendLane
+from penstock.comm.p2p.tensor_message import Header, TensorMessage
 from penstock.schedule.ir.schedule import Payload, Stage
 from penstock.schedule.machine.instructions import LaneKey
 from support.pool import Pool

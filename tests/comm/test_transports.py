@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from penstock.comm import transports
+from penstock.comm.collective.in_pieces import TransferPriority
 from penstock.comm.core.rank_grid import RankGrid, RankKey
-from penstock.comm.core.transfer_priority import TransferPriority
-from penstock.comm.p2p.local import LocalTransport
 from penstock.comm.p2p.nccl import lane_groups
-from penstock.comm.p2p.transport import Channel
+from penstock.comm.p2p.transport import Channel, LocalTransport
 from penstock.comm.transports import GlooTransports, LocalTransports, NcclTransports, choose_transports
 from penstock.errors import CapabilityError
 from penstock.schedule.ir.rank_numbers import RankNumbers

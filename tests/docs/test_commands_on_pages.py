@@ -61,8 +61,8 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise ReachedError
 
     for place in (
-        "penstock.cli.schedules.commands.prove_asked", "penstock.cli.compare._compare", "penstock.verify.verify.verify",
-        "penstock.simulate.methods.method_facts.facts_of_methods", "penstock.view.tables.facts_of_methods",
+        "penstock.cli.study_commands.prove_asked", "penstock.cli.compare._compare", "penstock.verify.verify.verify",
+        "penstock.simulate.method_figures.facts_of_methods", "penstock.view.tables.facts_of_methods",
         "penstock.plan.profile.files.read_profile", "penstock.plan.profile.files.read_profile_text",
         "penstock.train.export.sample.sample_text", "penstock.plan.objectives.choose",
     ):  # fmt: skip

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from penstock.job import torchrun_agent as module
-from penstock.job.torchrun_agent import Agent
+from penstock.job import place as module
+from penstock.job.place import Agent
 
 PLACE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
 ON_ONE_OF_TWO = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}

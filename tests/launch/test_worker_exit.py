@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from penstock.errors import ConfigError, EndedError, TransportError
-from penstock.job.place import JobPlace
-from penstock.job.torchrun_agent import Agent
+from penstock.job.place import Agent, JobPlace
 from penstock.launch import worker_exit as module
 from penstock.launch.worker_exit import WorkerExits, work
 from penstock.train import process_group

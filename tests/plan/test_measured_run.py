@@ -27,7 +27,7 @@ from penstock.plan.planned_timeline import idle_shares
 from penstock.plan.profile.files import profile_text, read_profile
 from penstock.plan.profile.schema import Profile, ProfiledLayer, ProfiledLink
 from penstock.plan.run_forecast import RunSettings, run_forecast, stages_decide
-from penstock.schedule.machine.shared_cores import SharedCores
+from penstock.schedule.machine.shared_machine import SharedCores
 from penstock.schedule.methods.table import METHODS
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.simulate import simulate_schedule

@@ -12,8 +12,8 @@ from penstock.measure.model_profile import measure_blocks, profile_of
 from penstock.options.all_options import PipelineOptions
 from penstock.plan.candidates.block_chain import BlockChain
 from penstock.plan.candidates.candidate import Candidate
-from penstock.plan.candidates.memory_kinds import BUFFERS
 from penstock.plan.candidates.planned_methods import PLANNED, ActivationMemory
+from penstock.plan.candidates.rank_memory import BUFFERS
 from penstock.plan.candidates.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.planners.two_bw import Sized
 from penstock.plan.profile.files import parse_profile, profile_text

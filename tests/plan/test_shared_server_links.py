@@ -13,7 +13,7 @@ from penstock.plan.run_forecast import RunSettings, run_forecast
 from penstock.plan.shared_links import _around_whole_links, with_shared_links
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.schedule.ir.rank_numbers import RankOrder
-from penstock.schedule.machine.sharing.shared_links import SharedLinks
+from penstock.schedule.machine.shared_machine import SharedLinks
 from penstock.simulate.simulate import simulate_schedule
 
 SERVERS = Devices((DeviceLevel(2, 1e9), DeviceLevel(2, 10.0)), memory=6e5, shares_link=True)

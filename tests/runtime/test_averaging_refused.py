@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.options.divergence import Divergence
+from penstock.options.updates import Divergence
 from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.methods.data_parallel_sync import Combine

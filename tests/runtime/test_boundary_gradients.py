@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.comm.message.tensor_message import TensorMessage
-from penstock.comm.message.trees import leaves_of
-from penstock.comm.p2p.local import LocalLane
+from penstock.comm.p2p.tensor_message import TensorMessage
+from penstock.comm.p2p.transport import LocalLane
+from penstock.comm.p2p.trees import leaves_of
 from penstock.errors import ConfigError
-from penstock.options.number_formats import PrecisionName
+from penstock.options.passes import PrecisionName
 from penstock.schedule.ir.schedule import Payload
 from support.cases import ONE_OF_EACH, Case, assert_same, expected, make_pipeline, train, train_on_ranks
 from support.pool import Pool

@@ -13,10 +13,10 @@ from torch import nn
 
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.options.all_options import PipelineOptions
-from penstock.options.divergence import Divergence
 from penstock.options.parallelism import DataParallel, Microbatches, Partition
 from penstock.options.passes import Precision, Recompute, Staleness
 from penstock.options.run import Device, Group
+from penstock.options.updates import Divergence
 from penstock.partition.sequence_slices import Slicing
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.capabilities import check_offered, idle_options

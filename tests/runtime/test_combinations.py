@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.options.divergence import Divergence
+from penstock.options.updates import Divergence
 from penstock.partition.sequence_slices import Slicing
 from penstock.runtime.update.divergence import Trouble
 from penstock.schedule.methods.table import METHODS

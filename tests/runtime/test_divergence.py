@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.options.divergence import Divergence
+from penstock.options.updates import Divergence
 from penstock.runtime.update.divergence import DivergenceDetector, Trouble
 from penstock.train.setup.early_stopping import known_after
 from penstock.weights.decision import Decision

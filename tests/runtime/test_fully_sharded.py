@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from penstock.comm.collective.shard_exchange import LocalShards
 from penstock.errors import VersionError
-from penstock.options.number_formats import PrecisionName
 from penstock.options.parallelism import DataParallel
-from penstock.options.passes import Precision
+from penstock.options.passes import Precision, PrecisionName
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.ir.schedule import Op
 from penstock.stage.autograd.recompute import RecomputeMode

@@ -18,7 +18,7 @@ import pytest
 from penstock.checkpoint import rank_announcements as posts
 from penstock.checkpoint.rank_announcements import StorePosts
 from penstock.checkpoint.writer import Writer
-from penstock.comm.collective import all_gather_json, broadcast_json
+from penstock.comm.collective import control_plane
 from penstock.runtime.rank.snapshot import Snapshot
 from penstock.schedule.build import prove
 from penstock.schedule.proof_serialization import common_part, part_of_rank
@@ -34,7 +34,7 @@ class Ends:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
         self.network, self.ranks = Network(), ranks
-        for module in (all_gather_json, broadcast_json):
+        for module in (control_plane,):
             monkeypatch.setattr(module, "TaggedGroup", lambda *_: self.end())
             monkeypatch.setattr(module.dist, "get_rank", lambda _=None: _here.rank)
             monkeypatch.setattr(module.dist, "get_world_size", lambda _=None: ranks)
@@ -66,7 +66,7 @@ def test_messages_of_a_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     most = {}
     for ranks in RANKS:
         ends = Ends(monkeypatch, ranks)
-        found = ends.play(lambda rank: all_gather_json.gather_json(rank, "counting", None))
+        found = ends.play(lambda rank: control_plane.gather_json(rank, "counting", None))
         assert found == [list(range(ranks))] * ranks
         most[ranks] = max(ends.network.messages.values())
         # On average a rank talks to the one above and to one below, there and back.
@@ -81,8 +81,7 @@ def test_bytes_of_what_ranks_agree_on(monkeypatch: pytest.MonkeyPatch) -> None:
         ends = Ends(monkeypatch, ranks)
         said = [["the same" * 20, None]] * 5 + [["the same" * 20, 1]] + [["the same" * 20, None]] * (ranks - 6)
         assert (
-            ends.play(lambda rank, said=said: all_gather_json.gather_json(said[rank], "agreeing", None))
-            == [said] * ranks
+            ends.play(lambda rank, said=said: control_plane.gather_json(said[rank], "agreeing", None)) == [said] * ranks
         )
         most[ranks] = max(ends.network.bytes.values()) / (2 * (ranks - 1).bit_length())  # per value sent or received
     assert most[256] < 1.1 * most[64]
@@ -91,10 +90,10 @@ def test_bytes_of_what_ranks_agree_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_values_that_are_only_equal_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     said = [1, 1.0, True, 0.0, -0.0, False, [1], [True]]
     for found in Ends(monkeypatch, len(said)).play(
-        lambda rank: all_gather_json.gather_json(said[rank], "agreeing", None)
+        lambda rank: control_plane.gather_json(said[rank], "agreeing", None)
     ):
         assert list(map(repr, found)) == list(map(repr, said))
-    first, second = Ends(monkeypatch, 2).play(lambda _: all_gather_json.gather_json([], "agreeing", None))[0]
+    first, second = Ends(monkeypatch, 2).play(lambda _: control_plane.gather_json([], "agreeing", None))[0]
     assert first is not second
 
 
@@ -104,10 +103,10 @@ def share(monkeypatch: pytest.MonkeyPatch, ranks: int) -> tuple[int, int]:
     common = [schedule_facts(proof.schedule), common_part(proof)]
     parts = [part_of_rank(proof.lowered, rank) for rank in range(ranks)]
 
-    def make() -> broadcast_json.HandedOut:
-        return broadcast_json.HandedOut(common, lambda rank: parts[rank])
+    def make() -> control_plane.HandedOut:
+        return control_plane.HandedOut(common, lambda rank: parts[rank])
 
-    found = ends.play(lambda _: broadcast_json.hand_out(make, "proving", None))
+    found = ends.play(lambda _: control_plane.hand_out(make, "proving", None))
     assert [part for _, part in found[1:]] == json.loads(json.dumps(parts[1:]))
     own = ends.network.bytes[ranks - 1] - len(json.dumps(common))  # of the last rank, which passes nothing on
     return own, max(count for rank, count in ends.network.messages.items() if rank)

@@ -20,8 +20,8 @@ from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.in_flight_choice import NO_LINKS_HERE, InFlightChoice
 from penstock.schedule.methods.data_parallel_sync import Combine
-from penstock.simulate.option_choice.auto_of_chunks import costs_of_stages
-from penstock.simulate.option_choice.least_in_flight import RankTimes
+from penstock.simulate.auto_of_chunks import costs_of_stages
+from penstock.simulate.least_in_flight import RankTimes
 from penstock.simulate.simulate import simulate_schedule
 from support.cases import (
     OPTIMIZERS,

@@ -10,7 +10,7 @@ import pytest
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.runtime.in_flight.pass_and_message_times import Measured, measure_rank, merge, messages_of_rank
 from penstock.schedule.ir.rank_numbers import RankNumbers
-from penstock.simulate.option_choice.least_in_flight import least_in_flight
+from penstock.simulate.least_in_flight import least_in_flight
 from penstock.timeline import Waiting
 
 M, BATCHES = 3, 4

@@ -11,7 +11,7 @@ import torch
 from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.verify.reference import Scaling
-from penstock.view.train_summary import summary
+from penstock.view.progress import summary
 from support.cases import Case, make_batches, make_pipeline
 from support.correction_cases import case_of
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import penstock
 from penstock.comm.core.ticket import Ticket
-from penstock.comm.message.tensor_message import TensorMessage
-from penstock.comm.p2p.local import LocalLane
+from penstock.comm.p2p.tensor_message import TensorMessage
+from penstock.comm.p2p.transport import LocalLane
 from penstock.errors import PenstockError, TransportError
 from support.cases import LOSSES, OPTIMIZERS, Case, make_batches, make_pipeline
 from support.pool import Pool

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from penstock.comm.core.ticket import Ticket
-from penstock.comm.message.tensor_message import Header, TensorMessage
-from penstock.comm.p2p import gloo_send_receive
+from penstock.comm.p2p import gloo
 from penstock.comm.p2p.gloo import GlooTransport
+from penstock.comm.p2p.tensor_message import Header, TensorMessage
 from penstock.schedule.ir.schedule import Payload
 from penstock.schedule.machine.instructions import LaneKey
 from support.cases import Case, make_batches, make_blocks
@@ -52,7 +52,7 @@ def others_process(group: dist.ProcessGroup) -> int:
 @contextmanager
 def stopping(process: int, after: int = 0) -> Iterator[None]:
     """Stop a process when the first bytes of a message are seen, after so many messages; later let it go on."""
-    come, seen = gloo_send_receive.has_come, []
+    come, seen = gloo.has_come, []
 
     def looks(raw: memoryview, size: int) -> bool:
         if not come(raw, size):
@@ -63,7 +63,7 @@ def stopping(process: int, after: int = 0) -> Iterator[None]:
         return True
 
     try:
-        with patch.object(gloo_send_receive, "has_come", looks):
+        with patch.object(gloo, "has_come", looks):
             yield
     finally:
         os.kill(process, signal.SIGCONT)

@@ -14,10 +14,10 @@ from torch import nn
 from penstock import make_schedule as proven
 from penstock.errors import CapabilityError, ConfigError, PenstockError, ScheduleError
 from penstock.options.all_options import PipelineOptions
-from penstock.options.divergence import Divergence
 from penstock.options.parallelism import DataParallel, Partition
 from penstock.options.passes import Precision, Recompute
 from penstock.options.run import Group
+from penstock.options.updates import Divergence
 from penstock.partition.blocks import LazyBlock
 from penstock.runtime.from_checked_plan import continue_under, pipeline_of
 from penstock.runtime.pipeline import Pipeline

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint.tensor_file import TensorFile
+from penstock.checkpoint.index import TensorFile
 from penstock.errors import CheckpointError, PenstockError
 from penstock.runtime.pipeline import Pipeline
 from penstock.weights.sharded_store import ShardedStore

@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.errors import ConfigError
 from penstock.options.all_options import PipelineOptions
-from penstock.options.divergence import Divergence
 from penstock.options.parallelism import DataParallel, Microbatches, Partition
 from penstock.options.passes import Precision, Recompute, Staleness
 from penstock.options.run import Device, Group
+from penstock.options.updates import Divergence
 from penstock.partition.blocks import LazyBlock
 from penstock.partition.sequence_slices import Slicing
 from penstock.runtime.pipeline import Pipeline

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.comm.collective.shard_exchange import LocalShards
-from penstock.options.number_formats import PrecisionName
 from penstock.options.parallelism import DataParallel
+from penstock.options.passes import PrecisionName
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.memory_ledger import MemoryLedger
 from support.schedules import make_schedule

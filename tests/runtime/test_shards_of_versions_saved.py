@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from penstock.checkpoint.manager import Checkpoints
 from penstock.errors import VersionError
-from penstock.options.number_formats import PrecisionName
+from penstock.options.passes import PrecisionName
 from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.build import prove

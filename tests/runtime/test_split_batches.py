@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
 from penstock import Pipeline
-from penstock.comm.message.trees import Whole
+from penstock.comm.p2p.trees import Whole
 from penstock.errors import ConfigError, DataError
 from penstock.options.parallelism import Dims, Microbatches
 from penstock.runtime.data.checksum import checksum

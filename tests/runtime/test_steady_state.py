@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch.distributed as dist
 
-from penstock.comm.message.codec import Codec
+from penstock.comm.p2p.codec import Codec
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.memory.buffers import Buffer
 from support.cases import Case, make_batches, make_pipeline

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.options.number_formats import PrecisionName
 from penstock.options.parallelism import DataParallel
+from penstock.options.passes import PrecisionName
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.methods.data_parallel_sync import Combine
 from support.cases import make_batches, make_pipeline

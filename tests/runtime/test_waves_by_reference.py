@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.options.number_formats import low_precision
+from penstock.options.passes import low_precision
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.verify.reference.decisions import Scaling
 from penstock.verify.reference.waves import Wsp, train_wsp

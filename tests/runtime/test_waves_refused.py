@@ -10,7 +10,7 @@ import torch
 from penstock.comm.collective.wave_exchange import LocalExchange
 from penstock.comm.core.rank_grid import Holder
 from penstock.errors import ConfigError, PenstockError, TransportError
-from penstock.options.divergence import Divergence
+from penstock.options.updates import Divergence
 from penstock.schedule.methods.data_parallel_sync import Combine
 from support.cases import Case, make_batches, make_pipeline, mean_loss
 from support.schedules import make_schedule

@@ -11,11 +11,10 @@ from itertools import product
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedule.build import prove
+from penstock.schedule.build import call_order, prove
 from penstock.schedule.ir.order import Order, order_options
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.table import METHODS
-from penstock.schedule.order_from_function import call_order
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.check import check
 from penstock.schedule.text_parser import parse_schedule

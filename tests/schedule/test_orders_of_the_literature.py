@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule.build import prove
+from penstock.schedule.build import call_order, prove
 from penstock.schedule.ir.schedule import Action, Op, Schedule, passes
-from penstock.schedule.order_from_function import call_order
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.text_parser import parse_schedule
 from support.worked_orders import CHIMERA, SEQ1F1B, WORKED

@@ -7,12 +7,11 @@ from fractions import Fraction
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.schedule.build import prove
+from penstock.schedule.build import call_order, prove
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Action, Op
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.lowering.send_window_search import unlimited
-from penstock.schedule.order_from_function import call_order
 from penstock.schedule.orders import ORDERS
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_bubble

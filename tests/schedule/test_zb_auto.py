@@ -7,8 +7,8 @@ from hypothesis import example, given, settings, strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule.build import prove
-from penstock.schedule.orders.zb_auto import zb_auto
 from penstock.schedule.orders.zb_exact import zb_exact
+from penstock.schedule.orders.zero_bubble import zb_auto
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import Simulation, simulate_schedule
 from support.examples import examples

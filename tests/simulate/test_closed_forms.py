@@ -8,8 +8,8 @@ from penstock.schedule.build import prove
 from penstock.schedule.lowering.lower import lower
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.long_run import steady_bubble
+from penstock.simulate.message_counts import count_messages
 from penstock.simulate.simulate import simulate_schedule
-from penstock.simulate.unplayed.message_counts import count_messages
 from support.schedules import make_schedule
 
 STAGES = [1, 2, 3, 5]

@@ -19,11 +19,11 @@ from penstock.schedule.methods import choice as choices
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.orders import ASK_LINKS, ORDERS
 from penstock.schedule.orders.without_auto import WITHOUT_AUTO
+from penstock.simulate.auto_in_flight import as_allowed, choose_in_flight
+from penstock.simulate.auto_of_chunks import choose_interleaved
 from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.least_in_flight import least_in_flight, rank_times
 from penstock.simulate.long_run import steady_bubble
-from penstock.simulate.option_choice.auto_in_flight import as_allowed, choose_in_flight
-from penstock.simulate.option_choice.auto_of_chunks import choose_interleaved
-from penstock.simulate.option_choice.least_in_flight import least_in_flight, rank_times
 from penstock.simulate.simulate import simulate_schedule
 from support.schedules import make_schedule
 

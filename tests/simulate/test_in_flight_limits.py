@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 
 import pytest
+from penstock.simulate import auto_in_flight
 
 from penstock.errors import ScheduleError
 from penstock.schedule.build import ScheduleRequest, prove
 from penstock.schedule.in_flight_choice import InFlightChoice, with_in_flight
 from penstock.schedule.ir.version_rules import RULES
+from penstock.simulate.auto_in_flight import choose_in_flight
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.option_choice import auto_in_flight
-from penstock.simulate.option_choice.auto_in_flight import choose_in_flight
 
 
 def chosen(method: str, ranks: int, m: int, latency: float, most: int | None = None, **options: object) -> object:

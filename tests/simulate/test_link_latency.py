@@ -12,9 +12,9 @@ from penstock.schedule.build import ScheduleRequest, prove
 from penstock.schedule.ir.schedule import Op, Unit
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.machine.message_lanes import latency_between
+from penstock.simulate.auto_in_flight import choose_in_flight
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.option_choice.auto_in_flight import choose_in_flight
-from penstock.simulate.option_choice.order_options_from_costs import with_search_options
+from penstock.simulate.order_options_from_costs import with_search_options
 from penstock.simulate.play import play
 from penstock.simulate.simulate import simulate_schedule
 from support.schedules import make_schedule

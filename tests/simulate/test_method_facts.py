@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from penstock.schedule.methods.table import METHODS
-from penstock.simulate.methods import method_facts, method_figures
-from penstock.simulate.methods.method_facts import STORED, USUAL, Links, derived_facts, facts_of_methods
+from penstock.simulate import method_figures
+from penstock.simulate.method_figures import STORED, USUAL, Links, derived_facts, facts_of_methods
 
 _FIGURES = ("weight_copies", "delay", "activations", "bubble", "problem")
 
@@ -44,7 +44,7 @@ def test_they_stand_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     facts_of_methods([row], 4, 9)
     facts_of_methods([row], *USUAL, Links(0.1))
     facts_of_methods([row], *USUAL, Links(in_flight=2))
-    monkeypatch.setattr(method_facts, "METHODS", {})
+    monkeypatch.setattr(method_figures, "METHODS", {})
     facts_of_methods([row], *USUAL)
     assert asked == [(1, 4, 9, 0.0, None), (1, *USUAL, 0.1, None), (1, *USUAL, 0.0, 2), (1, *USUAL, 0.0, None)]
 

@@ -11,8 +11,8 @@ from penstock.schedule.ir.schedule import Kind, Op, passes
 from penstock.schedule.proof.check import check
 from penstock.schedule.text_parser import parse_schedule
 from penstock.simulate.costs import Costs
+from penstock.simulate.missing_updates import missing_updates
 from penstock.simulate.simulate import simulate_schedule
-from penstock.simulate.unplayed.missing_updates import missing_updates
 from support.schedules import make_schedule
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wave_synchronous.txt"

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.simulate.costs import Costs, StageCost
-from penstock.simulate.option_choice.order_options_from_costs import with_search_options
+from penstock.simulate.order_options_from_costs import with_search_options
 from support.command_line import run
 
 MEASURED = ("--forward", 18.522, "--backward-input", 18.086, "--backward-weight", 9.337, "--latency", 0.601)

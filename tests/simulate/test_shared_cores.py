@@ -18,8 +18,7 @@ from penstock.schedule.ir.op_table import OPS, Lane
 from penstock.schedule.ir.schedule import Action, Op
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.machine.play import Machine
-from penstock.schedule.machine.shared_cores import SharedCores
-from penstock.schedule.machine.sharing.shared_machine import SharedMachine, SharedTime, Sharing
+from penstock.schedule.machine.shared_machine import SharedCores, SharedMachine, SharedTime, Sharing
 from penstock.schedule.proof.check import check
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.text_parser import parse_schedule

@@ -13,9 +13,15 @@ from hypothesis import given, settings, strategies as st
 from penstock.errors import ConfigError
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.ir.sharding import Level
-from penstock.schedule.machine.shared_cores import SharedCores
-from penstock.schedule.machine.sharing.shared_links import SharedLinks
-from penstock.schedule.machine.sharing.shared_machine import Ended, Shared, SharedMachine, SharedTime, Sharing
+from penstock.schedule.machine.shared_machine import (
+    Ended,
+    Shared,
+    SharedCores,
+    SharedLinks,
+    SharedMachine,
+    SharedTime,
+    Sharing,
+)
 from penstock.schedule.proof.check import check
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.transforms.batch_ops import with_reductions

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from penstock.comm.core.ticket import Ticket
-from penstock.comm.message.tensor_message import TensorMessage
-from penstock.comm.p2p.local import LocalLane
-from penstock.comm.p2p.parked_activations_inbox import ParkedInbox
+from penstock.comm.p2p.mailbox import ParkedInbox
+from penstock.comm.p2p.tensor_message import TensorMessage
+from penstock.comm.p2p.transport import LocalLane
 from penstock.errors import ScheduleError, TransportError
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.machine.instructions import LaneKey
@@ -221,9 +221,9 @@ def test_what_comes_late_is_taken_later(monkeypatch: pytest.MonkeyPatch) -> None
             return receive(self)
         posted[self.lane] += 1
         assert posted[self.lane] <= 2
-        monkeypatch.setattr("penstock.comm.p2p.local.Ticket", _Late)
+        monkeypatch.setattr("penstock.comm.p2p.transport.Ticket", _Late)
         ticket = receive(self)
-        monkeypatch.setattr("penstock.comm.p2p.local.Ticket", Ticket)
+        monkeypatch.setattr("penstock.comm.p2p.transport.Ticket", Ticket)
         return ticket
 
     def counted(self: ParkedInbox, *arguments: Any) -> Any:

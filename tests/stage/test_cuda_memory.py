@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.models.gpt_shape import GPTConfig
-from penstock.options.number_formats import PrecisionName
+from penstock.options.passes import PrecisionName
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.autograd.recompute import RecomputeMode
 from support.schedules import make_schedule

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from penstock.comm.collective.all_reduce import Reduce
 from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import GPTConfig
-from penstock.options.number_formats import BoundaryGradients, PrecisionName, boundary_format, low_precision
+from penstock.options.passes import BoundaryGradients, PrecisionName, boundary_format, low_precision
 from penstock.partition.blocks import LazyBlock
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.ir.schedule import Op, Schedule, passes

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
-from penstock.options.divergence import Divergence
+from penstock.options.updates import Divergence
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import smallest_microbatches
 from penstock.schedule.ir.version_rules import RULES

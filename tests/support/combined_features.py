@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.options.divergence import Divergence
+from penstock.options.updates import Divergence
 from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.batch_reports import Report

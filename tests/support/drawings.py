@@ -16,7 +16,7 @@ from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.method_parsing import written_method
 from penstock.schedule.methods.table import METHODS
 from penstock.simulate.costs import Costs
-from penstock.simulate.methods.method_facts import facts_of_methods
+from penstock.simulate.method_figures import facts_of_methods
 from penstock.simulate.sharding_traffic import Network
 from penstock.simulate.simulate import simulate_schedule
 from penstock.view.svg import timeline_svg

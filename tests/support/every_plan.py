@@ -21,7 +21,7 @@ from penstock.schedule.add_options import extend
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Op
 from penstock.schedule.machine.lane_state import HostCopies
-from penstock.schedule.machine.shared_cores import SharedCores
+from penstock.schedule.machine.shared_machine import SharedCores
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import check
 from penstock.simulate.compiled_span import CompiledSpan

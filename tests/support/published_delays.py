@@ -12,8 +12,8 @@ from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Schedule
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.predicted import MemoryOptions, always_there
+from penstock.simulate.missing_updates import missing_updates
 from penstock.simulate.simulate import simulate_schedule
-from penstock.simulate.unplayed.missing_updates import missing_updates
 from support.published_case import Case
 from support.published_schedules import played
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.comm.core.ticket import Ticket
-from penstock.comm.message.tensor_message import TensorMessage
-from penstock.comm.p2p.gloo_send_receive import SendLane
+from penstock.comm.p2p.gloo import SendLane
+from penstock.comm.p2p.tensor_message import TensorMessage
 from support.cases import WIDTH, make_blocks
 
 NAP, HOLD = 0.016, 0.006  # a forward and a backward take twice the first: T; there and back is less than T

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from penstock.errors import ConfigError, WorkerError
-from penstock.models import vocabulary_parallel_functions
+from penstock.models import gpt
 from penstock.train.config.load import load_config, validate_config
 from penstock.train.config.schema import TrainConfig
 from penstock.train.prepare.prepare_run import prepare
@@ -40,10 +40,8 @@ def write(
     """What a worker does; a bad one takes its part of the vocabulary for the first."""
     with pytest.MonkeyPatch.context() as patch:
         if bad and dist.get_rank(group) % 2:
-            own = vocabulary_parallel_functions._own
-            patch.setattr(
-                vocabulary_parallel_functions, "_own", lambda tokens, size, first: own(tokens, size, 0 * first)
-            )
+            own = gpt._own
+            patch.setattr(gpt, "_own", lambda tokens, size, first: own(tokens, size, 0 * first))
         write_numbers(Path(folder), prepare(validate_config(values)), count, updated, group)
 
 

@@ -13,14 +13,13 @@ from penstock.idle_time import Idle, TimeSplit, split_time
 from penstock.runtime.in_flight.adapted_in_flight import AdaptedInFlight
 from penstock.runtime.in_flight.pass_and_message_times import Measured
 from penstock.schedule.in_flight_choice import NO_LINKS_HERE, InFlightChoice
-from penstock.simulate.option_choice.least_in_flight import RankTimes
+from penstock.simulate.least_in_flight import RankTimes
 from penstock.timeline import Timeline
 from penstock.train.config.load import load_config
 from penstock.train.observer import Progress, RunSummary, Switched
 from penstock.train.prepare.prepare_run import prepare
-from penstock.view.progress import TerminalObserver
+from penstock.view.progress import TerminalObserver, peak_bytes_table
 from penstock.view.tables import bytes_table, time_table
-from penstock.view.train_summary import peak_bytes_table
 from support.simulated import simulated
 
 

@@ -10,10 +10,9 @@ import pytest
 from penstock.schedule.build import prove
 from penstock.schedule.methods.table import METHODS
 from penstock.timeline import Interval, Timeline
-from penstock.view.drawing.svg_marks import css, fill_of, hatch, luminance, text_on
-from penstock.view.drawing.timeline_labels import OPERATIONS
 from penstock.view.line_plot import Curve, plot_document
-from penstock.view.svg import LEFT, RIGHT, ROW, timeline_svg
+from penstock.view.svg import LEFT, RIGHT, ROW, css, fill_of, hatch, luminance, text_on, timeline_svg
+from penstock.view.timeline_labels import OPERATIONS
 from support.drawings import PICTURE, picture
 from support.simulated import simulated
 

@@ -8,10 +8,10 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from penstock.cli.verify import print_verification
 from penstock.train.config.load import load_config
 from penstock.verify.differences import Difference, TensorPlace
 from penstock.verify.report import ReportRow, Verification
-from penstock.view.verification import print_verification
 
 NAME = "exp_avg_sq of encoder.layers.23.self_attention.relative_position_bias.output_projection.weight"
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.options.number_formats import PrecisionName
+from penstock.options.passes import PrecisionName
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.methods.choice import method
 from penstock.stage.autograd.recompute import RecomputeMode

@@ -26,7 +26,7 @@ from penstock.checkpoint.format import (
 )
 from penstock.checkpoint.rank_announcements import LocalPosts, Posts, StorePosts
 from penstock.checkpoint.writer import Writer
-from penstock.comm.collective.all_gather_json import gather_json
+from penstock.comm.collective.control_plane import gather_json
 from penstock.errors import CheckpointError, ConfigError, PenstockError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot

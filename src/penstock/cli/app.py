@@ -23,9 +23,9 @@ def _in_paragraphs(text: str) -> str:
 
 
 _MODULES = {
-    "methods": "schedules.commands",
-    "show": "schedules.commands",
-    "simulate": "schedules.commands",
+    "methods": "study_commands",
+    "show": "study_commands",
+    "simulate": "study_commands",
     "train": "train",
     "sample": "train",
     "config": "train",

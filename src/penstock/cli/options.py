@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.errors import ConfigError
 from penstock.schedule.ir.limits import MOST_MICROBATCHES, MOST_STAGES
 
 FLAG = " "  # the place of a value, which a flag has none of
@@ -99,3 +100,15 @@ ConfigFile = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", metavar=FLAG, help="Print JSON instead of a table.")]
 ListKeys = Annotated[bool, typer.Option("--keys", metavar=FLAG, help="List every key with its default and meaning.")]
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """Read numbers with commas between them.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 8 for part in parts) or len(parts) > 64:
+        raise ConfigError(f"{option} takes whole numbers, as in 1,2,4, got {text!r:.80}")
+    return [int(part) for part in parts]

@@ -30,9 +30,8 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import print_words
 from penstock.errors import CheckpointError, ConfigError, InterruptedRunError, PenstockError, WorkerError
-from penstock.job.place import job_place
+from penstock.job.place import Agent, job_place
 from penstock.job.surroundings import check_surroundings
-from penstock.job.torchrun_agent import Agent
 from penstock.launch.fork_server import start_method
 from penstock.schedule.ir.limits import MOST_BATCHES
 

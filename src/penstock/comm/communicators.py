@@ -16,12 +16,12 @@ from penstock.comm.collective.control_reduce import (
     LocalControlReduce,
     Scalars,
 )
+from penstock.comm.collective.in_pieces import TransferPriority
 from penstock.comm.collective.shard_exchange import GlooShards, LocalShards, ShardExchange, Shards
 from penstock.comm.collective.wave_exchange import WAVE_TIMEOUT, Exchange, GlooExchange, LocalExchange
 from penstock.comm.core.rank_grid import Holder, Members, RankGrid, RankKey
 from penstock.comm.core.tagged_group import Tag
 from penstock.comm.core.ticket import Ticket
-from penstock.comm.core.transfer_priority import TransferPriority
 from penstock.comm.device_mesh import Groups
 from penstock.comm.p2p.transport import Channel, Transport
 from penstock.comm.transports import Transports

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.comm.collective.all_gather_json import collective
+from penstock.comm.collective.control_plane import collective
 from penstock.comm.core.rank_grid import Members, RankGrid, backends
 from penstock.errors import CapabilityError, ConfigError
 from penstock.schedule.ir.rank_numbers import RANK_ORDERS, RankNumbers, RankOrder

@@ -9,14 +9,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from penstock.comm.collective.all_gather_json import gather_json
-from penstock.comm.collective.broadcast_json import HandedOut, hand_out
+from penstock.comm.collective.control_plane import HandedOut, gather_json, hand_out
+from penstock.comm.collective.in_pieces import TransferPriority
 from penstock.comm.core.rank_grid import RankGrid, RankKey, backends
-from penstock.comm.core.transfer_priority import TransferPriority
 from penstock.comm.p2p.gloo import GlooTransport
-from penstock.comm.p2p.local import LocalTransport
 from penstock.comm.p2p.nccl import LaneGroups, NcclTransport, lane_groups
-from penstock.comm.p2p.transport import Channel, Transport
+from penstock.comm.p2p.transport import Channel, LocalTransport, Transport
 from penstock.errors import CapabilityError
 from penstock.schedule.lowering.lower import in_one_order
 from penstock.schedule.lowering.report_places import reports_wait, with_report_places

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from penstock.compare.contender import DELAYS, SYNC, write_options, written_value
 from penstock.errors import ConfigError
-from penstock.models.limits import LARGEST
+from penstock.models.gpt_shape import LARGEST
 from penstock.schedule.ir.limits import MOST_BATCHES, MOST_MICROBATCHES, MOST_STAGES
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.method_parsing import (

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from penstock.checks import check_whole
 from penstock.comm.core.devices import find_device
 from penstock.comm.core.tensor_group import TensorGroup
-from penstock.comm.message.trees import leaves_of
+from penstock.comm.p2p.trees import leaves_of
 from penstock.errors import ConfigError
 from penstock.job.cpus import Cpus
 from penstock.measure.machine.local_processes import in_processes

@@ -8,7 +8,11 @@ from types import MappingProxyType
 
 from penstock.checks import check_whole
 from penstock.errors import ConfigError
-from penstock.models.limits import LARGEST
+
+LARGEST: Mapping[str, int] = MappingProxyType(
+    {"layers": 10_000, "width": 1 << 20, "heads": 1 << 16, "context": 1 << 20, "vocabulary": 1 << 24}
+)
+"""The largest numbers of a shape, far above those of any model."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.models.gpt import Embedding, Head, Layer, gpt_blocks
+from penstock.models.gpt import Embedding, Head, Layer, cross_entropy_of_parts, gpt_blocks, known_of_part
 from penstock.models.gpt_shape import GPTConfig
-from penstock.models.vocabulary_parallel_functions import cross_entropy_of_parts, known_of_part
 from penstock.partition.blocks import LazyBlock
 
 WithTargets = tuple[Tensor, Tensor]

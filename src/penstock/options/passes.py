@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, cast, get_args
 
 import torch
 
 from penstock.checks import check_number
 from penstock.errors import ConfigError
-from penstock.options.number_formats import BoundaryGradients, PrecisionName, boundary_format, low_precision
 from penstock.options.sdpa_and_tf32 import Kernels, SdpaName
 from penstock.partition.emulated_delays import Delays
 from penstock.repr_without_defaults import ShortRepr
@@ -18,6 +18,11 @@ from penstock.schedule.transforms.recompute import Segments
 from penstock.stage.autograd.recompute import RecomputeMode, RecomputeModes, check_recompute
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import LossScale
+
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+NAMES = MappingProxyType({torch.bfloat16: "bf16", torch.float16: "fp16"})
+_ELSEWHERE = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "no": "fp32"})
+BoundaryGradients = Literal["same", "bf16"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -228,3 +233,29 @@ class Staleness(ShortRepr):
     def chosen(self) -> bool:
         """Whether delays are given, be they zero."""
         return self.delays is not None or self.backward_delays is not None
+
+
+def low_precision(precision: PrecisionName) -> torch.dtype | None:
+    """Return the dtype that parameters are cast to; None where they stay as they are.
+
+    Raises:
+        ConfigError: the precision is unknown.
+    """
+    if precision not in get_args(PrecisionName):
+        meant = _ELSEWHERE.get(str(precision).removeprefix("torch."))
+        hint = "" if meant is None else f"; write precision={meant!r}"
+        known = ", ".join(get_args(PrecisionName))
+        raise ConfigError(f"precision must be one of {known}; got {precision!r:.80}{hint}")
+    return next((dtype for dtype, name in NAMES.items() if name == precision), None)
+
+
+def boundary_format(name: BoundaryGradients) -> torch.dtype | None:
+    """Return the format that float32 gradients are rounded to between stages; None where they stay as they are.
+
+    Raises:
+        ConfigError: the format is unknown.
+    """
+    if name not in get_args(BoundaryGradients):
+        known = ", ".join(get_args(BoundaryGradients))
+        raise ConfigError(f"boundary_gradients must be one of {known}; got {name!r:.80}")
+    return torch.bfloat16 if name == "bf16" else None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.checks import is_number
-from penstock.comm.collective.polling_choice import Waits
+from penstock.comm.collective.control_plane import Waits
 from penstock.errors import ConfigError
 from penstock.repr_without_defaults import ShortRepr
 from penstock.weights.optim.offloaded_state import OffloadedOptimizer

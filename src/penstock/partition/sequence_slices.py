@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.comm.message.trees import Whole, is_marked
+from penstock.comm.p2p.trees import Whole, is_marked
 from penstock.errors import ConfigError, DataError
 from penstock.repr_without_defaults import ShortRepr
 

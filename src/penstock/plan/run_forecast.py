@@ -25,7 +25,7 @@ from penstock.schedule.ir.rank_numbers import RankNumbers, RankOrder
 from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.ir.sharding import REPLICATED
 from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.machine.shared_cores import SharedCores
+from penstock.schedule.machine.shared_machine import SharedCores
 from penstock.schedule.methods.compatibility import sharding_of
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.proof.proof import Proof

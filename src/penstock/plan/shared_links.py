@@ -21,7 +21,7 @@ from penstock.plan.simulated.chosen_plan import in_order
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import BUBBLE, LINKS, SUMS, UPDATES, Plan, StageRating
 from penstock.schedule.ir.rank_numbers import RANK_ORDERS
-from penstock.schedule.machine.sharing.shared_links import SharedLinks
+from penstock.schedule.machine.shared_machine import SharedLinks
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 

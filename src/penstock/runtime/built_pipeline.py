@@ -9,8 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.comm.collective.clock_sync import common_origin
-from penstock.comm.collective.polling_choice import choose_polling, cores_of_this_rank
+from penstock.comm.collective.control_plane import choose_polling, common_origin, cores_of_this_rank
 from penstock.comm.communicators import holders_of
 from penstock.comm.core.gloo_threads import GlooThreads
 from penstock.comm.core.rank_grid import RankGrid

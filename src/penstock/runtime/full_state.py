@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.checks import in_brief
-from penstock.comm.collective.all_gather_json import collective, gather_json
+from penstock.comm.collective.control_plane import collective, gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.tagged_group import Tag, TaggedGroup
 from penstock.errors import ConfigError

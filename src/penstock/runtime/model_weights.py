@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
-from penstock.comm.collective.all_gather_json import gather_json
+from penstock.comm.collective.control_plane import gather_json
 from penstock.errors import ConfigError
 from penstock.partition.replay.model_stages import UnitBlocks
 from penstock.partition.replay.units import name_in_model

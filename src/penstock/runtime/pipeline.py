@@ -18,12 +18,10 @@ from penstock.comm.core.rank_grid import check_group, rank_grid, warn_if_alone
 from penstock.comm.device_mesh import from_mesh
 from penstock.errors import ConfigError
 from penstock.options.all_options import PipelineOptions
-from penstock.options.divergence import Divergence
-from penstock.options.number_formats import PrecisionName
 from penstock.options.parallelism import DataParallel, Microbatches, Partition, rank_numbers
-from penstock.options.passes import Precision, Recompute, Staleness
+from penstock.options.passes import Precision, PrecisionName, Recompute, Staleness
 from penstock.options.run import Device, Group, RunOptions
-from penstock.options.updates import UpdateOptions
+from penstock.options.updates import Divergence, UpdateOptions
 from penstock.partition.blocks import Blocks, check_same_blocks, named_blocks
 from penstock.runtime.attribute_hints import UserAdvice, names_checked
 from penstock.runtime.data.batch_source import Batches, inputs_alone

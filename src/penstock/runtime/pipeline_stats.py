@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.comm.collective.all_gather_json import gather_json
+from penstock.comm.collective.control_plane import gather_json
 from penstock.comm.core.devices import allocator_peaks
 from penstock.comm.core.trace_recorder import ON_THE_HOST, merge_recordings
 from penstock.runtime.rank.timeline_files import write_recording

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.comm.collective.all_gather_json import gather_json
+from penstock.comm.collective.control_plane import gather_json
 from penstock.comm.collective.shard_exchange import GlooShards
 from penstock.comm.communicators import holders_of
 from penstock.comm.core.rank_grid import Holder

@@ -6,8 +6,7 @@ import logging
 
 import torch.distributed as dist
 
-from penstock.comm.collective.all_gather_json import gather_json
-from penstock.comm.collective.broadcast_json import from_first
+from penstock.comm.collective.control_plane import from_first, gather_json
 from penstock.comm.p2p.transport import Channel
 from penstock.runtime.engine.engine import Halt
 from penstock.runtime.engine.lifecycle import between_runs

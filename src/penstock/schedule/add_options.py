@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.ir.arrays import ArraySchedule
-from penstock.schedule.ir.schedule import Op, Schedule
+from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
 from penstock.schedule.ir.sharding import Level, Sharding, read_sharding
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.orders.forward_only import forward_through
 from penstock.schedule.proof.check import check
 from penstock.schedule.proof.proof import Proof
+from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.schedule.transforms.apply_version_rule import apply_rule
 from penstock.schedule.transforms.batch_ops import (
     with_averages,
@@ -206,3 +207,28 @@ def with_window(schedule: Schedule, window: int) -> Schedule:
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise ConfigError(f"window must be a whole number of messages, at least 1; got {window!r}")
     return schedule.with_window(window) if isinstance(schedule, ArraySchedule) else replace(schedule, window=window)
+
+
+def halved_units(schedule: Schedule, stage: Stage, sends: bool) -> frozenset[Piece]:
+    """Return the microbatches of a batch (and slices) of which a stage runs the backward in two halves.
+
+    Not where the second half follows at once, and the first one finds nothing to send: one walk through the activations
+    is shorter than two.
+
+    Args:
+        schedule: whose.
+        stage: of which.
+        sends: it sends gradients back.
+    """
+    if Op.W not in schedule.operations:  # which is known, and asked for each stage
+        return frozenset()
+    m, actions = schedule.microbatches, [p for a in schedule.program(stage.rank).period for p in passes(a)]
+    pairs = zip([None, *actions], actions, strict=False)
+    units = [
+        late.unit
+        for early, late in pairs
+        if late.stage == stage
+        and late.op is Op.W
+        and (sends or early is None or (early.op, early.stage, early.unit) != (Op.I, stage, late.unit))
+    ]
+    return frozenset((k % m, unit.slice[0] if unit.slice else 0) for unit in units for k in unit.microbatches)

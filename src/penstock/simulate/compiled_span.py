@@ -17,8 +17,8 @@ from penstock.schedule.compiled.graph import EventGraph
 from penstock.schedule.compiled.instruction_arrays import CodedSchedule, coded
 from penstock.schedule.lowering.send_window_search import SpanEnds
 from penstock.schedule.machine.instructions import Lowered
+from penstock.simulate.array_time_split import split_array_time
 from penstock.simulate.costs import Costs
-from penstock.simulate.unplayed.array_time_split import split_array_time
 from penstock.timeline import Bubble
 
 _EVENTS = 1 << 23

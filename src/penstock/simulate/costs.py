@@ -16,9 +16,7 @@ from penstock.schedule.ir.schedule import Action, Op, Schedule
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.message_lanes import Latency, MessageObserver, latency_between
 from penstock.schedule.machine.play import Machine, Observer
-from penstock.schedule.machine.shared_cores import SharedCores
-from penstock.schedule.machine.sharing.shared_links import SharedLinks
-from penstock.schedule.machine.sharing.shared_machine import SharedMachine, Sharing
+from penstock.schedule.machine.shared_machine import SharedCores, SharedLinks, SharedMachine, Sharing
 from penstock.simulate.sharding_traffic import Network
 
 

@@ -28,10 +28,10 @@ from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof_serialization import RankProof
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs, check_links
+from penstock.simulate.message_counts import count_messages, receive_buffers
+from penstock.simulate.missing_updates import missing_updates
 from penstock.simulate.play import play, share_of
 from penstock.simulate.sharding_overlap import ShardFigures, shard_figures
-from penstock.simulate.unplayed.message_counts import count_messages, receive_buffers
-from penstock.simulate.unplayed.missing_updates import missing_updates
 from penstock.timeline import Bubble, Timeline
 
 Window = int | Literal["unlimited"]

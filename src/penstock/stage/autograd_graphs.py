@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.comm.message.trees import detached
+from penstock.comm.p2p.trees import detached
 from penstock.stage.autograd.activation_offload import ActivationOffload
 from penstock.stage.autograd.forward_graph import Graph
 from penstock.stage.autograd.recompute import BufferPlace, RecomputeInput, RecomputeInputSaver, copied_buffers, put_back

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from penstock.comm.core.host_copy_stream import side_stream
-from penstock.comm.message.structure import check_dense
-from penstock.comm.message.tree_classes import open_dataclasses
+from penstock.comm.core.devices import side_stream
+from penstock.comm.p2p.codec import check_dense
+from penstock.comm.p2p.trees import open_dataclasses
 from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.replay.auxiliary import Auxiliary, collecting
 from penstock.partition.sequence_slices import storages

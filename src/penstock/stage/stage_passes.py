@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from penstock.comm.core.tensor_group import explain_lost_peer
-from penstock.comm.message.tensor_message import Header
-from penstock.comm.message.trees import detached
+from penstock.comm.p2p.tensor_message import Header
+from penstock.comm.p2p.trees import detached
 from penstock.errors import CapabilityError
 from penstock.partition.sequence_slices import NOTHING, Carry, with_carry
 from penstock.schedule.ir.schedule import Copy

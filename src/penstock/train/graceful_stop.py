@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from penstock.errors import EndedError
-from penstock.job.torchrun_agent import Agent
+from penstock.job.place import Agent
 
 _MOMENT = 0.4  # seconds that a launcher may take to notice a signal that a worker has received as well
 _LATER = 0.02  # seconds until a signal that cannot be taken now comes again

@@ -14,11 +14,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.checkpoint.folder_claim import Owner
 from penstock.checkpoint.manager import Checkpoints
-from penstock.comm.collective.all_gather_json import gather_json
-from penstock.comm.collective.broadcast_json import from_first
+from penstock.comm.collective.control_plane import from_first, gather_json
 from penstock.errors import CheckpointError
 from penstock.job.cpus import Cpus, shares
-from penstock.job.torchrun_agent import Agent
+from penstock.job.place import Agent
 from penstock.runtime.data.batch_source import Batches
 from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.malloc import LARGEST, SMALL, keep_freed_memory

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from penstock.comm.collective.all_gather_json import gather_json
+from penstock.comm.collective.control_plane import gather_json
 from penstock.comm.core.devices import choose_backend, find_device
 from penstock.comm.core.ticket import brief
 from penstock.errors import ConfigError, TransportError

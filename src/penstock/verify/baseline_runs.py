@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.comm.core.devices import find_device, on_device
-from penstock.options.number_formats import boundary_format, low_precision
+from penstock.options.passes import boundary_format, low_precision
 from penstock.schedule.ir.schedule import Op, Schedule, passes
 from penstock.train.data.window_sampler import batches
 from penstock.train.prepare.prepare_run import Prepared

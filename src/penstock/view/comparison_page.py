@@ -13,10 +13,9 @@ from penstock.compare.trial import TrialResult
 from penstock.errors import ConfigError
 from penstock.guarded_files import write_whole
 from penstock.view.comparison_progress import caption, delay_by_rank, plus_minus
-from penstock.view.drawing.svg_marks import escape
 from penstock.view.line_plot import Curve, plot_svg
 from penstock.view.plurals import counted
-from penstock.view.svg import timeline_svg
+from penstock.view.svg import escape, timeline_svg
 from penstock.view.tables import DELAY, RANGES
 
 _POINTS = 50  # of a curve of all batches, at most

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from penstock.guarded_files import write_whole
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.timeline import Interval, Timeline
-from penstock.view.drawing.timeline_labels import parts_of, pieces_of, unit_of
+from penstock.view.timeline_labels import parts_of, pieces_of, unit_of
 
 _ENDS: dict[str, tuple[tuple[Op, ...], tuple[Op, ...]]] = {  # what makes a message, and what takes it
     Payload.ACTIVATION: ((Op.F,), (Op.F,)),

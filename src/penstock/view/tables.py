@@ -16,7 +16,7 @@ from penstock.idle_time import TimeSplit
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.methods.data_parallel_sync import COMBINES
 from penstock.schedule.methods.table import METHODS
-from penstock.simulate.methods.method_facts import NO_LINKS, Links, MethodFacts, facts_of_methods
+from penstock.simulate.method_figures import NO_LINKS, Links, MethodFacts, facts_of_methods
 from penstock.view.plurals import counted
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from string import ascii_lowercase
 from rich.text import Text
 
 from penstock.timeline import Interval, Timeline
-from penstock.view.drawing.timeline_labels import (
+from penstock.view.plurals import counted
+from penstock.view.timeline_labels import (
     COPIES,
     NETWORK,
     OPERATIONS,
@@ -32,7 +33,6 @@ from penstock.view.drawing.timeline_labels import (
     unit_of,
     versions_read,
 )
-from penstock.view.plurals import counted
 
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _STYLES = {

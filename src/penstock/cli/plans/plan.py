@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from penstock.cli.number_lists import whole_numbers
-from penstock.cli.options import AsJson
+from penstock.cli.options import AsJson, whole_numbers
 from penstock.cli.output import check_can_write, print_json, say_written
 from penstock.cli.plans.plan_devices import (
     devices_of,

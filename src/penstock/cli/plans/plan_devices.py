@@ -11,7 +11,7 @@ from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.byte_sizes import size_of
-from penstock.cli.number_lists import whole_numbers
+from penstock.cli.options import whole_numbers
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:

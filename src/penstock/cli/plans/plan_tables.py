@@ -10,8 +10,8 @@ from rich.text import Text
 
 from penstock.byte_sizes import human_bytes
 from penstock.cli.plans.terminal_width_table import FittedTable
-from penstock.plan.candidates.memory_kinds import KINDS
 from penstock.plan.candidates.planned_methods import method_of
+from penstock.plan.candidates.rank_memory import KINDS
 from penstock.plan.plan_export import said_of_host, said_of_servers
 from penstock.plan.planners.dawnpiper import SWAP
 from penstock.plan.planning import Planning

@@ -223,7 +223,7 @@ def _balance(config: TrainConfig, run: Path, stages: int) -> list[int]:
 def _print(found: RunComparison, name: str) -> None:
     """Print what was found, under the name of its run if there is one."""
     from penstock.plan.measured_run import idle_in_words
-    from penstock.view.drawing.timeline_labels import WORK
+    from penstock.view.timeline_labels import WORK
 
     console = Console()
     if name:

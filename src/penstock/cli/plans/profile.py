@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from penstock.cli.number_lists import whole_numbers
-from penstock.cli.options import FLAG, AsJson, ConfigFile, DataPath, TrainChanges
+from penstock.cli.options import FLAG, AsJson, ConfigFile, DataPath, TrainChanges, whole_numbers
 from penstock.cli.output import check_can_write, print_json, say_written
 from penstock.cli.plans.plan_devices import cluster_named
 from penstock.cli.plans.profile_of_model import WORDS, microbatch_sizes, profile_by_formulas, shape_of_numbers

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.checks import check_whole, did_you_mean, in_words
-from penstock.cli.number_lists import whole_numbers
+from penstock.cli.options import whole_numbers
 from penstock.cli.plans.plan_devices import clusters_of
 from penstock.errors import ConfigError
 from penstock.models.gpt_shape import PRESETS

@@ -62,7 +62,7 @@ def rehearse(
 
 def _print(found: Rehearsal) -> None:
     """Print what was found."""
-    from penstock.view.drawing.timeline_labels import WORK
+    from penstock.view.timeline_labels import WORK
 
     console = Console()
     blocks = found.blocks

@@ -3,7 +3,7 @@
 Ordered: every member adds the same numbers in the same order, that of the members, so that all ranks, and all ways to
 place them on processes, get the same bits. The tensors are reduced in pieces, each by a reduce-scatter and an
 all-gather: twice the gradient travels, whatever the number of members, and the extra memory is that of a few pieces.
-Messages between stages go first (`penstock.comm.core.transfer_priority`).
+Messages between stages go first (`penstock.comm.collective.in_pieces`).
 
 Fast: torch's all_reduce, which adds in an order of its own. With gloo all members still get the same bits, it needs
 hardly any extra memory, and a sum of two members equals the ordered one.
@@ -19,12 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.comm.collective.in_pieces import AHEAD, PIECE, Piece, cut, in_pieces, packed, unpack
-from penstock.comm.core.background import Background
+from penstock.comm.collective.in_pieces import AHEAD, PIECE, Piece, TransferPriority, cut, in_pieces, packed, unpack
 from penstock.comm.core.rank_grid import Holder, Members
 from penstock.comm.core.tagged_group import Tag, TaggedGroup
-from penstock.comm.core.ticket import Ticket
-from penstock.comm.core.transfer_priority import TransferPriority
+from penstock.comm.core.ticket import Background, Ticket
 from penstock.errors import ConfigError
 
 _SUMS = {

@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.comm.core.background import Background
 from penstock.comm.core.rank_grid import Holder
 from penstock.comm.core.tagged_group import Tag, TaggedGroup
-from penstock.comm.core.ticket import Ticket
+from penstock.comm.core.ticket import Background, Ticket
 
 CONTROL_LANE = "the control lane"
 FAN = 8

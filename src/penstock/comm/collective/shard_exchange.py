@@ -17,12 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.comm.collective.in_pieces import AHEAD, PIECE, Piece, cut, in_pieces, packed, unpack
-from penstock.comm.core.background import Background
+from penstock.comm.collective.in_pieces import AHEAD, PIECE, Piece, TransferPriority, cut, in_pieces, packed, unpack
 from penstock.comm.core.rank_grid import Holder, Members
 from penstock.comm.core.tagged_group import Tag, TaggedGroup
-from penstock.comm.core.ticket import Ticket
-from penstock.comm.core.transfer_priority import TransferPriority
+from penstock.comm.core.ticket import Background, Ticket
 
 _REDUCING, _GATHERING = "the reduction lane", "the lane of weight shards"
 

@@ -15,10 +15,9 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.comm.core.background import Background
 from penstock.comm.core.rank_grid import Holder, Members
 from penstock.comm.core.tagged_group import Tag, TaggedGroup, Work
-from penstock.comm.core.ticket import Ticket
+from penstock.comm.core.ticket import Background, Ticket
 
 _LANE = "the lane of waves"
 WAVE_TIMEOUT = timedelta(days=30)  # a peer may be many waves behind; ranks that need its wave have their own time-out

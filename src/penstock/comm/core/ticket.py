@@ -1,16 +1,21 @@
-"""A ticket: the completion of something that runs in the background, with its result or its error."""
+"""Tickets: completions of work in the background; how a rank waits for them, and the thread that completes them."""
 
 from __future__ import annotations
 
 import os
+import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
-from penstock.errors import TransportError
+from penstock.comm.core.devices import issuing_stream
+from penstock.comm.core.trace_recorder import Recorder
+from penstock.errors import EndedError, TransportError
+from penstock.timeline import Waiting
 
 _LOOK = 1.0  # seconds between two questions whether a wait is in vain
 _NAP = 50e-6  # seconds between two looks: too short for a core to fall asleep, but left to others
@@ -153,3 +158,96 @@ def after_all(tickets: Sequence[Ticket], follow: Callable[[], None]) -> None:
         tickets[0].then(lambda: after_all(tickets[1:], follow))
     else:
         follow()
+
+
+_Job = tuple[Sequence[Ticket], Callable[[], Any], AbstractContextManager[Any]]
+
+
+class Background:
+    """Runs jobs one after another in a thread, which is started with the first job.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._name, self._started = f"penstock {name}", False
+
+    def later(self, tickets: Sequence[Ticket], work: Callable[[], Any]) -> None:
+        """Submit a job; its result, or the exception that it raises, completes the tickets.
+
+        What it issues to an accelerator comes after what this thread has issued, also on a stream of the caller's own.
+        """
+        self._jobs.put((tickets, work, issuing_stream()))
+        if not self._started:
+            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+            self._started = True
+
+    def close(self) -> None:
+        """Let the thread end after all jobs that have been submitted."""
+        self._jobs.put(None)
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            tickets, work, stream = job
+            with stream:
+                settle(tickets, work)
+            del job, tickets, work  # it may hold much memory, and the next job may come late
+
+
+def settle(tickets: Sequence[Ticket], work: Callable[[], Any]) -> None:
+    """Do work; its result, or the exception that it raises, completes the tickets."""
+    try:
+        result = work()
+    except EndedError:  # by a signal, in the midst of the work; no ticket is to blame
+        raise
+    except Exception as error:  # raised again where the ticket is waited for
+        for ticket in tickets:
+            ticket.complete(error=error)
+    else:
+        for ticket in tickets:
+            ticket.complete(result)
+
+
+class Wait(NamedTuple):
+    """A request of a rank to wait for `ticket` before it continues with `what`."""
+
+    ticket: Ticket
+    what: object
+
+
+class WaitingFor(NamedTuple):
+    """What a rank is doing while it waits, formatted when somebody asks."""
+
+    what: object
+    where: object
+
+    def __str__(self) -> str:
+        return f"{self.what}, waiting for {self.where}"
+
+
+def wait_for(
+    recorder: Recorder, ticket: Ticket, what: object, cause: str, kind: Waiting, peer: int = -1
+) -> Iterator[Wait]:
+    """Yield a `Wait` unless the ticket is done, and record how long it took.
+
+    Args:
+        recorder: of the rank.
+        ticket: to wait for.
+        what: what the rank is about to do, for error messages.
+        cause: the peer, and what it still has to do, for the trace.
+        kind: of wait.
+        peer: the rank waited for, or -1.
+
+    Raises:
+        TransportError: the operation failed.
+    """
+    if not ticket.done:
+        start, recorder.doing = recorder.now(), WaitingFor(what, ticket.where)
+        yield Wait(ticket, what)
+        recorder.doing = what
+        end = max(start, ticket.done_at)  # not when the rank was resumed, where ranks take turns
+        label = f"wait for {cause}"
+        recorder.add("compute", start, end, kind, label, cause=cause, peer=peer)
+    ticket.check(what)

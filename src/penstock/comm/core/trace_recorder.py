@@ -1,11 +1,11 @@
 """Trace recorder: what one rank did and when, and how many bytes of each kind of memory were live.
 
 Times are taken on the clock of the process and are told as seconds since the pipeline was made, on a clock common to
-all ranks (`penstock.comm.collective.clock_sync`).
+all ranks (`penstock.comm.collective.control_plane`).
 Only the last `keep` entries are kept, intervals and changes of memory together, so that the memory of a long run is
 bounded and reaches its bound soon; totals and peaks cover the whole run.
 
-Where an accelerator computes, work has the times of its own clock (`penstock.comm.core.device_clock`), and all else,
+Where an accelerator computes, work has the times of its own clock (`penstock.comm.core.devices`), and all else,
 waits included, those of the host, which issues work ahead of it; so a wait of the host may overlap work of the device.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from penstock.comm.core.device_clock import DeviceClock
+from penstock.comm.core.devices import DeviceClock
 from penstock.schedule.ir.op_table import Lane
 from penstock.timeline import Interval, Timeline, Total, Waiting
 

@@ -27,13 +27,11 @@ from torch.utils import _pytree as pytree
 from penstock.comm.core.devices import on_device
 from penstock.comm.core.tagged_group import TaggedGroup, Work
 from penstock.comm.core.ticket import Ticket
-from penstock.comm.message.codec import Codec, Fetch
-from penstock.comm.message.memory_order import as_it_lies
-from penstock.comm.message.structure import described_tensors
-from penstock.comm.message.tensor_message import TensorMessage
-from penstock.comm.p2p.gloo import LaneTransport
-from penstock.comm.p2p.gloo_send_receive import ReceiveLane, SendLane
+from penstock.comm.p2p.codec import Codec, Fetch, described_tensors
+from penstock.comm.p2p.gloo import LaneTransport, ReceiveLane, SendLane
+from penstock.comm.p2p.tensor_message import TensorMessage
 from penstock.comm.p2p.transport import Channel
+from penstock.comm.p2p.trees import as_it_lies
 from penstock.errors import CapabilityError
 from penstock.schedule.machine.instructions import LaneKey
 

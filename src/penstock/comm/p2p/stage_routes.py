@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.comm.message.structure import check_dense, dump_structure, structure_of
-from penstock.comm.message.tensor_message import Header, TensorMessage
-from penstock.comm.message.trees import detached
-from penstock.comm.p2p.inbox_and_outbox import Mailbox
+from penstock.comm.p2p.codec import check_dense, dump_structure, structure_of
+from penstock.comm.p2p.mailbox import Mailbox
+from penstock.comm.p2p.tensor_message import Header, TensorMessage
+from penstock.comm.p2p.trees import detached
 from penstock.errors import CapabilityError, DataError
 from penstock.schedule.ir.schedule import Op, Payload, Schedule, Stage, passes
 from penstock.schedule.stage_state.microbatch_state import Piece

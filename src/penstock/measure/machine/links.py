@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from penstock.comm.message.tensor_message import Header, TensorMessage
 from penstock.comm.p2p.gloo import GlooTransport
+from penstock.comm.p2p.tensor_message import Header, TensorMessage
 from penstock.measure.machine.local_processes import in_processes
 from penstock.plan.profile.schema import UNRESOLVED, ProfiledLink
 from penstock.schedule.ir.schedule import Payload

@@ -7,8 +7,8 @@ from graphlib import TopologicalSorter
 from itertools import accumulate, pairwise
 from typing import Any
 
-from penstock.comm.message.trees import leaves_of
 from penstock.comm.p2p.stage_routes import entrances, neighbors_of
+from penstock.comm.p2p.trees import leaves_of
 from penstock.measure.stages.stage_trial import BlockInput, BlockPlace
 from penstock.schedule.ir.schedule import Schedule
 

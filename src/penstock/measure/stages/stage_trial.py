@@ -16,8 +16,7 @@ from torch.utils import _pytree as pytree
 from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.tensor_group import TensorGroup
 from penstock.comm.core.trace_recorder import Recorder
-from penstock.comm.message.memory_order import copied
-from penstock.comm.message.trees import detached, leaves_of
+from penstock.comm.p2p.trees import copied, detached, leaves_of
 from penstock.errors import ConfigError
 from penstock.measure.stages.weight_bytes import WeightBytes
 from penstock.options.all_options import PipelineOptions

@@ -18,10 +18,10 @@ from penstock.plan.candidates.rank_memory import Cuts
 from penstock.plan.candidates.schedule_cache import KnownSchedules, ScheduleKey
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import COPIES, CORES, LINKS, SUMS
-from penstock.schedule.machine.shared_cores import SharedCores
+from penstock.schedule.machine.shared_machine import SharedCores
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.memory.held import HeldKind
-from penstock.simulate.option_choice.order_options_from_costs import with_search_options
+from penstock.simulate.order_options_from_costs import with_search_options
 from penstock.simulate.sharding_traffic import Network
 
 _SAME = 1e-3  # by how much the times of rounds of microbatches may differ

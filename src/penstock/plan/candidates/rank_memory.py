@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -11,7 +12,6 @@ import numpy.typing as npt
 
 from penstock.plan.candidates.block_chain import BlockChain, Floats
 from penstock.plan.candidates.candidate import Candidate
-from penstock.plan.candidates.memory_kinds import BUFFERS, FROZEN, KINDS, MASTERS, ledger_kind
 from penstock.plan.candidates.planned_methods import ActivationMemory
 from penstock.plan.candidates.schedule_cache import Moment
 from penstock.simulate.memory.held import HeldKind
@@ -27,6 +27,27 @@ _KEPT = 1 << 20  # numbers that each of a chain's caches keeps, in matrices
 
 Counts: TypeAlias = tuple[tuple[HeldKind, float], ...]
 """How many of each kind a rank with one stage holds."""
+BUFFERS = "weights and gradients"
+MASTERS = "master weights"
+ACTIVATIONS = "activations"
+FROZEN = "frozen parameters and buffers"
+GATHERED = "gathered weights"
+BETWEEN_RUNS = "weights between runs"
+OPTIMIZER = "optimizer"
+MESSAGES = "messages"
+KINDS = (BUFFERS, MASTERS, GATHERED, BETWEEN_RUNS, OPTIMIZER, ACTIVATIONS, MESSAGES, FROZEN)
+"""In the order in which they are shown."""
+_NAMED: Mapping[HeldKind, str] = MappingProxyType({
+    HeldKind.OUTPUT: MESSAGES,
+    HeldKind.GRADIENT: MESSAGES,
+    HeldKind.OPTIMIZER: OPTIMIZER,
+    HeldKind.SCRATCH: OPTIMIZER,  # as the ledger has it
+    HeldKind.WHOLE: BETWEEN_RUNS,
+    HeldKind.GATHERED: GATHERED,
+    HeldKind.FULL_GRADIENT: BUFFERS,
+    HeldKind.SUM: BUFFERS,
+    HeldKind.OLDER: BUFFERS,
+})  # fmt: skip  # all others are of passes
 
 
 class StageSizes:
@@ -168,3 +189,15 @@ class RankMemory:
 
 RankWays: TypeAlias = Mapping[ActivationMemory, RankMemory]
 """The memory of a rank by what it does with its activations, in the order in which that is tried."""
+
+
+# Kinds of what a device holds, in the words of the runtime's ledger.
+#
+# Buffers of the size of the parameters change their roles all the time: a version becomes idle, then a gradient, and in
+# the end the next version. What the ledger calls weights, gradients, summed gradients and idle buffers is one kind
+# here.
+
+
+def ledger_kind(held: HeldKind) -> str:
+    """Return the kind of something that comes and goes."""
+    return _NAMED.get(held, ACTIVATIONS)

@@ -15,9 +15,8 @@ from penstock.plan.candidates.candidate import Candidate, NoPlanError
 from penstock.plan.candidates.candidate_bounds import CandidateBounds
 from penstock.plan.candidates.candidate_memory import CandidateMemory
 from penstock.plan.candidates.candidate_times import CandidateTimes, waiting_times
-from penstock.plan.candidates.memory_kinds import ACTIVATIONS
 from penstock.plan.candidates.planned_methods import ActivationMemory, least_microbatches
-from penstock.plan.candidates.rank_memory import Cuts, RankWays
+from penstock.plan.candidates.rank_memory import ACTIVATIONS, Cuts, RankWays
 from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.simulated.fitting_cuts import FittingCuts, LeastMemory, TimedCuts, place_of
 from penstock.plan.stages.device_hierarchy import Devices

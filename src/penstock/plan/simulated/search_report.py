@@ -12,8 +12,8 @@ from penstock.errors import CapabilityError, ScheduleError
 from penstock.plan.candidates.block_chain import BlockChain
 from penstock.plan.candidates.candidate import Candidate, NoPlanError
 from penstock.plan.candidates.device_choice import MOST_CHOICES, MOST_ORDERS
-from penstock.plan.candidates.memory_kinds import ACTIVATIONS, MESSAGES, OPTIMIZER
 from penstock.plan.candidates.planned_methods import METHODS, PLANNED, PlannedMethod
+from penstock.plan.candidates.rank_memory import ACTIVATIONS, MESSAGES, OPTIMIZER
 from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.stages.device_hierarchy import Devices

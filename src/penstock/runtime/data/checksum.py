@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.comm.message.trees import leaves_of
+from penstock.comm.p2p.trees import leaves_of
 
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object, which ranks do not have in common
 _CHECKED_BYTES = 1 << 16

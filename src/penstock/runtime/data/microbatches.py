@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
-from penstock.comm.message.tree_classes import open_dataclasses
-from penstock.comm.message.trees import Whole, is_marked
+from penstock.comm.p2p.trees import Whole, is_marked, open_dataclasses
 from penstock.errors import DataError
 from penstock.options.parallelism import Dims
 

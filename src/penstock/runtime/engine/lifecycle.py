@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from penstock.comm.collective.all_gather_json import DifferentCallsError
+from penstock.comm.collective.control_plane import DifferentCallsError
 from penstock.errors import PenstockError, TransportError
 from penstock.runtime.execute.peer_failures import PeerFailures
 

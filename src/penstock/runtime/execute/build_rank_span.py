@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from penstock.comm.communicators import Communicators
 from penstock.comm.core.rank_grid import Holder
-from penstock.comm.p2p.inbox_and_outbox import Mailbox
+from penstock.comm.p2p.mailbox import Mailbox
 from penstock.comm.p2p.stage_routes import StageRoutes
 from penstock.options.parallelism import rank_numbers
 from penstock.runtime.rank.batch_reports import Reports

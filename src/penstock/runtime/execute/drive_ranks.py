@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from penstock.comm.core.coroutine_wait import Wait
 from penstock.comm.core.gloo_threads import GlooThreads
-from penstock.comm.core.ticket import Polling
+from penstock.comm.core.ticket import Polling, Wait
 from penstock.errors import TransportError
 from penstock.runtime.rank.batch_reports import Report
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from penstock.checks import check_whole, is_whole
-from penstock.comm.core.coroutine_wait import Wait
+from penstock.comm.core.ticket import Wait
 from penstock.errors import ConfigError, DataError
 from penstock.runtime.data.batch_source import Batches, BatchSource
 from penstock.runtime.execute.executor import Executor

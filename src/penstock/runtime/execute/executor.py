@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 
 from penstock.comm.communicators import Communicators
-from penstock.comm.core.coroutine_wait import Wait
 from penstock.comm.core.rank_grid import Holder
+from penstock.comm.core.ticket import Wait
 from penstock.runtime.data.batch_source import BatchSource
 from penstock.runtime.execute.build_rank_span import build_span
 from penstock.runtime.ops.bound import Bound

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from penstock.comm.core.coroutine_wait import WaitingFor
+from penstock.comm.core.ticket import WaitingFor
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.errors import TransportError
 from penstock.runtime.data.batch_source import could_not

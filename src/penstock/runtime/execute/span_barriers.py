@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.comm.collective.all_gather_json import gather_json
+from penstock.comm.collective.control_plane import gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.errors import ConfigError, DataError, PenstockError, TransportError
 from penstock.runtime.data.batch_source import BatchSource, failed_elsewhere

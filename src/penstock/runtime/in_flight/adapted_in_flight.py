@@ -16,14 +16,14 @@ from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.in_flight_choice import FILLS, InFlightChoice, asked_order, interleaves, is_tried, splits
 from penstock.schedule.ir.in_flight_option import write_in_flight
 from penstock.schedule.proof.proof import Proof
-from penstock.simulate.option_choice.auto_in_flight import as_allowed
-from penstock.simulate.option_choice.auto_of_chunks import (
+from penstock.simulate.auto_in_flight import as_allowed
+from penstock.simulate.auto_of_chunks import (
     choose_by_trial,
     choose_interleaved,
     chunks_of,
     costs_of_stages,
 )
-from penstock.simulate.option_choice.least_in_flight import RankTimes, least_in_flight
+from penstock.simulate.least_in_flight import RankTimes, least_in_flight
 from penstock.simulate.simulate import Simulation, simulate_schedule
 
 MEASURED = 4

@@ -18,12 +18,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from penstock.comm.collective.all_gather_json import gather_json
+from penstock.comm.collective.control_plane import gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.schedule.ir.rank_numbers import RankNumbers
 from penstock.schedule.ir.schedule import Payload
-from penstock.simulate.option_choice.least_in_flight import RankTimes
+from penstock.simulate.least_in_flight import RankTimes
 from penstock.timeline import Interval, Waiting
 
 _PASSES = ("F", "B", "I", "W", "R")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from penstock.comm.core.coroutine_wait import Wait
+from penstock.comm.core.ticket import Wait
 from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.rank.span import RankSpan
 from penstock.schedule.machine.instructions import Instruction

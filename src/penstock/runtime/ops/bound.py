@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.comm.core.coroutine_wait import Wait
+from penstock.comm.core.ticket import Wait
 from penstock.runtime.rank.span import RankSpan
 from penstock.schedule.ir.absolute_actions import since
 from penstock.schedule.ir.op_table import SWAPS

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.comm.core.coroutine_wait import Wait
-from penstock.comm.p2p.inbox import Inbox
-from penstock.comm.p2p.parked_activations_inbox import ParkedInbox
+from penstock.comm.core.ticket import Wait
+from penstock.comm.p2p.mailbox import Inbox, ParkedInbox
 from penstock.runtime.ops.bound import Bound, BoundAction, Turn
 from penstock.runtime.rank.span import RankSpan
 from penstock.schedule.machine.instructions import Instruction

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from penstock.comm.message.tensor_message import Header, TensorMessage
-from penstock.comm.p2p.messages_by_microbatch import MessageBuffer
+from penstock.comm.p2p.mailbox import MessageBuffer
+from penstock.comm.p2p.tensor_message import Header, TensorMessage
 from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.ops.messages import Consumer
 from penstock.runtime.rank.span import RankSpan

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from penstock.comm.core.coroutine_wait import Wait
-from penstock.comm.message.tensor_message import Header
+from penstock.comm.core.ticket import Wait
+from penstock.comm.p2p.tensor_message import Header
 from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.ops.messages import Consumer
 from penstock.stage.blocks.rng import RngKey

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.comm.core.coroutine_wait import Wait
+from penstock.comm.core.ticket import Wait
 from penstock.runtime.ops.messages import Consumer
 from penstock.runtime.ops.passes import Backward, RecomputeForward, TrainingForward, WeightBackward
 from penstock.runtime.rank.span import RankSpan

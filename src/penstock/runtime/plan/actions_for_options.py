@@ -22,7 +22,7 @@ from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof_serialization import RankProof
 from penstock.schedule.transforms.batch_ops import check_together
 from penstock.schedule.transforms.unfuse import taken_apart
-from penstock.simulate.option_choice.auto_in_flight import asks_for_auto
+from penstock.simulate.auto_in_flight import asks_for_auto
 
 GivenSchedule = Schedule | Proof | ScheduleRequest
 """A schedule as a user may give it: proven or not, or by name."""

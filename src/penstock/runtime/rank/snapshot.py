@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from penstock.checks import check_whole
-from penstock.comm.core.host_copy_stream import Done
+from penstock.comm.core.devices import Done
 from penstock.errors import ConfigError
 
 WRITTEN = "written"  # a fact: weights of some stage were written between two runs, so no pass reads older ones

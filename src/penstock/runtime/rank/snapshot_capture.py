@@ -7,7 +7,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from penstock.comm.core.host_copy_stream import Done, SideStream
+from penstock.comm.core.devices import Done, SideStream
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.rank.stage_snapshot import Fixed, take_fixed, take_snapshot

@@ -10,11 +10,11 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.comm.core.coroutine_wait import Wait
+from penstock.comm.core.ticket import Wait
 from penstock.comm.core.trace_recorder import Recorder
-from penstock.comm.message.tensor_message import TensorMessage
-from penstock.comm.p2p.inbox_and_outbox import Mailbox
+from penstock.comm.p2p.mailbox import Mailbox
 from penstock.comm.p2p.stage_routes import StageRoutes
+from penstock.comm.p2p.tensor_message import TensorMessage
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.data.batch_source import BatchSource
 from penstock.runtime.rank.batch_reports import Reports

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.comm.core.devices import is_accelerator
-from penstock.comm.core.host_copy_stream import Done, SideStream
+from penstock.comm.core.devices import Done, SideStream, is_accelerator
 from penstock.runtime.rank.snapshot import WRITTEN, Snapshot, older_kind, suffix
 from penstock.runtime.rank.tensor_pieces import own_pieces
 from penstock.runtime.update.decisions import Decisions

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.comm.collective.all_gather_json import gather_json
+from penstock.comm.collective.control_plane import gather_json
 from penstock.comm.collective.shard_exchange import GlooShards, LocalShards
 from penstock.comm.communicators import holders_of
 from penstock.comm.core.rank_grid import Holder, RankGrid

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
-from penstock.comm.core.device_clock import device_clock
-from penstock.comm.core.host_copy_stream import side_stream
+from penstock.comm.core.devices import device_clock, side_stream
 from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.tensor_group import TensorGroup
 from penstock.comm.core.trace_recorder import Recorder

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from penstock.comm.collective.all_gather_json import gather_json
+from penstock.comm.collective.control_plane import gather_json
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.plan.options_equal_on_ranks import differing_options
 from penstock.runtime.plan.plan import UnprovenPlan

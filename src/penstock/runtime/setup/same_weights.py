@@ -7,7 +7,7 @@ from zlib import crc32
 
 import torch
 
-from penstock.comm.collective.all_gather_json import gather_json
+from penstock.comm.collective.control_plane import gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.errors import ConfigError
 from penstock.runtime.data.checksum import checksum

@@ -10,10 +10,10 @@ from penstock.comm.p2p.stage_routes import neighbors_of
 from penstock.partition.emulated_delays import BlockDelays
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.sharded_weights import fit_sums
+from penstock.schedule.add_options import halved_units
 from penstock.schedule.ir.schedule import Op, Schedule, Stage, passes
 from penstock.schedule.ir.version_rules import RULES, Source, Update, VersionRule
 from penstock.schedule.proof.proof import Proof
-from penstock.schedule.split_backward_microbatches import halved_units
 from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.autograd.recompute import parts_to_recompute
 from penstock.stage.autograd_graphs import StageGraphs

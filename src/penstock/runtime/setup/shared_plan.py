@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from penstock.comm.collective.broadcast_json import HandedOut, hand_out
+from penstock.comm.collective.control_plane import HandedOut, hand_out
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.options.parallelism import rank_numbers
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan

@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.comm.core.devices import find_device
-from penstock.comm.core.host_copy_stream import side_stream
+from penstock.comm.core.devices import find_device, side_stream
 from penstock.comm.core.rank_grid import RankKey
 from penstock.comm.core.tensor_group import TensorGroup
 from penstock.comm.core.trace_recorder import Recorder

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from penstock.comm.collective.all_gather_json import gather_json
+from penstock.comm.collective.control_plane import gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.comm.core.tensor_group import TensorGroup
 from penstock.errors import CapabilityError, ConfigError

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.comm.collective.all_gather_json import gather_json
+from penstock.comm.collective.control_plane import gather_json
 from penstock.comm.core.rank_grid import Holder, RankGrid
 from penstock.comm.core.tagged_group import Tag
 from penstock.errors import ConfigError

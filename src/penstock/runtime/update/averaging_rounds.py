@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 from penstock.comm.collective.all_reduce import Reducer
 from penstock.comm.collective.control_reduce import CONTROL_LANE, ControlReduce
-from penstock.comm.core.coroutine_wait import Wait, wait_for
 from penstock.comm.core.rank_grid import Holder, Members
-from penstock.comm.core.ticket import Ticket
+from penstock.comm.core.ticket import Ticket, Wait, wait_for
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.runtime.update.decisions import Decisions
 from penstock.schedule.ir.schedule import Action, Op, Stage

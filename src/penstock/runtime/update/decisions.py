@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.options.divergence import Divergence
+from penstock.options.updates import Divergence
 from penstock.runtime.update.divergence import DivergenceDetector
 from penstock.runtime.update.run_events import Evaluated, RunEvents, with_numbers
 from penstock.runtime.update.stop_request import StopRequest, end_of

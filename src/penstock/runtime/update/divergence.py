@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
-from penstock.options.divergence import Divergence
+from penstock.options.updates import Divergence
 from penstock.weights.decision import Decision
 
 

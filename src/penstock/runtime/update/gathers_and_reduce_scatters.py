@@ -12,9 +12,8 @@ from functools import partial
 from torch import Tensor
 
 from penstock.comm.collective.shard_exchange import ShardExchange
-from penstock.comm.core.coroutine_wait import Wait, wait_for
 from penstock.comm.core.rank_grid import Holder, Members
-from penstock.comm.core.ticket import Ticket
+from penstock.comm.core.ticket import Ticket, Wait, wait_for
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.runtime.update.unsharded_gradient_limit import GradientPlaces, Key
 from penstock.schedule.ir.schedule import Op, Stage

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from penstock.comm.collective.all_reduce import Reducer
 from penstock.comm.collective.control_reduce import CONTROL_LANE, ControlReduce
-from penstock.comm.core.coroutine_wait import Wait, wait_for
 from penstock.comm.core.rank_grid import Holder
-from penstock.comm.core.ticket import Ticket, after_all
+from penstock.comm.core.ticket import Ticket, Wait, after_all, wait_for
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.gathers_and_reduce_scatters import Gathers

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 from penstock.comm.collective.wave_exchange import Exchange, Posted
-from penstock.comm.core.coroutine_wait import Wait
+from penstock.comm.core.ticket import Wait
 from penstock.runtime.update.averaging_rounds import Party, PartyMeetings
 from penstock.schedule.ir.schedule import Action, Stage
 from penstock.schedule.methods.wave_lags import RECORD

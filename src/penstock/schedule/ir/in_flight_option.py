@@ -1,7 +1,7 @@
 """The microbatches in flight on each rank of a chain: those whose forward has begun and whose backward has not.
 
 Without latency rank s of p needs p - s of them, so that it works while a microbatch goes to the last rank and back.
-Over slow links that takes longer, and more of them hide it (`penstock.simulate.option_choice.least_in_flight`).
+Over slow links that takes longer, and more of them hide it (`penstock.simulate.least_in_flight`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ InFlight = int | tuple[int, ...]
 """Those of the first rank, or of every rank."""
 
 AUTO, AUTO_DELAYED = "auto", "auto+delay"
-"""As many as links ask for (`penstock.simulate.option_choice.auto_in_flight`); the second may make delays longer."""
+"""As many as links ask for (`penstock.simulate.auto_in_flight`); the second may make delays longer."""
 
 
 def in_flight_on(ranks: int, given: InFlight) -> list[int]:

@@ -27,10 +27,9 @@ from penstock.schedule.orders.sequential import sequential
 from penstock.schedule.orders.v_auto import v_auto
 from penstock.schedule.orders.vocabulary_parallel import vocabulary_1f1b
 from penstock.schedule.orders.wpipe import wpipe
-from penstock.schedule.orders.zb_auto import zb_auto
 from penstock.schedule.orders.zb_exact import zb_exact
 from penstock.schedule.orders.zb_v import zb_v
-from penstock.schedule.orders.zero_bubble import zb_h1, zb_h2, zb_interleaved
+from penstock.schedule.orders.zero_bubble import zb_auto, zb_h1, zb_h2, zb_interleaved
 
 ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
     {

@@ -35,7 +35,7 @@ def interleaved(
         group: g, the microbatches that run through a chunk together; p if None.
         in_flight: passes of chunks in flight on the first rank, 2 (p - 1) + (v - 1) g + 1 if None; the last rank has
             (v - 1) g + 1, those between them go down evenly. Over slow links both are to be larger (`group` too:
-            `penstock.simulate.option_choice.least_in_flight`).
+            `penstock.simulate.least_in_flight`).
     """
     placed, groups = looped(stages, chunks), groups_of(stages, microbatches, group)
     last = (chunks - 1) * len(groups[0])

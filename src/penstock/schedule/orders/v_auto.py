@@ -45,9 +45,9 @@ from penstock.schedule.orders.v_progress import (
     push_together,
     sources_of,
 )
-from penstock.schedule.orders.zb_auto import check_percentage
 from penstock.schedule.orders.zb_progress import SearchTask
 from penstock.schedule.orders.zb_v import zb_v
+from penstock.schedule.orders.zero_bubble import check_percentage
 
 _SQUEEZES = ((6, 1.0), (1, 1.0), (math.inf, 1.0), (6, 0.5), (math.inf, 0.01))
 """Slots by which a pass may run before its turn, and the part of a W that must fit into a wait."""

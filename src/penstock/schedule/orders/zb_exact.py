@@ -13,7 +13,7 @@ from itertools import pairwise, product
 from penstock.errors import CapabilityError, ScheduleError
 from penstock.schedule.ir.order import Order, make_order, pass_of
 from penstock.schedule.ir.schedule import Op, straight
-from penstock.schedule.orders.zb_auto import check_percentage
+from penstock.schedule.orders.zero_bubble import check_percentage
 
 _OPS = (Op.F, Op.I, Op.W)
 _Pass = tuple[int, Op, int]

@@ -4,7 +4,7 @@
 model of `penstock.schedule.lowering.lower`; and every pass reads the version its rule names, while it exists and in a
 buffer of its own.
 
-The second and third are proven separately (`penstock.schedule.proof.progress`, `penstock.schedule.proof.versions`),
+The second and third are proven separately (`prove_progress`, `penstock.schedule.proof.versions`),
 because the versions of a stage depend only on the order of its rank's program. Both hold for spans of any length
 (`penstock.schedule.proof.induction`).
 """
@@ -20,15 +20,16 @@ from penstock.schedule.array_schedules.array_send_windows import lower_arrays_fr
 from penstock.schedule.array_schedules.representative_microbatches import representatives
 from penstock.schedule.compiled.collective_events import NotCompiledError
 from penstock.schedule.ir.arrays import ArraySchedule
-from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.ir.schedule import Payload, Schedule
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.lowering.send_window_search import lower_freely
+from penstock.schedule.machine.instructions import Lowered
+from penstock.schedule.machine.play import Machine
 from penstock.schedule.proof.activations import MicrobatchCount
 from penstock.schedule.proof.coverage import check_coverage
-from penstock.schedule.proof.induction import transient_of
-from penstock.schedule.proof.progress import ends_with_batches, prove_progress
+from penstock.schedule.proof.induction import first_repeat, transient_of
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.proof.unsharded_peaks import RankShards, shard_facts
 from penstock.schedule.proof.versions import prove_versions
@@ -118,3 +119,58 @@ def _with_more_room(schedule: Schedule, window: int, error: ScheduleError) -> Sc
     except ScheduleError:
         return error
     return too_narrow(schedule.name, window, lowered.window, error) if lowered.window > window else error
+
+
+# The proof of progress: no rank waits for ever on the machine model, in a span of any length.
+#
+# Where versions are provisional, both outcomes of a VALIDATE are played. They leave the same messages in transit, so
+# that what holds for each outcome holds for any sequence of them.
+
+
+def prove_progress(lowered: Lowered) -> None:
+    """Play the messages of a schedule.
+
+    Raises:
+        ScheduleError: a rank waits for ever in a span of some length.
+    """
+    machine = Machine(lowered)
+    machine.play_period(-1, more=True)
+    if ends_with_batches(lowered):
+        _drain(machine, 0)
+        return
+    rejects = any(program.rejected for program in lowered.programs)
+
+    def play(t: int) -> object:
+        _drain(machine.copy(), t)
+        other = machine.copy() if rejects else None
+        machine.play_period(t, more=True)
+        state = machine.state(t + 1)
+        if other is not None:
+            _prove_rejection(other, t, state)
+        return state
+
+    first_repeat(lowered.schedule, machine.state(0), play, "set of messages in transit")
+
+
+def ends_with_batches(lowered: Lowered) -> bool:
+    """Whether a batch is played like the one before it, so that one tells of all."""
+    # No message crosses a border then, and RECVs that are posted early cannot block but where activations are parked.
+    parks = any(lane.payload is Payload.PARKED for lane in lowered.lanes)
+    return not parks and not any(program.epilogue for program in lowered.programs)
+
+
+def _drain(machine: Machine, t: int, rejected: bool = False) -> None:
+    """Play the last batch of a span, and its epilogue."""
+    machine.play_period(t, more=False, rejected=rejected)
+    machine.play_epilogue(t + 1)
+
+
+def _prove_rejection(machine: Machine, t: int, accepted: object) -> None:
+    """Prove that no rank waits for ever after a rejection, and that it leaves the same state as an acceptance."""
+    _drain(machine.copy(), t, rejected=True)
+    machine.play_period(t, more=True, rejected=True)
+    if machine.state(t + 1) != accepted:
+        name = machine.lowered.schedule.name
+        raise ScheduleError(
+            f"{name}: the messages in transit after a rejected version differ from those after an accepted one"
+        )

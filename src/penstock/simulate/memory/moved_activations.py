@@ -1,6 +1,6 @@
 """Activations that ranks keep for each other, without tensors: when they are taken from their lane, and whose they are.
 
-It follows `penstock.comm.p2p.parked_activations_inbox`: HOLD and FETCH take what has come at the first look after it
+It follows `penstock.comm.p2p.mailbox`: HOLD and FETCH take what has come at the first look after it
 has come.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from penstock.errors import CapabilityError
+from penstock.schedule.add_options import halved_units
 from penstock.schedule.ir.schedule import Action, Op, Payload, Schedule, Stage
 from penstock.schedule.machine.instructions import LaneKey, Lowered, Message, Route
-from penstock.schedule.split_backward_microbatches import halved_units
 from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.simulate.memory.fake_transport import Completion, wait
 from penstock.simulate.memory.held import Blockwise, Held, HeldKind, Holdings, is_blockwise, slice_number

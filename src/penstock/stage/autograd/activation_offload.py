@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.comm.core.host_copy_stream import Done, SideStream
+from penstock.comm.core.devices import Done, SideStream
 from penstock.stage.autograd.saved_bytes import SavedBytes, has_memory, storage_sizes
 
 _HOST = torch.device("cpu")

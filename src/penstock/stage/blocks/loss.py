@@ -26,7 +26,7 @@ from torch.nn.modules.loss import _Loss
 from torch.utils import _pytree as pytree
 
 from penstock.checks import in_short
-from penstock.comm.message.trees import doubled, leaves_of, part, sample_dims, without_marks
+from penstock.comm.p2p.trees import doubled, leaves_of, part, sample_dims, without_marks
 from penstock.errors import ConfigError
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.stage.blocks.loss_watch import LossWatch, NoMeanError, Share

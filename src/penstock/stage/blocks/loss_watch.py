@@ -25,7 +25,7 @@ from torch.nn import _reduction, functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from penstock.comm.message.trees import leaves_of
+from penstock.comm.p2p.trees import leaves_of
 
 Share = float | Tensor
 """Of a mean: the part of its samples that it counts; a tensor on a GPU."""

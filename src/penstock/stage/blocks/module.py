@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from penstock.comm.core.devices import current_device, on_device
 from penstock.comm.core.tensor_group import explain_lost_peer
-from penstock.comm.message.tree_classes import open_dataclasses
-from penstock.comm.message.trees import detached, without_marks
+from penstock.comm.p2p.trees import detached, open_dataclasses, without_marks
 from penstock.options.all_options import PipelineOptions
 from penstock.partition.replay.model_stages import ModelStage
 from penstock.partition.tensor_parallel import Division, whole_output

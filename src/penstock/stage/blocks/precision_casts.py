@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.options.number_formats import NAMES
-from penstock.options.passes import Precision
+from penstock.options.passes import NAMES, Precision
 
 
 def cast(value: Any, precision: torch.dtype | None) -> Any:

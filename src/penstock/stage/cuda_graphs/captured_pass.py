@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.comm.message.trees import detached
+from penstock.comm.p2p.trees import detached
 from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
 from penstock.stage.autograd.forward_graph import Graph, open_inputs, run_backward
 from penstock.stage.autograd.graph_walk import edges_of

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.comm.core.devices import on_device
-from penstock.comm.message.trees import detached
+from penstock.comm.p2p.trees import detached
 from penstock.stage.autograd.saved_bytes import has_memory
 from penstock.stage.blocks.loss import UnreadLoss
 from penstock.stage.blocks.module import StageModule

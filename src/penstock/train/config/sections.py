@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.models.limits import LARGEST
+from penstock.models.gpt_shape import LARGEST
 from penstock.schedule.ir.limits import MOST_BATCHES
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.train.config.values import MANY, MOST, Number, Strict

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from penstock.comm.collective.all_gather_json import gather_json
+from penstock.comm.collective.control_plane import gather_json
 from penstock.comm.core.rank_grid import RankGrid
 from penstock.errors import CheckpointError
 from penstock.runtime.full_state import gather_state, with_whole_tensors

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from penstock.comm.collective.broadcast_json import from_first
+from penstock.comm.collective.control_plane import from_first
 from penstock.comm.core.devices import find_device
 from penstock.errors import ConfigError
 from penstock.models.gpt_variant import LanguageModel
@@ -20,7 +20,7 @@ from penstock.runtime.setup.shared_plan import Known, shared_plans
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.in_flight_choice import NO_LINKS_HERE
 from penstock.schedule.ir.in_flight_option import write_in_flight
-from penstock.simulate.option_choice.auto_in_flight import later_with
+from penstock.simulate.auto_in_flight import later_with
 from penstock.stage.cuda_graphs.recorder import check_records
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import Once, load_corpus

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from penstock.simulate.option_choice.auto_in_flight import most_of_a_run
+from penstock.simulate.auto_in_flight import most_of_a_run
 from penstock.train.config.schema import TrainConfig
 
 _KNOWN = 6  # batches after an evaluation until its result has reached every rank, with slack

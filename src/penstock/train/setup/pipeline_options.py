@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.models.gpt_shape import GPTConfig
 from penstock.models.gpt_variant import LanguageModel
 from penstock.options.all_options import PipelineOptions
-from penstock.options.divergence import Divergence
+from penstock.options.updates import Divergence
 from penstock.schedule.methods.compatibility import correction_options
 from penstock.train.config.schema import TrainConfig
 from penstock.train.config.sections import FallbackSection

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.comm.core.host_copy_stream import Done, SideStream
+from penstock.comm.core.devices import Done, SideStream
 
 OffloadedOptimizer = Literal["none", "stages", "pieces"]
 _Group = TypeVar("_Group", bound=Collection[str])

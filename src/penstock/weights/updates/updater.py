@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.comm.core.host_copy_stream import SideStream
+from penstock.comm.core.devices import SideStream
 from penstock.errors import CapabilityError
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.memory.gradient_scratch import Scratch, step_groups

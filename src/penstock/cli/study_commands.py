@@ -21,14 +21,7 @@ from penstock.cli.options import (
     OrderRule,
 )
 from penstock.cli.output import print_json
-from penstock.cli.schedules.schedule_from_options import (
-    asked_network,
-    asked_window,
-    on_machine,
-    prove_asked,
-    with_copy_times,
-)
-from penstock.cli.schedules.study_options import (
+from penstock.cli.study_options import (
     Bandwidth,
     DrawingWidth,
     GatherTime,
@@ -45,14 +38,31 @@ from penstock.cli.schedules.study_options import (
     ShardingLevel,
     SwapTime,
     WindowSize,
+    asked_network,
+    asked_window,
     at_least_0,
+    on_machine,
+    prove_asked,
     read_latency,
+    with_copy_times,
 )
 
 if TYPE_CHECKING:
     from penstock.schedule.in_flight_choice import InFlightChoice
 
+
+from penstock.errors import ConfigError
+from penstock.guarded_files import write_whole
+from penstock.schedule.ir.absolute_actions import actions_of
+from penstock.schedule.ir.schedule import format_action
+from penstock.simulate.simulate import Simulation
+from penstock.view.plurals import counted
+from penstock.view.svg import timeline_svg
+from penstock.view.text import draw_timeline
+
 _MOST_SHOWN = 1_000  # batches
+_LINES = 40  # of a drawing, if the terminal has fewer
+_BESIDE = 8  # lines of the terminal that title, legend and prompt take
 
 
 def methods(
@@ -64,7 +74,7 @@ def methods(
 ) -> None:
     """List every method with what its schedule costs: weight copies, delay, activations, bubble."""
     from penstock.schedule.ir.in_flight_option import read_in_flight
-    from penstock.simulate.methods.method_facts import Links
+    from penstock.simulate.method_figures import Links
     from penstock.view.tables import combines_table, methods_json, methods_table, table_console, width_to_fit
 
     stages, microbatches = stages or 4, microbatches or 8
@@ -110,10 +120,10 @@ def show(
     ] = False,
 ) -> None:
     """Draw a schedule: what every rank does when, and the version of the weights that each pass reads."""
+    from penstock.cli.study_commands import print_drawing, schedule_json, write_svg
     from penstock.simulate.costs import Costs, StageCost
     from penstock.simulate.sharding_traffic import Network
     from penstock.simulate.simulate import simulate_schedule
-    from penstock.view.show_schedule import print_drawing, schedule_json, write_svg
     from penstock.view.text import wrap_schedule
 
     times = forward, backward / 2, backward / 2
@@ -210,3 +220,52 @@ def simulate(
         tables = simulation_table(simulation, batches, in_a_long_run), sharding_table(simulation)
         Console().print(*filter(None, tables), time_table(simulation.time_split, ""))
         _say(Console(), choice)
+
+
+def print_drawing(console: Console, simulation: Simulation, batches: int, *, whole: bool) -> None:
+    """Print the timeline of a span, with its title, a legend and the bubble.
+
+    Args:
+        console: to print to; the drawing is as wide, and unless `whole` about as high.
+        simulation: of the span.
+        batches: its length.
+        whole: leave nothing out of the middle of a long drawing.
+    """
+    lines = None if whole else max(console.height - _BESIDE, _LINES)
+    drawing = draw_timeline(simulation.timeline, console.width, lines, legend=True)
+    shortened = "left out" in drawing.plain
+    drawing.rstrip()
+    console.print(_title(simulation, batches), style="bold", highlight=False, soft_wrap=True)
+    console.print(drawing, soft_wrap=True)
+    bubble = (
+        f"bubble {simulation.bubble.bubble:.4f} = idle / total over {counted(batches, 'batch')}, drained at the end"
+    )
+    console.print(bubble, style="dim", highlight=False)
+    if shortened:
+        console.print("--whole draws what is left out", style="dim", highlight=False)
+
+
+def write_svg(path: Path, simulation: Simulation, batches: int) -> None:
+    """Write the timeline of a span to an SVG file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        write_whole(path, timeline_svg(simulation.timeline, _title(simulation, batches)))
+    except OSError as error:
+        raise ConfigError(f"cannot write the drawing to {str(path)!r}: {error.strerror or error}") from None
+
+
+def schedule_json(simulation: Simulation, batches: int) -> dict[str, Any]:
+    """Return a schedule, the order of every rank, the timeline and the figures of a span as plain values."""
+    schedule = simulation.lowered.schedule
+    orders = [[format_action(a, stage=False) for a in actions_of(schedule, r, batches)] for r in range(schedule.ranks)]
+    intervals = [i._asdict() | {"parts": [p._asdict() for p in i.parts]} for i in simulation.timeline.intervals]
+    return {"schedule": str(schedule), "orders": orders, "timeline": intervals, **simulation.figures()}
+
+
+def _title(simulation: Simulation, batches: int) -> str:
+    schedule = simulation.lowered.schedule
+    shape = (schedule.ranks, "stage"), (schedule.microbatches, "microbatch"), (batches, "batch")
+    return f"{schedule.name}: {', '.join(counted(*size) for size in shape)}"

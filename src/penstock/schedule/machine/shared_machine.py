@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.checks import in_short, is_number
+from penstock.errors import ConfigError
 from penstock.schedule.ir.schedule import Action, Kind, Op, Stage, Unit
 from penstock.schedule.machine.collective_state import Joined
 from penstock.schedule.machine.instructions import Instruction, Lowered, Route
 from penstock.schedule.machine.message_lanes import Latency, MessageObserver
 from penstock.schedule.machine.play import Machine, Observer
-from penstock.schedule.machine.shared_cores import SharedCores
-from penstock.schedule.machine.sharing.shared_links import SharedLinks
 
 _PASSES, _TRANSFERS = 0, 1  # kinds of work
 Key = tuple[int, int]
@@ -356,3 +356,58 @@ class SharedTime:
             if speed != work.speed:  # so that nothing is rounded while there is room for all
                 work.left = max(work.left - (now - work.since) * work.speed, 0.0)
                 work.since, work.speed = now, speed
+
+
+@dataclass(frozen=True)
+class SharedLinks:
+    """Which ranks share the link of a host.
+
+    A message occupies what leaves its sender's host and what comes to its receiver's. A gather or sum occupies both
+    directions of the hosts of all its ranks. While n of them occupy a direction, each has at most 1 / n of its rate.
+
+    Attributes:
+        per_host: consecutive ranks on each host; all of them are on one if None. Their messages to each other do not
+            occupy the link.
+    """
+
+    per_host: int | None = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number of ranks."""
+        if self.per_host is not None and (type(self.per_host) is not int or self.per_host < 1):
+            raise ConfigError(f"per_host must be a number of ranks, at least 1, or None; got {in_short(self.per_host)}")
+
+    def host_of(self, rank: int) -> int:
+        """Return the host of a rank."""
+        return 0 if self.per_host is None else rank // self.per_host
+
+
+@dataclass(frozen=True)
+class SharedCores:
+    """Which ranks share the cores of a host.
+
+    While n ranks of a host work, each works at cores / n of its speed, or at full speed if that is more.
+
+    Attributes:
+        cores: of each host: so many of its ranks can work at full speed. A rank with several threads takes as many
+            cores, so with t threads each it is the number of cores over t.
+        per_host: consecutive ranks on each host; all of them are on one if None.
+    """
+
+    cores: float
+    per_host: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number of cores."""
+        if not is_number(self.cores) or not 0 < self.cores < math.inf:
+            raise ConfigError(f"cores must be a number greater than 0, got {in_short(self.cores)}")
+        if self.per_host is not None and (type(self.per_host) is not int or self.per_host < 1):
+            raise ConfigError(f"per_host must be a number of ranks, at least 1, or None; got {in_short(self.per_host)}")
+
+    def host_of(self, rank: int) -> int:
+        """Return the host of a rank."""
+        return 0 if self.per_host is None else rank // self.per_host
+
+    def suffice(self, ranks: int) -> bool:
+        """Return whether every one of so many ranks always works at full speed."""
+        return max(Counter(map(self.host_of, range(ranks))).values()) <= self.cores

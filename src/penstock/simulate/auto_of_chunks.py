@@ -17,8 +17,8 @@ from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.orders import ORDERS
 from penstock.schedule.orders.interleaved import groups_of
 from penstock.simulate.costs import Costs, StageCost
+from penstock.simulate.least_in_flight import RankTimes, least_interleaved
 from penstock.simulate.long_run import steady_bubble
-from penstock.simulate.option_choice.least_in_flight import RankTimes, least_interleaved
 from penstock.simulate.simulate import simulate_schedule
 
 _TRIALS, _TRIALS_OF_GROUPS = 16, 5
@@ -36,7 +36,7 @@ def choose_interleaved(
 
     Args:
         request: which asks for `auto`.
-        times, hop, transfer, leave: as of `penstock.simulate.option_choice.least_in_flight.least_interleaved`.
+        times, hop, transfer, leave: as of `penstock.simulate.least_in_flight.least_interleaved`.
         most: passes of chunks that the memory of each rank allows.
     """
     given, ranks, m = request.options.get("group"), request.stages, request.microbatches
@@ -141,7 +141,7 @@ def choose_by_trial(
     Args:
         request: which asks for `auto`.
         times: of the whole share of every rank.
-        hop, transfer, leave: as of `penstock.simulate.option_choice.least_in_flight.least_in_flight`.
+        hop, transfer, leave: as of `penstock.simulate.least_in_flight.least_in_flight`.
         most: microbatches that the memory of each rank allows.
     """
     ranks = request.stages

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.comm.message.trees import leaves_of
+from penstock.comm.p2p.trees import leaves_of
 
 
 class Header(NamedTuple):

@@ -11,10 +11,90 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.schedule.in_flight_choice import InFlightChoice
-    from penstock.schedule.machine.shared_cores import SharedCores
+    from penstock.schedule.machine.shared_machine import SharedCores
     from penstock.schedule.proof.proof import Proof
     from penstock.simulate.costs import Costs
     from penstock.simulate.sharding_traffic import Network
+from typing import Annotated
+
+import typer
+
+from penstock.schedule.ir.limits import MOST_COST
+
+LinkLatencies = Annotated[
+    str,
+    typer.Option(
+        "--latency",
+        metavar="TIME|TIME,TIME..",
+        help="Time of a hop, on all links or on that of each two neighbouring ranks; it occupies no rank.",
+    ),
+]
+OrderOptions = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=N", help="An option of the order, as in [bold]--set options.chunks=4[/bold]."),
+]
+OrderName = Annotated[
+    str | None,
+    typer.Option(
+        "--order", metavar="NAME", help="Another order of passes than the method's, such as zb-exact or forward-only."
+    ),
+]
+Segments = Annotated[
+    str | None,
+    typer.Option(
+        "--segments",
+        metavar="N|auto",
+        help="Recompute forwards before their backwards, N stages from one input; auto: square root of the stages.",
+    ),
+]
+ShardingLevel = Annotated[
+    str | None,
+    typer.Option(
+        "--sharding",
+        metavar="LEVEL",
+        help="What parallel pipelines split of a stage: optimizer, gradients or full (ZeRO-1, 2 and 3).",
+    ),
+]
+DrawingWidth = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Columns of the drawing.", min=40, max=10**6, show_default="those of the terminal"),
+]
+PerStage = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="JSON list with forward, backward_input, backward_weight[, step[, copy]] of each stage, in place of times "
+        "given as options.",
+    ),
+]
+WindowSize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|unlimited",
+        help="Messages that may be outstanding between two ranks; the least that costs no time if not given.",
+    ),
+]
+HostCores = Annotated[
+    str | None,
+    typer.Option(
+        "--cores",
+        metavar="N[/R]",
+        help="Cores that all ranks share, or R ranks of each host: while more of them work, each is slowed down.",
+    ),
+]
+HostLinks = Annotated[
+    int | None,
+    typer.Option(
+        "--shared-links",
+        metavar="R",
+        help="R consecutive ranks share the link of their host: what leaves or comes at one time divides its rate. "
+        "With 1, each rank has one link for all its messages, sums and gathers.",
+        min=1,
+    ),
+]
+PipelineNumber = Annotated[
+    int | None, typer.Option(metavar="W", help="Parallel pipelines, with --sharding; 2 if not given.", min=1)
+]
 
 
 def prove_asked(
@@ -45,9 +125,9 @@ def prove_asked(
     from penstock.schedule.methods.compatibility import sharding_of
     from penstock.schedule.methods.find_method import find_method
     from penstock.schedule.methods.method_parsing import check_given_once, written_method
+    from penstock.simulate.auto_in_flight import choose_in_flight
     from penstock.simulate.costs import of_every_rank
-    from penstock.simulate.option_choice.auto_in_flight import choose_in_flight
-    from penstock.simulate.option_choice.order_options_from_costs import with_search_options
+    from penstock.simulate.order_options_from_costs import with_search_options
 
     (file, rule, correction), (stages, microbatches) = own, sizes
     if (method is None) == (file is None):
@@ -194,7 +274,7 @@ def asked_cores(text: str | None) -> SharedCores | None:
     Raises:
         ConfigError: it is neither a number nor two.
     """
-    from penstock.schedule.machine.shared_cores import SharedCores
+    from penstock.schedule.machine.shared_machine import SharedCores
 
     if text is None:
         return None
@@ -218,7 +298,48 @@ def on_machine(costs: Costs, network: Network | None, cores: str | None, links_o
     Raises:
         ConfigError: cores are neither a number nor two.
     """
-    from penstock.schedule.machine.sharing.shared_links import SharedLinks
+    from penstock.schedule.machine.shared_machine import SharedLinks
 
     links = None if links_of is None else SharedLinks(links_of)
     return replace(costs, network=network, cores=asked_cores(cores), links=links)
+
+
+def at_least_0(unit: str, help: str) -> Any:
+    """Return an option that takes a number which is not negative, and of which sums are numbers, too."""
+    return typer.Option(metavar=unit, help=help, min=0, max=MOST_COST)
+
+
+def read_latency(text: str) -> float | tuple[float, ...]:
+    """Read one latency for all links, or one for each.
+
+    Raises:
+        ConfigError: these are no numbers from 0 on.
+    """
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = (math.nan,)
+    if not all(0 <= each <= MOST_COST for each in found):
+        raise ConfigError(f"--latency takes times from 0 to {MOST_COST:g}, as in 0.1 or 0.1,0.5,0.1, got {text!r:.80}")
+    return found if len(found) > 1 else found[0]
+
+
+GatherTime = Annotated[
+    float, at_least_0("TIME", "Time to gather, or to sum, a rank's whole share, if state is sharded.")
+]
+OffloadTime = Annotated[
+    float | None,
+    at_least_0(
+        "TIME", "Move activations to the host's memory and back; TIME is that of a copy of a rank's whole share."
+    ),
+]
+SwapTime = Annotated[
+    float | None,
+    at_least_0(
+        "TIME", "Keep optimizer states in the host's memory; TIME is that of a copy of a rank's whole share, one way."
+    ),
+]
+
+
+Bandwidth = Annotated[float | None, at_least_0("BYTES", "Bytes that a rank sends in a unit of time; no limit.")]
+ParameterNumber = Annotated[float, at_least_0("N", "Parameters of the model; with 1, bytes are per parameter.")]

@@ -28,9 +28,9 @@ from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
 from penstock.schedule.orders.without_auto import auto_refused
 from penstock.schedule.proof.proof import Proof
+from penstock.simulate.auto_of_chunks import choose_by_trial, choose_interleaved
 from penstock.simulate.costs import Costs
-from penstock.simulate.option_choice.auto_of_chunks import choose_by_trial, choose_interleaved
-from penstock.simulate.option_choice.least_in_flight import least_in_flight, rank_times
+from penstock.simulate.least_in_flight import least_in_flight, rank_times
 
 
 def asks_for_auto(given: object) -> bool:

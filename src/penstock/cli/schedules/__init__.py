@@ -1,1 +1,0 @@
-"""The commands that study schedules, and need no training."""

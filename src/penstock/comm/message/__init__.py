@@ -1,1 +1,0 @@
-"""A message between two stages, and its form as bytes."""

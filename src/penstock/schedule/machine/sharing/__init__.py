@@ -1,1 +1,0 @@
-"""The machine whose ranks share cores and links: played in the order of time."""

@@ -1,1 +1,0 @@
-"""What the schedules of all methods cost."""

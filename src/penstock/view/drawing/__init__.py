@@ -1,1 +1,0 @@
-"""Parts of the drawings of timelines: passes, colours and patterns, legends, arrows."""
