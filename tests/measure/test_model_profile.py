@@ -297,13 +297,18 @@ def test_measured_planned_and_trained(command, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--from", "piper"], "give its FILE"),
+        (["--from", "piper"], "--from goes with reading a profile, not with measuring"),
         (["--microbatch-sizes", "2,1"], "must be positive and ascend"),
         (["--microbatch-sizes", "2,x"], "--microbatch-sizes takes whole numbers"),
         (["--set", "device=cuda:99"], "device is 'cuda:99', but torch sees"),
         (["--set", "model.preset=tine"], "unknown model preset 'tine'"),
         (["--data", "nothing-there"], "there is no file or folder 'nothing-there'"),
-        (["some.yaml", "--microbatch-sizes", "1"], "--microbatch-sizes is of measuring"),
+        (["plan.yaml", "--rehearse", "0"], "not with --rehearse; a plan goes behind --plan"),
+        (["--check", "run"], "--check compares runs with a profile; give its FILE"),
+        (
+            ["some.yaml", "--microbatch-sizes", "1"],
+            "--microbatch-sizes goes with measuring or formulas (--cluster), not with reading a profile",
+        ),
         (
             ["--out", "/nowhere/p.yaml", "--seconds", "0", "--no-links", "--data", "TEXT"],
             "cannot write '/nowhere/p.yaml'",

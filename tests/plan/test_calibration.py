@@ -237,14 +237,22 @@ def test_the_command_calibrates_with_several_runs(command, tmp_path):
         values = {"method": "1f1b", "stages": 2, "microbatches": 4, "microbatch_size": 2, "balance": [2, 1]}
         (runs[-1] / "config.yaml").write_text(yaml.safe_dump(values))
     (tmp_path / "profile.yaml").write_text(profile_text(profile_with()))
-    given = ["predicted", *map(str, runs), "--profile", str(tmp_path / "profile.yaml")]
-    answer = command(*given, "--calibrated", str(tmp_path / "better.yaml"))
+    given = ["profile", str(tmp_path / "profile.yaml"), *(part for run in runs for part in ("--check", str(run)))]
+    answer = command(*given, "--fit", "machine", "--out", str(tmp_path / "better.yaml"))
     assert (answer.returncode, answer.stderr) == (0, "")
     assert all(f"\nrun {number}\n" in answer.stdout for number in range(2))
     better = read_profile(tmp_path / "better.yaml")
     assert better.calibration.runs == ["run 0", "run 1"]
     assert 0 < better.calibration.forward < 0.1  # seconds of a layer are 1, 2 and 3 in the profile
     assert len(json.loads(command(*given, "--json").stdout)["runs"]) == 2
-    refused = command(*given, "--out", str(tmp_path / "other.yaml"))
-    assert refused.returncode == 2
-    assert "--out takes the times of layers from one run; give one, or --calibrated FILE" in refused.stderr
+    other = "--out", str(tmp_path / "other.yaml")
+    for more, said in (
+        (other, "--fit layers or --fit machine says which profile --out FILE is: give both"),
+        (("--fit", "machine"), "--fit layers or --fit machine says which profile --out FILE is: give both"),
+        (("--fit", "layers", *other), "takes the times of layers from one run; give one, or --fit machine"),
+        (("--fit", "stages", *other), "--fit takes layers or machine, got 'stages'"),
+        (("--seconds", "1"), "--seconds goes with measuring, not with --check; leave it out"),
+    ):
+        refused = command(*given, *more)
+        assert refused.returncode == 2
+        assert said in " ".join(refused.stderr.split())

@@ -183,7 +183,7 @@ def with_cost(request: PlanRequest) -> PlanRequest:
         raise CapabilityError(
             f"plans with tensor_parallel={parts}, with which the profile was measured, are not offered yet: planners "
             "would try what does not go with it; plan with a profile without it, or predict runs of your own choice: "
-            "penstock rehearse before them, penstock predicted after them"
+            "penstock profile --rehearse before them, penstock profile FILE --check RUN after them"
         )
     for what, name, known in (("planner", request.planner, PLANNERS), ("cost", request.cost, (*COSTS, None))):
         if name not in known:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from penstock.cli.number_lists import whole_numbers
 from penstock.cli.options import AsJson
-from penstock.cli.output import check_can_write, print_json, say_written
+from penstock.cli.output import check_can_write, print_json, say_written, write_file
 from penstock.cli.plans.plan_devices import (
     devices_of,
     link_matrix_of,
@@ -52,7 +52,6 @@ from penstock.cli.plans.plan_options import (
 )
 from penstock.cli.plans.profile_of_model import planned_profile
 from penstock.errors import ConfigError
-from penstock.guarded_files import write_whole
 
 
 def plan(
@@ -243,23 +242,11 @@ def _write_plans(out: Path, found: Any, worlds: Mapping[int, Any]) -> list[Path]
     """
     from penstock.plan.plan_export import plan_file
 
-    _write_plan(out, plan_file(found))
+    write_file("plan", out, plan_file(found))
     paths = {out.with_stem(f"{out.stem}-{size}"): devices for size, devices in worlds.items()}
     for path, devices in paths.items():
-        _write_plan(path, _plan_of_smaller_world(found, devices))
+        write_file("plan", path, _plan_of_smaller_world(found, devices))
     return [*paths, out]
-
-
-def _write_plan(path: Path, text: str) -> None:
-    """Write a plan.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise ConfigError(f"cannot write the plan {str(path)!r}: {error.strerror or error}") from None
 
 
 def _draw_timeline(path: Path, found: Any, quiet: bool) -> None:
@@ -273,7 +260,8 @@ def _draw_timeline(path: Path, found: Any, quiet: bool) -> None:
 
     played = planned_timeline(found)
     best = found.plans[0]
-    _write_plan(path, timeline_svg(played, f"{found.request.profile.name}: {best.notes[0].partition(':')[0]}"))
+    title = f"{found.request.profile.name}: {best.notes[0].partition(':')[0]}"
+    write_file("drawing", path, timeline_svg(played, title))
     if not quiet:
         shares = ", ".join(f"{cause} {share:.1%}" for cause, share in idle_shares(played).items())
         Console().print(Text(f"Ranks are idle for: {shares or 'nothing'} (docs/design.md has the causes)."))
