@@ -1,4 +1,4 @@
-"""`penstock profile --rehearse`: a rank alone holds what it holds among others, to the byte, and runs all its passes."""
+"""`penstock profile --rehearse`: a rank alone holds what it holds among others, to the byte, and runs its passes."""
 
 import copy
 import json
