@@ -21,81 +21,6 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.plan.profile.schema import Calibration, Profile
 
-MicrobatchSizes = Annotated[
-    str | None,
-    typer.Option(
-        "--microbatch-sizes", metavar="B,B..", help="Samples per microbatch to measure, as in 1,2,4; as configured."
-    ),
-]
-MeasuredSeconds = Annotated[
-    float | None,
-    typer.Option(
-        "--seconds", metavar="S", help="For each block, size and kind of pass; 0.3 if not given.", min=0.0, max=3600.0
-    ),
-]
-ProfileOut = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Write the profile there, as penstock plan reads it.")
-]
-
-
-ProfiledCluster = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        metavar="NAME|FILE",
-        help="Instead of measuring blocks: by formulas, for a transformer on such devices, or on this-machine.",
-    ),
-]
-ModelLayers = Annotated[int | None, typer.Option("--layers", metavar="N", help="With --cluster: of the model.")]
-ModelHidden = Annotated[int | None, typer.Option("--hidden", metavar="N", help="Its hidden size.")]
-ModelSequence = Annotated[int | None, typer.Option("--sequence", metavar="N", help="Its tokens in a sequence.")]
-ModelHeads = Annotated[
-    int | None, typer.Option("--heads", metavar="N", help="Its heads; of size 128 or more if not given.")
-]
-CalibratedProfile = Annotated[
-    Path | None,
-    typer.Option(
-        "--calibration",
-        metavar="FILE",
-        help="Take the calibration of this profile, of any model on this machine (--fit machine makes one).",
-    ),
-]
-ModelVocabulary = Annotated[int | None, typer.Option("--vocabulary", metavar="N", help="Of its tokens.")]
-CheckedRuns = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--check",
-        metavar="RUN",
-        help="With FILE: compare what it predicts of a run that has ended with what that took. Also several times.",
-    ),
-]
-FitTo = Annotated[
-    str | None,
-    typer.Option(
-        "--fit",
-        metavar="layers|machine",
-        help="With --check and --out: write FILE with layers that take what they took in the run, or with what passes "
-        "of all runs took beside it, for any plan on this machine.",
-    ),
-]
-RehearsedRank = Annotated[
-    int | None,
-    typer.Option(
-        "--rehearse",
-        metavar="R",
-        min=0,
-        help="Run the program of this rank of a plan (--plan) alone, among stand-ins: does it fit, how fast is it?",
-    ),
-]
-TimedBatches = Annotated[
-    int | None, typer.Option("--batches", metavar="T", help="With --rehearse: to time, after two others; 5.", min=1)
-]
-MemoryLimit = Annotated[
-    str | None,
-    typer.Option(
-        "--memory", metavar="SIZE", help="With --rehearse: of the device; exit code 1 if the rank holds more."
-    ),
-]
 
 _MEASURING, _READING, _FORMULAS, _CHECKING, _REHEARSING = (
     "measuring", "reading a profile", "formulas (--cluster)", "--check", "--rehearse",
@@ -138,27 +63,89 @@ def profile(
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Of the model; that of the file if not given.")
     ] = None,
-    microbatch_sizes: MicrobatchSizes = None,
-    seconds: MeasuredSeconds = None,
-    cluster: ProfiledCluster = None,
-    layers: ModelLayers = None,
-    hidden: ModelHidden = None,
-    sequence: ModelSequence = None,
-    heads: ModelHeads = None,
-    vocabulary: ModelVocabulary = None,
+    microbatch_sizes: Annotated[
+        str | None,
+        typer.Option(
+            "--microbatch-sizes", metavar="B,B..", help="Samples per microbatch to measure, as in 1,2,4; as configured."
+        ),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--seconds",
+            metavar="S",
+            help="For each block, size and kind of pass; 0.3 if not given.",
+            min=0.0,
+            max=3600.0,
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="NAME|FILE",
+            help="Instead of measuring blocks: by formulas, for a transformer on such devices, or on this-machine.",
+        ),
+    ] = None,
+    layers: Annotated[int | None, typer.Option("--layers", metavar="N", help="With --cluster: of the model.")] = None,
+    hidden: Annotated[int | None, typer.Option("--hidden", metavar="N", help="Its hidden size.")] = None,
+    sequence: Annotated[int | None, typer.Option("--sequence", metavar="N", help="Its tokens in a sequence.")] = None,
+    heads: Annotated[
+        int | None, typer.Option("--heads", metavar="N", help="Its heads; of size 128 or more if not given.")
+    ] = None,
+    vocabulary: Annotated[int | None, typer.Option("--vocabulary", metavar="N", help="Of its tokens.")] = None,
     links: Annotated[
         bool, typer.Option("--links/--no-links", metavar=FLAG, help="Measure the link between two processes, too.")
     ] = True,
     data: DataPath = None,
     changes: TrainChanges = None,
     config: ConfigFile = None,
-    calibration: CalibratedProfile = None,
-    check: CheckedRuns = None,
-    fit: FitTo = None,
-    rehearse: RehearsedRank = None,
-    batches: TimedBatches = None,
-    memory: MemoryLimit = None,
-    out: ProfileOut = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibration",
+            metavar="FILE",
+            help="Take the calibration of this profile, of any model on this machine (--fit machine makes one).",
+        ),
+    ] = None,
+    check: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--check",
+            metavar="RUN",
+            help="With FILE: compare what it predicts of a run that has ended with what that took. Also several times.",
+        ),
+    ] = None,
+    fit: Annotated[
+        str | None,
+        typer.Option(
+            "--fit",
+            metavar="layers|machine",
+            help="With --check and --out: write FILE with layers that take what they took in the run, or with what "
+            "passes of all runs took beside it, for any plan on this machine.",
+        ),
+    ] = None,
+    rehearse: Annotated[
+        int | None,
+        typer.Option(
+            "--rehearse",
+            metavar="R",
+            min=0,
+            help="Run the program of this rank of a plan (--plan) alone, among stand-ins: does it fit, how fast is it?",
+        ),
+    ] = None,
+    batches: Annotated[
+        int | None, typer.Option("--batches", metavar="T", help="With --rehearse: to time, after two others; 5.", min=1)
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory", metavar="SIZE", help="With --rehearse: of the device; exit code 1 if the rank holds more."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the profile there, as penstock plan reads it.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure what the blocks of a model cost on this machine; or check a profile, ours or a published one.
