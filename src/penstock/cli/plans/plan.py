@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -324,24 +324,27 @@ def _print_changes(found: Any) -> None:
 
 
 def _write_files(found: Any, out: Path | None, worlds: Mapping[int, Any], timeline: Path | None, as_json: bool) -> None:
-    """Write the drawing and the plans that are asked for."""
+    """Write the drawing and the plans that are asked for, the best one last, and say what to do with it.
+
+    Raises:
+        ConfigError: a file cannot be written, or nothing fits fewer devices.
+    """
+    from penstock.plan.plan_export import plan_file, run_settings
+
     if out is not None:
-        _say_plans(_write_plans(out, found, worlds), found, as_json)
+        write_file("plan", out, plan_file(found))
+        for size, devices in worlds.items():
+            path = out.with_stem(f"{out.stem}-{size}")
+            write_file("plan", path, _plan_of_smaller_world(found, devices))
+            if not as_json:
+                say_written("plan", path)
+        if not as_json and found.request.profile.settings:
+            say_written("plan", out, "penstock train --plan {}")
+        elif not as_json:
+            say_written("plan", out)
+            Console().print(Text(_in_python(run_settings(found))), soft_wrap=True)
     if timeline is not None:
         _draw_timeline(timeline, found, as_json)
-
-
-def _say_plans(paths: Sequence[Path], found: Any, quiet: bool) -> None:
-    """Print which plans were written, the best one last, and what to do with it."""
-    from penstock.plan.plan_export import run_settings
-
-    if quiet:
-        return
-    for path in paths:
-        runs = path == paths[-1] and found.request.profile.settings
-        say_written("plan", path, "penstock train --plan {}" if runs else "")
-    if not found.request.profile.settings:
-        Console().print(Text(_in_python(run_settings(found))), soft_wrap=True)
 
 
 def _in_python(of: Mapping[str, Any]) -> str:
@@ -362,21 +365,6 @@ def _in_python(of: Mapping[str, Any]) -> str:
         f"microbatches={of['microbatches']}, partition={of['balance']}{more}, ...), with batches of "
         f"{of['width'] * of['microbatches'] * of['microbatch_size']} samples."
     )
-
-
-def _write_plans(out: Path, found: Any, worlds: Mapping[int, Any]) -> list[Path]:
-    """Write the best plan, and beside it plans for fewer devices; return their paths, that of the best one last.
-
-    Raises:
-        ConfigError: one cannot be written, or nothing fits fewer devices.
-    """
-    from penstock.plan.plan_export import plan_file
-
-    write_file("plan", out, plan_file(found))
-    paths = {out.with_stem(f"{out.stem}-{size}"): devices for size, devices in worlds.items()}
-    for path, devices in paths.items():
-        write_file("plan", path, _plan_of_smaller_world(found, devices))
-    return [*paths, out]
 
 
 def _draw_timeline(path: Path, found: Any, quiet: bool) -> None:

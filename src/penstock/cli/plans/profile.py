@@ -157,7 +157,14 @@ def profile(
     """
     check_can_write(out)
     numbers = (layers, hidden, sequence, heads, vocabulary)
-    mode = _mode(file, check, rehearse, by_formulas=cluster is not None or any(n is not None for n in numbers))
+    if rehearse is not None:
+        mode = _REHEARSING
+    elif check:
+        mode = _CHECKING
+    elif cluster is not None or any(number is not None for number in numbers):
+        mode = _FORMULAS
+    else:
+        mode = _MEASURING if file is None else _READING
     shape = dict(zip(("--layers", "--hidden", "--sequence", "--heads", "--vocabulary"), numbers, strict=True))
     _check_go_with(
         mode,
@@ -195,17 +202,6 @@ def profile(
         found = found.model_copy(update={"calibration": constants})
     planned = " --devices N" if cluster is None else f" --cluster {quote(cluster)} --devices N"
     _print_profile(found, out, as_json, planned)
-
-
-def _mode(file: Path | None, check: Sequence[Path] | None, rehearse: int | None, by_formulas: bool) -> str:
-    """Return what is asked for."""
-    if rehearse is not None:
-        return _REHEARSING
-    if check:
-        return _CHECKING
-    if by_formulas:
-        return _FORMULAS
-    return _MEASURING if file is None else _READING
 
 
 def _check_go_with(mode: str, given: Mapping[str, object]) -> None:
