@@ -24,6 +24,7 @@ from penstock.timeline import Interval, Timeline
 
 PLAIN = RunSettings("1f1b", 2, 1, 4, 1, (False, False), (2, 1))
 HALVED = replace(PLAIN, method="zb-h1")
+SLICED = replace(PLAIN, method="seq1f1b")
 MACHINE = Calibration(forward=1.5, backward=1.25, step=2.0, between=0.25, runs=["a"])
 
 
@@ -108,10 +109,10 @@ def test_ranks_that_share_cores_and_only_wait_for_links_do_not_calibrate():
         calibrated(profile, {"a": (CROWDED, crowded(3.0))})
 
 
-@pytest.mark.parametrize("settings", [PLAIN, HALVED], ids=lambda settings: settings.method)
+@pytest.mark.parametrize("settings", [PLAIN, HALVED, SLICED], ids=lambda settings: settings.method)
 def test_predictions_are_those_of_the_slower_machine(settings):
-    """A profile of layers that take as long, where what lies between passes is a part of every pass."""
-    slower = profile_with()
+    """A profile of layers that take as long, where what lies between passes is a part of every pass of a slice."""
+    slower, between = profile_with(), 0.25 * (2 if settings is SLICED else 1)
     for layer in slower.layers:
         layer.forward *= 1.5
         layer.backward_input *= 1.25
@@ -119,10 +120,10 @@ def test_predictions_are_those_of_the_slower_machine(settings):
         layer.backward *= 1.25
         layer.step *= 2
     for first in (slower.layers[0], slower.layers[2]):  # of each stage
-        first.forward += 0.25
-        first.backward_input += 0.25
-        first.backward_weight += 0.25
-        first.backward += 0.25
+        first.forward += between
+        first.backward_input += between
+        first.backward_weight += between
+        first.backward += between
     assert predicted_batch(profile_with(MACHINE), settings) == pytest.approx(predicted_batch(slower, settings))
 
 
