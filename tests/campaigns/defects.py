@@ -86,6 +86,27 @@ DEFECTS = (
         ("tests/measure/test_model_profile.py",),
     ),
     Defect(
+        "a stage is tried as a whole that is recomputed where nothing lies between forward and backward",
+        "measure",
+        'ahead = moved or options.recompute.recompute == "stage"',
+        "ahead = moved",
+        ("tests/simulate/test_predicted_memory.py",),
+    ),
+    Defect(
+        "options of another use of penstock profile are taken without a word",
+        "cli",
+        "if value is not None and mode not in _GOES_WITH[option]:",
+        "if value is None and mode not in _GOES_WITH[option] and given is None:",
+        ("tests/plan/test_analytic_profile.py",),
+    ),
+    Defect(
+        "between slices the times of all of them lie",
+        "plan/candidates",
+        "pause = devices.between * slices",
+        "pause = devices.between",
+        ("tests/plan/test_calibration.py",),
+    ),
+    Defect(
         "workers are forked from a process that has not imported what they need",
         "cli",
         "start_method(_PRELOAD)",

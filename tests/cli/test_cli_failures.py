@@ -119,7 +119,7 @@ def test_a_mistake_in_a_file_is_told_with_its_name(monkeypatch, capsys, tmp_path
         ("cluster", "--cluster mine.yaml"),
     ):
         (tmp_path / "mine.yaml").write_text(f"format: penstock {kind} 1\nname: a\n")
-        for command in (["train", "--plan"], ["rehearse", "--rank", "0"]):
+        for command in (["train", "--plan"], ["profile", "--rehearse", "0", "--plan"]):
             err = " ".join(run(monkeypatch, capsys, *command, "mine.yaml")[2].split())
             assert err.startswith(f"error: 'mine.yaml' is a {kind}")
             assert said in err

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from penstock import check
-from penstock.measure.stages.stage_bytes import measure_stages
-from penstock.measure.stages.stage_trial import Training
+from penstock.measure.stage_bytes import measure_stages
+from penstock.measure.stage_trial import Training
 from penstock.models.gpt_shape import GPTConfig
 from penstock.models.vocabulary_parallel_gpt import summed_cross_entropy, vocabulary_parallel_gpt, with_targets
 from penstock.options.all_options import PipelineOptions

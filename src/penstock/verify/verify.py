@@ -22,7 +22,7 @@ import torch
 from penstock.comm.core.devices import find_device, is_accelerator
 from penstock.errors import ConfigError
 from penstock.job.cpus import Cpus
-from penstock.measure.recompute_for_config import chosen_recompute
+from penstock.measure.recompute_choice import choose_for
 from penstock.schedule.ir.schedule import Op, Schedule, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES
@@ -54,7 +54,7 @@ def verify(config: TrainConfig, count: int) -> Verification:
     """
     _check_comparable(config)
     local, left_out = config.tensor_parallel > 1, _no_plain(config)
-    prepared = prepare(config, local=local, choose=chosen_recompute)
+    prepared = prepare(config, local=local, choose=choose_for)
     correction = prepared.plan.options.staleness.correction
     if isinstance(correction, ErrorFeedback) or (isinstance(correction, PipelinedBackprop) and correction.spike):
         raise ConfigError(
