@@ -370,25 +370,11 @@ DEFECTS = (
         ("tests/stage/test_held_elsewhere.py",),
     ),
     Defect(
-        "a resumed run trains twice on the same samples without a word",
-        "runtime",
-        "if batch in (begun, loaded.end):  # at a border of the data",
-        "if batch >= begun:  # at a border of the data",
-        ("tests/runtime/test_resumed_data_check.py",),
-    ),
-    Defect(
         "a second pipeline hands out weights from before the run of another one",
         "runtime",
         "if self._spans.life.at_rest:\n            self._held.check()",
         "if not self._spans.life.at_rest:\n            self._held.check()",
         ("tests/stage/test_held_elsewhere.py",),
-    ),
-    Defect(
-        "an optimizer of the script is stepped in the loop, where it has no effect",
-        "stage/checks",
-        "handle = register_optimizer_step_pre_hook(self._check_step)",
-        "handle = register_optimizer_step_pre_hook(lambda *_: None)",
-        ("tests/stage/test_changes_between_reports.py",),
     ),
     Defect(
         "a copy of a model is called with the guards of modules that others train",

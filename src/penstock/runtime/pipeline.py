@@ -25,7 +25,6 @@ from penstock.options.passes import Precision, Recompute, Staleness
 from penstock.options.run import Device, Group, RunOptions
 from penstock.options.updates import UpdateOptions
 from penstock.partition.blocks import Blocks, check_same_blocks, named_blocks
-from penstock.runtime.attribute_hints import UserAdvice, names_checked
 from penstock.runtime.data.batch_source import Batches, inputs_alone
 from penstock.runtime.data.microbatches import warn_of_short_end
 from penstock.runtime.engine.lifecycle import between_runs
@@ -45,13 +44,12 @@ from penstock.schedule.proof.proof import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.blocks.loss import LossFunction, check_loss
 from penstock.weights.corrections.base import Correction
-from penstock.weights.optim.instance_instead_of_factory import refuse_instances
-from penstock.weights.optim.optimizer_factory import OptimizerFactory
+from penstock.weights.optim.optimizer_factory import OptimizerFactory, refuse_instances
 from penstock.weights.update_hooks import UpdateHook
 from penstock.weights.updates.lr_scheduler_table import SchedulerFactory
 
 
-class Pipeline(SavedStates, UserAdvice):
+class Pipeline(SavedStates):
     """A model that is divided into stages and trained by a method of pipeline parallelism.
 
         pipeline = Pipeline(
@@ -210,7 +208,6 @@ class Pipeline(SavedStates, UserAdvice):
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    @names_checked
     def run(self, batches: Batches, *, save: Saving | None = None, evaluate: Evaluating | None = None) -> TrainingRun:
         """Train on batches, and yield a report for each.
 

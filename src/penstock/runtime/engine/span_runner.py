@@ -7,10 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import ConfigError, PenstockError
@@ -26,9 +23,8 @@ from penstock.runtime.ops.bound import STEPPING
 from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.snapshot import Saving
 from penstock.stage.blocks.loss import Loss, summed
-from penstock.stage.checks.changes_between_reports import ParameterWatch
+from penstock.stage.checks.changes_between_reports import LoopCheck
 from penstock.stage.checks.remotely_trained_modules import HeldElsewhere
-from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.memory.buffers import NOT_WHOLE
 from penstock.weights.update_hooks import SHOWN
@@ -64,7 +60,7 @@ class Spans:
         self._schedules = Schedules(ranks[0].options.update.lr_scheduler, stages, grid)
         self._borders = SpanBorders(grid, ranks, combine, setup.peers, held)
         alone = grid.group is None or (grid.width == 1 and not any(stage.ties for stage in stages))
-        self._watch = ParameterWatch([stage.module.tensors for stage in stages], partial(_stepped, stages), alone=alone)
+        self._loop = LoopCheck([stage.module.tensors for stage in stages], alone=alone)
         entrances = {n.rank for n in setup.schedule.stages if not setup.schedule.predecessors[n.index]}
         self._stop.alone = grid.group is None or grid.width * grid.tensor.size * len(entrances) == 1
         self.reporter = ranks[setup.last if grid.group is None else 0]
@@ -197,15 +193,16 @@ class Spans:
     ) -> Generator[Report]:
         """Yield reports until the pipeline is empty again, also when the caller leaves the loop early (`leave`)."""
         count, self.life.running, watched = 0, True, ExitStack()
-        self._watch.begin()
         try:
             try:
                 watched.enter_context(self._setup.peers.during())
                 for report in reports:
                     count += 1
                     self.reporter.recorder.doing = f"rank {self.reporter.recorder.rank}, in the loop over reports"
-                    with self._watch.away(summing=self._grid.group is not None and _summing(parties)):
-                        yield report
+                    summing = self._grid.group is not None and _summing(parties)
+                    before = self._loop.counts(first=count == 1, summing=summing)
+                    yield report
+                    self._loop.check(before, first=count == 1, summing=summing)
             except GeneratorExit:  # the caller has left the loop: finish what is under way
                 if not self.life.abandoned and not sys.is_finalizing():  # at exit, no module can be relied on
                     self._left_after = self.batches + count - 1
@@ -270,9 +267,3 @@ class Spans:
 
 def _summing(parties: Sequence[Executor | Evaluator]) -> bool:
     return any(isinstance(party, Executor) and party.summing for party in parties)
-
-
-def _stepped(stages: Sequence[StageRuntime]) -> list[Tensor]:
-    """Return what the optimizers of some stages step."""
-    weights = [stage.weights for stage in stages]
-    return [p for each in weights if isinstance(each, TrainedWeights) for p in each.updater.parameters.values()]

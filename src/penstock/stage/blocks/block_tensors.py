@@ -138,11 +138,6 @@ class BlockTensors:
             for module, key in self._found.places[name]:
                 module._parameters[key] = tensor  # type: ignore[assignment]  # a leaf tensor, not a Parameter
 
-    def placed(self) -> list[tuple[str, Tensor | None]]:
-        """Return what stands in the place of each parameter, by its name."""
-        places = [(name, module, key) for name, at in self._found.places.items() for module, key in at]
-        return [(name, dict(module._parameters).get(key)) for name, module, key in places]  # scripted ones lack get()
-
     def hide(self) -> None:
         """Let the modules' own trained parameters have no values: their memory goes while weights are rows."""
         for parameter in self.trained.values():

@@ -17,12 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.weights.optim.instance_instead_of_factory import (
-    NEEDS_A_METRIC,
-    plateau_lines,
-    refuse_instances,
-    scheduler_line,
-)
+from penstock.weights.optim.optimizer_factory import NEEDS_A_METRIC, refuse_instances
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 """Makes a scheduler of an optimizer, such as ``lambda optimizer: OneCycleLR(optimizer, max_lr=1e-3, total_steps=500)``;
@@ -135,10 +130,7 @@ class ScheduledSettings:
             )
             raise
         if isinstance(self._scheduler, ReduceLROnPlateau):
-            raise CapabilityError(
-                f"{NEEDS_A_METRIC}. Leave lr_scheduler out, and write:\n    "
-                + "\n    ".join(plateau_lines(scheduler_line(self._scheduler)))
-            )
+            raise CapabilityError(NEEDS_A_METRIC)
         if not isinstance(self._scheduler, LRScheduler):
             raise CapabilityError(
                 f"lr_scheduler returned {type(self._scheduler).__name__}, not a scheduler of torch; pass a function "
