@@ -1387,18 +1387,11 @@ DEFECTS = (
         ("tests/runtime/test_habits.py",),
     ),
     Defect(
-        "a forward may write into a buffer that another stage has",
-        "partition",
-        "if len(set(stages.values())) > 1",
-        "if len(set(stages.values())) > 2",
-        ("tests/runtime/test_habits.py",),
-    ),
-    Defect(
         "a list of texts goes to every microbatch as a whole",
         "runtime/data",
         "return [leaf[begin:end] for begin, end in pairwise(ends)]",
         "return [leaf] * count",
-        ("tests/runtime/test_habits.py", "tests/runtime/test_split_batches.py"),
+        ("tests/runtime/test_split_batches.py",),
     ),
     Defect(
         "a frozen teacher follows its student again when a forward is run again",

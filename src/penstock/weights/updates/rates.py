@@ -142,7 +142,7 @@ class Rates:
         """Set those of an update, which is made next.
 
         Raises:
-            ConfigError: somebody else has set them since the last one.
+            ConfigError: somebody else has set them since the last one, or added groups.
         """
         moved = self._settings.moved_rate()
         if moved is not None:
