@@ -249,8 +249,8 @@ class Pipeline(SavedStates):
             DataError: a batch cannot be split. As with whatever else the data's iterator raises, all batches before it
                 have been trained on and reported by then, and the pipeline is as good as after any run; ranks that
                 could read it raise a DataError, too. The same holds of an evaluation, after the batches under way. Or
-                ranks have other numbers of batches. Or the loader has written into the first batch while it was read; then the
-                pipeline is broken.
+                ranks have other numbers of batches. Or the loader has written into the first batch while it was read;
+                then the pipeline is broken.
             ConfigError: `lr_scheduler` has no rate for the update of a batch; as with a batch that cannot be split, but
                 all ranks raise it. Or, when the run begins, no parameter of the model is trained, or parameters or
                 blocks have come, gone, or begun or ceased to be trained since the pipeline was made, or a process is to

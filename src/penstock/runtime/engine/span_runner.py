@@ -12,7 +12,6 @@ from typing import Any
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.data.batch_source import Batches, BatchSource
-from penstock.runtime.data.lr_schedule_end import Schedules
 from penstock.runtime.data.microbatches import joined_outputs
 from penstock.runtime.engine.lifecycle import Lifecycle, left_behind
 from penstock.runtime.engine.span_setup import SpanSetup
@@ -57,7 +56,8 @@ class Spans:
         self._left_after: int | None = None  # the batch after whose report the caller has left the current run
         self._stop = ranks[0].stop
         stages = [stage for state in ranks for stage in state.stages.values()]
-        self._schedules = Schedules(ranks[0].options.update.lr_scheduler, stages, grid)
+        weights = [stage.weights for stage in stages]
+        self._updaters = [each.updater for each in weights if isinstance(each, TrainedWeights)]
         self._borders = SpanBorders(grid, ranks, combine, setup.peers, held)
         alone = grid.group is None or (grid.width == 1 and not any(stage.ties for stage in stages))
         self._loop = LoopCheck([stage.module.tensors for stage in stages], alone=alone)
@@ -69,9 +69,7 @@ class Spans:
         self, batches: Batches, save: Saving | None, evaluate: Evaluating | None
     ) -> Generator[Report, None, bool]:
         """Train in one span, after which ranks hear who has left. Returns whether one has."""
-        with self.life.together():
-            scheduled = self._schedules.limit(batches, self.batches if self._setup.combine.apart else None)
-        source, start = self._setup.training_data(scheduled, self.batches, self.length), self.batches
+        source, start = self._setup.training_data(self._with_rates(batches), self.batches, self.length), self.batches
         self.length = None  # it counts from here
         if not self._begin(source, "run()", trains=True):
             return False
@@ -95,6 +93,26 @@ class Spans:
             if failure is not None:  # all batches before have been trained on, and reported
                 raise failure
         return left
+
+    def _with_rates(self, batches: Batches) -> Batches:
+        """Return the batches up to the first one whose update would have no learning rate.
+
+        That one counts as a batch that could not be read, so that all before it are finished. Every batch is taken to
+        make an update, because processes must agree on the end before they know which are skipped.
+        """
+        made = self.batches if self._setup.combine.apart else None
+        tables = [(each.rates.scheduled, each.updates if made is None else made) for each in self._updaters]
+        known = [(table, updates) for table, updates in tables if table is not None]
+        if not known or not hasattr(batches, "__iter__"):
+            return batches
+
+        def checked() -> Iterator[Any]:
+            for number, batch in enumerate(batches):
+                for table, updates in known:
+                    table.check(updates + number)
+                yield batch
+
+        return checked()
 
     def _evaluators(self, evaluate: Evaluating, training: Sequence[Executor]) -> list[Evaluator]:
         executors, delay = self._setup.evaluators(Channel.EVALUATION), self._setup.delay

@@ -66,15 +66,6 @@ class ScheduledSettings:
         self._groups = [_settings_of(group) for group in optimizer.param_groups]
         self._begin()
 
-    @classmethod
-    def like(cls, factory: SchedulerFactory, told: Mapping[str, Any]) -> ScheduledSettings:
-        """Make the table of an optimizer in another process, of which `plain` has told."""
-        return cls(factory, _StandIn(told["groups"], told["defaults"]))
-
-    def plain(self) -> dict[str, Any]:
-        """Return what the scheduler is made of, as JSON has it; settings that it has not are left out."""
-        return {"groups": [_plain(group) for group in self._groups], "defaults": _plain(self._defaults)}
-
     def check(self, update: int) -> Sequence[Mapping[str, Any]]:
         """Return what `at` does.
 
@@ -158,11 +149,6 @@ class _StandIn(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Count as a step, which schedulers look for."""
-
-
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: v.tolist() if isinstance(v, torch.Tensor) else v for key, v in settings.items()}
-    return {key: value for key, value in found.items() if isinstance(value, int | float | str | tuple | list | None)}
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
