@@ -18,7 +18,7 @@ from penstock.checkpoint import format as disk
 from penstock.errors import CheckpointError
 from penstock.guarded_files import open_regular
 from penstock.runtime.rank.snapshot import Snapshot
-from penstock.stage.checks.tensor_sums import tensor_sums
+from penstock.weights.memory.tensor_sums import tensor_sums
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 """Of a file that is not there."""
