@@ -47,6 +47,15 @@ def frozen(model: nn.Module) -> object:
     return [p.requires_grad_(False) for p in next(model.children()).parameters()]
 
 
+def replaced(model: nn.Module) -> object:
+    model[2].weight = nn.Parameter(torch.eye(3))  # type: ignore[index]
+    return None
+
+
+def parametrized(model: nn.Module) -> object:
+    return nn.utils.parametrizations.weight_norm(model[2])  # type: ignore[index]
+
+
 def looked_at(model: nn.Module) -> object:
     return [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
 
@@ -77,7 +86,9 @@ def losses(
 
 
 @pytest.mark.parametrize("method", ["2bw", "1f1b", "newest", "stash"])
-@pytest.mark.parametrize("change", [clipped, zeroed, doubled, clamped, clamped_as_data, loaded, frozen])
+@pytest.mark.parametrize(
+    "change", [clipped, zeroed, doubled, clamped, clamped_as_data, loaded, frozen, replaced, parametrized]
+)
 def test_weights_and_gradients_changed_in_the_loop_are_refused(method: str, change: Change) -> None:
     said = r"\S+ or its gradient was changed in the loop over reports .*max_grad_norm.*register_step_post_hook"
     with pytest.raises(ConfigError, match=said):

@@ -296,7 +296,8 @@ class BatchSource:
 
     def _sample(self, batch: int, place: int) -> Sample:
         pair = self._held[batch][place]
-        _check_pair(pair, self._first + batch, place)
+        if not isinstance(self._held[batch], list | tuple):  # else it was checked when it was read
+            _check_pair(pair, self._first + batch, place)
         if self._dims:
             pair = marked(pair, self._dims, self._first + batch)
         known = self._shared or (batch >= _COMPARED and not all(tensor.is_cpu for tensor in batch_tensors(pair)))

@@ -26,6 +26,8 @@ class _Tensors(Protocol):
     where: str
     bound: Mapping[str, Tensor] | None
 
+    def replaced(self) -> str | None: ...
+
 
 class LoopCheck:
     """Compares what torch counts of weights and gradients before and after the code in a caller's loop.
@@ -68,24 +70,30 @@ class LoopCheck:
         Raises:
             ConfigError: something was.
         """
+        for stage in self._stages:
+            if (name := stage.replaced()) is not None:
+                raise _changed(stage.where, name)
         now = self.counts(first=first, summing=summing)
         if [counts[1:] for counts in now] == [counts[1:] for counts in before]:
             return
         changed = next(old[0] for old, new in zip(before, now, strict=True) if old[1:] != new[1:])
-        where, name = next(
-            (stage.where, name)
+        raise next(
+            _changed(stage.where, name)
             for stage in self._stages
             for name, leaf in (stage.bound or {}).items()
             if leaf is changed
         )
-        raise ConfigError(
-            f"{where}: {name} or its gradient was changed in the loop over reports (as by load_state_dict, clamp_, "
-            "zero_grad, clip_grad_norm_, requires_grad_ or a step of your own), where microbatches under way have read "
-            "it and add to it. Updates are part of run(), and gradients need no zeroing; clip with "
-            "Pipeline(max_grad_norm=1.0), limit weights in a hook of the optimizer "
-            "(optimizer.register_step_post_hook), and write other weights between two runs. Make a new pipeline, and "
-            "load its last checkpoint if there is one"
-        )
+
+
+def _changed(where: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: {name} or its gradient was changed in the loop over reports (as by load_state_dict, clamp_, "
+        "zero_grad, clip_grad_norm_, requires_grad_, another Parameter in its place or a step of your own), where "
+        "microbatches under way have read it and add to it. Updates are part of run(), and gradients need no zeroing; "
+        "clip with Pipeline(max_grad_norm=1.0), limit weights in a hook of the optimizer "
+        "(optimizer.register_step_post_hook), and write other weights between two runs. Make a new pipeline, and load "
+        "its last checkpoint if there is one"
+    )
 
 
 def _sample(leaf: Tensor) -> bytes:

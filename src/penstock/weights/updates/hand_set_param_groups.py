@@ -74,8 +74,10 @@ class GroupSettings:
         groups = self.groups
         if len(groups) != len(self._left):
             self.check_members()
-        pairs = ((left["lr"], group["lr"]) for left, group in zip(self._left, groups, strict=True))
-        return next(((left, now) for left, now in pairs if now is not left and now != left), None)
+        for left, group in zip(self._left, groups, strict=True):
+            if group["lr"] is not left["lr"] and group["lr"] != left["lr"]:
+                return left["lr"], group["lr"]
+        return None
 
     def moved(self) -> list[dict[str, Any]]:
         """Return what has changed since the last update, per group."""
