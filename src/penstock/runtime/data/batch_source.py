@@ -114,8 +114,7 @@ class BatchSource:
         self._fetched = 0
         self._exhausted = False
         self._keeps = max(overlap, ahead)
-        self._begun: list[Tensor] = []  # the first batch, as long as passes may read it, and its content
-        self._content: tuple[list[int], int] = [], 0
+        self._begun: list[Tensor] = []  # the first batch, as long as passes may read it
         self._stop = StopRequest() if stop is None else stop
         self._asked, self._end = 0, math.inf
 
@@ -134,9 +133,10 @@ class BatchSource:
                 one that is no pair; or the loader has written into a batch under way.
         """
         while self._fetched <= batch and not self._exhausted:
+            before = _content(self._begun)
             given = next(self._batches, _END)
             if self._begun:
-                self._check_reuse()
+                self._check_reuse(before)
             if given is _END:
                 self._exhausted = True
                 break
@@ -144,7 +144,6 @@ class BatchSource:
             if not self._fetched:
                 tensors = (tensor for tensor in batch_tensors(following) if tensor.layout is torch.strided)
                 self._begun = [tensor for tensor in tensors if not tensor.is_nested]
-                self._content = _content(self._begun)
             self._held[self._fetched], self._count[self._fetched] = self._divided(following)
             self._left[self._fetched] = self._reads
             if self._ahead:
@@ -216,9 +215,9 @@ class BatchSource:
         """Return the batches that were read ahead, but not trained on."""
         return list(self._whole.values())
 
-    def _check_reuse(self) -> None:
+    def _check_reuse(self, before: tuple[list[int], int]) -> None:
         """Make sure that the loader has not written into its first batch; a batch under way cannot be finished then."""
-        if _content(self._begun) != self._content:
+        if _content(self._begun) != before:
             self._spoiled = DataError(
                 f"batch {self._first} was written into by the loader when it made the next one, which is read ahead, "
                 "while passes still read this one; let it make new tensors for each batch, such as\n"
@@ -313,6 +312,8 @@ def batch_tensors(tree: Any) -> list[Tensor]:
 
 def _content(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
     """Return the counts of writes into tensors, and a checksum of those on the host for writes torch knows not of."""
+    if not tensors:
+        return [], 0
     versions = [tensor._version for tensor in tensors if not tensor.is_inference()]
     return versions, checksum([tensor for tensor in tensors if tensor.is_cpu])
 
