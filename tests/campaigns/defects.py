@@ -377,6 +377,20 @@ DEFECTS = (
         ("tests/stage/test_held_elsewhere.py",),
     ),
     Defect(
+        "weights may be written in the loop over reports",
+        "stage/checks",
+        "if [counts[1:] for counts in now] == [counts[1:] for counts in before]:",
+        "if len(now) == len(before):",
+        ("tests/stage/test_changes_between_reports.py",),
+    ),
+    Defect(
+        "a loader may refill the batch that passes still read",
+        "runtime/data",
+        "if _content(self._begun) != before:",
+        "if False:",
+        ("tests/edges/test_reused_batches.py",),
+    ),
+    Defect(
         "a copy of a model is called with the guards of modules that others train",
         "partition/replay",
         "del module._forward_pre_hooks[key]",
