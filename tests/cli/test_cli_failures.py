@@ -61,11 +61,7 @@ def test_without_arguments_it_lists_its_commands(monkeypatch, capsys):
     ("arguments", "said"),
     [
         (["train", "--lr", "1"], "error: there is no option --lr write --set optimizer.lr=..."),
-        (["verify", "--learning-rate", "1"], "error: there is no option --learning-rate write --set optimizer.lr=..."),
-        (["train", "--epochs", "1"], "error: there is no option --epochs write --batches ..."),
         (["train", "--batch-size", "1"], "write --set microbatch_size=..."),
-        (["train", "--gpus", "2"], "error: there is no option --gpus write --stages ..."),
-        (["train", "--zero-stage", "2"], "write --set sharding=..."),
         (["train", "--every", "3"], "write --set checkpoint.every=... or --set evaluate.every=... or --set combine."),
         (["compare", "--spikes", "3"], "there is no option --spikes write --set spike=..."),
         (["train", "--stage", "3"], "there is no option --stage did you mean --stages?"),

@@ -36,7 +36,6 @@ class StageModule:
         options: of the pipeline.
         hands_on: other stages take its output, even if it has a loss.
         device: of a stage without parameters; torch's current one if None.
-        shared_buffers: names of buffers that other stages have as well, and which stages those are.
         whole: its loss gets whole batches.
 
     Attributes:
@@ -58,10 +57,9 @@ class StageModule:
         options: PipelineOptions,
         hands_on: bool = False,
         device: torch.device | None = None,
-        shared_buffers: Mapping[str, str] | None = None,
         whole: bool = False,
     ) -> None:
-        self.blocks, self.shared_buffers = dict(blocks), shared_buffers or {}
+        self.blocks = dict(blocks)
         self.modules = {name: block for name, block in self.blocks.items() if isinstance(block, nn.Module)}
         self.division = Division()
         self.last = list(self.blocks)[-1]
