@@ -27,9 +27,9 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs
 from penstock.train.setup.lr_schedule import rate_schedule
-from penstock.verify.reference import train_reference
 from penstock.weights.updates.lr_scheduler_table import by_factor
 from support.comparisons import SGD, TINY, Quiet, compared, configured, curves, data
+from support.own_methods import train_reference
 
 
 @pytest.fixture(scope="module")

@@ -31,9 +31,9 @@ from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.schedule.methods.table import METHODS
 from penstock.weights.corrections.pipemare import PipeMare
-from penstock.weights.corrections.registry import correction_of
 from support.cases import Case, make_pipeline
 from support.offered_methods import OFFERED
+from support.own_methods import correction_of
 from support.schedules import make_schedule
 
 CHECKS = (

@@ -7,7 +7,6 @@ from fractions import Fraction
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.schedule.build import prove
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Action, Op
 from penstock.schedule.lowering.lower import lower
@@ -17,6 +16,7 @@ from penstock.schedule.orders import ORDERS
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_bubble
 from penstock.simulate.simulate import simulate_schedule
+from support.own_methods import prove
 from support.schedules import make_schedule
 
 GRID = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 4, 7)]

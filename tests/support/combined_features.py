@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from penstock.verify.reference.ftpipe_prediction import Partials
 from torch import Tensor, nn
 
 from penstock.options.divergence import Divergence
@@ -20,15 +21,13 @@ from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.update.divergence import Trouble
 from penstock.runtime.update.run_events import Evaluated
-from penstock.schedule.build import prove
 from penstock.schedule.machine.evaluation_without_draining_check import border_fault
 from penstock.schedule.methods.table import METHODS
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.verify.config_to_reference import reference_options
 from penstock.verify.derived_delays import order_of
-from penstock.verify.reference import Reference, train_reference
+from penstock.verify.reference import Reference
 from penstock.verify.reference.delays import version_read
-from penstock.verify.reference.ftpipe_prediction import Partials
 from penstock.verify.reference.supported_methods import FLUSH
 from penstock.weights.corrections.base import Correction
 from support.cases import (
@@ -73,6 +72,7 @@ from support.meetings import (
     states_of,
     uneven_batches,
 )
+from support.own_methods import prove, train_reference
 from support.rest_of_a_run import rest_of
 from support.schedules import make_schedule
 from support.sharded import assert_as_whole, train_sharded

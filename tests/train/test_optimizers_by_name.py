@@ -22,11 +22,11 @@ from penstock.train.config.sections import OptimizerName, OptimizerSection
 from penstock.train.prepare.prepare_run import prepare
 from penstock.train.setup.optimizers import is_hidden, optimizer_factory
 from penstock.weights.corrections.base import StagePlace
-from penstock.weights.corrections.registry import correction_of
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.optim.directions import check_predictable, direction
 from penstock.weights.optim.optimizer_adapters import ByParameter, Joined, is_separable, name_of, optimizer_of
 from support.named_parameters import gradients, made, orthogonalised, run, some
+from support.own_methods import correction_of
 
 
 @pytest.mark.parametrize(

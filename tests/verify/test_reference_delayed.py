@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.verify.reference import FLUSH, METHODS, train_reference
+from penstock.verify.reference import FLUSH, METHODS
 from penstock.verify.reference.supported_methods import OPTIONS
 from support import scalar_pipelines as by_hand
 from support.delayed_by_hand import begin, nadam, referred
+from support.own_methods import train_reference
 from support.reference_cases import BATCHES, PIPEMARE, Times, adamw, assert_equal, half_square, inputs, of, sgd
 from support.scalar_pipelines import run as run_by_hand
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.verify.reference import Reference, ReferenceOrder, train_reference
+from penstock.verify.reference import Reference, ReferenceOrder
 from support import scalar_pipelines as by_hand
+from support.own_methods import train_reference
 from support.reference_cases import PIPEMARE, Times, adamw, assert_equal, half_square, of, sgd
 from support.reference_players import assert_same, bent, played, samples
 from support.scalar_orders import Pass, with_recompute

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, DataError
-from penstock.verify.reference import Reference, ReferenceOrder, ReferenceWaves, Wsp, train_reference, train_wsp
+from penstock.verify.reference import Reference, ReferenceOrder, ReferenceWaves, Wsp, train_wsp
 from support import scalar_pipelines as by_hand
+from support.own_methods import train_reference
 from support.reference_cases import Times, adamw, half_square, of, sgd
 from support.reference_players import assert_same
 from support.scalar_pipelines import SKIPPED, rate

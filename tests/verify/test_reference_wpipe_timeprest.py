@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock.verify.reference import Reference, ReferenceOrder, train_reference
+from penstock.verify.reference import Reference, ReferenceOrder
+from support.own_methods import train_reference
 from support.reference_cases import BATCHES, Times, adamw, assert_equal, half_square, of, sgd
 from support.reference_players import assert_same, bent, played, referred, samples, trained
 from support.scalar_orders import nf1b, two_groups

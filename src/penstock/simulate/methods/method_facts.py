@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.method import Method
 from penstock.schedule.methods.table import METHODS
 
@@ -87,6 +86,6 @@ def derived_facts(rows: Iterable[Method], stages: int, microbatches: int, links:
 
 def _without_figures(method: Method) -> MethodFacts:
     """Return what a row has from the table of methods itself."""
-    named = method.name, method.title, method.source, method.order, method.rule, method.correction
+    named = method.name, method.title, method.source, str(method.order), method.rule, method.spec.name
     levels = [level.value for level in method.shardings]
-    return MethodFacts(*named, method.sharding, levels, CORRECTIONS[method.correction].buffers)
+    return MethodFacts(*named, method.sharding, levels, method.spec.buffers)

@@ -14,7 +14,7 @@ from penstock.schedule.ir.order import NO_OPTIONS, Options
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.method import Method
-from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
+from penstock.schedule.orders import ASK_LINKS, CHAINS
 from penstock.schedule.proof.proof import Proof
 from penstock.simulate.costs import Costs, StageCost
 from penstock.simulate.long_run import steady_bubble
@@ -58,7 +58,7 @@ def figures_of_methods(
 
 def _options(method: Method, costs: Costs, numbers: int | tuple[int, ...] | str | None) -> Options:
     """Return the options of a method's order that the links ask for."""
-    order = ORDERS[method.order]
+    order = method.order_function
     auto = order in ASK_LINKS and not RULES[method.rule].provisional
     chooses = order in CHAINS if isinstance(numbers, int | tuple) else numbers and auto
     options = {"in_flight": numbers} if chooses else NO_OPTIONS
