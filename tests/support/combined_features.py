@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.verify.reference.ftpipe_prediction import Partials
 from torch import Tensor, nn
 
 from penstock.options.divergence import Divergence
@@ -333,21 +332,19 @@ def chained(case: Case, phases: Sequence[Phase]) -> Reference:
         for part in parts if begin else ():
             load(part, begin)
         made = sum(1 for gradients in whole.gradients if gradients)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Partials, "before", tuple(whole.weights))
-            result = train_reference(
-                parts,
-                LOSSES[case.loss],
-                batches[first : first + count],
-                method=method,
-                optimizer=_going_on(OPTIMIZERS[case.optimizer], iter([state for state in states if state])),
-                rate=lambda k, made=made: warm_up(k + made),
-                divisor=case.divisor,
-                clip=case.clip,
-                parts=parts_of(case),
-                options=reference_options(correction, METHODS[method].rule),
-                order=order_of(METHODS[method].order, make_schedule(method, case.depth, case.m)),
-            )
+        result = train_reference(
+            parts,
+            LOSSES[case.loss],
+            batches[first : first + count],
+            method=method,
+            optimizer=_going_on(OPTIMIZERS[case.optimizer], iter([state for state in states if state])),
+            rate=lambda k, made=made: warm_up(k + made),
+            divisor=case.divisor,
+            clip=case.clip,
+            parts=parts_of(case),
+            options=reference_options(correction),
+            order=order_of(METHODS[method], make_schedule(method, case.depth, case.m)),
+        )
         begin, states = result.versions[-1] | result.buffers, result.optimizers
         for what in ("losses", "weights", "gradients", "norms", "scales"):
             getattr(whole, what).extend(getattr(result, what))

@@ -42,6 +42,16 @@ def names_in(file: str) -> dict[str, Any]:
     return runpy.run_path(str(FOLDER / f"{file}.py"))
 
 
+def written(name: str) -> str:
+    """What follows --file for a method of a file."""
+    return f"{FOLDER / FILES[name]}.py:method={name}"
+
+
+def chosen(name: str) -> str:
+    """What chooses a method in a configuration."""
+    return f"schedule={written(name)}" if name in FILES else f"method={name}"
+
+
 def asked(name: Any) -> Any:
     """A method of a file in place of its name; all else as it is."""
     return own(name) if name in FILES else name

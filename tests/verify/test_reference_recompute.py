@@ -256,7 +256,7 @@ def test_recompute_that_does_not_fit(method: str, order: ReferenceOrder, message
         trained(method, bent(2), 1, order=order)
 
 
-@pytest.mark.parametrize("method", ["spectrain", "xpipe", "pipeoptim", "lwp", "lwp-weights", "i-timeprest"])
+@pytest.mark.parametrize("method", ["spectrain", "xpipe", "pipeoptim", "i-timeprest"])
 def test_methods_whose_recompute_nobody_has_defined(method: str) -> None:
     with pytest.raises(CapabilityError, match=f"{method}: it is undefined which weights .* leave recompute out"):
         trained(method, bent(2), 1, order=ReferenceOrder(recompute="block"))

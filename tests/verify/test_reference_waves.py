@@ -158,7 +158,7 @@ def test_sums_are_added_one_by_one_by_wave_and_pipeline() -> None:
     assert [float(v["b0.w"]) for v in result.pipelines[0].versions] == [0.0, 0.0, 3.0]
 
 
-@pytest.mark.parametrize("method", ["1f1b", "2bw", "stash", "wpipe", "newest"])
+@pytest.mark.parametrize("method", ["1f1b", "2bw", "stash", "newest"])
 def test_one_pipeline_and_pipelines_that_hear_nothing(method: str) -> None:
     """Are plain runs, of their own microbatches and random numbers; bit for bit."""
 

@@ -30,7 +30,7 @@ from support.cases import (
     train_on_ranks,
 )  # fmt: skip
 from support.correction_cases import KINDS, assert_near, case_of, snapshots_of
-from support.own_methods import correction_of, prove
+from support.own_methods import correction_of, prove, row_of
 from support.pool import Pool
 from support.snapshots import Kept
 
@@ -164,7 +164,7 @@ def test_the_table_says_what_a_correction_keeps(name: str) -> None:
     case = case_of(name, 3, 1, model="matrices")
     stage = next(iter(make_pipeline(case).stages.values()))
     assert stage.weights.corrector is not None
-    said = 0 if name == "pipemare without T2" else CORRECTIONS[stage.weights.corrector.name].buffers
+    said = 0 if name == "pipemare without T2" else row_of(case.method).spec.buffers
     kept = stage.weights.corrector.nbytes + stage.weights.store.bytes_by_role().get("master weights", 0)
     assert kept == said * stage.weights.store.layout.nbytes
 
