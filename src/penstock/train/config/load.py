@@ -254,7 +254,7 @@ def with_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     kind = given.get("name") if isinstance(given, Mapping) else None
     for key, value in wanted.items():
         section, _, last = key.rpartition(".")
-        if section and kind not in (None, wanted[f"{section}.name"]):
+        if section and kind not in (None, wanted.get(f"{section}.name", kind)):
             continue
         place = filled.setdefault(section, {}) if section else filled
         if isinstance(place, dict):
