@@ -196,6 +196,9 @@ def test_it_is_trained_and_goes_on_without_its_file(mine: Path, command: Any) ->
         done = command("train", "--resume", folder, "--batches", 6)
         assert done.returncode == 0, done.stderr
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        if name == "own":
+            with pytest.raises(ConfigError, match="holds the Python code of a method of one's own"):
+                load_config(folder / "config.yaml", [])
         ends.append([line["loss"] for line in lines if "batch" in line])
     assert len(ends[0]) == 6
     assert ends[0] == ends[1]

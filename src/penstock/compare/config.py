@@ -21,7 +21,7 @@ from penstock.schedule.methods.method_parsing import (
     written_order,
 )
 from penstock.train.config.load import apply_change, validate
-from penstock.train.config.own_schedule import is_file, read_own_method, read_own_schedule, size_fault
+from penstock.train.config.own_schedule import is_file, read_own_method, read_own_schedule, refuse_code, size_fault
 from penstock.train.config.sections import OptimizerSection, RateSection
 from penstock.train.config.values import MOST_THREADS, Number, Strict
 
@@ -167,6 +167,8 @@ def comparison_config(
         ScheduleError: the schedule in a file is wrong.
     """
     values = dict(values or {})
+    for text in dict(values.get("schedules") or {}).values():
+        refuse_code(text, "the configuration")
     for change in changes:
         apply_change(ComparisonConfig, values, change)
     values |= {key: value for key, value in given.items() if value is not None}

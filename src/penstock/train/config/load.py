@@ -22,6 +22,7 @@ from penstock.train.config.own_schedule import (
     method_of,
     read_own_method,
     read_own_schedule,
+    refuse_code,
     schedule_in,
     size_fault,
 )
@@ -44,7 +45,9 @@ _TOKENS = (".npy", ".bin")
 """Endings of data whose vocabulary is its own; the others are read byte by byte."""
 
 
-def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = True) -> TrainConfig:
+def load_config(
+    path: Path | None, changes: Sequence[str], *, proves: bool = True, resumes: bool = False
+) -> TrainConfig:
     """Read a YAML file and apply `key=value` changes.
 
     A method may have its options with it (`method=interleaved:chunks=4`), which take the place of those of the file. A
@@ -55,6 +58,7 @@ def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = Tru
         path: a YAML file with keys of `TrainConfig`; None for the defaults.
         changes: such as "method=1f1b" or "optimizer.lr=0.001"; values are read as YAML.
         proves: False on the ranks of a job that runs already, whose rank 0 proves the schedule for all.
+        resumes: whether a run goes on, whose configuration may hold the Python code of its method.
 
     Raises:
         ConfigError: lists every unknown key (with the nearest known one) and every value of a wrong type or range; also
@@ -62,6 +66,8 @@ def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = Tru
         ScheduleError: the schedule in a file is wrong.
     """
     values = {} if path is None else _read_configuration(path)
+    if not resumes:
+        refuse_code(values.get("schedule"), path)
     planned, given = copy.deepcopy(values), dict[str, Any]()
     for change in changes:
         apply_change(TrainConfig, values, change)

@@ -81,6 +81,19 @@ def read_own_method(text: str, rule: str | None, correction: str | None) -> tupl
 _METHOD = "# method in "
 
 
+def refuse_code(text: object, holder: object) -> None:
+    """Refuse the Python of a method in a file that may be somebody else's.
+
+    Raises:
+        ConfigError: it stands there.
+    """
+    if isinstance(text, str) and text.startswith(_METHOD):
+        raise ConfigError(
+            f"{str(holder)!r} holds the Python code of a method of one's own, which runs only where a run goes on "
+            "(penstock train --resume FOLDER); elsewhere give the file of the method with --file"
+        )
+
+
 def own_row(text: str, correction: str | None = None) -> Method:
     """Return the row of a method of one's own, or what stands for one: name, rule and correction of a schedule."""
     if (row := method_of(text)) is not None:
