@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         Path(name).write_text((ROOT / "examples" / "my_order.py").read_text())
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own-methods.md").read_text(), re.DOTALL)
     Path("slow_start.py").write_text(blocks[3])
+    shutil.copytree(ROOT / "examples" / "methods", "examples/methods")
     Path("plan.yaml").write_text("method: 2bw\n")
 
 
@@ -119,6 +121,6 @@ FILES = [
     for file in ((ROOT / top).rglob("*.*") if top != "." else ROOT.glob("*.*"))
 ]
 _OF_A_USER = {
-    "my_order.py", "endless.py", "broken.py", "my_script.py", "my.txt", "mine.txt", "random.py", "torch.py",
+    "my_order.py", "endless.py", "broken.py", "slow_start.py", "my_script.py", "my.txt", "mine.txt", "random.py", "torch.py",
     "penstock.py",
 }  # fmt: skip

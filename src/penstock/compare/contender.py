@@ -26,7 +26,7 @@ from penstock.schedule.methods.method_parsing import (
     whole_numbers,
     written_order,
 )
-from penstock.train.config.own_schedule import method_of, own_row
+from penstock.train.config.own_schedule import held_method, own_row
 from penstock.train.config.values import MOST_DELAY
 
 SYNC, DELAYS = "sync", "delays"
@@ -109,7 +109,7 @@ def parse_contender(text: str, schedules: Mapping[str, str] = NO_SCHEDULES) -> C
     if all(ours.values()):
         raise ConfigError(f"methods: {text!r}: delays and sync cannot be combined; leave one of them out")
     own = write_options(name, options)
-    if own in schedules and (row := method_of(schedules[own])) is not None:
+    if own in schedules and (row := held_method(schedules[own])) is not None:
         given = tuple(sorted(numbers_of(options).items()))
         several = f":{METHOD}={options[METHOD]}" if METHOD in options else ""
         return Contender(replace(row, name=f"{name}{several}"), given, ours[SYNC], ours[DELAYS])

@@ -17,7 +17,7 @@ from penstock.repr_without_defaults import ShortRepr
 from penstock.schedule.methods.corrections import CorrectionSpec, find_correction
 from penstock.schedule.transforms.recompute import Segments
 from penstock.stage.autograd.recompute import RecomputeMode, RecomputeModes, check_recompute
-from penstock.weights.corrections.base import Correction, spec_of
+from penstock.weights.corrections.base import Correction, correction_spec
 from penstock.weights.decision import LossScale
 
 
@@ -223,7 +223,7 @@ class Staleness(ShortRepr):
     @property
     def spec(self) -> CorrectionSpec:
         """The row of the correction; that of "none" without one."""
-        return find_correction("none") if self.correction is None else spec_of(self.correction)
+        return find_correction("none") if self.correction is None else correction_spec(self.correction)
 
     @property
     def chosen(self) -> bool:

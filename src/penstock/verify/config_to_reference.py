@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.schedule.methods.method import Method
-from penstock.train.config.own_schedule import method_of
+from penstock.train.config.own_schedule import held_method
 from penstock.train.config.schema import TrainConfig
 from penstock.verify.reference.supported_methods import BY_RULE
 from penstock.weights.corrections.base import Correction, OwnCorrection
@@ -25,7 +25,7 @@ def reference_method(config: TrainConfig) -> str:
     if config.schedule is None:
         return config.row.name
     rule, correction = config.row.rule, config.row.spec.name
-    if method_of(config.schedule) is not None:
+    if held_method(config.schedule) is not None:
         return base_of(config.row)
     if correction != "none":
         return "3bw-ahead" if rule == "triple-buffer" else correction  # the method that is called like it

@@ -25,7 +25,7 @@ from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.corrections import find_correction
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 from penstock.schedule.methods.table import METHODS
-from penstock.weights.corrections.base import Correction, spec_of
+from penstock.weights.corrections.base import Correction, correction_spec
 
 _OPS = frozenset(HANDLERS) | {Op.FUSED}  # fused passes are taken apart before they run
 _RULES = frozenset(RULES) - {"frozen"}
@@ -258,7 +258,7 @@ def check_correction(
             f"{schedule.name}: this schedule's method has correction {wanted!r}, but correction {correction.name!r} "
             f"was given; pass staleness=correction_of({schedule.name!r}), or take the other method's schedule"
         )
-    row = spec_of(correction)
+    row = correction_spec(correction)
     rules = row.rules
     if rules and schedule.rule not in rules:
         raise ConfigError(

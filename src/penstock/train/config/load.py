@@ -18,8 +18,8 @@ from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.method_parsing import check_given_once, written_correction, written_method, written_order
 from penstock.train.config.key_reference import correction_keys, known_keys, order_keys, suggested_keys
 from penstock.train.config.own_schedule import (
+    held_method,
     is_file,
-    method_of,
     read_own_method,
     read_own_schedule,
     refuse_code,
@@ -189,7 +189,7 @@ def _with_own_schedule(config: TrainConfig, values: Mapping[str, Any], proves: b
         return _without_own(config)
     if values.get("method") is not None:
         raise ConfigError(f"give either a method or a schedule of your own; leave method={values['method']} out")
-    if method_of(text) is not None:
+    if held_method(text) is not None:
         return _without_own(config)
     if is_file(text):
         own = written_order(text, config.rule, config.corrected_by)
@@ -252,7 +252,7 @@ def with_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     name, own = values.get("method", TrainConfig.model_fields["method"].default), values.get("schedule")
     if isinstance(name, str):
         wanted = find_method(name).settings
-    elif isinstance(own, str) and (row := method_of(own)) is not None:
+    elif isinstance(own, str) and (row := held_method(own)) is not None:
         wanted = row.settings
     else:  # an order of one's own; anything else is reported by the validation
         return filled

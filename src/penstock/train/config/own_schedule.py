@@ -6,6 +6,7 @@ in a run folder says which one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -41,7 +42,7 @@ def schedule_in(text: str) -> Schedule:
 
 
 @lru_cache(maxsize=8)
-def method_of(text: str) -> Method | None:
+def held_method(text: str) -> Method | None:
     """Return the method of a configuration, which holds the Python file of it as text; None for a schedule.
 
     Raises:
@@ -68,9 +69,12 @@ def read_own_method(text: str, rule: str | None, correction: str | None) -> tupl
     """
     if not is_file(text) or not holds_function(path := Path(text.split(":")[0])):
         return None
-    if not path.is_file() or (source := source_of_method(path)) is None:
-        return None
     _, options = split_options(text, OWN)
+    source = source_of_method(path) if os.path.isfile(path) else None
+    if source is None:
+        if METHOD in options:
+            raise ConfigError(f"{path} is no file with a penstock.Method, as {METHOD}={options[METHOD]} asks for")
+        return None
     row = method_in(path, source, None if options.get(METHOD) is None else str(options[METHOD]))
     for key, value, its in ((RULE, rule, row.rule), (CORRECTION, correction, row.spec)):
         if (given := options.get(key) or value) is not None:
@@ -96,7 +100,7 @@ def refuse_code(text: object, holder: object) -> None:
 
 def own_row(text: str, correction: str | None = None) -> Method:
     """Return the row of a method of one's own, or what stands for one: name, rule and correction of a schedule."""
-    if (row := method_of(text)) is not None:
+    if (row := held_method(text)) is not None:
         return row
     schedule = schedule_in(text)
     return Method(schedule.name, "an order of your own", "", "", schedule.rule, correction or "none")
@@ -117,8 +121,8 @@ def own_schedule(text: str, correction: str | None) -> Schedule:
 
 def is_same(one: str, other: str) -> bool:
     """Return whether two texts hold the same schedule, or the same method."""
-    if method_of(one) is None or method_of(other) is None:
-        return method_of(one) is method_of(other) and schedule_in(one) == schedule_in(other)
+    if held_method(one) is None or held_method(other) is None:
+        return held_method(one) is held_method(other) and schedule_in(one) == schedule_in(other)
     return one.partition("\n")[2] == other.partition("\n")[2]
 
 
@@ -155,7 +159,7 @@ def size_fault(text: str, sizes: Mapping[str, Any]) -> str | None:
         text: the schedule.
         sizes: `stages` and `microbatches`; None for any.
     """
-    if method_of(text) is not None:
+    if held_method(text) is not None:
         return None
     schedule = schedule_in(text)
     held = {"stages": schedule.ranks, "microbatches": schedule.microbatches}

@@ -230,7 +230,7 @@ class OwnCorrection:
         return made
 
 
-def spec_of(correction: Correction) -> CorrectionSpec:
+def correction_spec(correction: Correction) -> CorrectionSpec:
     """Return the row of a correction.
 
     Raises:
