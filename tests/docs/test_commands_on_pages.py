@@ -121,6 +121,6 @@ FILES = [
     for file in ((ROOT / top).rglob("*.*") if top != "." else ROOT.glob("*.*"))
 ]
 _OF_A_USER = {
-    "my_order.py", "endless.py", "broken.py", "slow_start.py", "my_script.py", "my.txt", "mine.txt", "random.py", "torch.py",
-    "penstock.py",
+    "my_order.py", "endless.py", "broken.py", "slow_start.py", "my_script.py", "my.txt", "mine.txt", "random.py",
+    "torch.py", "penstock.py",
 }  # fmt: skip
