@@ -319,4 +319,4 @@ def test_optimizers_and_batches_that_do_not_fit() -> None:
     with pytest.raises(CapabilityError, match="one microbatch per update, not 2"):
         referred("gap-aware", 2, 2)
     with pytest.raises(ConfigError, match="untie"):
-        referred("spike", 2, 1, tied={"b1.w": "b0.w"})
+        referred("pipemare", 2, 1, tied={"b1.w": "b0.w"}, options={"reschedule": 1})

@@ -111,7 +111,7 @@ def test_a_late_gradient_of_the_reference_catches_up_at_once() -> None:
             self.optimizer = torch.optim.SGD([self.w], lr=1.0, momentum=0.9)
 
     stage = Held()
-    spike, walked = names_in("pipelined_backprop")["Spike"](4.0, stage.optimizer), []
+    spike, walked = names_in("pipelined_backprop")["Spike"](4.0), []
     with torch.no_grad():
         for k in range(300):
             stage.w.grad = of(float(k == 0))
